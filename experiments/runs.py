@@ -54,7 +54,7 @@ class Job:
       different = {k: v for k, v in different.items() if k.split(".")[0] in READ_BY_START}
     else:
       different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_OF_RUN}
-      different["start"] = [self.start.run, ""]
+      different["start"] = [self.start.run, ""]  # a pair, or runs on file would have other names
       different |= dict(measure=self.measure) if self.measure else {}
     text = json.dumps(different, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -69,7 +69,7 @@ class Job:
   def command(self, home: Path) -> str:
     """The same run by the command line."""
     settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
-    settings = {**settings, **self.changes, **settings}  # the cold start, whatever weights it had
+    settings = settings | dict(self.changes) | settings  # not the weights that a cold start had
     line = command(self.base, self.workdir(home), settings)
     return f"# {self.measure} in the run that this opens:\n{line}" if self.measure else line
 
