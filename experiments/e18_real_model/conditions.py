@@ -5,12 +5,15 @@ from experiments import figures, statistics
 from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+from experiments.statistics import Interval
 
 START, ITERATIONS = 40, 30  # updates of the cold start; iterations of GSPO
 UPDATES = 4  # of an iteration
 LEAST = 0.10  # of held-out accuracy
 BEFORE, LEARNED, GREEDY = "eval/start", "eval/final", "eval/greedy"
-CLIPPED = "clip_fraction/token"
+CLIPPED, MISMATCH = "clip_fraction/token", "mismatch/sequence/abs/mean"
+CLIPPED_OF = "by_length/clip_fraction/"
+LENGTHS = {"5 to 8": "le_8", "9 to 16": "le_16"}  # tokens of a response; hardly any is shorter
 ALONE = "cold start alone"
 # The control is judged before its only iteration, whose rate is too small to matter after it.
 CONTROL = {
@@ -20,6 +23,13 @@ CONTROL = {
 }
 BRIEF = {"rl.iterations": 3, "eval.every": 1000}
 WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0}
+LOW = "gspo_bfloat16"
+# Old log-probs are the sampler's, so that all of its error is in the ratio (§5.4).
+SAMPLER = {
+  "engine.dtype": "bfloat16",
+  "engine.cache_dtype": "bfloat16",
+  "objective.old_logp": "sampler",
+}
 
 
 def brief(loss: str, name: str, width: float) -> Condition:
@@ -42,10 +52,12 @@ EXPERIMENT = Experiment(
   conditions=(
     Condition("gspo"),
     Condition(ALONE, CONTROL),
+    Condition(LOW, SAMPLER, seeds=(11, 12, 13), secondary=True),
     *(brief(loss, *item) for loss in ARMS for item in WIDTHS.items()),
   ),
   seeds=(11, 12, 13, 14, 15),
   base="configs/smollm2.py",
+  columns=(r"by_length/(responses|clip_fraction|log_ratio_std)/.*",),
   minutes=10,
   start_minutes=6,
   pod=False,  # the flagship has other problems
@@ -76,10 +88,29 @@ def report(results: Results) -> Report:
   clipped = []
   for name, width in WIDTHS.items():
     fractions = [results.interval(f"{loss}_{name}", CLIPPED) for loss in ARMS]
-    texts = [x.text(".4f") for x in fractions]
-    clipped.append([f"{width:.3g}", str(fractions[0].count), *texts])
+    clipped.append([f"{width:.3g}", *told(fractions)])
+  by_length = [
+    [title, *told([results.interval(f"{loss}_one", CLIPPED_OF + name) for loss in ARMS])]
+    for title, name in LENGTHS.items()
+  ]
+  less = statistics.interval(results.paired(LOW, "gspo", LEARNED))
+  mismatch = {
+    name: results.interval(condition, MISMATCH)
+    for name, condition in {"float32": "gspo", "bfloat16": LOW}.items()
+  }
+  sampler = [[f"mismatch, {name}", str(x.count), x.text(".1e")] for name, x in mismatch.items()]
+  sampler.append(["final accuracy, bfloat16 - float32", str(less.count), less.text()])
   figure, (axes,) = figures.new()
   figures.curves(axes, results, {"GSPO": "gspo"}, "eval/accuracy", title="held-out accuracy")
   because = f"GSPO gains {rise.text()}, and {more.text()} on the cold start alone"
-  tables = [accuracy, markdown(heads, clipped)]
+  tables = [
+    accuracy,
+    markdown(heads, clipped),
+    markdown(["tokens of a response", *heads[1:]], by_length),
+    markdown(["sampler", "seeds", ""], sampler),
+  ]
   return Report(Verdict(outcome, because), tables, dict(accuracy=figure))
+
+
+def told(fractions: list[Interval]) -> list[str]:
+  return [str(fractions[0].count), *(x.text(".4f") for x in fractions)]
