@@ -29,6 +29,7 @@ DENIED = re.compile(
 _DASHES = re.compile("[‐‑‒–—―−﹘﹣－]|⁻(?=\\s?\\d)")
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
 _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
+_ANGLES = {"<": "langle", ">": "rangle"}
 _LOOKS = re.compile(
   r"\\(?:(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
   r"|LARGE|huge|Huge)(?![a-zA-Z]))"
@@ -47,6 +48,7 @@ _LABEL = re.compile(
 def plain(text: str) -> str:
   """The text without "the answer is", colours and sizes, with one kind of dash, 12 for 12th."""
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
+  text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
   return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
 
 
