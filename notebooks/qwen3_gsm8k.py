@@ -18,6 +18,8 @@
 #
 # - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line that runs on a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's; the run itself we have not made, on no chip: times are estimates, and whether accuracy rises is for you to see.
 # - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems that come with the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
+#
+# The outputs here are of the second, with `ITERATIONS = 10` and the weights in 4 bits (`MODEL` was a directory of `python -m experiments.smollm2 SmolLM2-135M-Instruct`).
 
 # %% [markdown]
 # ## Install
