@@ -50,7 +50,7 @@ def batch(responses: int, room: int, rows: str) -> TrainBatch:
   )
   advantage_B = rng.normal(size=responses).astype(np.float32)
   made = TrainBatch(inputs, mask_BT, advantage_B, old_logp_BT=logp_BT, sampler_logp_BT=logp_BT)
-  return packing.plan(made, 1) if rows == "packed" else made
+  return packing.plan(made, 1, GROUP, NEW) if rows == "packed" else made
 
 
 def main() -> None:

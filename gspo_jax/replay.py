@@ -61,7 +61,8 @@ def replay(directory: epath.Path) -> bool:
     for i, batch in enumerate(batches):
       plain = packing.undo(batch)
       if batch.inputs.row_B is not None:  # this mesh may be another one
-        batch = packing.plan(plain, sharding.batch_shards(mesh))
+        shards, responses = sharding.batch_shards(mesh), learner.response_tokens
+        batch = packing.plan(plain, shards, learner.group_size, responses)
       batch, plain = sharding.put_batch((batch, plain), mesh)
       rows = _bad_rows(*jax.device_get(look(state.params, plain)))
       state, row = step(state, batch)

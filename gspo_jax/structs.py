@@ -91,6 +91,9 @@ class ModelInputs:
   # Where `packing.plan` puts each sequence; None: it has a row of its own
   row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
   start_B: Array | None = None  # int32: the position there of its first token
+  # Where others share its prompt: there `start_B` is that of the prompt's last token
+  trunk_B: Array | None = None  # int32: position of the prompt's first token, in the same row
+  path_B: Array | None = None  # int32: position of its first token in the row of attention
 
 
 @flax.struct.dataclass

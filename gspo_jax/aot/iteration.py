@@ -163,17 +163,33 @@ def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
     return float(len(lengths) * window)
   at_once = max(rows // rl.microbatches, shards)  # a row of each device at least
   number = sum(
-    packed_microbatches(part, window, shards, at_once // shards)
+    packed_microbatches(
+      part,
+      window,
+      shards,
+      at_once // shards,
+      round(case.prompt),
+      rl.group_size,
+      case.config.sampling.max_new_tokens,
+    )
     for part in np.split(np.array(lengths) + round(case.prompt), rl.minibatches)
   )
   return float(number * at_once * window)
 
 
-def packed_microbatches(lengths: np.ndarray, window: int, shards: int, rows: int) -> int:
+def packed_microbatches(
+  lengths: np.ndarray,
+  window: int,
+  shards: int,
+  rows: int,
+  prompt: int = 0,
+  group_size: int = 1,
+  response_tokens: int = 0,
+) -> int:
   """Micro-batches of an update, of `rows` rows of each device, that hold the sequences."""
-  order = packing.balanced_order(lengths, shards)
-  each = (packing.first_fit(part, window)[0] for part in np.split(lengths[order], shards))
-  return max(int(row_B.max()) for row_B in each) // rows + 1
+  prompts = np.full(len(lengths), prompt)
+  _, placed = packing.places(lengths, window, shards, prompts, group_size, response_tokens)
+  return int(placed.row_B.max()) // rows + 1
 
 
 def lines(total: Iteration, case: Case) -> list[str]:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
+from gspo_jax.learner import packing
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import state_of_phase
@@ -260,7 +261,8 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  """A batch without shared prompts, for any length: the most that a run needs."""
+  """A batch for any length, without shared prompts but for those of packed rows, whose rows of
+  attention are longer: the most that a run needs."""
 
   def field(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return shaped((rows, *shape), dtype, mesh, P(BATCH))
@@ -268,6 +270,9 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   c, model, width = case.config, case.model, case.workload.support
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
   place = field(jnp.int32) if c.rl.packed else None
+  together = math.gcd(c.rl.group_size, rows // sharding.batch_shards(mesh))
+  shares = packing.shares(case.length, c.sampling.max_new_tokens, together)
+  shared = place if shares and not c.environment.name else None
   experts = None
   if c.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
@@ -280,8 +285,11 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
       segments_BT=tokens,
       sampler_routing_BTlk=experts,
       support_BTX=field(jnp.int32, case.length, width) if width else None,
+      prompt_B=shared,
       row_B=place,
       start_B=place,
+      trunk_B=shared,
+      path_B=shared,
     ),
     mask_BT=real,
     advantage_B=field(jnp.float32),

@@ -73,7 +73,13 @@ def place(
     turn_BT=rollout.turns if c.estimator.needs >= {"critic", "turns"} else None,
   )
   return minibatches(
-    batch, c.rl.minibatches, c.rl.prompts, c.rl.group_size, mesh=mesh, packed=c.rl.packed
+    batch,
+    c.rl.minibatches,
+    c.rl.prompts,
+    c.rl.group_size,
+    mesh=mesh,
+    packed=c.rl.packed,
+    response_tokens=c.sampling.max_new_tokens,
   )
 
 
@@ -208,6 +214,7 @@ def minibatches(
   group_size: int,
   mesh: jax.sharding.Mesh,
   packed: bool,
+  response_tokens: int = 0,
 ) -> list[TrainBatch]:
   """Mini-batches of whole groups on the devices, packed if `packed`.
 
@@ -224,7 +231,8 @@ def minibatches(
   of_each_B = np.ones(len(batches[0].mask_BT), bool)
   batches = [batch.replace(first_B=of_each_B & (i == 0)) for i, batch in enumerate(batches)]
   if packed:
-    batches = [packing.plan(batch, sharding.batch_shards(mesh)) for batch in batches]
+    shards = sharding.batch_shards(mesh)
+    batches = [packing.plan(batch, shards, group_size, response_tokens) for batch in batches]
   return [sharding.put_batch(batch, mesh) for batch in batches]
 
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
+from gspo_jax.learner import packing
 from gspo_jax.models import transformer
-from gspo_jax.models.attention.attention import Tree
+from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
@@ -49,6 +50,7 @@ class Rows:
   prompt_B: Array | None = None  # tokens of the prompt; None: unknown, or those of a trunk
   responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: unknown
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
+  paths: Paths | None = None
 
 
 def forward(
@@ -65,7 +67,7 @@ def forward(
     rows.tokens_RT,
     positions=rows.positions_RT,
     segments=rows.segments_RT,
-    tree=rows.tree,
+    tree=rows.tree or rows.paths,
     routing=routing.by_layer(experts_RTlk),
     compute=compute,
   )
@@ -134,34 +136,66 @@ def trees(
   return run(plain(inputs, routing_BTlk), inputs.prompt_B)
 
 
-def packed(inputs: ModelInputs, R: int, routing_BTlk: Array | None = None) -> Rows:
-  """R rows, each with the sequences that `packing.plan` says."""
+def packed(
+  inputs: ModelInputs, R: int, routing_BTlk: Array | None = None, response_tokens: int = 0
+) -> Rows:
+  """R rows, each with the sequences that `packing.plan` says; where these share prompts, as in
+  `trees`, attention has longer rows of its own."""
   rows = sharding.rows_of_a_device(R)
 
-  def on_each_device(sequences, row_B, start_B):
+  def on_each_device(sequences, row_B, start_B, trunk_B, path_B, prompt_B):
     T = sequences.tokens_RT.shape[1]
-    inside_BT = (sequences.segments_RT > 0) & (row_B >= 0)[:, None]
-    place_BT = (row_B * T + start_B)[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-    place_BT = jnp.where(inside_BT, place_BT, rows * T)
+    row_B1, start_B1 = row_B[:, None], start_B[:, None]
+    time_1T = jnp.arange(T, dtype=jnp.int32)[None]
+
+    def places(start_BX: jax.Array, size: int) -> jax.Array:
+      inside_BT = (sequences.segments_RT > 0) & (row_B1 >= 0)
+      return jnp.where(inside_BT, row_B1 * size + start_BX + time_1T, rows * size)
+
     # No two sequences of a row start at the same place.
-    segments_BT = jnp.broadcast_to(start_B[:, None] + 1, place_BT.shape)
-    return arrange(sequences.replace(segments_RT=segments_BT), place_BT, (rows, T))
+    segments_BT = jnp.broadcast_to(start_B1 + 1, sequences.segments_RT.shape)
+    marked = sequences.replace(segments_RT=segments_BT)
+    if trunk_B is None:
+      return arrange(marked, places(start_B1, T), (rows, T))
+    trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
+    in_trunk_BT = time_1T < shared_B1
+    place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
+    writes_B1 = trunk_B1 + shared_B1 == start_B1  # one of those that share a trunk follows it
+    written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
+    F = packing.with_prompts(T, response_tokens)
+    path_BT = places(path_B[:, None], F)
+    paths = Paths(
+      read_RF=scattered(place_BT, path_BT, (rows, F), rows * T),
+      segment_RF=scattered(
+        jnp.broadcast_to(path_B[:, None] + 1, path_BT.shape), path_BT, (rows, F)
+      ),
+      back_RT=scattered(path_BT, written_BT, (rows, T), rows * F),
+    )
+    return arrange(marked, written_BT, (rows, T)).replace(place_BT=place_BT, paths=paths)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(plain(inputs, routing_BTlk), inputs.row_B, inputs.start_B)
+  of_each = inputs.row_B, inputs.start_B, inputs.trunk_B, inputs.path_B, inputs.prompt_B
+  return run(plain(inputs, routing_BTlk), *of_each)
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
   """Rows of this shape on one device with every token in its place; the others are padding."""
 
   def put(path, x_BT: jax.Array) -> jax.Array:
-    x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), EMPTY.get(path[-1].name, 0), x_BT.dtype)
-    return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
+    return scattered(x_BT, place_BT, shape, EMPTY.get(path[-1].name, 0))
 
   time_T = jnp.arange(sequences.tokens_RT.shape[1], dtype=jnp.int32)
   time_BT = jnp.broadcast_to(time_T[None], place_BT.shape)
   rows = jax.tree.map_with_path(put, sequences.replace(positions_RT=time_BT))
   return rows.replace(place_BT=place_BT)
+
+
+def scattered(
+  x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
+) -> jax.Array:
+  """[B, T, ...] in rows of this shape, each where it is to be of these as one list."""
+  x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
+  return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
 
 def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:

@@ -8,8 +8,15 @@ Shapes are fixed. What varies is how many micro-batches of R rows there is somet
 (`count`), the same number on all devices. A response's row is on the device that holds the
 response, so nothing moves between devices.
 
+The responses of a group share their prompt in a row, where prompts are long enough to pay for it:
+attention then reads other rows, in which each has the prompt in front of it (`shares`).
+
   R  rows of a micro-batch, over all devices
 """
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +26,88 @@ from gspo_jax import sharding
 from gspo_jax.structs import ModelInputs, TrainBatch
 
 
-def plan(batch: TrainBatch, shards: int) -> TrainBatch:
+class Places(NamedTuple):
+  """Fields of `ModelInputs`."""
+
+  row_B: np.ndarray
+  start_B: np.ndarray
+  trunk_B: np.ndarray | None = None
+  path_B: np.ndarray | None = None
+
+
+def plan(
+  batch: TrainBatch, shards: int, group_size: int = 1, response_tokens: int = 0
+) -> TrainBatch:
   """The batch with a place for each response, on the host; its responses in another order.
 
   Each of the `shards` devices gets B / shards responses, about as many tokens as the others, and
   packs them on its own. Rows without tokens get no place.
+
+  Args:
+    group_size: responses that follow each other and have the same prompt.
+    response_tokens: of a response, at most; the rest of T is the room for prompts.
   """
-  T = batch.inputs.tokens_BT.shape[1]
-  length_B = (batch.inputs.segments_BT > 0).sum(1)
-  order_B = balanced_order(length_B, shards)
-  places = [first_fit(length_b, T) for length_b in np.split(length_B[order_B], shards)]
-  row_B, start_B = (np.concatenate(x) for x in zip(*places))
+  inputs = batch.inputs
+  length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
+  prompt_B = None if group_size == 1 else inputs.prompt_B
+  order_B, placed = places(length_B, T, shards, prompt_B, group_size, response_tokens)
   batch = jax.tree.map(lambda x: x[order_B], batch)
-  inputs = batch.inputs.replace(row_B=row_B, start_B=start_B)
-  return batch.replace(inputs=inputs, order_B=order_B)
+  return batch.replace(inputs=batch.inputs.replace(**placed._asdict()), order_B=order_B)
+
+
+def places(
+  length_B: np.ndarray,
+  T: int,
+  shards: int,
+  prompt_B: np.ndarray | None = None,
+  group_size: int = 1,
+  response_tokens: int = 0,
+) -> tuple[np.ndarray, Places]:
+  """Order and places of sequences, as in `plan`, that begin with so many tokens of a prompt; None:
+  with one that they do not share."""
+  order_B = balanced_order(length_B, shards)
+  apart = _on_each(order_B, shards, lambda of: Places(*first_fit(length_B[of], T)))
+  together = math.gcd(group_size, len(length_B) // shards)
+  if prompt_B is None or not shares(T, response_tokens, together):
+    return order_B, apart
+  shared_B = np.clip(prompt_B - 1, 0, length_B)
+  tokens_U = (length_B - shared_B).reshape(-1, together).sum(1)
+  order_U = balanced_order(tokens_U + shared_B.reshape(-1, together).max(1), shards)
+  grouped_B = (order_U[:, None] * together + np.arange(together)).reshape(-1).astype(np.int32)
+
+  def fill(of: np.ndarray) -> Places:
+    longest = with_prompts(T, response_tokens)
+    return beside_prompts(length_B[of], shared_B[of], of // together, T, longest)
+
+  grouped = _on_each(grouped_B, shards, fill)
+  if grouped.row_B.max() <= apart.row_B.max():
+    return grouped_B, grouped
+  # Groups are too different for devices to have as much to do: each response has its own prompt.
+  start_B = apart.start_B
+  return order_B, Places(apart.row_B, start_B + shared_B[order_B], start_B, start_B)
+
+
+def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
+  """What `fill` says of the responses of each device."""
+  of_each = [fill(of) for of in np.split(order_B, shards)]
+  return Places(*(None if x[0] is None else np.concatenate(x) for x in zip(*of_each)))
+
+
+def shares(T: int, response_tokens: int, group_size: int) -> bool:
+  """Whether responses of a group share their prompt in packed rows. It makes rows of attention
+  longer, whatever is shared, so that the room for a prompt has to be a third of a row."""
+  return group_size > 1 and 0 < response_tokens < T and 3 * (T - response_tokens) >= T
+
+
+def with_prompts(T: int, response_tokens: int) -> int:
+  """Positions of a row of attention, in which each response has its prompt: two of the longest more
+  than in other rows."""
+  return T + 2 * (T - response_tokens)
 
 
 def undo(batch: TrainBatch) -> TrainBatch:
   """Undoes `plan`."""
-  inputs = batch.inputs.replace(row_B=None, start_B=None)
+  inputs = batch.inputs.replace(**dict.fromkeys(Places._fields))
   plain = batch.replace(inputs=inputs, order_B=None)
   return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
 
@@ -74,6 +144,38 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
       start_B[i] = used[row]
       used[row] += length_B[i]
   return row_B, start_B
+
+
+def beside_prompts(
+  length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, size: int, longest: int
+) -> Places:
+  """Places of responses of which those of a group share their first `shared_B` tokens in a row.
+
+  From the largest group to the smallest, its longest response first, each into the first row with
+  the group's prompt and room for the rest, or else into the first with room for both. A row has
+  `size` positions, and `longest` if it had all prompts.
+  """
+  B = len(length_B)
+  row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
+  used_R, paths_R, trunk_R = np.zeros((3, B), np.int32)
+  numbers, of_B = np.unique(group_B, return_inverse=True)
+  total_U = np.bincount(of_B, length_B, len(numbers))
+  there = None
+  for i in np.lexsort((-length_B, of_B, -total_U[of_B])):
+    if not length_B[i]:
+      continue
+    if of_B[i] != there:
+      there, has_R = of_B[i], np.zeros(B, bool)
+    more_R = np.where(has_R, length_B[i] - shared_B[i], length_B[i])
+    fits_R = (used_R + more_R <= size) & (paths_R + length_B[i] <= longest)
+    row_B[i] = row = np.argmax(fits_R & has_R if (fits_R & has_R).any() else fits_R)
+    if not has_R[row]:
+      has_R[row], trunk_R[row] = True, used_R[row]
+      used_R[row] += shared_B[i]
+    trunk_B[i], start_B[i], path_B[i] = trunk_R[row], used_R[row], paths_R[row]
+    used_R[row] += length_B[i] - shared_B[i]
+    paths_R[row] += length_B[i]
+  return Places(row_B, start_B, trunk_B, path_B)
 
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:

@@ -109,7 +109,8 @@ def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
 def rows_of(inputs: ModelInputs, learner: Learner, routing_BTlk: jax.Array | None = None) -> Rows:
   """The rows that the model reads of a batch, or of one of its `parts`."""
   if inputs.row_B is not None:
-    return layout.packed(inputs, len(inputs.tokens_BT) // learner.microbatches, routing_BTlk)
+    R = len(inputs.tokens_BT) // learner.microbatches
+    return layout.packed(inputs, R, routing_BTlk, learner.response_tokens)
   if inputs.prompt_B is not None:
     return layout.trees(inputs, learner.group_size, learner.response_tokens, routing_BTlk)
   return layout.plain(inputs, routing_BTlk)

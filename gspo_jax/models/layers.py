@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention, pages
 from gspo_jax.models.attention import cache as kv_cache
-from gspo_jax.models.attention.attention import Scores, Tree, rotate
+from gspo_jax.models.attention.attention import Paths, Scores, Tree, rotate
 from gspo_jax.models.weights import Attention, Dense, InStack, Weight
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
@@ -122,7 +122,7 @@ def attend(
   local: bool,
   positions_BT: jax.Array,
   segments_BT: jax.Array,
-  tree: Tree | None,
+  tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
   """Grouped-query attention with its projections, [B, T, D], and the cache with the new ones.
@@ -145,8 +145,9 @@ def attend(
     k = norm(k, w.k_norm, config.rms_norm_eps)
   theta = config.local_rope_theta if local else config.rope_theta
   q, k = rotate(q, positions_BT, theta), rotate(k, positions_BT, theta)
+  tree, paths = (None, tree) if isinstance(tree, Paths) else (tree, None)
   run = _on_each_device(compute, scores_of(config, local), kv, tree, from_start)
-  y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT)
+  y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT, paths)
   # Heads as one axis: left to itself, XLA may turn the weight around, at every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
@@ -170,8 +171,8 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
   nothing else to look at, so prefilling reads none of it.
   """
 
-  def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT):
-    length = q.shape[1]
+  def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT, paths):
+    length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
     if isinstance(kv, pages.Block):
@@ -179,6 +180,8 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
       return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)
     gaps, width = tree is not None, q.shape[3]
     name = attention.choose(compute.attention, length, q.dtype, scores, gaps, width)
+    if paths is not None:
+      return attention.attend_paths(q, k, v, paths, name, scores), kv
     if kv is not None:
       kv = kv_cache.write(kv, layer, k, v, positions_BT)
     if tree is not None:
@@ -193,7 +196,7 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
   kv_specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv)
   return sharding.shard_map(
     attend_and_write,
-    in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),
+    in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH), P(BATCH)),
     out_specs=(heads, kv_specs),
     check=sharding.platform() != "tpu" and compute.attention != "splash",
   )

@@ -16,7 +16,7 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.models import gemma, head, layers, lora, qwen3, remat, weights
 from gspo_jax.models.attention import attention
-from gspo_jax.models.attention.attention import Tree
+from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.attention.cache import Cache
 from gspo_jax.models.attention.pages import Pages
 from gspo_jax.models.experts import moe
@@ -133,7 +133,7 @@ def forward(
   *,
   positions: jax.Array | None = None,
   segments: jax.Array | None = None,
-  tree: Tree | None = None,
+  tree: Tree | Paths | None = None,
   cache: Cache | Pages | None = None,
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,

@@ -22,7 +22,7 @@ from support.small_updates import (
   with_inputs,
 )
 
-from gspo_jax.learner import layout, passes
+from gspo_jax.learner import layout, packing, passes
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import REFERENCE
@@ -87,6 +87,26 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
   expected = after(whole, model, with_inputs(batch, prompt_B=None))
   # A prompt's tokens count once in metrics of routers.
   assert_same_update(after(shared, model, batch, shape), expected, ("router/", "padding"))
+
+
+@pytest.mark.parametrize("name, shape, replay, compute", [
+  ("dense", None, "none", {}),
+  ("gemma", None, "none", dict(attention="blockwise")),
+  pytest.param("gemma", None, "none", dict(attention="splash"), marks=pytest.mark.long),
+  pytest.param("dense", (2, 2, 1, 2), "none", dict(remat="full"), marks=pytest.mark.long),
+  pytest.param("moe", None, "R2", {}, marks=pytest.mark.long),
+  ("moe", (1, 2, 2, 2), "R3", {}),
+])  # fmt: skip
+def test_an_update_of_packed_rows_with_shared_prompts_is_the_update(name, shape, replay, compute):
+  model, shards = MODELS[name], 1 if shape is None else 4
+  batch = grouped_batch(model)
+  objective = dataclasses.replace(ALL_TERMS, replay=replay)
+  planned = packing.plan(batch, shards, GROUP, T - PROMPT)
+  step = rl_step(sharing(model, MICROBATCHES, **compute), objective, SGD)
+  actual = after(step, model, planned, shape)
+  whole = rl_step(sharing(model), objective, SGD)
+  expected = after(whole, model, with_inputs(batch, prompt_B=None))
+  assert_same_update(actual, expected, ("router/", "padding"))
 
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)

@@ -155,6 +155,52 @@ def test_every_response_has_a_place_of_its_own(shards, seed):
   assert (used <= np.ceil(taken.sum((1, 2)) / size * 11 / 9) + 1).all()
 
 
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
+  """Trunks and branches fill rows without overlap, and paths those of attention."""
+  rng = np.random.default_rng(seed)
+  size, group, groups, longest = 60, 4, 4 * shards, 30
+  prompt_B = np.repeat(rng.integers(1, longest + 1, groups), group)
+  length_B = prompt_B + rng.integers(1, size - longest + 1, groups * group)
+  length_B[rng.random(len(length_B)) < 0.1] = 0
+  order_B, placed = packing.places(length_B, size, shards, prompt_B, group, size - longest)
+  np.testing.assert_array_equal(np.sort(order_B), np.arange(len(length_B)))
+  per_shard = len(length_B) // shards
+  width = packing.with_prompts(size, size - longest)
+  taken = np.zeros((2, shards, per_shard, width), int)  # rows, and those of attention
+  trunks = set()
+  for i, of in enumerate(order_B):
+    row = i // per_shard, placed.row_B[i]
+    assert (row[1] >= 0) == (length_B[of] > 0)
+    if row[1] < 0:
+      continue
+    shared, trunk, start = prompt_B[of] - 1, placed.trunk_B[i], placed.start_B[i]
+    if (row, of // group) not in trunks and start == trunk + shared:
+      trunks.add((row, of // group))
+      taken[0][row][trunk : trunk + shared] += 1
+    taken[0][row][start : start + length_B[of] - shared] += 1
+    taken[1][row][placed.path_B[i] :][: length_B[of]] += 1
+    assert start + length_B[of] - shared <= size
+  assert taken.max() == 1 and taken[1].sum() == length_B.sum()
+  assert (taken[0].sum() < length_B.sum()) == (
+    order_B[:group] // group == order_B[0] // group
+  ).all()
+  rows = [
+    (taken[0, :, :, 0] > 0).sum(1).max(),
+    packing.places(length_B, size, shards)[1].row_B.max(),
+  ]
+  assert rows[0] <= rows[1] + 1, "no more rows than without"
+
+
+def test_prompts_are_shared_where_they_are_long():
+  """4 responses of 4 + 7 tokens to a prompt fill 2 rows of 20, not 4."""
+  lengths, prompts = np.full(4, 11), np.full(4, 4)
+  assert packing.places(lengths, 20, 1)[1].row_B.max() == 3
+  assert packing.places(lengths, 20, 1, prompts, 4, 12)[1].row_B.max() == 1
+  assert packing.places(lengths, 20, 1, prompts, 4, 16)[1].trunk_B is None  # a fifth of the row
+
+
 @pytest.mark.parametrize("shards", [1, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_at_heavy_tailed_lengths_a_tenth_is_padding(shards, seed):

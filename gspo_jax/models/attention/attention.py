@@ -213,6 +213,35 @@ def attend_tree(
   return tree.join(y_RSNH, y_BUNH)
 
 
+class Paths(NamedTuple):
+  """Layout of rows whose sequences share beginnings: a path is such a beginning and what continues
+  it, wherever they are, as one stretch of another row, of F positions. Per device."""
+
+  read_RF: jax.Array  # int32: the place in rows [R, T], as one list, of each; beyond the end: none
+  segment_RF: jax.Array  # int32: the path; 0 is padding
+  back_RT: jax.Array  # int32: the place in rows [R, F] of each token, in any path that has it
+
+
+def attend_paths(
+  q_RTNH: jax.Array,
+  k_RTKH: jax.Array,
+  v_RTKH: jax.Array,
+  paths: Paths,
+  implementation: str = "plain",
+  scores: Scores | None = None,
+) -> jax.Array:
+  """`attend_self` of every path, [R, T, N, H], by any implementation, since a path is a segment.
+  What paths share is read once for each of them, here alone."""
+
+  def taken(x_RX: jax.Array, place_RY: jax.Array) -> jax.Array:
+    x_Z = x_RX.reshape(-1, *x_RX.shape[2:])
+    return x_Z.at[place_RY].get(mode="fill", fill_value=0)
+
+  of_paths = (taken(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
+  y_RFNH = attend_self(*of_paths, paths.segment_RF, implementation, scores)
+  return taken(y_RFNH, paths.back_RT)
+
+
 def attend_cache(
   q_BTNH: jax.Array,
   k_BKHS: jax.Array,
