@@ -96,7 +96,8 @@ class RunConfig:
 
   @property
   def shares_prompts(self) -> bool:
-    """Whether a group's rows may share their prompt in a pass. Conversations begin differently."""
+    """Whether a group's rows may share their prompt in a pass, with padding after it. Conversations
+    begin differently."""
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
 
