@@ -24,6 +24,8 @@ class Interval:
   def text(self, form: str = ".3f") -> str:
     if not self.count:
       return NONE
+    if self.count == 1:
+      return f"{self.value:{form}} [one seed]"
     return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 

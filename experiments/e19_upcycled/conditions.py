@@ -1,5 +1,5 @@
 """E19: SmolLM2-135M upcycled to four experts a layer: how many experts of a rollout an update
-changes at 30 layers, and what Routing Replay is worth to either loss there."""
+changes at 30 layers, and what Routing Replay is worth to GRPO there."""
 
 from experiments import figures, smollm2, statistics
 from experiments.arms import GRPO, GSPO
@@ -13,11 +13,9 @@ ARMS = {  # by their names in tables
   "GSPO": "gspo",
   "GRPO": "grpo",
   "GRPO with replay": "grpo_R2",
-  "GSPO with replay": "gspo_R2",
 }
 DIFFERENCES = {
   "replay's gain, GRPO": ("grpo_R2", "grpo"),
-  "replay's gain, GSPO": ("gspo_R2", "gspo"),
   "GSPO less GRPO": ("gspo", "grpo"),
   "GSPO less GRPO with replay": ("gspo", "grpo_R2"),
 }
@@ -43,7 +41,6 @@ EXPERIMENT = Experiment(
     Condition("gspo", GSPO),
     Condition("grpo", GRPO, secondary=True),
     Condition("grpo_R2", GRPO | {"objective.replay": "R2"}, secondary=True),
-    Condition("gspo_R2", GSPO | {"objective.replay": "R2"}, secondary=True),
   ),
   seeds=(11, 12, 13),
   base="configs/smollm2.py",
