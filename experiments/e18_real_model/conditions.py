@@ -23,13 +23,9 @@ CONTROL = {
 }
 BRIEF = {"rl.iterations": 3, "eval.every": 1000}
 WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0}
-LOW = "gspo_bfloat16"
-# Old log-probs are the sampler's, so that all of its error is in the ratio (§5.4).
-SAMPLER = {
-  "engine.dtype": "bfloat16",
-  "engine.cache_dtype": "bfloat16",
-  "objective.old_logp": "sampler",
-}
+# A sampler in bfloat16: all of its error is in the ratio (§5.4), or none.
+SAMPLER = {"engine.dtype": "bfloat16", "engine.cache_dtype": "bfloat16"}
+OLD = {"its own": "sampler", "recomputed": "recompute"}
 
 
 def brief(loss: str, name: str, width: float) -> Condition:
@@ -38,6 +34,12 @@ def brief(loss: str, name: str, width: float) -> Condition:
   edges = {"objective.clip_low": min(width * low, 1.0), "objective.clip_high": width * high}
   changes = BRIEF | {"objective.name": loss} | edges
   return Condition(f"{loss}_{name}", changes, seeds=(11, 12, 13), secondary=True)
+
+
+def low(old: str) -> Condition:
+  """GSPO with the sampler in bfloat16, and old log-probs from there or from the trainer."""
+  changes = SAMPLER | {"objective.old_logp": old}
+  return Condition(f"gspo_bfloat16_{old}", changes, seeds=(11, 12, 13), secondary=True)
 
 
 EXPERIMENT = Experiment(
@@ -52,7 +54,7 @@ EXPERIMENT = Experiment(
   conditions=(
     Condition("gspo"),
     Condition(ALONE, CONTROL),
-    Condition(LOW, SAMPLER, seeds=(11, 12, 13), secondary=True),
+    *map(low, OLD.values()),
     *(brief(loss, *item) for loss in ARMS for item in WIDTHS.items()),
   ),
   seeds=(11, 12, 13, 14, 15),
@@ -93,13 +95,13 @@ def report(results: Results) -> Report:
     [title, *told([results.interval(f"{loss}_one", CLIPPED_OF + name) for loss in ARMS])]
     for title, name in LENGTHS.items()
   ]
-  less = statistics.interval(results.paired(LOW, "gspo", LEARNED))
-  mismatch = {
-    name: results.interval(condition, MISMATCH)
-    for name, condition in {"float32": "gspo", "bfloat16": LOW}.items()
-  }
-  sampler = [[f"mismatch, {name}", str(x.count), x.text(".1e")] for name, x in mismatch.items()]
-  sampler.append(["final accuracy, bfloat16 - float32", str(less.count), less.text()])
+  sampler = []
+  shown = {f"bfloat16, old log-probs {title}": low(old).name for title, old in OLD.items()}
+  for title, condition in ({"float32": "gspo"} | shown).items():
+    columns = (MISMATCH, ".1e"), (CLIPPED, ".3f"), (LEARNED, ".3f")
+    found = [results.interval(condition, column).text(form) for column, form in columns]
+    less = statistics.interval(results.paired(condition, "gspo", LEARNED))
+    sampler.append([title, str(less.count), *found, less.text()])
   figure, (axes,) = figures.new()
   figures.curves(axes, results, {"GSPO": "gspo"}, "eval/accuracy", title="held-out accuracy")
   because = f"GSPO gains {rise.text()}, and {more.text()} on the cold start alone"
@@ -107,7 +109,7 @@ def report(results: Results) -> Report:
     accuracy,
     markdown(heads, clipped),
     markdown(["tokens of a response", *heads[1:]], by_length),
-    markdown(["sampler", "seeds", ""], sampler),
+    markdown(["sampler", "seeds", "mismatch", "clipped", "after", "less float32"], sampler),
   ]
   return Report(Verdict(outcome, because), tables, dict(accuracy=figure))
 
