@@ -169,7 +169,7 @@ def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
       shards,
       at_once // shards,
       round(case.prompt),
-      rl.group_size,
+      case.group_size,
       case.config.sampling.max_new_tokens,
     )
     for part in np.split(np.array(lengths) + round(case.prompt), rl.minibatches)

@@ -93,6 +93,11 @@ class Case:
     return (self.sequences, self.length) == (update, window)
 
   @property
+  def group_size(self) -> int:
+    """Sequences that begin with the same prompt; conversations may begin differently."""
+    return 1 if self.config.environment.name else self.config.rl.group_size
+
+  @property
   def packed(self) -> bool:
     """Whether micro-batches may be empty, and are left out."""
     return self.config.rl.packed and self.configured
@@ -270,9 +275,8 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   c, model, width = case.config, case.model, case.workload.support
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
   place = field(jnp.int32) if c.rl.packed else None
-  together = math.gcd(c.rl.group_size, rows // sharding.batch_shards(mesh))
-  shares = packing.shares(case.length, c.sampling.max_new_tokens, together)
-  shared = place if shares and not c.environment.name else None
+  together = math.gcd(case.group_size, rows // sharding.batch_shards(mesh))
+  shared = place if packing.shares(case.length, c.sampling.max_new_tokens, together) else None
   experts = None
   if c.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))

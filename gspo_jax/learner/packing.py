@@ -49,8 +49,7 @@ def plan(
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
-  prompt_B = None if group_size == 1 else inputs.prompt_B
-  order_B, placed = places(length_B, T, shards, prompt_B, group_size, response_tokens)
+  order_B, placed = places(length_B, T, shards, inputs.prompt_B, group_size, response_tokens)
   batch = jax.tree.map(lambda x: x[order_B], batch)
   return batch.replace(inputs=batch.inputs.replace(**placed._asdict()), order_B=order_B)
 
