@@ -90,6 +90,18 @@ class Results:
     return markdown(["", "seeds", *columns], rows)
 
 
+def tuned(
+  results: Results, conditions: Mapping[str, str], settings: Sequence[str], column: str, title: str
+) -> str:
+  """Markdown: means of the first stage by setting, the best one of each condition in bold."""
+  rows = []
+  for shown, name in conditions.items():
+    means = [results.values(f"{name}/{x}", column, "tuning").mean() for x in settings]
+    best = max(means)
+    rows.append([shown, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in means)])
+  return markdown([title, *settings], rows)
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   """A table; bars within cells are escaped. Rows that know of no run are left out: below the tables
   stands which conditions these are."""
@@ -110,3 +122,13 @@ def compare(of: Interval, *, above: float = 0.0, negligible: float = 0.0) -> str
   if of.low > above:
     return HOLDS
   return FAILS if of.high < above + negligible or of.high <= above else OPEN
+
+
+def inside(of: Interval, low: float, high: float) -> str:
+  """Judges an estimate that is claimed to lie between two values: it holds if the interval does,
+  and does not if the interval lies outside."""
+  if of.count < 2:
+    return OPEN
+  if low <= of.low and of.high <= high:
+    return HOLDS
+  return FAILS if of.low > high or of.high < low else OPEN

@@ -2,7 +2,7 @@
 
 from experiments import figures, statistics
 from experiments.definition import Condition, Experiment, Tuning
-from experiments.report import Report, Results, Verdict, compare, markdown
+from experiments.report import Report, Results, Verdict, compare, markdown, tuned
 
 FINAL, AREA = "eval/final", "reward/mean"
 NEGLIGIBLE = 0.03  # of held-out accuracy
@@ -70,16 +70,10 @@ def report(results: Results) -> Report:
   figures.intervals(axes, of, "difference of final held-out accuracy")
   return Report(
     verdict,
-    [tuned(results), ends, markdown(head, rows)],
+    [
+      tuned(results, SHOWN, RATES, FINAL, "tuning seeds, final accuracy"),
+      ends,
+      markdown(head, rows),
+    ],
     dict(curves=curves, differences=differences),
   )
-
-
-def tuned(results: Results) -> str:
-  """Final accuracy by learning rate on the tuning seeds, the best one of each arm in bold."""
-  rows = []
-  for title, name in SHOWN.items():
-    means = [results.values(f"{name}/{rate}", FINAL, "tuning").mean() for rate in RATES]
-    best = max(means)
-    rows.append([title, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in means)])
-  return markdown(["tuning seeds, final accuracy", *RATES], rows)

@@ -4,7 +4,7 @@ that suits it best."""
 from experiments import figures, statistics
 from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment, Tuning
-from experiments.report import Report, Results, Verdict, compare, markdown
+from experiments.report import Report, Results, Verdict, compare, markdown, tuned
 
 FINAL = "eval/final"
 NEGLIGIBLE = 0.03  # of held-out accuracy
@@ -35,11 +35,6 @@ EXPERIMENT = Experiment(
 
 
 def report(results: Results) -> Report:
-  rows = []
-  for title, name in SHOWN.items():
-    means = [results.values(f"{name}/{rate}", FINAL, "tuning").mean() for rate in RATES]
-    best = max(means)
-    rows.append([title, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in means)])
   columns = {
     "before": "eval/start",
     "after": FINAL,
@@ -56,7 +51,7 @@ def report(results: Results) -> Report:
   figures.curves(left, results, SHOWN, "reward/mean", title="training reward")
   figures.curves(right, results, SHOWN, "clip_fraction/token", title="clipped tokens")
   tables = [
-    markdown(["tuning seed, final accuracy", *RATES], rows),
+    tuned(results, SHOWN, RATES, FINAL, "tuning seed, final accuracy"),
     results.table(SHOWN, columns, ".4f"),
     markdown(head, [["", more.text(), better, *others]]),
   ]

@@ -6,7 +6,7 @@ import pandas as pd
 from experiments import figures, statistics
 from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
-from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+from experiments.report import OPEN, Report, Results, Verdict, inside, markdown
 
 TOKENS = 6  # of a line
 LINES = (2, 8, 16)
@@ -61,11 +61,7 @@ def report(results: Results) -> Report:
   exponent = statistics.interval(slopes(by_length(results, "gspo", SPREAD)))
   outcome = OPEN
   if exponent.count >= len(EXPERIMENT.seeds):
-    low, high = EXPONENT - NEAR, EXPONENT + NEAR
-    if low <= exponent.low and exponent.high <= high:
-      outcome = HOLDS
-    elif exponent.high < low or high < exponent.low:
-      outcome = FAILS
+    outcome = inside(exponent, EXPONENT - NEAR, EXPONENT + NEAR)
   tables, of = [], {}
   for title, column in {"clipped tokens": CLIPPED, "deviation of log s": SPREAD}.items():
     rows = []

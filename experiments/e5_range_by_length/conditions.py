@@ -6,7 +6,7 @@ from scipy.interpolate import BarycentricInterpolator
 
 from experiments import figures, statistics
 from experiments.definition import Condition, Experiment
-from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+from experiments.report import Report, Results, Verdict, inside, markdown
 from experiments.statistics import Interval
 
 TOKENS = 6  # of a line
@@ -102,13 +102,7 @@ def exponent(values: pd.DataFrame, over: pd.DataFrame | None = None) -> Interval
 
 def verdict(of: Interval) -> Verdict:
   because = f"the range that clips a given fraction goes with T to the {of.text()}"
-  outcome, low, high = OPEN, EXPONENT - NEAR, EXPONENT + NEAR
-  if of.count > 1:
-    if of.low > high or of.high < low:
-      outcome = FAILS
-    elif of.low >= low and of.high <= high:
-      outcome = HOLDS
-  return Verdict(outcome, because)
+  return Verdict(inside(of, EXPONENT - NEAR, EXPONENT + NEAR), because)
 
 
 def report(results: Results) -> Report:
