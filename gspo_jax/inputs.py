@@ -25,7 +25,7 @@ from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.sampling import Workload, delimiters, requests
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.requests import sizes
-from gspo_jax.settings import checks, doubts, passes
+from gspo_jax.settings import passes, rules
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
@@ -67,7 +67,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     hosts.of_first(lambda: len(read_rows(workdir / "metrics.jsonl")))  # damage is better found now
   if config.wandb:
     hosts.of_first(lambda: bool(find_wandb(config.wandb)))
-  told = doubts.check(config, _facts(config, inputs)) + _shared(config, inputs)
+  told = rules.warnings(config, _facts(config, inputs)) + _shared(config, inputs)
   if hosts.is_first():
     sys.stderr.writelines(f"warning: {line}\n" for line in told)
   return inputs
@@ -134,7 +134,7 @@ def read(config: RunConfig, workdir: Path | None) -> Inputs:
     longest = config.data.max_prompt_tokens
     new_groups([talked_about[0]], 1, 0, longest, environment, render)  # or it cannot begin
   mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
-  checks.check_devices(config, sharding.batch_shards(mesh))
+  rules.check_devices(config, sharding.batch_shards(mesh))
   transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
@@ -199,8 +199,8 @@ def _workloads(
   return loads
 
 
-def _facts(config: RunConfig, inputs: Inputs) -> doubts.Facts:
-  """What there is here, for `doubts`."""
+def _facts(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
+  """Facts about machine and data, for rules.warnings."""
   c, encode = config, inputs.tokenizer.encode
   answers = {}
   if c.samples_prompts and c.has_iterations and not c.environment.name:
@@ -210,7 +210,7 @@ def _facts(config: RunConfig, inputs: Inputs) -> doubts.Facts:
     if b.reward or not c.environment.name:
       judged = b.reward or c.reward.name, c.eval.max_new_tokens
       answers[key] = _answered(inputs.problems[name], encode, *judged)
-  return doubts.Facts(
+  return rules.DataFacts(
     prompts=len(inputs.train_prompts) if c.samples_prompts else 0,
     recorded=len(inputs.records.prompts) if inputs.records is not None else 0,
     demonstrations=len(inputs.demonstrations),
