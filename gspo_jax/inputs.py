@@ -62,14 +62,15 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   if workdir is not None:
     mirror, values = Mirror(workdir, config.checkpoint.directory), dataclasses.asdict(config)
     provenance.check(workdir, values)
-    if hosts.of_first(mirror.fills):  # another workdir would be filled with the same
+    if hosts.run_on_first_host(mirror.fills):  # another workdir would be filled with the same
       provenance.check(mirror.target, values, "--config.checkpoint.directory")
-    hosts.of_first(lambda: len(read_rows(workdir / "metrics.jsonl")))  # damage is better found now
+    # Finds a damaged file before anything is written.
+    hosts.run_on_first_host(lambda: len(read_rows(workdir / "metrics.jsonl")))
   if config.wandb:
-    hosts.of_first(lambda: bool(find_wandb(config.wandb)))
-  told = rules.warnings(config, _facts(config, inputs)) + _shared(config, inputs)
+    hosts.run_on_first_host(lambda: bool(find_wandb(config.wandb)))
+  lines = rules.warnings(config, _facts(config, inputs)) + _shared(config, inputs)
   if hosts.is_first():
-    sys.stderr.writelines(f"warning: {line}\n" for line in told)
+    sys.stderr.writelines(f"warning: {line}\n" for line in lines)
   return inputs
 
 

@@ -149,7 +149,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
   ValueError as it does."""
   inputs = check(config, workdir)
   if workdir is not None:
-    hosts.of_first(lambda: lock.check(workdir, config.checkpoint.directory))
+    hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
   place = workdir or Path()
   profiler = Profiler(config.profile, place / "profile")
   with (
@@ -168,15 +168,15 @@ def open_judges(
   first, which judges, there are none. ValueError: one of them cannot be started."""
   sections = reward_configs(config)
   with (
-    hosts.on_first(rewards.open_scorers(sections, "reward.name")) as scorers,
-    hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
+    hosts.enter_on_first_host(rewards.open_scorers(sections, "reward.name")) as scorers,
+    hosts.enter_on_first_host(open_signals(config.constraints, config.reward)) as signals,
   ):
     yield scorers or dict.fromkeys(sections), signals
 
 
 @contextlib.contextmanager
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
-  if hosts.of_first(Mirror(workdir, config.checkpoint.directory).back, WriteError):
+  if hosts.run_on_first_host(Mirror(workdir, config.checkpoint.directory).back, WriteError):
     if hosts.is_first():
       sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
     inputs = read(config, workdir)  # only now is it known which weights the run began with

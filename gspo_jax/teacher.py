@@ -48,7 +48,7 @@ def find(config: RunConfig, workdir: Path | None = None) -> Teacher | None:
     return None
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "teacher")
   name = began_with.get("checkpoint", d.teacher)
-  origin = hosts.of_first(lambda: start.find(name, KEY))
+  origin = hosts.run_on_first_host(lambda: start.find(name, KEY))
   if origin is not None:
     model = start.model(origin, f"{KEY}={name}")
     return Teacher(str(origin.path), origin, model, origin.tokenizer if origin.config else None)

@@ -95,7 +95,7 @@ class Growing:
       WriteError: it cannot be written.
     """
     self._journal, begun = journal, self._looks
-    self._looks = hosts.of_first(lambda: _read(journal).get(self.path, begun))
+    self._looks = hosts.run_on_first_host(lambda: _read(journal).get(self.path, begun))
     if self._looks[:1] != begun[:1]:
       self.go_to(1)
     self._write()
@@ -114,7 +114,7 @@ class Growing:
     """
     before, skipped = len(self), self.skipped
     try:
-      look, added = hosts.of_first(self._find)
+      look, added = hosts.run_on_first_host(self._find)
     except ValueError as error:
       raise DataError(str(error)) from error
     for name, number, text in added:

@@ -211,7 +211,7 @@ class Evaluator:
     responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in sampled]
     started = time.perf_counter()
     asked = [problem for problem in problems for _ in range(samples)]
-    outcomes, verdicts = hosts.of_first(
+    outcomes, verdicts = hosts.run_on_first_host(
       lambda: self._verdicts(benchmark, asked, responses, sampled)
     )
     name = dict(benchmark=benchmark.name) if benchmark.name else {}

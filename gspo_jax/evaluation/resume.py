@@ -28,7 +28,7 @@ class Unfinished:
     self._chunks: list[dict[str, Any]] = []
     if self._path is None:
       return
-    lines = hosts.of_first(self._read)
+    lines = hosts.run_on_first_host(self._read)
     if lines and lines[0] == dict(key=key):
       self._chunks = lines[1:]
     if not hosts.is_first():  # which writes

@@ -290,7 +290,7 @@ class Collector:
     outcomes."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
-    verdicts = hosts.of_first(lambda: self._verdicts(groups))
+    verdicts = hosts.run_on_first_host(lambda: self._verdicts(groups))
     judging.hand_out(groups, verdicts)
     return verdicts.outcomes
 

@@ -98,7 +98,7 @@ class Checkpointer:
   def is_time(self) -> bool:
     """Whether `checkpoint.every_minutes` are over, by the clock of the first host. All call it."""
     minutes = self.config.every_minutes
-    return minutes > 0 and hosts.told(time.monotonic() - self._last >= 60 * minutes)
+    return minutes > 0 and hosts.broadcast(time.monotonic() - self._last >= 60 * minutes)
 
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Step, state and the host's part of the newest checkpoint that is whole, as `restore` has
@@ -142,7 +142,7 @@ class Checkpointer:
     """
     self._wait()
     if self._best:  # hosts that measured different things would keep different checkpoints
-      metrics = {self._best: self._sign * float(hosts.told(self._measured(metrics or {})))}
+      metrics = {self._best: self._sign * float(hosts.broadcast(self._measured(metrics or {})))}
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
         self._manager.delete(step)

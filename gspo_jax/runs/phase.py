@@ -72,7 +72,7 @@ class Phase:
       step, state, host, reported = 0, start(), None, -1
     dropped = self._writer.truncate(self._name, reported)
     covered = host["rows"] if host else 0
-    hosts.of_first(lambda: self._require_rows(step, covered))
+    hosts.run_on_first_host(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
         f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "

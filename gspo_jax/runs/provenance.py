@@ -33,7 +33,7 @@ def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> 
         f"another {flag}, or --config.resume=force to go on with this one"
       )
 
-  hosts.of_first(compare)
+  hosts.run_on_first_host(compare)
 
 
 def record(
@@ -121,7 +121,7 @@ def origin(workdir: Path | None, config: Mapping[str, Any], of: str) -> dict[str
   A run that is named there may have come further since: this one keeps to what it found. Of several
   processes the first one's workdir counts: it is where config.json is written. All call it.
   """
-  was = hosts.of_first(lambda: begun(workdir) if workdir is not None else {})
+  was = hosts.run_on_first_host(lambda: begun(workdir) if workdir is not None else {})
   key = dict(start="weights").get(of, of)
   before, now = (values.get("distillation", {}) | values for values in (was, config))
   about = was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}

@@ -146,7 +146,7 @@ def tokenizer(config: RunConfig, weights: str, began_with: Mapping[str, Any]) ->
   `pinned`; of random ones bytes. All processes call this. Raises ValueError as `pinned` does."""
   if config.tokenizer or weights == "random":
     return pinned("tokenizer", config.tokenizer or "bytes", began_with, "tokenizer.json")
-  origin = hosts.of_first(lambda: find(weights))
+  origin = hosts.run_on_first_host(lambda: find(weights))
   return origin.tokenizer if origin else weights
 
 

@@ -26,7 +26,9 @@ def initial(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = N
   """
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
   name = began_with.get("checkpoint", began_with.get("directory", config.weights))
-  if origin := hosts.of_first(lambda: start.find(name)):  # its run may be writing the next one
+  if origin := hosts.run_on_first_host(
+    lambda: start.find(name)
+  ):  # its run may be writing the next one
     return of_checkpoint(origin, config.model, mesh, jnp.float32)
   if name != "random":
     from gspo_jax.models import hf  # safetensors is only needed here

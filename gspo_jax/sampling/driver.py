@@ -133,7 +133,7 @@ class Driver:
     self._asked = waiting
     answers = [future.result() for *_, future in answered]
     if not all(isinstance(trajectory.environment, SingleTurn) for trajectory, *_ in answered):
-      answers = hosts.told(answers)
+      answers = hosts.broadcast(answers)
     for (trajectory, response, _), answer in zip(answered, answers, strict=True):
       name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
       name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"
@@ -240,7 +240,7 @@ def _conversations(
     begun.extend(_begun(make, prompt, longest, render) for prompt in prompts)
     return [tokens for tokens, _ in begun]
 
-  told = hosts.of_first(begin)
+  told = hosts.run_on_first_host(begin)
   return begun or [(tokens, None) for tokens in told]
 
 

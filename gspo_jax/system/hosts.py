@@ -1,4 +1,4 @@
-"""The word of the first process of a run, on all of its processes."""
+"""Decisions of the first process, shared with all processes of a run."""
 
 import contextlib
 import pickle
@@ -17,8 +17,8 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
-def told(value: Any) -> Any:
-  """Returns the value that the first process has, on all of them. All call it."""
+def broadcast(value: Any) -> Any:
+  """Returns the first process's value on all processes. All call it."""
   if jax.process_count() == 1:
     return value
   content = pickle.dumps(value)
@@ -29,11 +29,11 @@ def told(value: Any) -> Any:
   return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
 
 
-def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
-  """Does the work on the first process, and returns its result on all of them.
+def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
+  """Runs `work` on the first process and returns its result on all. All call it.
 
-  What it raises it raises there, and the others raise ValueError with its text where it is one, and
-  `otherwise` where it is not: all end in the same way, so that none waits for another.
+  An error is raised unchanged on the first process. The others raise ValueError with its text if it
+  is a ValueError, and `otherwise` if not: all processes end alike, and none waits for another.
   """
   result = error = None
   if is_first():
@@ -42,19 +42,19 @@ def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -
     except Exception as raised:
       error = raised
   text = None if error is None else str(error) or repr(error)
-  result, text, wrong = told((result, text, isinstance(error, ValueError)))
+  result, text, is_value_error = broadcast((result, text, isinstance(error, ValueError)))
   if error is not None:
     raise error
   if text is not None:
-    raise (ValueError if wrong else otherwise)(text)
+    raise (ValueError if is_value_error else otherwise)(text)
   return result
 
 
 @contextlib.contextmanager
-def on_first(opened: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
-  """A context that the first process alone enters; what that raises is raised as by `of_first`.
-  None on the others."""
+def enter_on_first_host(context: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
+  """Enters a context on the first process alone and yields its value; None on the others. Errors on
+  entering are raised as by `run_on_first_host`."""
   entered: list[T] = []
   with contextlib.ExitStack() as stack:
-    of_first(lambda: entered.append(stack.enter_context(opened)))
+    run_on_first_host(lambda: entered.append(stack.enter_context(context)))
     yield entered[0] if entered else None

@@ -56,7 +56,7 @@ def pinned(name: str, file: str = "config.json") -> str:
     HubError: there is no such repository, revision or file, or it cannot be reached.
   """
   may_be = _ID.fullmatch(name)
-  return hosts.of_first(lambda: _resolved(name, file)) if may_be else name
+  return hosts.run_on_first_host(lambda: _resolved(name, file)) if may_be else name
 
 
 def _resolved(name: str, file: str = "config.json") -> str:

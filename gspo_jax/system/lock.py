@@ -30,7 +30,7 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
   with contextlib.ExitStack() as stack:
-    hosts.of_first(lambda: _take(local, stack), WriteError)
+    hosts.run_on_first_host(lambda: _take(local, stack), WriteError)
     yield
 
 

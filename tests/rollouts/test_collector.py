@@ -397,10 +397,10 @@ def test_the_dump_of_a_rollout_says_what_is_unknown():
 
 def test_rewards_of_turns_are_those_of_the_first_host(monkeypatch):
   said, others = [], []
-  monkeypatch.setattr(hosts, "told", lambda value: said.append(value) or value)
+  monkeypatch.setattr(hosts, "broadcast", lambda value: said.append(value) or value)
   (first,), _ = iterate(1, environment=Counting)
   replies = iter(copy.deepcopy(said))
-  monkeypatch.setattr(hosts, "told", lambda value: others.append(value) or next(replies))
+  monkeypatch.setattr(hosts, "broadcast", lambda value: others.append(value) or next(replies))
   (second,), _ = iterate(1, environment=Late)
   assert len(said) == len(others) and pickle.dumps(said) != pickle.dumps(others)
   np.testing.assert_array_equal(first.rollout.rewards, second.rollout.rewards)

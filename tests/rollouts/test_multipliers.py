@@ -62,7 +62,7 @@ def measure(config, groups, scorers=None):
   signals, trajectories = Signals(config, reward_config(), scorers or {}), trajectories_of(groups)
   texts = [text for one in groups for text in one.responses]
   prompts = [one.prompt for one in groups for _ in one.trajectories]
-  measured, unknown = hosts.of_first(lambda: signals(texts, *shown(trajectories), prompts))
+  measured, unknown = hosts.run_on_first_host(lambda: signals(texts, *shown(trajectories), prompts))
   start = 0
   for one in groups:
     size = len(one.trajectories)
@@ -308,7 +308,7 @@ def test_the_first_hosts_word_counts(monkeypatch):
     said.append(value)
     return said[0]
 
-  monkeypatch.setattr(hosts, "told", told)
+  monkeypatch.setattr(hosts, "broadcast", told)
   config = section(costs=dict(a=LENGTH))
   states = []
   for lengths in ([5, 7], [2, 30]):

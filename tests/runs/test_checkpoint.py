@@ -120,7 +120,7 @@ def test_time_comes_for_a_checkpoint_by_the_clock_of_the_first_host(tmp_path, mo
       assert checkpoints.is_time() is is_time
     checkpoints.save(1, {"x": jnp.arange(4.0)}, {})
     assert not checkpoints.is_time()
-    monkeypatch.setattr(checkpoint.hosts, "told", lambda own: not own)
+    monkeypatch.setattr(checkpoint.hosts, "broadcast", lambda own: not own)
     assert checkpoints.is_time(), "the first host says so"
   assert checkpoints.newest() == f"checkpoint {tmp_path}/checkpoints/rl/1"
   with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", CONFIG)) as checkpoints:

@@ -110,7 +110,9 @@ def conversations():
   assert len(list(driver.run())) == 2
   groups, config = [Group(prompt, trajectories)], config_of(tiny_tools.get_config).environment
   groups[0].responses = [str(one.tokens.tolist()) for one in trajectories]
-  judging.hand_out(groups, hosts.of_first(lambda: judging.of_conversations(groups, config)))
+  judging.hand_out(
+    groups, hosts.run_on_first_host(lambda: judging.of_conversations(groups, config))
+  )
   return dict(
     turns=[one.tokens[one.turns < 0].tolist() for one in trajectories],
     responses=groups[0].responses,
@@ -132,7 +134,7 @@ def opened(process):
   heard = []
   for fails in (False, True):
     try:
-      with hosts.on_first(context(process, fails)) as value:
+      with hosts.enter_on_first_host(context(process, fails)) as value:
         assert (value is None) == (process > 0)
         heard.append("opened")
     except RuntimeError as error:

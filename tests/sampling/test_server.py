@@ -579,7 +579,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
     said.append(value)
     return value
 
-  monkeypatch.setattr(hosts, "told", told)
+  monkeypatch.setattr(hosts, "broadcast", told)
   _, engine = make(load=False)
   (tmp_path / "published").write_text("a file")
   with pytest.raises(ServersGone, match=r"published.* cannot be written"):
@@ -597,9 +597,9 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
   assert "a mistake of ours" in said[-1][1]
   monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
   for wrong, kind in ((False, ServersGone), (True, ValueError)):
-    monkeypatch.setattr(hosts, "told", lambda value, wrong=wrong: (None, "it is full", wrong))
+    monkeypatch.setattr(hosts, "broadcast", lambda value, wrong=wrong: (None, "it is full", wrong))
     with pytest.raises(kind, match="it is full"):
-      hosts.of_first(breaks, ServersGone)
+      hosts.run_on_first_host(breaks, ServersGone)
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):

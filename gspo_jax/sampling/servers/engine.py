@@ -77,7 +77,7 @@ class ServerEngine:
     def connect() -> None:
       self._fleet = Fleet(config.urls, self._server, model)
 
-    hosts.of_first(connect, ServersGone)
+    hosts.run_on_first_host(connect, ServersGone)
     self._weights: Path | None = None  # the directory of the last ones
     self._version = -1
     # Loading may be another thread's than stepping. It is the one that has the devices.
@@ -159,7 +159,7 @@ class ServerEngine:
       self._fleet.run(asyncio.sleep(AGAIN_S), preemption.check_alone)
 
     while not self._bring_up(params):
-      hosts.of_first(wait, ServersGone)
+      hosts.run_on_first_host(wait, ServersGone)
       preemption.check()
 
   def _bring_up(self, params: Any) -> bool:
@@ -171,13 +171,13 @@ class ServerEngine:
       work = self._fleet.renew(str(self._weights), self._version, calls)
       return self._fleet.run(work, preemption.check_alone)
 
-    answers = hosts.of_first(renewed, ServersGone)
+    answers = hosts.run_on_first_host(renewed, ServersGone)
     verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
     if self._fleet is not None:
       for server, verdict in zip(self._fleet.servers, verdicts, strict=True):
         if verdict is not None:
           self._fleet.run(self._judged(server, verdict))
-    return hosts.told(self._fleet is not None and bool(self._fleet.usable))
+    return hosts.broadcast(self._fleet is not None and bool(self._fleet.usable))
 
   async def _judged(self, server: Server, verdict: Verdict) -> None:
     """Uses a server from now on if its verdict is within the tolerance."""
@@ -254,7 +254,7 @@ class ServerEngine:
           f"engine.name='server': a response could not be sampled: {error}"
         ) from error
 
-    arrived, self.usage.tokens, lost = hosts.of_first(look, ServersGone)
+    arrived, self.usage.tokens, lost = hosts.run_on_first_host(look, ServersGone)
     if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
@@ -269,7 +269,7 @@ class ServerEngine:
     return hf.load(self._weights, mesh=mesh)[0]
 
   def stop(self) -> list[Response]:
-    left = hosts.of_first(lambda: (self._left(), self._sampled), ServersGone)
+    left = hosts.run_on_first_host(lambda: (self._left(), self._sampled), ServersGone)
     arrived, self.usage.tokens = left
     return self._handed_out(arrived)
 

@@ -46,7 +46,7 @@ def write(
     for path in earlier[: -(KEPT - 1)]:
       shutil.rmtree(path, ignore_errors=True)
 
-  hosts.of_first(begin, ServersGone)
+  hosts.run_on_first_host(begin, ServersGone)
   hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
-  hosts.of_first(complete, ServersGone)
+  hosts.run_on_first_host(complete, ServersGone)
   return target
