@@ -1,0 +1,183 @@
+"""The language of code and pages: counts per room, held against ceilings that may only fall.
+
+`python tests/test_words.py` prints the ceilings for the current counts.
+"""
+
+import ast
+import collections
+import io
+import math
+import re
+import statistics
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Pronouns, participles and prepositions: no names for values or functions.
+NOT_NAMES = set(
+  "of by at on to than as so such those that what which where whose how when here there now then "
+  "was were is are has have had told said asked made taken given found one own both begun seen "
+  "left kept held wanted known put let goes".split()
+)
+OPENERS = ("What ", "Of ", "The same", "Those", "That ", "As ", "Where", "Whatever")
+RELATIVE = re.compile(r"\b(?:that|which|what|those|whose|where)\b")
+FRAGMENT = re.compile(
+  r"(?:of|in|by|with|for|as|from|to|at|on|or|and|which|that|since|so|but|where|what)\b"
+)
+
+# Per room: names of NOT_NAMES in 1,000 lines; docstrings that begin with one of OPENERS (%); words
+# in a docstring's first sentence; its relative pronouns; comments that begin with FRAGMENT (%).
+CODE = """
+  benchmarks                21.1       9    12.7    0.42      24
+  experiments               34.2      14    12.9    0.54      33
+  gspo_jax                  10.6       8    13.8    0.68      18
+  gspo_jax/aot              15.8      18    14.7    0.85      38
+  gspo_jax/cli              43.8      28    13.4    0.69       0
+  gspo_jax/data             16.6       5    14.3    0.81      23
+  gspo_jax/evaluation       15.8      12    13.0    0.52      32
+  gspo_jax/learner          15.3       9    16.9    0.82      18
+  gspo_jax/models           11.5       7    14.3    0.60      14
+  gspo_jax/objectives        2.6       2    12.6    0.42      14
+  gspo_jax/report           20.0       7    14.2    0.82      27
+  gspo_jax/rewards           5.7      10    12.5    0.50      18
+  gspo_jax/rollouts         16.5      15    14.6    1.06      30
+  gspo_jax/runs             23.9       7    13.6    0.73      24
+  gspo_jax/sampling         13.0       6    13.2    0.77      23
+  gspo_jax/settings         17.1      13    12.5    0.79      17
+  gspo_jax/system           17.5       9    12.9    0.87      24
+  gspo_jax/tasks            17.8       0    14.0    0.35      20
+  tests                     26.3      14    12.8    0.55      17
+"""
+# Ceilings for a new room, without a line above.
+GOAL = (4.0, 1, 10.0, 0.25, 3)
+
+# Words in a sentence; sentences of more than 30 words (%); relative pronouns in a sentence; words
+# in total, tables and code included.
+PAGES = """
+  docs                      21.9      21    0.74   56349
+  README.md                 18.9      17    0.41    2625
+"""
+
+
+def python_files() -> Iterator[tuple[str, Path]]:
+  """Pairs of room and file; rooms of the package, and each other folder as one."""
+  for folder in ("gspo_jax", "tests", "experiments", "benchmarks"):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+      inside = path.relative_to(ROOT / folder).parts
+      if folder == "gspo_jax" and inside[0] != "configs":
+        yield f"gspo_jax/{inside[0]}" if len(inside) > 1 else "gspo_jax", path
+      elif folder != "gspo_jax":
+        yield folder, path
+
+
+def first_sentence(text: str) -> str:
+  return re.split(r"(?<=[.!?])\s", text.split("\n\n")[0].replace("\n", " "))[0]
+
+
+def count_code(paths: list[Path]) -> tuple[float, ...]:
+  lines, names, docstrings, comments = 0, [], [], []
+  for path in paths:
+    text = path.read_text()
+    lines += text.count("\n")
+    for node in ast.walk(ast.parse(text)):
+      if isinstance(node, ast.arg):
+        names.append(node.arg)
+      elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        names.append(node.id)
+      elif isinstance(node, ast.FunctionDef):
+        names.append(node.name)
+        if docstring := ast.get_docstring(node):
+          docstrings.append(first_sentence(docstring))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+      if token.type == tokenize.COMMENT:
+        comments.append(token.string.lstrip("# "))
+  names = [name.lstrip("_") for name in names]
+  return (
+    1000 * sum(name in NOT_NAMES or name.startswith("of_") for name in names) / lines,
+    100 * statistics.mean([doc.startswith(OPENERS) for doc in docstrings] or [0]),
+    statistics.mean([len(doc.split()) for doc in docstrings] or [0]),
+    statistics.mean([len(RELATIVE.findall(doc)) for doc in docstrings] or [0]),
+    100 * statistics.mean([bool(FRAGMENT.match(x)) for x in comments] or [0]),
+  )
+
+
+def sentences(text: str) -> Iterator[str]:
+  """Sentences of a page, without its code, tables, headings and targets of links."""
+  text = re.sub(r"```.*?```", "", text, flags=re.S)
+  prose = [x for x in text.splitlines() if not x.lstrip().startswith(("|", "#", "[", "<!--"))]
+  prose = [line for line in prose if not line.startswith("    ")]
+  for block in re.split(r"\n\s*\n", "\n".join(prose)):
+    block = re.sub(r"\]\([^)]*\)", "]", " ".join(block.split()))
+    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`*])", block):
+      if len(sentence.split()) > 2:
+        yield sentence
+
+
+def count_pages(paths: list[Path]) -> tuple[float, ...]:
+  texts = [path.read_text() for path in paths]
+  prose = [sentence for text in texts for sentence in sentences(text)]
+  lengths = [len(sentence.split()) for sentence in prose]
+  return (
+    statistics.mean(lengths),
+    100 * statistics.mean([length > 30 for length in lengths]),
+    statistics.mean([len(RELATIVE.findall(sentence)) for sentence in prose]),
+    sum(len(text.split()) for text in texts),
+  )
+
+
+def all_counts() -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
+  rooms = collections.defaultdict(list)
+  for room, path in python_files():
+    rooms[room].append(path)
+  docs = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "keys.md"]
+  pages = {"docs": count_pages(docs), "README.md": count_pages([ROOT / "README.md"])}
+  return {room: count_code(paths) for room, paths in sorted(rooms.items())}, pages
+
+
+def read_table(table: str) -> dict[str, tuple[float, ...]]:
+  rows = [line.split() for line in table.strip().splitlines()]
+  return {room: tuple(map(float, ceilings)) for room, *ceilings in rows}
+
+
+@pytest.fixture(scope="module")
+def counts():
+  return all_counts()
+
+
+def test_language_of_code(counts):
+  ceilings = read_table(CODE)
+  assert_below(counts[0], {room: ceilings.get(room, GOAL) for room in counts[0]})
+
+
+def test_language_of_pages(counts):
+  assert_below(counts[1], read_table(PAGES))
+
+
+def test_rooms_exist(counts):
+  assert read_table(CODE).keys() <= counts[0].keys()
+
+
+def assert_below(counts, ceilings):
+  high = [
+    f"{room}: {[round(x, 3) for x in counts[room]]} above {list(ceilings[room])}"
+    for room in counts
+    if any(x > ceiling for x, ceiling in zip(counts[room], ceilings[room], strict=True))
+  ]
+  assert not high, "\n".join(["see the glossary in CONTRIBUTING.md", *high])
+
+
+def print_tables():
+  for table, digits in zip(all_counts(), ((1, 0, 1, 2, 0), (1, 0, 2, 0))):
+    for room, values in table.items():
+      cells = [f"{math.ceil(x * 10**d - 1e-9) / 10**d:8.{d}f}" for x, d in zip(values, digits)]
+      sys.stdout.write(f"  {room:22}{''.join(cells)}\n")
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+  print_tables()
