@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 
-from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome
+from gspo_jax.verifiers.programs.verifier import CodeVerifier, Outcome
 
 
 def main() -> int:

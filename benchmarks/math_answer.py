@@ -18,7 +18,7 @@ import random
 import sys
 import time
 
-from gspo_jax.rewards.math_answer import MathVerifier, Outcome, extract
+from gspo_jax.verifiers.math_answer import MathVerifier, Outcome, extract
 
 FORMS = {
   "boxed": lambda plain, grouped: rf"Adding up, we get \boxed{{{plain}}}.",

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # From the ground. A room imports from the floors below its own, and from itself.
 FLOORS = """
+  verifiers
   objectives structs system tasks
   settings
   sharding rewards cli
@@ -107,8 +108,14 @@ def test_the_iteration_is_one_screen():
 
 def test_rewards_never_import_jax():
   """Their processes would each take a second and a hundred megabytes more."""
-  for path in [*(PACKAGE / "rewards").rglob("*.py"), PACKAGE / "settings/rewards.py"]:
+  rooms = [path for name in ("rewards", "verifiers") for path in (PACKAGE / name).rglob("*.py")]
+  for path in [*rooms, PACKAGE / "settings/rewards.py"]:
     assert "import jax" not in path.read_text(), path
+
+
+def test_verifiers_import_nothing_else_of_the_package():
+  for path in (PACKAGE / "verifiers").rglob("*.py"):
+    assert imports(path) <= {"verifiers"}, path
 
 
 def test_an_init_hands_on_names():

@@ -20,8 +20,8 @@ import numpy as np
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
 from gspo_jax.data.files import BadRow
-from gspo_jax.rewards import math_answer
 from gspo_jax.settings.data import BOXED, DataConfig, DataError, Format
+from gspo_jax.verifiers import math_answer
 
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")  # first one found
 # Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`

@@ -1,11 +1,12 @@
 """Scorers: what a verifier says of responses, and what is added to it.
 
 A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
-that say nothing of the response ("crash" alone where it is left out), and `open_verifier(config)`,
-a context manager of a `Verify` function; VERIFIERS names those that come with the package. It may
-have `check_answer(text)`, which raises ValueError for a gold answer that it could not read, and
-`right_lines(response, answer)`, the verdicts on single lines (lines.py); and the function may have
-`notes`, metrics that hold for the whole run.
+that say nothing of the response ("crash" alone where it is left out), and `open_verifier`, a
+context manager of a `Verify` function, whose parameters are keys of the section `reward`.
+VERIFIERS names those that come with the package. A verifier may have `check_answer(text)`, which
+raises ValueError for a gold answer that it could not read, and `right_lines(response, answer)`, the
+verdicts on single lines (lines.py); and the function may have `notes`, metrics that hold for the
+whole run.
 """
 
 import collections
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -21,8 +23,9 @@ from typing import Protocol
 
 import numpy as np
 
-from gspo_jax.rewards import lines, pool, shaping, thought
+from gspo_jax.rewards import lines, shaping
 from gspo_jax.settings.rewards import VERIFIERS, RewardConfig
+from gspo_jax.verifiers import pool, thought
 
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
 
@@ -129,7 +132,8 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
   verifier = _verifier(config.name)
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
   right_lines = lines.judge(verifier, config.name) if config.per_line else None
-  with verifier.open_verifier(config) as verify:
+  keys = inspect.signature(verifier.open_verifier).parameters
+  with verifier.open_verifier(**{key: getattr(config, key) for key in keys}) as verify:
     scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify, right_lines)
     scorer.notes = getattr(verify, "notes", {})
     yield scorer

@@ -19,26 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.rewards import pool
-from gspo_jax.settings.rewards import RewardConfig
+from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
 
 
 @contextlib.contextmanager
-def open_verifier(config: RewardConfig) -> Iterator[Callable]:
-  """The function `config.name` in `config.workers` processes.
+def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Callable]:
+  """The function `name` in `workers` processes.
 
   Raises:
     RuntimeError: if the function cannot be imported, with the traceback.
   """
-  name = config.name
-  limits = config.workers, config.time_limit_s
-  with pool.Pool(f"{__name__}:call", *limits, warm_up=[name], memory_bytes=None) as workers:
+  function = f"{__name__}:call"
+  with pool.Pool(function, workers, time_limit_s, warm_up=[name], memory_bytes=None) as processes:
 
     def verify(responses, prompts, finished):
-      results = workers.map([[name, r, record(p)] for r, p in zip(responses, prompts)])
+      results = processes.map([[name, r, record(p)] for r, p in zip(responses, prompts)])
       failed = [isinstance(result, pool.Failure) for result in results]
       outcomes = [
         result if bad else "right" if result == 1 else "wrong"

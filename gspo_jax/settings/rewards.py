@@ -15,16 +15,14 @@ from gspo_jax.settings.ranges import (
   Workers,
   key,
 )
-
-ISOLATIONS = ("auto", "namespaces", "none")
-
+from gspo_jax.verifiers.programs import ISOLATIONS
 
 VERIFIERS = {  # imported when a config names them
   "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums
   "recurrence": "gspo_jax.tasks.recurrence",  # the embedded task of long responses
-  "math": "gspo_jax.rewards.math_answer",  # SymPy in worker processes
-  "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
-  "string": "gspo_jax.rewards.string_match",  # the normalised text
+  "math": "gspo_jax.verifiers.math_answer",  # SymPy in worker processes
+  "code": "gspo_jax.verifiers.programs.verifier",  # tests in sandboxes
+  "string": "gspo_jax.verifiers.string_match",  # the normalised text
 }
 
 

@@ -3,7 +3,8 @@
 Python runs a handler in the main thread, once that is back from C: from a compiler after minutes.
 And what a handler raises tears apart what must be whole, or is lost where Python ignores exceptions
 (in JAX's callbacks of the garbage collector, for one). So nothing is raised here: a thread hears
-the signals at once and gives them to whoever answers. Imports the standard library only.
+the signals at once and gives them to whoever answers. Imports
+nothing that takes time.
 """
 
 import contextlib
@@ -14,14 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+from gspo_jax.verifiers.children import process_groups
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRY_AGAIN = os.EX_TEMPFAIL  # 75, of sysexits.h: the exit code after a notice
 INTERRUPTED = 128 + signal.SIGINT  # 130, as shells have it: the one after Ctrl-C
 
 Answer = Callable[[int], None]
 
-# Process groups that end with this process, and need not notice by themselves that it is gone.
-process_groups: set[int] = set()
 _answers: list[Answer] = []  # the last one counts
 _pipe: tuple[int, int] | None = None  # from the C handlers to the thread
 _lock = threading.Lock()

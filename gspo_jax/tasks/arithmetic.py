@@ -65,7 +65,7 @@ def demonstration(
 
 
 @contextlib.contextmanager
-def open_verifier(config: object) -> Iterator[Callable]:
+def open_verifier() -> Iterator[Callable]:
   """`verify` of many (see `gspo_jax.rewards`); there is nothing to configure."""
 
   def outcomes(responses, prompts, finished):

@@ -10,7 +10,6 @@ others are right. The pupil of the demonstrations goes on from the wrong numbers
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -65,25 +64,18 @@ def _line(label: int, number: int) -> str:
   return f"{_TENS[label // 10]}{label % 10}:{number % 10}{number // 10}"
 
 
-class Partial(Protocol):
-  """The section `reward`, as far as it is looked at here."""
-
-  partial: float  # of the value, what the share of right lines decides
-
-
 @contextlib.contextmanager
-def open_verifier(config: Partial) -> Iterator[Callable]:
-  """`verify` of many (see `gspo_jax.rewards`): of the value, a share of `config.partial` is the
+def open_verifier(partial: float) -> Iterator[Callable]:
+  """`verify` of many (see `gspo_jax.rewards`): of the value, a share of `partial` is the
   share of right lines, and the rest goes to a right last line."""
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
     verdicts = ["right" if is_right else "wrong" for is_right in right]
-    if not config.partial:
+    if not partial:
       return verdicts, None
     shares = [np.mean(right_lines(r, prompt.answer)) for r, prompt in zip(responses, prompts)]
-    part = config.partial
-    return verdicts, [(1 - part) * last + part * share for last, share in zip(right, shares)]
+    return verdicts, [(1 - partial) * last + partial * share for last, share in zip(right, shares)]
 
   yield outcomes
 

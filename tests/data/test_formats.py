@@ -14,7 +14,7 @@ from support.sandboxes import LIMITS, needs_namespaces
 from gspo_jax import rewards
 from gspo_jax.data import formats, sources
 from gspo_jax.data.formats import FORMATS
-from gspo_jax.rewards.programs.verifier import CodeVerifier
+from gspo_jax.verifiers.programs.verifier import CodeVerifier
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 DOCUMENTED = {

@@ -11,7 +11,7 @@ from support.sandboxes import LIMITS, needs_namespaces
 
 from gspo_jax import rewards
 from gspo_jax.data import formats, sources
-from gspo_jax.rewards.programs.verifier import CodeVerifier
+from gspo_jax.verifiers.programs.verifier import CodeVerifier
 
 
 def test_rows_of_messages(tmp_path):

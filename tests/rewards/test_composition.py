@@ -11,9 +11,10 @@ from support.prompts import prompts
 from support.sandboxes import PRINTS_2, needs_namespaces
 
 from gspo_jax import rewards
-from gspo_jax.rewards import shaping, string_match, user_function
+from gspo_jax.rewards import shaping, user_function
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
+from gspo_jax.verifiers import string_match
 
 HERE = Path(__file__).parent
 

@@ -7,12 +7,13 @@ from support.prompts import prompts
 
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.report import page, rollouts
-from gspo_jax.rewards import math_answer, shaping, string_match, thought
-from gspo_jax.rewards.programs import cases
+from gspo_jax.rewards import shaping
 from gspo_jax.sampling.local.under_way import Live
 from gspo_jax.sampling.requests import Request
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.calculator import Calculator
+from gspo_jax.verifiers import math_answer, string_match, thought
+from gspo_jax.verifiers.programs import cases
 
 TESTS = cases.Tests("check", function="f", preamble="def f():\n", code="assert f()")
 

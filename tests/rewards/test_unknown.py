@@ -12,11 +12,11 @@ from support.prompts import prompts
 from support.sandboxes import PRINTS_2
 
 from gspo_jax import rewards
-from gspo_jax.rewards import math_answer, string_match, thought
-from gspo_jax.rewards.pool import Failure
-from gspo_jax.rewards.programs import cases
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
+from gspo_jax.verifiers import math_answer, string_match, thought
+from gspo_jax.verifiers.pool import Failure
+from gspo_jax.verifiers.programs import cases
 
 RAISED = [OSError(28, "No space left"), RecursionError(), MemoryError(), ValueError("a\nb")]
 RAISED += [UnicodeError("surrogates"), KeyError("x"), StopIteration(), AssertionError()]
@@ -28,7 +28,7 @@ def broken(monkeypatch):
   module, calls = types.ModuleType("broken"), []
 
   @contextlib.contextmanager
-  def open_verifier(config):
+  def open_verifier():
     def verify(responses, prompts, finished):
       calls.append(len(responses))
       for response in responses:

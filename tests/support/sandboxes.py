@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from gspo_jax.rewards.programs import cases as code_tests
-from gspo_jax.rewards.programs import process
+from gspo_jax.verifiers.programs import cases as code_tests
+from gspo_jax.verifiers.programs import process
 
 LIMITS = process.Limits(
   cpu_s=1, wall_s=2.0, memory_bytes=256 << 20, output_bytes=1 << 20, file_bytes=1 << 20,

@@ -7,9 +7,9 @@ import pytest
 from support.data_cases import BYTES, config
 
 from gspo_jax.data import sources
-from gspo_jax.rewards import math_answer
 from gspo_jax.tasks import word_problems
 from gspo_jax.tasks.word_problems import HELD_OUT, INSTANCES, LARGEST, TRAIN
+from gspo_jax.verifiers import math_answer
 
 
 def some_of_each(split):

@@ -1,0 +1,198 @@
+r"""Verifier of mathematical answers. Imports no jax; works from any thread.
+
+Three steps: `extract` finds the answer that a response gives (the last `\boxed{...}`, else what an
+"answer is" announces, else the last formula or number); two plain numbers are compared here,
+exactly and at once; everything else is read and compared by `gspo_jax.verifiers.mathematics` and
+SymPy in processes that can be killed. A verifier that hangs or dies must not look like a wrong
+answer, so `Outcome` has five values.
+"""
+
+import contextlib
+import enum
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from gspo_jax.verifiers import pool
+from gspo_jax.verifiers.mathematics import quantity
+from gspo_jax.verifiers.mathematics.extract import BOX, extract
+from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
+
+MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
+UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
+
+
+class Outcome(enum.StrEnum):
+  RIGHT = "right"
+  WRONG = "wrong"
+  UNPARSABLE = "unparsable"  # no answer found, or one that is not mathematics
+  TIMEOUT = "timeout"  # of the verifier
+  CRASH = "crash"  # of the verifier; a gold answer that cannot be read is one
+
+
+OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
+
+
+@contextlib.contextmanager
+def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
+  """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  with MathVerifier(workers, time_limit_s) as verifier:
+
+    def verify(responses, prompts, finished):
+      answers = [prompt.answer for prompt in prompts]
+      outcomes = verifier.score(responses, answers, finished)
+      # Without this, gold answers that nobody can read are not noticed while no response has one.
+      broken = verifier.unreadable(answers)
+      return [
+        outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
+        for outcome, answer in zip(outcomes, answers)
+      ], None
+
+    yield verify
+
+
+class MathVerifier(contextlib.AbstractContextManager):
+  """Scores responses against gold answers in `workers` processes.
+
+  Args:
+    workers: processes. Starting them takes about a second, and the constructor waits for it.
+    time_limit_s: wall-clock seconds that the comparison of one answer may run, without queueing.
+
+  Raises:
+    RuntimeError: if the processes cannot be started (SymPy is not installed, say).
+  """
+
+  def __init__(self, workers: int, time_limit_s: float):
+    self._pool = pool.Pool(
+      f"{__name__}:_judge_pair", workers, time_limit_s, warm_up=[r"\frac{x}{2}", r"\sqrt{2}x"]
+    )
+    self._known: dict[tuple[str, str], Outcome] = {}  # (candidate, gold), compared symbolically
+    self._readable: dict[str, bool] = {}  # gold answers that were looked at
+
+  def score(
+    self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
+  ) -> list[Outcome]:
+    """Returns one outcome per response, in order; `finished` is False where one was cut off.
+
+    Raises:
+      ValueError: if the lengths differ or a gold answer is empty.
+    """
+    if any(not answer.strip() for answer in answers):
+      raise ValueError("a gold answer is empty")
+    finished = [True] * len(responses) if finished is None else finished
+    triples = zip(responses, answers, finished, strict=True)
+    pairs = [(extract(response, whole), answer) for response, answer, whole in triples]
+    # Responses to one prompt often agree: each different answer is compared once.
+    outcomes = {pair: self._known.get(pair) or quick_judge(*pair) for pair in pairs}
+    slow = [pair for pair, outcome in outcomes.items() if outcome is None]
+    if len(self._known) > MAX_KNOWN:
+      self._known.clear()
+    for pair, result in zip(slow, self._pool.map(slow)):
+      if isinstance(result, pool.Failure):
+        outcomes[pair] = result  # not remembered: the machine may have been busy
+      else:
+        outcomes[pair] = self._known[pair] = Outcome(result)
+    return [outcomes[pair] for pair in pairs]
+
+  def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
+    """The gold answers that are not mathematics; each is looked at once."""
+    new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
+    slow = [answer for answer in new if quick_judge("0", answer) is None]
+    readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
+    self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
+    broken = [answer for answer in set(answers) if self._readable.get(answer) is False]
+    return {a: pool.Failure("crash", UNREADABLE.format(a)) for a in broken}
+
+  def __exit__(self, *_):
+    self._pool.close()
+
+
+def boxed(solution: str) -> str | None:
+  """The answer within a solution that boxes one; None where it boxes nothing."""
+  return extract(solution) if BOX.search(solution) else None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _gold(answer: str) -> str:
+  """The answer within a gold solution: what it boxes, if it boxes anything."""
+  if not BOX.search(answer):
+    return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
+  return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
+
+
+def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
+  """The outcome where it needs no symbolic mathematics, else None. Never slow."""
+  if candidate is None or len(candidate) > MAX_ANSWER:
+    return Outcome.UNPARSABLE
+  answer = _gold(answer)
+  ours, gold = normalise(candidate), normalise(answer)
+  if ours == gold:
+    return Outcome.RIGHT if ours else Outcome.UNPARSABLE
+  value = quantity.read(gold)
+  if value:
+    mine = quantity.read(ours, letters=True)
+    # A decimal comma, where the gold answer is a decimal: 2,74 is 2.74.
+    if mine is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
+      mine = quantity.read(ours.replace(",", "."))
+    if mine:
+      same = quantity.same(value, mine)
+      return None if same is None else Outcome.RIGHT if same else Outcome.WRONG
+  return None
+
+
+# The symbolic comparison, in the workers only.
+
+
+def judge(candidate: str, answer: str) -> Outcome:
+  """Reads both answers and compares them, with no time limit of its own.
+
+  Raises:
+    ValueError: if the gold answer cannot be read, and is not what the candidate says.
+  """
+  from gspo_jax.verifiers.mathematics import equal  # half a second, which only workers should spend
+  from gspo_jax.verifiers.mathematics.tokens import Unreadable
+
+  answer = _gold(answer)
+  if equal.same_text(answer, candidate):
+    return Outcome.RIGHT
+  number = quantity.read(answer) is not None
+  golds = _readings(answer, False)
+  if not golds:
+    raise ValueError(UNREADABLE.format(answer))
+  if number:  # which 1,234 is, rather than a list; and no set of numbers is one
+    golds = golds[:1]
+  ours = [_readings(candidate, letters, solve=not number) for letters in (True, False)]
+  ours = dict.fromkeys(ours[0] + ours[1])
+  for gold in golds:
+    for mine in ours:
+      with contextlib.suppress(Unreadable):
+        if equal.same_answer(gold, mine):
+          return Outcome.RIGHT
+  return Outcome.WRONG if ours else Outcome.UNPARSABLE
+
+
+def _judge_pair(pair: list[str | None]) -> str | bool:
+  """The outcome; without a candidate, whether the gold answer can be read at all."""
+  candidate, answer = pair
+  if candidate is not None:
+    return judge(candidate, answer).value
+  with contextlib.suppress(Exception):
+    return bool(_readings(_gold(answer), False))
+  return False
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _readings(text: str, letters: bool, solve: bool = True) -> tuple:
+  """What an answer may mean: 1,234 is a number, or a list in another reading."""
+  from gspo_jax.verifiers.mathematics import structure
+  from gspo_jax.verifiers.mathematics.tokens import Unreadable
+
+  text = text if len(text) <= MAX_ANSWER else ""
+  nodes = []
+  for tight in (True, False):
+    if tight or re.search(r"\d,\d{3}(?!\d)", text):
+      with contextlib.suppress(Unreadable):
+        nodes.append(structure.read(text, tight, letters, solve))
+  if re.fullmatch(r"\s*\$?-?(?:0,\d+|\d+,\d\d)\$?\s*", text):  # a decimal comma
+    nodes.append(structure.read(text.replace(",", "."), True, letters, solve))
+  return tuple(nodes)

@@ -1,0 +1,203 @@
+"""Equality of two SymPy expressions: proved where that is cheap, else tested at many digits."""
+
+import itertools
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
+
+MAX_TERMS = 1000  # of a sum
+DIGITS = 120  # to which two values without variables must agree, relative to their size
+PRINTED = 14  # digits of a double that are always right
+_POINTS = [  # one value per variable, in the order of their names
+  [sp.Rational(n, d) for n, d in ((13, 11), (29, 17), (41, 37), (53, 43), (67, 59), (71, 61))],
+  [sp.Rational(n, d) for n, d in ((5, 17), (11, 23), (7, 31), (19, 41), (23, 47), (31, 59))],
+  [sp.Rational(n, d) for n, d in ((-7, 5), (31, 13), (-17, 19), (23, 7), (-29, 31), (37, 11))],
+  [sp.Rational(n, d) for n, d in ((19, 7), (-13, 29), (37, 3), (-43, 41), (17, 53), (-5, 47))],
+  [sp.Rational(n, d) for n, d in ((-11, 3), (-3, 13), (-19, 23), (-41, 7), (-2, 37), (-59, 5))],
+]
+_FAR = [  # beyond where a modulus or the root of a square changes its sign, and near 0
+  [sp.Rational(n, 3) for n in (10007, -10009, 10037, -10039, 10061, -10067)],
+  [sp.Rational(n, 3) for n in (-10079, 10091, -10093, 10099, -10103, 10111)],
+  [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
+]
+
+# One variable after the other steps from -12 to 12, where logarithms have narrow domains.
+_STEPS = [
+  [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
+  for scale in (1, 30)
+  for k in range(25)
+]
+_WHOLE = [2, 3, 5, 8, 4, 7, 6, 9]  # for exponents of negative numbers, both even and odd
+
+# Constant over whole ranges: a few points tell nothing of them.
+_FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
+
+
+def same_expression(a, b) -> bool:
+  """Whether two expressions (or matrices) are equal wherever both are defined."""
+  if a == b:
+    return True
+  matrices = [isinstance(side, sp.MatrixBase) for side in (a, b)]
+  if any(matrices):
+    return all(matrices) and a.shape == b.shape and all(map(same_expression, a, b))
+  # Capital letters that are multiplied may be matrices: their order counts.
+  if any(map(_has_products, (a, b))) and sp.expand(a - b) != 0:
+    return False
+  a, b = commuting(a), commuting(b)
+  if a == b:
+    return True
+  a, b = (_evaluated(side) for side in (a, b))
+  if any(side.has(sp.Sum, sp.Product, sp.Integral) or _is_large(side) for side in (a, b)):
+    return a == b
+  a, b = _variables(a, b)
+  symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+  if a.is_Rational and b.is_Rational:
+    return a == b
+  if not symbols:
+    return _same_value(a, b)
+  if any(side.has(*_FLAT) for side in (a, b)):
+    return a == b
+  if len(symbols) > len(_POINTS[0]):
+    return sp.expand(a - b) == 0
+  return _same_at_points(a, b, symbols)
+
+
+def commuting(value):
+  """The expression with variables that commute in the place of those that do not."""
+  if isinstance(value, sp.MatrixBase):
+    return value.applyfunc(commuting)
+  twins = {s: sp.Symbol(s.name, real=True) for s in value.free_symbols if not s.is_commutative}
+  return value.xreplace(twins) if twins else value
+
+
+def _has_products(value) -> bool:
+  return any(
+    len({s for f in mul.args for s in f.free_symbols if not s.is_commutative}) > 1
+    for mul in value.atoms(sp.Mul)
+    if not mul.is_commutative
+  )
+
+
+def _evaluated(value):
+  """The expression with its sums and integrals carried out, unless they have many terms."""
+  for part in value.atoms(sp.Sum, sp.Product):
+    terms = part.limits[0][2] - part.limits[0][1]
+    if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
+      return value
+  return value.doit() if value.has(sp.Sum, sp.Product, sp.Integral) else value
+
+
+def _is_large(value) -> bool:
+  """Whether a variable has an exponent too large to compute with."""
+  return any(
+    p.exp.is_number and p.base.free_symbols and abs(p.exp) > MAX_FACTORIAL
+    for p in value.atoms(sp.Pow)
+  )
+
+
+def _variables(a, b):
+  """Values of unknown functions become variables."""
+  functions = a.atoms(sp.core.function.AppliedUndef) | b.atoms(sp.core.function.AppliedUndef)
+  twins = {f: sp.Symbol(f"value of {f}", real=True) for f in functions}
+  return (a.xreplace(twins), b.xreplace(twins)) if twins else (a, b)
+
+
+def _same_value(a, b) -> bool:
+  """Two numbers: the same digits, many of them, and relative to their size."""
+  if not (a.is_finite and b.is_finite):
+    return False
+  if sp.S.Zero in (a, b):
+    return _is_zero(b if a == 0 else a)
+  size = sp.Abs(a).evalf(15, maxn=400), sp.Abs(b).evalf(15, maxn=400)
+  if not all(s.is_Float for s in size):
+    return sp.simplify(a - b) == 0
+  if abs(size[0] - size[1]) > 1e-9 * max(size):
+    return False
+  left, right = a.evalf(DIGITS + 20, maxn=800), b.evalf(DIGITS + 20, maxn=800)
+  difference = abs(sp.N(left - right, 15))
+  return bool(difference <= max(size) * sp.Float(10) ** -DIGITS)
+
+
+def _is_zero(value) -> bool:
+  size = sp.Abs(value).evalf(15, maxn=800)
+  if size.is_Float and size > sp.Float(10) ** -300 and size._prec > 1:
+    return False
+  return value.equals(0) is True
+
+
+def _same_at_points(a, b, symbols) -> bool:
+  """Equality at points where no root or logarithm of a negative number is taken; two at least."""
+  agreed, whole = 0, _exponents(a) | _exponents(b)
+  points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
+  for index, point in enumerate([*points, *_STEPS]):
+    if agreed >= 2 and index >= len(points):
+      break
+    values = dict(zip(symbols, point)) | {
+      s: sp.Integer(_WHOLE[(index + n) % len(_WHOLE)]) for n, s in enumerate(sorted(whole, key=str))
+    }
+    if not _real_inside(itertools.chain((a, b)), values):
+      continue
+    left, right = a.xreplace(values), b.xreplace(values)
+    if left.has(sp.nan, sp.zoo, sp.oo) or right.has(sp.nan, sp.zoo, sp.oo):
+      continue
+    if left.is_Rational and right.is_Rational:
+      if left != right:
+        return False
+    elif not _same_value(left, right):
+      return False
+    agreed += 1
+  return agreed >= 2
+
+
+def _exponents(value) -> set:
+  """The variables in exponents of negative numbers, which stand for integers: (-1)^n."""
+  powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
+  return set().union(*(power.exp.free_symbols for power in powers))
+
+
+def _has_kinks(value) -> bool:
+  """Whether it has moduli or roots, which a few points near 0 may see from one side alone."""
+  exponents = [power.exp for power in value.atoms(sp.Pow)]
+  return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
+
+
+def _real_inside(expressions, values) -> bool:
+  for part in (p for e in expressions for p in sp.preorder_traversal(e)):
+    if isinstance(part, sp.Pow) and not part.exp.is_integer:
+      inside = part.base
+    elif isinstance(part, sp.log):
+      inside = part.args[0]
+    else:
+      continue
+    if inside.free_symbols and not sp.sympify(inside.xreplace(values).evalf(15)).is_positive:
+      return False
+  return True
+
+
+def constant_ratio(a, b):
+  """The number that `a / b` is everywhere; None: it is none."""
+  a, b = _variables(a, b)
+  symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+  if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
+    return None
+  ratio = None
+  for point in _POINTS[:2]:
+    values = dict(zip(symbols, point))
+    top, bottom = a.xreplace(values), b.xreplace(values)
+    if bottom == 0 or not (top / bottom).is_finite:
+      continue
+    if ratio is None:
+      ratio = top / bottom
+  return ratio if ratio is not None and ratio != 0 and same_expression(a, ratio * b) else None
+
+
+def rounds_to(rounded, places: int, value) -> bool:
+  """Whether a decimal is an irrational number as a computer prints it, all its digits right."""
+  if value.free_symbols or not value.is_real or value.is_Rational:
+    return False
+  digits = len(str(abs(rounded.p) * 10**places // rounded.q)) if rounded != 0 else 0
+  if places < PRINTED or digits < PRINTED:
+    return False
+  off = sp.Abs(value.evalf(digits + 20, maxn=800) - rounded)
+  return bool(off * 2 * 10**places <= 1)

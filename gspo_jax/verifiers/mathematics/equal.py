@@ -1,0 +1,310 @@
+"""Compares answers that `structure` has read. No two numbers agree by an absolute bound."""
+
+import fractions
+import re
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import algebra, names, nodes
+from gspo_jax.verifiers.mathematics.nodes import (
+  Choice,
+  Group,
+  Named,
+  Region,
+  Relation,
+  Scalar,
+  Word,
+)
+from gspo_jax.verifiers.mathematics.quantity import Quantity, same
+from gspo_jax.verifiers.mathematics.spelling import normalise
+from gspo_jax.verifiers.mathematics.tokens import fold
+from gspo_jax.verifiers.mathematics.units import Unit
+from gspo_jax.verifiers.mathematics.values import rational
+
+
+def same_answer(gold, ours) -> bool:
+  """Whether `ours` gives the answer `gold`, both from `structure.read`."""
+  if isinstance(gold, Choice) or isinstance(ours, Choice):
+    return _same_choice(gold, ours)
+  if isinstance(gold, Named) or isinstance(ours, Named):
+    return _same_named(gold, ours)
+  if isinstance(gold, Scalar) and isinstance(ours, Relation):
+    return _is_sum(ours) and _same_scalar(gold, Scalar(ours.members[-1]))
+  if isinstance(gold, Relation) or isinstance(ours, Relation):
+    relations = isinstance(gold, Relation) and isinstance(ours, Relation)
+    return relations and _same_relation(gold, ours)
+  if isinstance(gold, Word) or isinstance(ours, Word):
+    return _spelling(gold) == _spelling(ours) is not None
+  if isinstance(gold, Group) and isinstance(ours, Group):
+    if _same_group(gold, ours):
+      return True
+    if "list" in (gold.kind, ours.kind) or gold.kind == ours.kind == "tuple":
+      return False
+  if isinstance(gold, Scalar) and isinstance(ours, Scalar):
+    return _same_scalar(gold, ours)
+  if isinstance(gold, Region) or isinstance(ours, Region):
+    return _same_region(gold, ours)
+  return _same_vector(gold, ours) or _same_vector(ours, gold) or _single(gold, ours)
+
+
+def _single(gold, ours) -> bool:
+  """A list or set of one item is the item."""
+  for group, other in ((gold, ours), (ours, gold)):
+    if isinstance(group, Group) and group.kind in ("list", "set") and len(group.items) == 1:
+      return same_answer(group.items[0], other)
+  return False
+
+
+def _same_choice(gold, ours) -> bool:
+  """(B) 5 is B and it is 5, but neither (C) 5 nor (B) 6."""
+  if isinstance(gold, Choice) and isinstance(ours, Choice):
+    values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
+    return gold.letter == ours.letter and values
+  letters = (node.letter if isinstance(node, Choice) else _spelling(node) for node in (gold, ours))
+  values = [node.value if isinstance(node, Choice) else node for node in (gold, ours)]
+  return len({*letters}) == 1 or (None not in values and same_answer(*values))
+
+
+def _spelling(node) -> str | None:
+  """The text of a word or of a lone letter."""
+  if isinstance(node, Word):
+    return node.text
+  if isinstance(node, Scalar) and isinstance(node.value, sp.Symbol) and not node.unit:
+    return node.value.name
+  return None
+
+
+def _same_named(gold, ours) -> bool:
+  if isinstance(gold, Named) and isinstance(ours, Named):
+    if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
+      ours = _renamed(ours, gold.parameter)
+    if gold.name == ours.name or "text" in (gold.name, ours.name):
+      return same_answer(gold.value, ours.value)
+    return bool(gold.relation and ours.relation) and _same_relation(gold.relation, ours.relation)
+  if isinstance(gold, Relation) or isinstance(ours, Relation):
+    relations = [node.relation if isinstance(node, Named) else node for node in (gold, ours)]
+    return None not in relations and _same_relation(*relations)
+  if isinstance(ours, Named) and ours.name in names.CONSTANTS:
+    return False  # i = 18 is false, whatever was asked
+  return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
+
+
+def _renamed(function: Named, parameter: str) -> Named:
+  """f(t) = t + 1 as f(x) = x + 1; not where x stands for something else there."""
+  old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
+  value = getattr(function.value, "value", None)
+  if value is None or new in value.free_symbols:
+    return function
+  name = function.name.removesuffix(f"({function.parameter})") + f"({parameter})"
+  return Named(name, Scalar(value.xreplace({old: new})), None, parameter)
+
+
+def _is_sum(relation: Relation) -> bool:
+  """Whether it gives a sum of letters a value: m + n = 204, what a question asks for.
+
+  Not x + y = 204, which is a line.
+  """
+  total, *values = relation.members
+  letters = total.args if isinstance(total, sp.Add) else ()
+  return (
+    set(relation.operators) == {"="}
+    and len(letters) > 1
+    and all(map(_is_name, letters))
+    and all(value.is_Rational and value == values[0] for value in values)
+  )
+
+
+def _is_name(term) -> bool:
+  """A letter but x, y or z, one with an index, a Greek one; a length by its end points, AB."""
+  letters = term.args if isinstance(term, sp.Mul) else (term,)
+  pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
+  return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
+
+
+def _same_relation(gold: Relation, ours: Relation) -> bool:
+  """The same chain of members from either end; a pair up to a constant factor on both sides."""
+  for other in (ours, _turned(ours)):
+    if gold.operators == other.operators:
+      if all(map(algebra.same_expression, gold.members, other.members)):
+        return True
+      if len(gold.operators) == 1 and _proportional(gold, other):
+        return True
+  return False
+
+
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+def _turned(relation: Relation) -> Relation:
+  operators = tuple(_TURNED.get(o, o) for o in reversed(relation.operators))
+  return Relation(operators, relation.members[::-1])
+
+
+def _proportional(gold: Relation, ours: Relation) -> bool:
+  """Whether the differences of the sides are a constant multiple of each other."""
+  a, b = (algebra.commuting(r.members[0] - r.members[1]) for r in (gold, ours))
+  if isinstance(a, sp.MatrixBase) or isinstance(b, sp.MatrixBase):
+    return False
+  if a.is_number or b.is_number:
+    return False
+  if gold.operators[0] in ("=", "!="):
+    a, b = (sp.numer(sp.together(side)) for side in (a, b))
+    return algebra.constant_ratio(a, b) is not None
+  ratio = algebra.constant_ratio(a, b)
+  return ratio is not None and bool(ratio.is_positive)
+
+
+def _same_group(gold: Group, ours: Group) -> bool:
+  kinds = {gold.kind, ours.kind}
+  if "ratio" in kinds and len(kinds) > 1:
+    return False
+  if kinds == {"list"} and all(getattr(i, "kind", "") == "tuple" for i in gold.items + ours.items):
+    kinds = {"set"}  # of solutions; a plain number may be there twice
+  if len(gold.items) != len(ours.items) and kinds != {"set"}:
+    return _single(gold, ours)
+  if kinds == {"tuple"}:
+    brackets = gold.brackets == ours.brackets
+    return brackets and _in_order(gold.items, ours.items)
+  if kinds in ({"ratio"}, {"list", "tuple"}):
+    bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
+    return bracket == "()" and _in_order(gold.items, ours.items)
+  if kinds == {"list"}:
+    # x = 1, y = 2 against 1, 2
+    same = _any_order if _labels(gold) == _labels(ours) else _in_order
+    return same(gold.items, ours.items)
+  if "tuple" in kinds:
+    return False
+  if kinds == {"set"}:
+    return all(
+      any(same_answer(a, b) for b in group)
+      for items, group in ((gold.items, ours.items), (ours.items, gold.items))
+      for a in items
+    )
+  return _any_order(gold.items, ours.items)
+
+
+def _labels(group: Group) -> bool:
+  """Whether the items of a list have names that differ."""
+  labels = [item.name for item in group.items if isinstance(item, Named)]
+  return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
+
+
+def _in_order(a, b) -> bool:
+  return len(a) == len(b) and all(map(same_answer, a, b))
+
+
+def _any_order(a, b) -> bool:
+  """Each item of one has an item of the other for itself; equality is an equivalence here."""
+  left = list(b)
+  for item in a:
+    match = next((i for i, other in enumerate(left) if same_answer(item, other)), None)
+    if match is None:
+      return False
+    del left[match]
+  return not left
+
+
+def _same_vector(matrix, group) -> bool:
+  """A column or a row against a tuple of the same entries."""
+  if not isinstance(matrix, Scalar) or not isinstance(matrix.value, sp.MatrixBase):
+    return False
+  if not isinstance(group, Group) or group.kind != "tuple" or group.brackets not in ("()", "[]"):
+    return False
+  return 1 in matrix.value.shape and _in_order([Scalar(v) for v in matrix.value], group.items)
+
+
+def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
+  matrices = [isinstance(side.value, sp.MatrixBase) for side in (gold, ours)]
+  if any(matrices):
+    return (
+      all(matrices)
+      and gold.value.shape == ours.value.shape
+      and all(map(algebra.same_expression, gold.value, ours.value))
+    )
+  a, b = gold.value, ours.value
+  if a.is_Rational and b.is_Rational and not _turn(gold, ours):
+    quantities = [
+      Quantity(fractions.Fraction(int(s.value.p), int(s.value.q)), s.places, s.unit)
+      for s in (gold, ours)
+    ]
+    return bool(same(*quantities))
+  return _same_real(gold, ours)
+
+
+def _turn(gold: Scalar, ours: Scalar) -> bool:
+  """Whether one of them is an angle in degrees and the other is not."""
+  return [bool(s.unit and s.unit.degrees) for s in (gold, ours)].count(True) == 1
+
+
+def _same_real(gold: Scalar, ours: Scalar) -> bool:
+  """Symbolic values, whose units agree as those of numbers do."""
+  a, b = gold.value, ours.value
+  if _turn(gold, ours):
+    plain, turned = (gold, ours) if ours.unit and ours.unit.degrees else (ours, gold)
+    if plain.unit is None and algebra.same_expression(plain.value, turned.value):
+      return True
+    if plain.unit is None or plain.unit.dimensions == (("radian", 1),):
+      return algebra.same_expression(plain.value, turned.value * sp.pi / 180)
+    return False
+  if gold.unit and ours.unit:
+    if gold.unit.dimensions != ours.unit.dimensions:
+      return False
+    a, b = (side.value * rational(side.unit.scale) for side in (gold, ours))
+  elif _percent(gold.unit) or _percent(ours.unit):
+    part, whole = (a, b) if _percent(gold.unit) else (b, a)
+    return algebra.same_expression(part / 100, whole) or algebra.same_expression(part, whole)
+  if algebra.same_expression(a, b):
+    return True
+  for exact, rounded in ((gold, ours), (ours, gold)):
+    if exact.places is None and rounded.places is not None:
+      return algebra.rounds_to(rounded.value, rounded.places, exact.value)
+  return False
+
+
+def _percent(unit: Unit | None) -> bool:
+  return bool(unit and unit.percent)
+
+
+def _same_region(gold, ours) -> bool:
+  """Sets of real numbers; a tuple may be an open interval."""
+  about = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
+  if len(about) > 1:
+    return False
+  regions = [nodes.as_region(side) for side in (gold, ours)]
+  if None in regions:
+    return False
+  a, b = (side.region for side in regions)
+  if a == b:
+    return True
+  pieces = [_pieces(side) for side in (a, b)]
+  if None in pieces:
+    return bool(sp.SymmetricDifference(a, b).is_empty)
+  return len(pieces[0]) == len(pieces[1]) and all(
+    p[2:] == q[2:] and algebra.same_expression(p[0], q[0]) and algebra.same_expression(p[1], q[1])
+    for p, q in zip(*pieces)
+  )
+
+
+def _pieces(region: sp.Set) -> list[tuple] | None:
+  """The intervals of a set from left to right: (start, end, open, open)."""
+  if region is sp.S.EmptySet:
+    return []
+  pieces = []
+  for part in region.args if isinstance(region, sp.Union) else [region]:
+    if isinstance(part, sp.Interval) or part is sp.S.Reals:
+      part = sp.Interval(-sp.oo, sp.oo) if part is sp.S.Reals else part
+      pieces.append((part.start, part.end, bool(part.left_open), bool(part.right_open)))
+    elif isinstance(part, sp.FiniteSet):
+      pieces += [(value, value, False, False) for value in part]
+    else:
+      return None
+  return sorted(pieces, key=lambda piece: [sp.N(piece[0]), sp.N(piece[1])])
+
+
+def same_text(gold: str, ours: str) -> bool:
+  """Whether two texts are the same but for spaces, and for case if they are words."""
+  a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
+  words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
+  if words.fullmatch(a) and words.fullmatch(b):
+    a, b = (fold(words.fullmatch(text)[1]) for text in (a, b))
+  return a == b

@@ -1,0 +1,376 @@
+r"""Reads one expression, without lists and relations, into SymPy.
+
+What is not understood raises `Unreadable`: nothing is skipped, so nothing can be smuggled past the
+comparison. Numbers stay exact, decimals among them. Sizes are bounded before anything is computed.
+Capital letters do not commute, as they may stand for matrices; `equal` decides what that means.
+"""
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import forms
+from gspo_jax.verifiers.mathematics.cuts import split
+from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
+from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL, number, power, symbol
+
+MAX_DEPTH = 40
+_TRIG = {
+  "sin": sp.sin, "cos": sp.cos, "tan": sp.tan, "cot": sp.cot, "sec": sp.sec, "csc": sp.csc,
+  "arcsin": sp.asin, "arccos": sp.acos, "arctan": sp.atan, "arccot": sp.acot, "sinh": sp.sinh,
+  "cosh": sp.cosh, "tanh": sp.tanh, "exp": sp.exp, "ln": sp.log, "Re": sp.re, "Im": sp.im,
+}  # fmt: skip
+TRIGONOMETRIC = frozenset(_TRIG)
+_INVERSE = {sp.sin: sp.asin, sp.cos: sp.acos, sp.tan: sp.atan, sp.cot: sp.acot}
+_NARY = {"max": sp.Max, "min": sp.Min, "gcd": sp.gcd, "lcm": sp.lcm}
+_CONSTANTS = {"pi": sp.pi, "infty": sp.oo, "imath": sp.I}
+GREEK = frozenset(
+  """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon
+  phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell""".split()
+)
+_FUNCTIONS = frozenset("fghFGH")  # letters that name a function before a bracket
+_OPERATORS = forms.ENDS | {"pm", "mp", "cdot", "bmod", "mod"}
+_CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
+
+
+def read(tokens: list[Token], sign: int = 1):
+  r"""The SymPy value of all the tokens. `sign`: what \pm stands for.
+
+  Raises:
+    Unreadable: if they are no expression, or one whose value is too large.
+  """
+  reader = _Reader(tokens, sign)
+  try:
+    value = reader.sum()
+  except (ArithmeticError, AttributeError, TypeError, ValueError, IndexError) as error:
+    raise Unreadable(str(error)) from error  # SymPy's refusals: shapes of matrices and the like
+  if reader.position < len(tokens):
+    raise Unreadable(f"unexpected {tokens[reader.position].text!r}")
+  if isinstance(value, sp.MatrixBase):
+    return sp.ImmutableMatrix(value)
+  if value.has(sp.nan, sp.zoo):
+    raise Unreadable("not defined")
+  return value
+
+
+class _Reader:
+  """A recursive-descent reader of tokens."""
+
+  def __init__(self, tokens: list[Token], sign: int):
+    self.tokens, self.sign = tokens, sign
+    self.position = self.depth = self.bars = 0
+    self.bound: set[str] = set()  # letters that a sum runs over, i among them
+
+  def peek(self, offset: int = 0) -> Token:
+    index = self.position + offset
+    return self.tokens[index] if index < len(self.tokens) else Token("end", "")
+
+  def take(self, text: str | None = None) -> Token:
+    token = self.peek()
+    if token.kind == "end" or (text is not None and token.text != text):
+      raise Unreadable(f"expected {text or 'more'}, got {token.text!r}")
+    self.position += 1
+    return token
+
+  def accept(self, *texts: str) -> bool:
+    token = self.peek()
+    if token.text in texts and token.kind not in ("text", "word", "letter"):
+      self.position += 1
+      return True
+    return False
+
+  def sum(self):
+    self.depth += 1
+    if self.depth > MAX_DEPTH:
+      raise Unreadable("nested too deeply")
+    value = self.product()
+    while True:
+      if self.accept("+"):
+        value = value + self.product()
+      elif self.accept("-"):
+        value = value - self.product()
+      elif sign := self.plus_minus():
+        value = value + sign * self.product()
+      else:
+        break
+    if self.accept("choose"):
+      value = self.binomial(value, self.sum())
+    self.depth -= 1
+    return value
+
+  def product(self):
+    value = self.unary()
+    while True:
+      if self.accept("cdot", "*"):
+        value = value * self.unary()
+      elif self.accept("/"):
+        value = self.divide(value, self.unary())
+      elif self.accept("bmod", "mod"):
+        value = sp.Mod(value, self.unary())
+      elif self.starts_factor():
+        value = value * self.power()
+      else:
+        return value
+
+  def divide(self, top, bottom):
+    if bottom == 0:
+      raise Unreadable("division by zero")
+    return top * bottom**-1 if not isinstance(bottom, sp.MatrixBase) else top * bottom.inv()
+
+  def starts_factor(self) -> bool:
+    token = self.peek()
+    if token.kind == "number":
+      # "3 4" is no product; 2x3 is none either.
+      return False
+    if token.kind in ("letter", "word") or token.kind == "open":
+      return True
+    if token.text == "|":
+      return not self.bars
+    return token.kind == "command" and token.text not in _OPERATORS
+
+  def unary(self):
+    if self.accept("-"):
+      return -self.unary()
+    if self.accept("+"):
+      return self.unary()
+    if sign := self.plus_minus():
+      return sign * self.unary()
+    return self.power()
+
+  def plus_minus(self) -> int:
+    r"""What a \pm or \mp that stands here means: 1 or -1; 0 where none does."""
+    return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
+
+  def power(self):
+    before = self.letters_before()
+    value = self.postfix(self.atom())
+    while self.accept("^"):
+      value = self.postfix(power(value, self.exponent()))
+      if self.peek().text == "^":
+        raise Unreadable("a double exponent")
+    return before * value
+
+  def letters_before(self):
+    """The product of the letters of a word but its last, which takes what follows (ab^2)."""
+    token = self.peek()
+    if token.kind != "word":
+      return sp.Integer(1)
+    if len(token.text) > 4:
+      raise Unreadable(f"the word {token.text!r}")
+    self.tokens = list(self.tokens)
+    self.tokens[self.position] = Token("letter", token.text[-1])
+    return sp.Mul(*map(self.letter, token.text[:-1]))
+
+  def exponent(self):
+    """What follows a caret: a group, or a signed atom; carets associate to the right."""
+    self.depth += 1
+    if self.depth > MAX_DEPTH:
+      raise Unreadable("nested too deeply")
+    if self.accept("-"):
+      return -self.exponent()
+    before = self.letters_before()
+    value = self.postfix(self.atom())
+    if self.accept("^"):
+      value = power(value, self.exponent())
+    self.depth -= 1
+    return before * value
+
+  def postfix(self, value):
+    while True:
+      if self.peek().text == "!" and self.peek().kind == "symbol":
+        count = 0
+        while self.accept("!"):
+          count += 1
+        value = self.factorial(value, count)
+      elif self.accept("%"):
+        value = value / 100
+      elif self.accept("circ"):
+        value = value * sp.pi / 180
+      else:
+        return value
+
+  def factorial(self, value, count: int):
+    if count > 2 or (value.is_number and not (value.is_Integer and 0 <= value <= MAX_FACTORIAL)):
+      raise Unreadable("a factorial of this")
+    return sp.factorial(value) if count == 1 else sp.factorial2(value)
+
+  def atom(self):
+    token = self.take()
+    if token.kind == "number":
+      return self.mixed(number(token.text))
+    if token.kind == "letter":
+      return self.named(token.text)
+    if token.kind == "open":
+      return self.bracket(token)
+    if token.text == "|":
+      self.bars += 1
+      value = self.sum()
+      self.take("|")
+      self.bars -= 1
+      return value.det() if isinstance(value, sp.MatrixBase) else sp.Abs(value)
+    if token.kind == "command":
+      return self.command(token.text)
+    raise Unreadable(f"unexpected {token.text!r}")
+
+  def mixed(self, value):
+    r"""3\frac{1}{2} and 3 1/2 are three and a half; 204_5 is no number in base ten."""
+    if self.accept("_"):
+      return sp.Symbol(f"{value}_{self.subscript()}", real=True)
+    following = [self.peek(i) for i in range(4)]
+    if not value.is_Integer:
+      return value
+    if following[0].text == "frac" and all(t.kind != "letter" for t in following):
+      fraction = self.atom()
+      if self.peek().text == "^":
+        raise Unreadable("a power of a mixed number")
+      return value + fraction if fraction.is_Rational and 0 < fraction < 1 else value * fraction
+    first, slash, last, _ = following
+    if (first.kind, slash.text, last.kind) == ("number", "/", "number") and first.spaced:
+      top, bottom = number(first.text), number(last.text)
+      if top.is_Integer and bottom.is_Integer and 0 < top < bottom:
+        self.position += 3
+        return value + top / bottom
+    return value
+
+  def subscript(self) -> str:
+    """The spelling of a subscript, its braces removed."""
+    if self.peek().text != "{":
+      return spell([self.take()])
+    return spell(self.group_tokens())
+
+  def group_tokens(self) -> list[Token]:
+    """The tokens within the brackets that open here."""
+    opening, start, depth = self.take(), self.position, 1
+    while depth:
+      depth += {"open": 1, "close": -1}.get(self.take().kind, 0)
+    if self.tokens[self.position - 1].text != _CLOSING.get(opening.text):
+      raise Unreadable("brackets do not match")
+    return self.tokens[start : self.position - 1]
+
+  def inner(self, tokens: list[Token]):
+    """The value of tokens of their own."""
+    reader = _Reader(tokens, self.sign)
+    reader.depth, reader.bound = self.depth + 1, self.bound
+    value = reader.sum()
+    if reader.position < len(tokens):
+      raise Unreadable(f"unexpected {tokens[reader.position].text!r}")
+    return value
+
+  def letter(self, name: str):
+    if name == "e" and name not in self.bound:
+      return sp.E
+    if name == "i" and name not in self.bound:
+      return sp.I
+    return symbol(name)
+
+  def named(self, name: str):
+    """A letter with its subscript, primes and arguments."""
+    plain = True
+    if self.accept("_"):
+      name, plain = f"{name}_{self.subscript()}", False
+    while self.accept("'"):
+      name, plain = name + "'", False
+    if self.peek().text == "(" and not self.peek().spaced:
+      start = self.position
+      inside = self.group_tokens()
+      single = len(inside) == 1 and name[0].isupper()
+      if name[0] in _FUNCTIONS or single or any(t.kind == "separator" for t in inside):
+        return sp.Function(name, real=True)(*map(self.inner, split(inside)))
+      self.position = start
+    return self.letter(name) if plain else symbol(name)
+
+  def bracket(self, token: Token):
+    closing = _CLOSING.get(token.text)
+    if closing is None or token.text == "\\{":
+      raise Unreadable("a set within an expression")
+    bars, self.bars = self.bars, 0
+    value = self.sum()
+    self.take(closing)
+    self.bars = bars
+    floors = {"lfloor": sp.floor, "lceil": sp.ceiling}
+    return floors[token.text](value) if token.text in floors else value
+
+  def argument(self):
+    r"""The argument of a command: a group, or one digit, letter or command (\frac12, \sqrt2)."""
+    if self.peek().text == "{":
+      return self.bracket(self.take())
+    token = self.peek()
+    if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
+      self.tokens = list(self.tokens)
+      self.tokens[self.position] = Token("number", token.text[1:])
+      return number(token.text[0])
+    if token.kind == "word":
+      raise Unreadable(f"the word {token.text!r}")
+    return self.atom()
+
+  def command(self, name: str):
+    if name in _CONSTANTS:
+      return _CONSTANTS[name]
+    if name in GREEK:
+      return symbol(f"{name}_{self.subscript()}" if self.accept("_") else name)
+    if name == "frac":
+      top = self.argument()
+      return self.divide(top, self.argument())
+    if name in ("sqrt", "cbrt"):
+      return self.root(sp.Integer(3 if name == "cbrt" else 2))
+    if name == "binom":
+      top = self.argument()
+      return self.binomial(top, self.argument())
+    if name in _TRIG or name == "log":
+      return self.function(name)
+    if name in _NARY or name in ("abs", "det"):
+      values = list(map(self.inner, split(self.group_tokens() if name != "det" else [])))
+      if name == "abs":
+        return sp.Abs(*values)
+      return _NARY[name](*values) if name in _NARY else self.postfix(self.atom()).det()
+    if name == "begin":
+      return forms.matrix(self)
+    if name in ("sum", "prod", "int"):
+      return forms.series(self, name)
+    if name == "vec":
+      return forms.vector(self)
+    return forms.opaque(self, name)
+
+  def binomial(self, top, bottom):
+    if any(v.is_number and not (v.is_Integer and abs(v) <= MAX_FACTORIAL) for v in (top, bottom)):
+      raise Unreadable("a binomial of this")
+    return sp.binomial(top, bottom)
+
+  def root(self, index):
+    if self.peek().text == "[":
+      index = self.inner(self.group_tokens())
+    token = self.peek()
+    if token.kind == "number":
+      value = number(self.take().text)
+    else:
+      value = self.bracket(self.take()) if token.text in ("{", "(") else self.argument()
+    if index == 0:
+      raise Unreadable("a root of order 0")
+    return power(value, 1 / index)
+
+  def function(self, name: str):
+    base, exponent = None, None
+    for _ in range(2):
+      if name == "log" and self.accept("_"):
+        base = self.argument()
+      elif self.accept("^"):
+        exponent = self.exponent()
+    value = self.operand()
+    if name == "log":
+      result = sp.log(value) / sp.log(10 if base is None else base)
+    elif exponent == -1 and _TRIG[name] in _INVERSE:
+      return _INVERSE[_TRIG[name]](value)
+    else:
+      result = _TRIG[name](value)
+    return result if exponent is None else power(result, exponent)
+
+  def operand(self):
+    r"""What a function applies to: brackets, or factors up to the next operator or function."""
+    if self.peek().text in ("(", "{", "["):
+      return self.postfix(self.atom())
+    negative = self.accept("-")
+    value = self.power()
+    while self.starts_factor() and self.peek().kind != "open":
+      token = self.peek()
+      if token.kind == "command" and (token.text in _TRIG or token.text == "log"):
+        break
+      value = value * self.power()
+    return -value if negative else value

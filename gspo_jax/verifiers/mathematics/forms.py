@@ -1,0 +1,75 @@
+r"""Matrices, sums, integrals, vectors and commands that mean nothing, for `expression`'s reader."""
+
+import re
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import cuts
+from gspo_jax.verifiers.mathematics.tokens import Unreadable, spell
+from gspo_jax.verifiers.mathematics.values import symbol
+
+MAX_ENTRIES = 100  # of a matrix
+_MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix smallmatrix array vmatrix".split())
+ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".split())
+
+
+def matrix(reader):
+  r"""A matrix, of which `\begin` was taken; of one between bars its determinant."""
+  end = cuts.match(reader.tokens, reader.position - 1)
+  name = spell(reader.group_tokens()).replace(" ", "")
+  if name == "array" and reader.peek().text == "{":
+    reader.group_tokens()
+  if name not in _MATRICES:
+    raise Unreadable(f"the environment {name}")
+  inside, reader.position = reader.tokens[reader.position : end], end + 1
+  if end < 0 or spell(reader.group_tokens()).replace(" ", "") != name:
+    raise Unreadable("environments do not match")
+  lines = cuts.cut(inside, "\\\\")[1]
+  rows = [cuts.cut(line, "&")[1] for line in (lines if lines[-1] else lines[:-1])]
+  if sum(map(len, rows)) > MAX_ENTRIES or len({*map(len, rows)}) != 1:
+    raise Unreadable("a matrix of this shape")
+  value = sp.ImmutableMatrix([[reader.inner(entry) for entry in row] for row in rows])
+  return value.det() if name == "vmatrix" else value
+
+
+def series(reader, name: str):
+  """A sum, a product or an integral with its bounds."""
+  lower = upper = None
+  for _ in range(2):
+    if reader.accept("_"):
+      lower = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
+    elif reader.accept("^"):
+      upper = reader.exponent()
+  if name == "int":
+    if lower is None or upper is None:
+      raise Unreadable("an integral without bounds")
+    low, start = reader.inner(lower), reader.position
+    while not (reader.peek().text == "d" or re.fullmatch("d[a-z]", reader.peek().text)):
+      reader.take()
+    body, token = reader.inner(reader.tokens[start : reader.position]), reader.take()
+    variable = symbol(token.text[1:] or reader.take().text)
+    return sp.Integral(body, (variable, low, upper))
+  if not lower or len(lower) < 3 or lower[1].text != "=" or upper is None:
+    raise Unreadable("a sum without bounds")
+  reader.bound = reader.bound | {lower[0].text}
+  body = reader.product()
+  bounds = (symbol(lower[0].text), reader.inner(lower[2:]), upper)
+  return (sp.Sum if name == "sum" else sp.Product)(body, bounds)
+
+
+def vector(reader):
+  """A letter in bold or under an arrow is a name of its own; a number is itself."""
+  inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
+  if all(token.kind in ("number", "symbol") for token in inside):
+    return reader.inner(inside)
+  return sp.Symbol("vec " + spell(inside), real=True)
+
+
+def opaque(reader, name: str):
+  """A command that means nothing here: equal to itself with the same arguments."""
+  if name in ENDS or not name.isalpha() or name in ("end", "circ"):
+    raise Unreadable(f"unexpected \\{name}")
+  arguments = []
+  while reader.peek().text == "{" and len(arguments) < 3:
+    arguments.append(sp.Symbol(spell(reader.group_tokens()), real=True))
+  return sp.Function("\\" + name, real=True)(*arguments) if arguments else symbol("\\" + name)

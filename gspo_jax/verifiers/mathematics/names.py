@@ -1,0 +1,71 @@
+r"""What may stand before an equals sign so that the answer is what stands behind it."""
+
+import re
+
+from gspo_jax.verifiers.mathematics.cuts import cut, match, split
+from gspo_jax.verifiers.mathematics.expression import GREEK
+from gspo_jax.verifiers.mathematics.spelling import DENIED
+from gspo_jax.verifiers.mathematics.tokens import Token, is_product
+
+# A letter, or one under a mark; lengths and angles by their points: AB, \angle ABC.
+_MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
+_LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
+_POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"
+_BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
+_INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
+_CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
+# Letters of functions: x(y+z) is a product, and so may n(3) be.
+_FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
+# Functions that measure something: their value may be asked for. That of a sine may not.
+_MEASURE = (
+  r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
+)
+_SIZED = r"(?:[A-Z]+|[abuvwz]|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{\w+\}|\w))"
+_NAME = re.compile(
+  rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|\|{_SIZED}{_INDEX}\||\|\|{_SIZED}{_INDEX}\|\||\[[A-Z]{{2,}}\]"
+  rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|[a-z]\([A-Z][^()=<>+-]*\)"
+  rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
+)
+# Words that name something: they neither deny nor change what follows.
+_WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.IGNORECASE)
+
+
+def name(tokens: list[Token]) -> str | None:
+  """The name that the tokens are: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area"; else None.
+
+  2x, -x, x^2 or x+1 are none: where they equal 18, the answer is not 18.
+  """
+  if not tokens:
+    return None
+  if all(t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens):
+    words = " ".join(t.text for t in tokens)
+    return "text" if _WORDS.fullmatch(words) and not DENIED.search(words) else None
+  if tokens[0].text == "(" and match(tokens) == len(tokens) - 1:
+    labels = list(map(name, split(tokens[1:-1])))
+    return ",".join(labels) if len(labels) > 1 and all(labels) else None
+  ratio = cut(tokens, ":")[1]
+  if len(ratio) > 1:
+    labels = list(map(name, ratio))
+    return ":".join(labels) if all(labels) else None
+  text = "".join(f"\\{t.text} " if t.kind == "command" else t.text for t in tokens)
+  return re.sub("[{}]", "", text) if _NAME.fullmatch(text) else None
+
+
+# Names of numbers, which equal nothing else.
+CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
+
+
+def multiplied(tokens: list[Token]) -> list[Token]:
+  """The name that a number stands before, whatever is between them; empty: there is none."""
+  number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
+  for start in range(1, len(tokens) if number else 0):
+    if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
+      return tokens[start:]
+  return []
+
+
+def parameter(tokens: list[Token]) -> str | None:
+  """The letter x of f(x), which another letter may stand for."""
+  call = tokens[-3:]
+  single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
+  return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None

@@ -1,0 +1,107 @@
+"""The parts of an answer, and answers as sets of real numbers."""
+
+import dataclasses
+from typing import Any
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import units
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+  """An expression or matrix; `places`: digits after the point if it is a decimal as written."""
+
+  value: Any
+  places: int | None = None
+  unit: units.Unit | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """`kind`: list (no brackets), tuple, set or ratio. `brackets` of a tuple, "(]" say."""
+
+  kind: str
+  items: tuple
+  brackets: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+  """A set of real numbers, and the variable that it is about, if one is named."""
+
+  region: sp.Set
+  name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+  """`x = 5`: a name and what it stands for; `relation` is the same as an equation.
+
+  `parameter` is the letter x of f(x).
+  """
+
+  name: str
+  value: Any
+  relation: "Relation | None" = None
+  parameter: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+  """Expressions with `=`, `<`, `<=` or `!=` between them; no name stands alone."""
+
+  operators: tuple[str, ...]
+  members: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A letter of a multiple choice, and what was said beside it."""
+
+  letter: str
+  value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+  """Text, which is compared as text."""
+
+  text: str
+
+
+def as_region(node) -> Region | None:
+  """The node as a set of real numbers: (1, 2) is an open interval then; None: it is none."""
+  if isinstance(node, Region):
+    return node
+  if isinstance(node, Scalar) and not node.unit and node.value.is_extended_real:
+    return Region(sp.FiniteSet(node.value))
+  if not isinstance(node, Group) or not all(isinstance(item, Scalar) for item in node.items):
+    return None
+  values = [item.value for item in node.items]
+  if any(item.unit for item in node.items) or not all(
+    getattr(v, "is_number", 0) and v.is_extended_real for v in values
+  ):
+    return None
+  if node.kind == "set":
+    return Region(sp.FiniteSet(*values))
+  if node.kind == "tuple" and len(values) == 2 and (values[0] - values[1]).is_extended_negative:
+    return Region(sp.Interval(*values, node.brackets[0] == "(", node.brackets[1] == ")"))
+  return None
+
+
+def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
+  """Where `difference` is below, above, not or at zero."""
+  if operator == "!=":
+    zeros = sp.solveset(difference, x, sp.S.Reals)
+    return sp.Complement(sp.S.Reals, zeros)
+  relation = {"<": sp.Lt, ">": sp.Gt, "<=": sp.Le, ">=": sp.Ge, "=": sp.Eq}[operator](difference, 0)
+  if relation in (sp.true, sp.false):
+    return sp.S.Reals if relation == sp.true else sp.S.EmptySet
+  return relation.as_set()
+
+
+def unknowns(value) -> set:
+  """Variables, and values of unknown functions, which are as good."""
+  functions = value.atoms(sp.core.function.AppliedUndef)
+  return functions | (value.free_symbols - set().union(*(f.free_symbols for f in functions)))

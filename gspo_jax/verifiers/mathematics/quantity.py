@@ -1,0 +1,119 @@
+r"""Plain numbers with or without a unit, which are compared exactly and at once, without SymPy."""
+
+import dataclasses
+import fractions
+import functools
+import re
+
+from gspo_jax.verifiers.mathematics import spelling, units
+
+_VALUE = re.compile(
+  r"(?P<sign>[-+]?)\s*(?P<currency>\\?[$€£¥₹])?\s*(?P<sign2>[-+]?)"
+  r"(?:(?P<whole>\d+)\s*(?=\s\d+\s*/|\\frac))?\s*"  # mixed numbers
+  r"(?:(?P<digits>(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+  r"(?P<exponent>[eE][-+]?\d{1,2})?(?:\s*/\s*(?P<over>\d+))?"
+  r"|\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}"
+  r"|\\frac\s*(?P<top1>\d)\s*(?P<bottom1>\d))"
+)
+_VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
+ROUNDED = 6  # digits after the point from which a decimal may stand for a number without an end
+SIGNIFICANT = 5  # of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+  """A number as it was written: exact value, digits after the point if decimal, unit if any."""
+
+  value: fractions.Fraction
+  places: int | None = None
+  unit: units.Unit | None = None
+  count: fractions.Fraction | None = None  # of things that also are a factor: 7 of 7 dozen
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def read(text: str, letters: bool = False) -> Quantity | None:
+  r"""The value of a plain number: integer, decimal, a/b or \frac, with separators and unit.
+
+  None for anything else. `letters`: "12 m" is metres rather than a variable.
+  """
+  if len(text) > 80:
+    return None
+  source = spelling.normalise(text)
+  text = spelling.TEXT.sub(r" \1", source).strip()
+  match = _VALUE.match(text)
+  if not match:
+    return None
+  part = match.groupdict()
+  digits = (part["top"] or part["top1"] or part["digits"]).replace(",", "")
+  bottom = int(part["bottom"] or part["bottom1"] or part["over"] or 1)
+  rest = text[match.end() :]
+  if rest[:1].isdigit() or not re.fullmatch(r"(?:[^\W\d]|\s*\()?[^(=<>+!&]*\.?", rest):
+    return None
+  worded = bool(spelling.TEXT.search(source))
+  variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
+  if variable and (variable["over"] or not letters):
+    return None
+  parsed = units.parse(rest, (part["currency"] or "")[-1:])
+  if bottom == 0 or (part["sign"] and part["sign2"]) or parsed is None:
+    return None
+  factor, unit = parsed
+  value = fractions.Fraction(digits + (part["exponent"] or "")) / bottom + int(part["whole"] or 0)
+  places = len(digits.partition(".")[2]) if "." in digits and bottom == 1 else None
+  value = -value if "-" in (part["sign"], part["sign2"]) else value
+  word = rest.split()[0].casefold() if factor != 1 else ""
+  counts = word.removesuffix("s") in units.COUNTED and factor == units.multiplier(word)
+  places = places if factor == 1 and not part["exponent"] else None
+  return Quantity(value * factor, places, unit, value if counts else None)
+
+
+def same(gold: Quantity, ours: Quantity) -> bool | None:
+  r"""Whether two quantities agree; None: only symbols can tell (degrees against radians).
+
+  Units must agree where both have one; where one has none, the question named it. 50\% agrees with
+  0.5 and, as questions for "how many percent" want it, with 50. 7 dozen agree with 84 and, as those
+  for "how many dozen" want it, with a bare 7.
+  """
+  if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
+    return True
+  if gold.unit and ours.unit:
+    if gold.unit.dimensions == ours.unit.dimensions:
+      return gold.value * gold.unit.scale == ours.value * ours.unit.scale or (
+        gold.unit == ours.unit and same_number(gold, ours)
+      )
+    return None if _angular(gold.unit) and _angular(ours.unit) else False
+  if same_number(gold, ours):
+    return not _is_percent(gold, ours) or abs(gold.value) >= 1 or gold.value == 0
+  if _is_percent(gold, ours):
+    part, whole = (gold, ours) if gold.unit else (ours, gold)
+    return same_number(Quantity(part.value / 100), whole)
+  angles = [side for side in (gold, ours) if side.unit and side.unit.degrees]
+  return None if angles else False
+
+
+def _is_percent(a: Quantity, b: Quantity) -> bool:
+  return any(side.unit and side.unit.percent for side in (a, b))
+
+
+def _angular(unit: units.Unit) -> bool:
+  return unit.dimensions in ((("angle", 1),), (("radian", 1),))
+
+
+def same_number(a: Quantity, b: Quantity) -> bool:
+  """Equal, or one has no end as a decimal and the other is its rounding (0.333333 is 1/3)."""
+  if a.value == b.value:
+    return True
+  for exact, rounded in ((a, b), (b, a)):
+    bottom = exact.value.denominator
+    endless = exact.places is None and pow(10, bottom.bit_length(), bottom) > 0
+    if endless and rounded.places is not None and rounds_to(rounded, exact.value):
+      return True
+  return False
+
+
+def rounds_to(rounded: Quantity, value: fractions.Fraction) -> bool:
+  """Whether a decimal with six places and five digits or more is the rounding of `value`."""
+  places = rounded.places or 0
+  digits = len(str(abs(rounded.value.numerator) * 10**places // rounded.value.denominator))
+  return (
+    places >= ROUNDED and digits >= SIGNIFICANT and 2 * 10**places * abs(rounded.value - value) <= 1
+  )

@@ -1,0 +1,337 @@
+"""Reads an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
+
+import dataclasses
+import re
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import cuts, equal, expression, names, nodes, units
+from gspo_jax.verifiers.mathematics.cuts import split
+from gspo_jax.verifiers.mathematics.nodes import (
+  Choice,
+  Group,
+  Named,
+  Region,
+  Relation,
+  Scalar,
+  Word,
+)
+from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, fold, is_product, tokenise
+
+_REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
+  ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
+)  # fmt: skip
+MAX_ITEMS = 64
+MAX_UNIT = 16  # tokens
+_SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
+_NOTHING = re.compile(
+  r"(?:there (?:is|are) )?no (?:such )?(?:real |integer |valid |possible )?"
+  r"(?:solutions?|roots?|values?)(?: exists?)?|no such \w+(?: exists?)?"
+  r"|(?:the )?(?:empty|null) set|none|empty"
+)
+_EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
+_COUNTS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+  fifteen sixteen seventeen eighteen nineteen twenty""".split()
+_NUMBERS = {word: n for n, word in enumerate(_COUNTS)}
+_NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
+_CHOICE = re.compile(
+  r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
+  re.DOTALL,
+)
+# What is said of a formula for every x says nothing more.
+_EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
+_FOR_ALL = re.compile(
+  rf"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{{[, ]*(?:for|where) {_EVERY} ?\}}|for {_EVERY}|\\forall)"
+  r"\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*$"
+)
+
+
+def read(text: str, tight: bool = True, letters: bool = False, solve: bool = True):
+  r"""The structure of an answer.
+
+  Args:
+    tight: 1,234 is one number rather than two.
+    letters: a letter after a number is a unit where it can be (12 m), rather than a variable.
+    solve: an inequality is a set of numbers, which takes as long as SymPy likes.
+
+  Raises:
+    Unreadable: if it is no mathematics, or none that is understood here.
+  """
+  try:
+    choice = _CHOICE.fullmatch(re.sub(r"^\s*\\text\w*\s*\{([^{}]*)\}(?:\\ )?", r"\1 ", text))
+    if choice:
+      value = read(choice[4], tight, letters, solve) if choice[4] else None
+      return Choice(choice[1] or choice[2] or choice[3], value)
+    return _Structure(letters, solve).everything(tokenise(_FOR_ALL.sub("", text), tight))
+  except _REFUSALS as error:
+    raise Unreadable(repr(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+  letters: bool
+  solve: bool
+
+  def everything(self, tokens: list[Token]):
+    """A whole answer, or an item of one."""
+    if not tokens:
+      raise Unreadable("nothing")
+    return self.words(tokens) or self.listed(tokens) or self.related(tokens)
+
+  def words(self, tokens: list[Token]):
+    if not any(t.kind in ("word", "text") for t in tokens):
+      return None
+    spelled = " ".join(t.text for t in tokens).strip(" .!,")
+    text = spelled.casefold()
+    if _NOTHING.fullmatch(text):
+      return Region(sp.S.EmptySet)
+    if _EVERYTHING.fullmatch(text):
+      return Region(sp.S.Reals)
+    if text.replace("-", " ") in _NUMBERS:
+      return Scalar(sp.sympify(_NUMBERS[text.replace("-", " ")]))
+    if any(t.kind not in ("word", "text", "letter", "separator") for t in tokens):
+      return None
+    if len(tokens) == 1 and tokens[0].kind == "word" and is_product(text):
+      return None
+    return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
+
+  def listed(self, tokens: list[Token]):
+    """Items between separators; conditions on one variable are one region."""
+    given, tokens = tokens, cuts.without_integers(tokens)
+    outer = cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or")
+    parts = [part for part in (cuts.cut(tokens, ";")[1] if outer else split(tokens)) if part]
+    if len(parts) < 2:
+      if parts and len(parts[0]) < len(given):
+        return self.everything(parts[0])
+      return None
+    if len(parts) > MAX_ITEMS:
+      raise Unreadable("too many items")
+    items = [self.everything(part) for part in parts]
+    join = sp.Union if cuts.find(tokens, "or") else sp.Intersection
+    if join is sp.Union and any(isinstance(item, Region) for item in items):
+      items = [_points(item) for item in items]
+    about = {item.name if isinstance(item, Region) else None for item in items}
+    if len(about) == 1 and None not in about:
+      return Region(join(*(item.region for item in items)), items[0].name)
+    if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
+      return items[0]  # 3/8 or 0.375
+    return Group("list", tuple(_flatten(items)))
+
+  def related(self, tokens: list[Token]):
+    operators, members = cuts.cut(tokens)
+    if not operators:
+      return self.value(tokens)
+    if operators == ["~"] and not members[0]:
+      return self.value(members[1])
+    if any(not member for member in members):
+      raise Unreadable("a relation without a side")
+    if set(operators) <= {"=", "~"}:
+      return self.equation(operators, members)
+    if operators == ["in"]:
+      node = self.value(members[1])
+      if names.name(members[0]) is None:
+        raise Unreadable("an element that has no name")
+      if isinstance(node, Group) and node.kind == "tuple":
+        return nodes.as_region(node) or node
+      return node
+    if "in" in operators or "~" in operators:
+      raise Unreadable("a mixed relation")
+    return self.inequality(operators, members)
+
+  def equation(self, operators: list[str], members: list[list[Token]]):
+    if "~" in operators and "=" in operators:  # x = 1/3 ~ 0.33
+      last = operators.index("~") + 1
+      operators, members = operators[: last - 1], members[:last]
+    labels = [names.name(member) for member in members]
+    named = next((label for label in labels[:-1] if label), None)
+    for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
+      # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
+      apart = rest and rest[0].spaced and members[i][-len(rest) - 1].text != "pi"
+      if rest and (i == 0 or apart or names.name(rest) == labels[0]):
+        raise Unreadable("two equations, or a multiple of what is asked for")
+    if named or (len(members) == 2 and labels[1]):
+      value = self.value(members[-1] if named else members[0])
+      relation = self.relation(["="], [members[0], members[-1]])
+      return Named(named or labels[1], value, relation, names.parameter(members[0]))
+    values = [self.value(member) for member in members]
+    if all(isinstance(value, Scalar) for value in values):
+      if any(value.unit for value in values):  # 3 hours = 180 minutes
+        if not all(equal.same_answer(value, values[-1]) for value in values):
+          raise Unreadable("an equation that is false")
+        return values[-1]
+      if operators == ["~"] and (known := _exact(*values)):
+        return known
+      exact = [value.value for value in values]
+      if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
+        return values[-1]
+      if not any(value.free_symbols for value in exact):
+        raise Unreadable("an equation that is false")
+    relation = self.relation(["="] * len(operators), members)
+    if relation is None:
+      raise Unreadable("an equation of this kind")
+    return relation
+
+  def relation(self, operators, members) -> Relation | None:
+    try:
+      return Relation(tuple(operators), tuple(expression.read(member) for member in members))
+    except Unreadable:
+      return None
+
+  def inequality(self, operators, members):
+    values = [expression.read(member) for member in members]
+    symbols = set().union(*(nodes.unknowns(value) for value in values))
+    if len(symbols) != 1 or not self.solve:
+      return Relation(tuple(operators), tuple(values))
+    unknown, x = next(iter(symbols)), sp.Symbol("x", real=True)
+    values = [value.xreplace({unknown: x}) for value in values]
+    region = sp.S.Reals
+    for operator, left, right in zip(operators, values, values[1:]):
+      region = sp.Intersection(region, nodes.solve(operator, left - right, x))
+    return Region(region, str(unknown))
+
+  def value(self, tokens: list[Token]):
+    """What has no separators and relations at its top."""
+    if not tokens:
+      raise Unreadable("nothing")
+    if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
+      return self.regions(tokens)
+    if cuts.find(tokens, ":"):
+      parts = [self.value(part) for part in cuts.cut(tokens, ":")[1]]
+      return Group("ratio", tuple(parts))
+    node = self.named_set(tokens) or self.bracketed(tokens)
+    if node is not None:
+      return node
+    if any(t.kind == "command" and t.text in ("pm", "mp") for t in tokens):
+      return Group("list", (self.scalar(tokens, 1), self.scalar(tokens, -1)))
+    return self.scalar(tokens)
+
+  def named_set(self, tokens: list[Token]):
+    if [t.text for t in tokens] == ["emptyset"]:
+      return Region(sp.S.EmptySet)
+    match = re.fullmatch(r"mathbb([RZNQ])", cuts.shape(tokens))
+    return Region(_SETS[match[1]]) if match else None
+
+  def bracketed(self, tokens: list[Token]):
+    if tokens[0].kind != "open" or cuts.match(tokens) != len(tokens) - 1:
+      return None
+    opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
+    if opening in ("lfloor", "lceil"):
+      return None
+    if not inner:
+      return Region(sp.S.EmptySet) if opening in ("\\{", "{") else None
+    parts = split(inner)
+    if opening in ("\\{", "{"):
+      builder = cuts.cut(inner, ":", "|")[1]
+      if opening == "\\{" and len(builder) == 2 and names.name(cuts.without_reals(builder[0])):
+        return self.everything(builder[1])
+      if opening == "{" and len(parts) == 1:
+        return self.everything(inner)
+      return Group("set", tuple(_flatten([self.everything(part) for part in parts])))
+    if len(parts) == 1 and opening == "(":
+      return self.everything(inner) if closing == ")" else None
+    if len(parts) == 1 and inner[0].text == "begin":
+      return self.everything(inner)
+    brackets = "()" if opening == "langle" else opening + closing
+    if brackets not in ("()", "[]", "(]", "[)") or len(parts) > MAX_ITEMS:
+      raise Unreadable("brackets do not match")
+    items = tuple(self.everything(part) for part in parts)
+    return Group("tuple", items, brackets if len(items) == 2 else "()")
+
+  def regions(self, tokens: list[Token]):
+    """Unions, intersections and differences, from left to right."""
+    operators, parts = cuts.cut(tokens, "cup", "cap", "setminus")
+    result = None
+    for operator, part in zip(["", *operators], parts):
+      region = nodes.as_region(self.value(part) if part else None)
+      if region is None:
+        raise Unreadable("a union of what are no sets")
+      join = {"cup": sp.Union, "cap": sp.Intersection, "setminus": sp.Complement}.get(operator)
+      result = join(result, region.region) if join else region.region
+    return Region(result)
+
+  def scalar(self, tokens: list[Token], sign: int = 1) -> Scalar:
+    """An expression, with a unit if there is one."""
+    currency = ""
+    if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
+      currency, tokens = tokens[0].text, tokens[1:]
+    for start in range(max(1, len(tokens) - MAX_UNIT), len(tokens)):
+      unit = self.unit(tokens, start, currency)
+      if unit:
+        factor, unit = unit
+        if unit and unit.degrees and any(t.text in expression.TRIGONOMETRIC for t in tokens):
+          break
+        try:
+          value = expression.read(tokens[:start], sign)
+        except Unreadable:
+          continue
+        return Scalar(value * factor, _places(tokens[:start]), unit)
+    unit = units.parse(currency)[1] if currency else None
+    return Scalar(expression.read(tokens, sign), _places(tokens), unit)
+
+  def unit(self, tokens: list[Token], start: int, currency: str):
+    """The unit that the tokens from `start` on are, or None."""
+    rest = tokens[start:]
+    if not all(
+      t.kind in ("word", "text", "letter") or t.text in _UNIT_TOKENS
+      for t in rest
+      if t.kind != "number"
+    ):
+      return None
+    worded = any(t.kind in ("word", "text") or t.text in "%$€£¥₹" or t.text == "circ" for t in rest)
+    if not worded:
+      numeric = all(t.kind == "number" for t in tokens[:start])
+      if not (self.letters and numeric and rest[0].kind == "letter"):
+        return None
+    spaced = rest[0].spaced or rest[0].kind == "text"
+    return units.parse(" " * spaced + " ".join(t.text for t in rest), currency)
+
+
+_UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹", "circ", "cdot", "-"])
+
+
+def _points(node):
+  """x = 2 as a set of numbers."""
+  named = isinstance(node, Named) and nodes.as_region(node.value)
+  return Region(named.region, node.name) if named else node
+
+
+def _places(tokens: list[Token]) -> int | None:
+  """Digits after the point of a decimal, which may have a sign."""
+  digits = [t for t in tokens if t.text not in ("-", "+")]
+  if len(digits) != 1 or digits[0].kind != "number":
+    return None
+  match = re.fullmatch(r"[\d, ]*\.(\d+)", digits[0].text)
+  return len(match[1]) if match else None
+
+
+def _same_value(items: list) -> bool:
+  return all(isinstance(i, Scalar) and equal.same_answer(items[0], i) for i in items)
+
+
+def _exact(left: Scalar, right: Scalar) -> Scalar | None:
+  """The side that the other one is a decimal of, rounded: 90√2 of 90√2 ≈ 127.28."""
+  for exact, decimal in ((left, right), (right, left)):
+    if decimal.places is None or exact.places is not None or exact.value.is_Integer:
+      continue
+    if exact.value.is_real and not exact.value.free_symbols:
+      off = sp.Abs(exact.value - decimal.value).evalf(15, maxn=400)
+      if 2 * off <= sp.Rational(1, 10**decimal.places):
+        return exact
+  return None
+
+
+def _flatten(items: list) -> list:
+  r"""Lists within a list come from \pm."""
+  flat = []
+  for item in items:
+    if (
+      isinstance(item, Group)
+      and item.kind == "list"
+      and all(isinstance(i, Scalar) for i in item.items)
+    ):
+      flat += item.items
+    elif isinstance(item, Named) and isinstance(item.value, Group) and item.value.kind == "list":
+      flat += [Named(item.name, value) for value in item.value.items]
+    else:
+      flat.append(item)
+  return flat

@@ -1,0 +1,256 @@
+r"""Cuts an answer into tokens: LaTeX, Unicode and plain text become the same ones."""
+
+import dataclasses
+import functools
+import re
+import unicodedata
+
+from gspo_jax.verifiers.mathematics import spelling, units
+
+
+class Unreadable(ValueError):
+  """The text is not mathematics, or none that is read here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+  """`kind`: number, letter, word, text, command, separator (and/or), open, close or symbol."""
+
+  kind: str
+  text: str
+  spaced: bool = False  # white space stands before it
+
+
+def _by_spelling(table: str) -> dict[str, str]:
+  """The name that begins each entry of a table, by the other words of the entry."""
+  return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
+
+
+_COMMANDS = _by_spelling("""
+  cdot × ⋅ · ∙ •; circ ° º; sqrt √; infty ∞; le ≤ ⩽; ge ≥ ⩾; ne ≠; approx ≈; in ∈; cup ∪; cap ∩;
+  emptyset ∅ Ø; pm ±; mp ∓; setminus ∖; langle ⟨; rangle ⟩; lfloor ⌊; rfloor ⌋; lceil ⌈; rceil ⌉;
+  ldots …; land ∧; lor ∨; angle ∠; triangle △; sum ∑; int ∫; perp ⊥; parallel ∥; pi π; alpha α;
+  beta β; gamma γ; delta δ; epsilon ε; theta θ; lambda λ; mu μ; rho ρ; sigma σ; tau τ; phi φ ϕ;
+  chi χ; psi ψ; omega ω; Delta Δ; Omega Ω; Gamma Γ; to →; neg ¬
+""")
+_UNICODE = {sign: rf"\{name} " for sign, name in _COMMANDS.items()} | {
+  "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "ℝ": r"\mathbb{R}",
+  "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'",
+  "’": "'", "″": "''", "‖": r"\|", "％": "%", "﹣": "-",
+} | dict.fromkeys("\u00a0\u202f\u2009", " ")  # fmt: skip
+_SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗᵀ", "0123456789+-=()nixyabkmtT"))
+_SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼₐ", "0123456789+-=()nkmxija"))
+_BARRED = re.compile("(?:\\d\u0305)+")
+_RAISED = re.compile(f"[{''.join(_SUPER)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUB)}]+")
+_ALIASES = _by_spelling("""
+  le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
+  frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
+  ) rparen; | lvert rvert vert mid lVert rVert Vert; and land wedge; or lor vee;
+  binom dbinom tbinom; arccot arcctg; tan tg; cot ctg; log lg; arcsin asin; arccos acos;
+  arctan atan; circ degree degrees; infty inf infinity oo; ' prime;
+  vec overrightarrow mathbf boldsymbol bm bold; phi varphi; epsilon varepsilon;
+  ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
+  approx simeq thickapprox
+""") | {"R": "mathbb R"}
+_KINDS = (  # of characters, and of commands and their aliases
+  dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
+  | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
+  | dict.fromkeys([",", ";", "and", "or"], "separator")
+  | dict.fromkeys("$%#&_|<>/'", "symbol")
+)
+_DROPPED = frozenset(
+  """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
+  mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
+  phantom middle rm bf it hfill scriptstyle""".split()
+)
+_WORDS = frozenset(
+  """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
+  alpha beta gamma lambda phi infinity inf oo abs max min gcd lcm det asin acos atan infty leq geq
+  neq cbrt binom frac""".split()
+)
+_TEXT = re.compile(
+  r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathit|mathsf|mbox|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
+_EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
+_REPEATING = re.compile(
+  r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
+  r"|(?=\d*(?:\.\.\.|\\[lc]?dots))\d+(?:\.\.\.|\\[lc]?dots))"
+)
+_TYPESET = r"(?: ?\{ ?, ?\} ?|\\[,!;: ]|,? ?\\! ?,?| )"
+_PLAIN = re.compile(
+  rf"(?:\d{{1,3}}(?:{_TYPESET}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?{_EXPONENT}|\.\d+{_EXPONENT}"
+)
+_COMMAS = re.compile(rf"[1-9]\d{{0,2}}(?:(?:,|{_TYPESET})\d{{3}})+(?!\d)(?:\.\d+)?")
+# JSON that was escaped twice: no row of a matrix starts with the letters of a command.
+_DOUBLED = re.compile(
+  r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
+)
+_COMMAND = re.compile(r"\\([a-zA-Z]+|.)", re.DOTALL)
+_SIGNS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
+_RUN = re.compile(r"[A-Za-z]+")
+_COMPARED = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
+_COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~=": "approx"}
+
+
+def tokenise(text: str, tight: bool = True) -> list[Token]:
+  """The tokens of an answer. `tight`: 1,234 outside brackets is one number, not two."""
+  tokens = list(_tokenise(_DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text))), tight))
+  parts = [[]]
+  for token in tokens:
+    if token.text == "quad":
+      parts.append([])
+    parts[-1].append(token)
+  # A wide space lists equations and is nothing elsewhere.
+  several = len(parts) > 1 and all(any(t.text in _SIGNS for t in part) for part in parts)
+  gap = Token("separator", ",")
+  return [gap if t.text == "quad" else t for t in tokens if several or t.text != "quad"]
+
+
+def _to_ascii(text: str) -> str:
+  text = _RAISED.sub(lambda m: "^{" + "".join(map(_SUPER.get, m[0])) + "}", text)
+  text = _LOWERED.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
+  text = _BARRED.sub(lambda m: r"\overline{" + m[0].replace("\u0305", "") + "}", text)
+  text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
+  return re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", r"\\circ ", "".join(map(_character, text)))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _character(char: str) -> str:
+  if char.isascii():
+    return char
+  if char in _UNICODE:
+    return _UNICODE[char]
+  plain = unicodedata.normalize("NFKC", char)
+  if "⁄" in plain and len(plain) > 1:  # ½
+    return r"\frac{" + plain.replace("⁄", "}{") + "}"
+  return _UNICODE.get(plain, plain)
+
+
+def _tokenise(text: str, tight: bool):
+  position, depth, spaced = 0, 0, False
+  loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
+  while position < len(text):
+    char = text[position]
+    if char.isspace() or char in "$~":
+      position, spaced = position + 1, True
+      continue
+    tokens, end = [], position + 1
+    if (
+      char.isdigit()
+      or (char == "." and _REPEATING.match(text, position))
+      or (char == "." and text[position + 1 : position + 2].isdigit())
+    ):
+      match = _REPEATING.match(text, position)
+      if not match and ((tight and depth == 0) or loose):
+        match = _COMMAS.match(text, position)
+      match = match or _PLAIN.match(text, position)
+      tokens, end = [Token("number", match[0], spaced)], match.end()
+    elif char == "\\":
+      tokens, end = _command(text, position, spaced)
+    elif char.isalpha():
+      match = _RUN.match(text, position)
+      run = match[0] if match else char
+      tokens, end = _letters(run, spaced), position + len(run)
+    elif match := _COMPARED.match(text, position):
+      end = match.end()
+      name = _COMPARISONS.get(match[0])
+      kind = "command" if name else "symbol"
+      tokens = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
+    elif text.startswith("...", position):
+      tokens, end = [Token("command", "ldots", spaced)], position + 3
+    elif char not in '."':
+      tokens = [Token(_KINDS.get(char, "symbol"), char, spaced)]
+    depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in tokens)
+    yield from tokens
+    position, spaced = end, not tokens and text[position:end] in ("\\ ", "\\,", "\\;", "\\:")
+
+
+def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
+  """The tokens of what begins with a backslash, and where it ends."""
+  match = _TEXT.match(text, position)
+  if match:
+    return _in_text(match[1], spaced or match[1][:1].isspace()), match.end()
+  match = _COMMAND.match(text, position)
+  if not match:
+    raise Unreadable("a backslash ends the text")
+  name, end = match[1], match.end()
+  quad = re.match(r"q?quad", name)
+  if quad:
+    return [Token("separator", "quad")], position + 1 + quad.end()
+  if name in _DROPPED or name in ",;:! ()[]":
+    return [], end
+  name = _ALIASES.get(name, name)
+  if name == "\\":
+    skip = re.compile(r"\s*\[-?[\d.]+(?:pt|em|ex|mm|cm)\]").match(text, end)
+    return [Token("symbol", "\\\\", spaced)], skip.end() if skip else end
+  if name in "{}":
+    return [Token(_KINDS[name], "\\" + name, spaced)], end
+  return [Token(_KINDS.get(name, "command"), name, spaced)], end
+
+
+def _in_text(content: str, spaced: bool) -> list[Token]:
+  """Words as words; what is no word is read as mathematics."""
+  bare = content.strip(" .,;")
+  if re.fullmatch(r"(?:and|or)", bare):
+    return [Token("separator", bare, spaced)]
+  if bare == "to":  # 3 to 4
+    return [Token("symbol", ":", spaced)]
+  if not bare:
+    return []
+  if bare in _WORDS or not (_LANGUAGE.search(bare) or _is_unit(bare)):
+    tokens = list(_tokenise(bare, True))
+    return [dataclasses.replace(token, spaced=True) for token in tokens[:1]] + tokens[1:]
+  tokens = []
+  for part in re.split(r"(\b(?:and|or)\b|,)", bare):
+    part = part.strip()
+    if part:
+      tokens.append(Token("separator" if part in ("and", "or", ",") else "text", part, True))
+  return tokens
+
+
+def _is_unit(text: str) -> bool:
+  """Whether a text without words is a unit: m/s, but not m alone, which may be a variable."""
+  return len(text) > 1 and units.parse(" " + text) is not None
+
+
+def _letters(run: str, spaced: bool) -> list[Token]:
+  if run in ("and", "or", "AND", "OR"):
+    return [Token("separator", run.lower(), spaced)]
+  if run == "to":
+    return [Token("symbol", ":", spaced)]
+  if run in _WORDS:
+    return [Token("command", _ALIASES.get(run, run), spaced)]
+  if re.fullmatch(r"(?:or|and)[A-Z]", run):  # x=1orW=2
+    return [Token("separator", run[:-1]), Token("letter", run[-1])]
+  if len(run) == 1 or (run.isupper() and len(run) <= 4):
+    return [Token("letter", c, spaced and not i) for i, c in enumerate(run)]
+  return [Token("word", run, spaced)]
+
+
+def is_product(run: str) -> bool:
+  """Whether a run of letters is rather a product, abc or xyz, than a word."""
+  return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
+
+
+def fold(text: str) -> str:
+  """A text whose words may begin with a capital or not: Monday is monday, but mgH not mgh."""
+
+  def small(match: re.Match) -> str:
+    word = match[0]
+    if len(word) < 2 or (is_product(word) and not re.search("(?i:a)", word[1:])):
+      return word
+    return word.lower() if word.isupper() else word[0].lower() + word[1:]
+
+  return re.sub(r"[A-Za-z']+", small, text)
+
+
+def decimal(text: str) -> str:
+  """The digits of a number token without its separators."""
+  return re.sub(_TYPESET + "|,", "", text)
+
+
+def spell(tokens: list[Token]) -> str:
+  """A text that is the same for the same tokens."""
+  return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)

@@ -1,0 +1,278 @@
+"""Worker processes that can be killed, for verifiers that may hang or die. Imports no jax.
+
+A worker is a fresh interpreter (`python -m gspo_jax.verifiers.pool`), neither a fork of this
+process, which would copy JAX's locks in whatever state they are, nor multiprocessing's spawn, which
+would import the trainer's main module, and jax with it, into every worker. Time is kept by the
+caller from the moment a worker is given an item, so waiting for a worker costs nothing, and it is
+enforced by SIGKILL alone: a handler of SIGALRM works in main threads only, and neither it nor a
+thread stops a computation that holds the interpreter lock.
+"""
+
+import collections
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+from gspo_jax.verifiers import children
+
+START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
+GRACE_S = 2.0  # past its time a worker ends by itself: the pool, which kills it, must be gone
+START_ATTEMPTS = 3  # in a row, of one worker in one call: an installation may be broken
+WARM_UP = -1  # the item, by its index, that a new worker begins with
+
+
+class Failure(str):
+  """Stands in the place of a result: "timeout" or "crash", with a reason that fits on a line.
+
+  A crash: the function raised, or its process died twice on this item, or none could be started.
+  """
+
+  def __new__(cls, name: str, reason: str = ""):
+    self = super().__new__(cls, name)
+    self.reason = " ".join(reason.split())[:300]
+    return self
+
+
+class Pool(contextlib.AbstractContextManager):
+  """Runs one function over JSON values in `workers` killable processes.
+
+  Args:
+    function: `"package.module:name"` of a function from one JSON value to another.
+    workers: processes.
+    time_limit_s: wall-clock seconds that one item may run; queueing is not counted.
+    warm_up: an item that every new worker runs once before its first (imports, caches).
+    memory_bytes: address space of a worker; past it the item fails with MemoryError, a CRASH. None:
+      no limit.
+
+  Raises:
+    RuntimeError: if the workers cannot be started, with the worker's traceback.
+  """
+
+  def __init__(
+    self,
+    function: str,
+    workers: int,
+    time_limit_s: float,
+    *,
+    warm_up: Any,
+    memory_bytes: int | None = 2 << 30,
+  ):
+    if workers < 1 or not time_limit_s > 0:
+      raise ValueError(f"need workers >= 1 and time_limit_s > 0, got {workers} and {time_limit_s}")
+    self._time_limit_s = time_limit_s
+    self._lock = threading.Lock()  # map may be called from several threads
+    self._workers = [_Worker(function, warm_up, memory_bytes) for _ in range(workers)]
+    try:
+      self._run([])
+      if lost := [worker for worker in self._workers if not worker.alive]:
+        raise RuntimeError(f"a verifier process does not start: {lost[0].reason}")
+    except BaseException:
+      self.close()
+      raise
+
+  def map(self, items: Sequence[Any]) -> list[Any]:
+    """The function's value, or a `Failure`, for every item in order. Safe from any thread.
+
+    Whatever happens to the workers, nothing is raised: a call that cannot get any of them to start
+    fails its items, and the next call tries again.
+    """
+    with self._lock:
+      if not self._workers:
+        raise RuntimeError("the pool is closed")
+      try:
+        return self._run(items) if items else []
+      except BaseException:  # an interrupt: no late result may reach the next call
+        for worker in self._workers:
+          if worker.item is not None:
+            worker.kill()
+        raise
+
+  @property
+  def pids(self) -> list[int]:
+    """Process ids of the workers."""
+    return [worker.process.pid for worker in self._workers if worker.alive]
+
+  def close(self) -> None:
+    """Kills the workers. The pool cannot be used again."""
+    for worker in self._workers:
+      worker.kill()
+    self._workers = []
+
+  def __exit__(self, *_):
+    self.close()
+
+  def _run(self, items: Sequence[Any]) -> list[Any]:
+    """Results of the items; with none, waits until all workers have started, or cannot."""
+    results, died = [None] * len(items), set()
+    waiting = collections.deque(range(len(items)))
+    for worker in self._workers:
+      worker.failed_starts = 0
+    while True:
+      for worker in self._workers:
+        while not worker.alive and worker.failed_starts < START_ATTEMPTS:
+          worker.start()
+        if waiting and worker.alive and worker.item is None:
+          worker.send(waiting[0], items[waiting.popleft()], self._time_limit_s)
+      busy = [worker for worker in self._workers if worker.item is not None]
+      if not waiting and all(worker.item == WARM_UP and items for worker in busy):
+        return results
+      if not busy:  # there are items, and nobody to give them to
+        reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
+        for index in waiting:
+          results[index] = Failure("crash", reason)
+        return results
+      now = time.monotonic()
+      connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - now))
+      now = time.monotonic()  # before the pipes are read: a result that has arrived is not late
+      for worker in busy:
+        message = worker.receive()
+        if message is None and now < worker.deadline:
+          continue
+        index, worker.item = worker.item, None
+        if index == WARM_UP:
+          worker.started(message)
+          continue
+        if message is None:
+          results[index] = Failure("timeout", f"it took longer than {self._time_limit_s:g} s")
+        elif "value" in message:
+          results[index] = message["value"]
+        elif message or index in died:
+          text = message.get("error", "its process died twice")
+          results[index] = Failure("crash", last_line(text))
+        else:  # once may be somebody else's doing (the kernel out of memory); twice is the item's
+          died.add(index)
+          waiting.appendleft(index)
+        if not message or message.get("last"):
+          worker.kill()  # a new one takes its place
+
+
+def last_line(text: str) -> str:
+  """What a traceback says in the end."""
+  return text.strip().rpartition("\n")[2]
+
+
+class _Worker:
+  """One process, its pipe, and the index of the item that it runs (None: it is idle)."""
+
+  def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
+    self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
+    self.process, self.pipe, self.item, self.deadline = None, None, None, 0.0
+    self.failed_starts, self.reason = 0, ""  # in a row, and why the last one failed
+
+  @property
+  def alive(self) -> bool:
+    """It has a process, as far as is known; whether that has died says `receive`."""
+    return self.process is not None
+
+  def start(self) -> None:
+    """Starts the process and its warm-up; where that fails there is none, and it is counted."""
+    root = str(pathlib.Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # Not the terminal's group: Ctrl-C is for the trainer, which then closes the pipe. A fixed hash
+    # seed makes SymPy take the same route for the same answer in every worker and every run. BLAS
+    # would reserve memory for a thread per core of the machine, and no work here is for it.
+    settings = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
+    try:
+      ours, theirs = socket.socketpair()
+      with ours, theirs:
+        self.process = subprocess.Popen(
+          [sys.executable, "-m", "gspo_jax.verifiers.pool", str(theirs.fileno()), *self._arguments],
+          env={**os.environ, **settings, "PYTHONPATH": path},
+          pass_fds=[theirs.fileno()],
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.DEVNULL,
+          stderr=subprocess.DEVNULL,  # parsers print complaints; our errors come through the pipe
+          start_new_session=True,
+        )
+        children.process_groups.add(self.process.pid)
+        self.pipe = connection.Connection(ours.detach())
+    except OSError as error:  # too many processes, or files, or no memory for one more
+      self._failed(str(error))
+      return
+    self.send(WARM_UP, self._warm_up, START_LIMIT_S)
+
+  def started(self, message: dict[str, Any] | None) -> None:
+    """Takes the answer to the warm-up; a worker without one, or with an error, is killed."""
+    if message is None:
+      self._failed(f"it was not ready after {START_LIMIT_S:.0f} s")
+    elif "value" not in message:
+      self._failed(message.get("error", "it died without a message"))
+    else:
+      self.failed_starts = 0
+
+  def _failed(self, reason: str) -> None:
+    self.failed_starts, self.reason = self.failed_starts + 1, reason
+    self.kill()
+
+  def send(self, index: int, item: Any, time_limit_s: float) -> None:
+    """Hands over an item, which starts now."""
+    self.item, self.deadline = index, time.monotonic() + time_limit_s
+    with contextlib.suppress(OSError):  # the process is gone, as `receive` will say
+      self.pipe.send_bytes(json.dumps([time_limit_s, item]).encode())
+
+  def receive(self) -> dict[str, Any] | None:
+    """The next message, None if there is none yet, {} if the process is gone."""
+    try:
+      return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
+    except (EOFError, OSError, ValueError):
+      return {}
+
+  def kill(self) -> None:
+    process, pipe = self.process, self.pipe
+    self.process, self.pipe, self.item = None, None, None
+    if process is not None:
+      # It leads a session of its own; what its function has started is to end with it.
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.kill()
+      process.wait()
+      children.process_groups.discard(process.pid)
+    if pipe is not None:
+      pipe.close()
+
+
+def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
+  """The worker's side: reads `[time limit, item]` and answers with a value or an error."""
+  pipe = connection.Connection(descriptor)
+  _limit(resource.RLIMIT_CORE, 0)
+  if memory_bytes:
+    _limit(resource.RLIMIT_AS, memory_bytes)
+  module, name = function.split(":")
+  with contextlib.suppress(EOFError, OSError):  # the pool is closed, or its process is gone
+    while True:
+      time_limit_s, item = json.loads(pipe.recv_bytes())
+      # If the pool's process dies nobody is left to kill this one: the kernel does then, as nothing
+      # handles SIGALRM. By the clock and not by RLIMIT_CPU, which counts the seconds of all threads
+      # and is inherited by what an item starts: a prover, say, that later items go on to ask.
+      signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
+      try:
+        message = {"value": getattr(importlib.import_module(module), name)(item)}
+      except MemoryError as error:  # a fresh process instead of one whose caches are full
+        message = {"error": repr(error), "last": True}
+      except BaseException:
+        message = {"error": traceback.format_exc()[-10_000:]}
+      signal.setitimer(signal.ITIMER_REAL, 0)
+      pipe.send_bytes(json.dumps(message).encode())
+
+
+def _limit(kind: int, soft: int) -> None:
+  """Sets a soft limit; the hard one stays, and may be lower already."""
+  hard = resource.getrlimit(kind)[1]
+  resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+  _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

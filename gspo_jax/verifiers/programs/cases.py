@@ -1,0 +1,312 @@
+"""The tests of a programming problem, as text that data sets can carry, and how outputs compare.
+
+An answer is a JSON object in one of these forms:
+
+  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output
+  {"inputs": [...], "outputs": [...], "fn_name": "name"}   calls of a function
+  {"prompt": ..., "test": ..., "entry_point": ...}         assertions in Python: HumanEval's columns
+  {"public_test_cases": ..., "private_test_cases": ..., "metadata": ...}   LiveCodeBench's columns
+
+The first two are what APPS and TACO have in their column `input_output`.
+"""
+
+import ast
+import base64
+import dataclasses
+import decimal
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_jax.verifiers import thought
+from gspo_jax.verifiers.programs.sandbox import wire
+
+MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
+_HUMANEVAL = ("prompt", "test", "entry_point")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+  """The task of a program."""
+
+  kind: str  # "stdin": whole programs | "call": one function | "check": assertions
+  inputs: tuple[Any, ...] = ()  # stdin: texts; call: lists of arguments; check: one placeholder
+  outputs: tuple[Any, ...] = ()  # what is expected, parallel to `inputs`
+  function: str = ""  # call, check: its name
+  wrapped: bool = False  # call: an expected value may stand alone in a list (APPS, TACO)
+  preamble: str = ""  # check: what stands before the function
+  code: str = ""  # check: the assertions
+
+  def passes(self, output: str, expected: Any) -> bool:
+    """Whether what a program printed, or the JSON that a call left, is what is expected."""
+    if self.kind == "stdin":
+      return same_text(output, expected)
+    return same_result(output, expected, self.wrapped)
+
+
+def parse(text: str) -> Tests:
+  """Reads an answer.
+
+  Raises:
+    ValueError: if it is not JSON of a known form, or has no test that a program could pass.
+  """
+  try:
+    fields = _loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"tests must be a JSON object, and {text[:60]!r} is not: {error}") from error
+  if not isinstance(fields, dict):
+    raise ValueError(f"tests must be a JSON object, and {text[:60]!r} is not")
+  try:
+    if "private_test_cases" in fields:
+      fields = _from_livecodebench(fields)
+    if "test" in fields:
+      prompt, code, function = (fields[name] for name in _HUMANEVAL)
+      _require_check(prompt, code, function)
+      return Tests("check", ("",), ("",), function, preamble=prompt, code=code)
+    return _cases(fields["inputs"], fields["outputs"], fields.get("fn_name"))
+  except KeyError as error:
+    raise ValueError(f"tests {text[:60]!r}... have no {error}") from error
+  except (AttributeError, RecursionError, TypeError, ValueError) as error:
+    raise ValueError(f"tests {text[:60]!r}... cannot be read: {error}") from error
+
+
+def _loads(text: str) -> Any:
+  return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+  """An integer of any length; `int` refuses texts of more than 4,300 digits."""
+  return int(digits) if len(digits) < 4300 else int(decimal.Decimal(digits))
+
+
+def _require_check(prompt: Any, code: Any, function: Any) -> None:
+  """Raises ValueError unless `code` defines a `check` that looks at the function."""
+  if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
+    raise ValueError("prompt, test and entry_point must be text, and the last one a name")
+  _parsed(standalone(prompt), "prompt")
+  tree = _parsed(code, "test")
+  defined = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "check"]
+  if not defined:
+    raise ValueError("test defines no function `check`, as HumanEval's do")
+  arguments = [argument.arg for argument in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
+  names = {x.id for part in defined[-1].body for x in ast.walk(part) if isinstance(x, ast.Name)}
+  if not arguments or not names & {arguments[0], function}:
+    raise ValueError("`check` of test never looks at the function that it is given")
+
+
+def _parsed(code: str, name: str) -> ast.Module:
+  try:
+    return ast.parse(code)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(f"{name} is no Python: {error}") from error
+
+
+def standalone(preamble: str) -> str:
+  """What stands before a function, as Python of its own: a function without a body gets one."""
+  try:
+    ast.parse(preamble)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return f"{preamble.rstrip()}\n{' ' * 99}pass\n"
+  return preamble
+
+
+def _cases(inputs: list, outputs: list, function: str | None) -> Tests:
+  if not isinstance(inputs, list) or not isinstance(outputs, list):
+    raise ValueError("inputs and outputs must be lists")
+  if not inputs or len(inputs) != len(outputs):
+    raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+  if not isinstance(function, str | None):
+    raise ValueError(f"fn_name must be text, not {function!r:.40}")
+  if not function:
+    return Tests("stdin", tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+  if all(isinstance(case, str) for case in inputs):  # LiveCodeBench: an argument per line, as JSON
+    arguments = tuple([_loads(line) for line in case.split("\n")] for case in inputs)
+    return Tests("call", arguments, tuple(map(_loads, outputs)), function)
+  if not all(isinstance(case, list) for case in inputs):
+    raise ValueError("with fn_name, an input must be a list of arguments")
+  return Tests("call", tuple(inputs), tuple(outputs), function, wrapped=True)  # APPS, TACO
+
+
+def _text(value: str | list) -> str:
+  return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _from_livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
+  """LiveCodeBench's columns as inputs, outputs and a function's name."""
+  cases = [*_loaded(row["public_test_cases"]), *decode_private(row["private_test_cases"])]
+  return dict(
+    inputs=[case["input"] for case in cases],
+    outputs=[case["output"] for case in cases],
+    fn_name=(_loaded(row["metadata"]) or {}).get("func_name"),
+  )
+
+
+def _loaded(column: Any) -> Any:
+  return _loads(column) if isinstance(column, str) else column
+
+
+def decode_private(column: str | list) -> list[dict[str, str]]:
+  """LiveCodeBench's private tests: JSON, or base64 of zlib of a pickled string of JSON.
+
+  Nothing that the pickle names is imported or called: it may hold strings and builtin containers.
+
+  Raises:
+    ValueError: if it is none of these, or decompresses to more than `MAX_DECODED` bytes.
+  """
+  if not isinstance(column, str):
+    return column
+  if not column:
+    return []
+  try:
+    return _loads(column)
+  except ValueError:
+    pass
+  try:
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(base64.b64decode(column, validate=True), MAX_DECODED)
+    if not unpacker.eof:
+      raise ValueError(f"it is cut off, or holds more than {MAX_DECODED} bytes")
+    content = _Unpickler(io.BytesIO(data)).load()
+    cases = _loads(content) if isinstance(content, str) else content
+    if not isinstance(cases, list):
+      raise ValueError(f"a list was expected, not {type(cases).__name__}")
+    return cases
+  except Exception as error:  # pickle raises whatever its bytes make it stumble over
+    raise ValueError(f"private tests cannot be decoded: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+  def find_class(self, module: str, name: str):
+    raise pickle.UnpicklingError(f"the pickle names {module}.{name}; only text is accepted")
+
+  def persistent_load(self, pid):
+    raise pickle.UnpicklingError("the pickle refers to something outside it")
+
+
+def extract(response: str, fences: bool = True) -> str | None:
+  """The program that a response gives, or None.
+
+  It is the last complete fenced block that is marked as Python; if none is, the last one without a
+  mark. Only what follows the thought counts (`thought.after`). With `fences=False` a response
+  without any fence is a program as a whole, as base models complete functions. Lines lose the
+  indentation of their fence, which is a list's.
+  """
+  text = thought.after(response)
+  blocks, block, mark, opening, indent = {}, None, "", "", 0
+  for line in text.split("\n"):
+    fence, label = _fence(line)
+    if fence and block is None:
+      block, opening, mark = [], fence, label.strip("{}.").lower()
+      indent = len(line) - len(line.lstrip(" \t"))
+    elif fence.startswith(opening) and fence and not label:
+      blocks["python" if mark in ("python", "py", "python3", "py3") else mark] = block
+      block = None
+    elif block is not None:
+      block.append(line[:indent].lstrip(" \t") + line[indent:])
+  lines = blocks.get("python", blocks.get(""))
+  program = None if lines is None else "\n".join(lines)
+  if program is None and not fences and "```" not in text:
+    program = text
+  return program if program and program.strip() else None
+
+
+def _fence(line: str) -> tuple[str, str]:
+  """The fence that a line consists of, three or more of ` or ~, and its mark; else nothing."""
+  text = line.strip(" \t\r")
+  rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
+  fence = text[: len(text) - len(rest)]
+  if len(fence) < 3 or "`" in rest:
+    return "", ""
+  words = rest.split(maxsplit=1)
+  return fence, words[0] if words else ""
+
+
+def completes(program: str, tests: Tests) -> str:
+  """The program of assertion tests: one that defines no such function continues the prompt."""
+  name = re.escape(tests.function)
+  defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
+  return program if defined else tests.preamble + program
+
+
+def same_text(output: str, expected: str) -> bool:
+  """LiveCodeBench's rule for printed output (grade_stdio in lcb_runner/evaluation/testing_util.py).
+
+  Both are stripped and cut into lines, which are stripped. As many lines; each is the same text, or
+  the same sequence of decimal numbers, exactly and not approximately.
+  """
+  ours, gold = output.strip(), expected.strip()
+  if ours.count("\n") != gold.count("\n"):  # before anything is made of lines by the million
+    return False
+  return all(map(_same_line, ours.split("\n"), gold.split("\n")))
+
+
+def _same_line(ours: str, gold: str) -> bool:
+  ours, gold = ours.strip(), gold.strip()
+  if ours == gold:
+    return True
+  golds = gold.split()
+  numbers = ours.split(maxsplit=len(golds))
+  if len(numbers) != len(golds):
+    return False
+  try:
+    return all(decimal.Decimal(x) == decimal.Decimal(y) for x, y in zip(numbers, golds))
+  except (decimal.InvalidOperation, ValueError):
+    return False
+
+
+def most_bytes(expected: Any) -> int:
+  """Returns a length that nothing equal to `expected` has, printed or as the JSON of `wire.encode`:
+  1 MiB more than needed, for spaces and for numbers written otherwise."""
+  text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
+  return (1 << 20) + 16 * len(text)
+
+
+def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
+  """LiveCodeBench's rule for returned values (grade_call_based): equal, a tuple being a list.
+
+  That holds for the outermost tuple only. `wrapped`: the expected value may stand alone in a list.
+
+  Args:
+    text: JSON that holds `wire.encode(value)`; or anything at all, which is equal to nothing. It is
+      walked along with `expected`, in linear time: no set and no dict is made of it.
+    expected: what JSON can hold.
+  """
+  try:
+    value = json.loads(text)["value"]
+    if isinstance(value, dict) and "tuple" in value:
+      value = value["tuple"]
+    alone = wrapped and isinstance(expected, list) and len(expected) == 1
+    return _same(value, expected) or (alone and _same(value, expected[0]))
+  except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
+    return False
+
+
+def _same(value: Any, expected: Any) -> bool:
+  """Whether `value`, as `wire.encode` writes it, stands for what `expected` is."""
+  if isinstance(value, dict):
+    ((kind, content),) = value.items()
+    if kind == "dict":
+      return isinstance(expected, dict) and _same_pairs(content, expected)
+    if kind not in ("int", "complex"):
+      return False  # JSON has no tuples, sets and bytes to compare with
+    value = int(content, 16) if kind == "int" else complex(*content)
+  if isinstance(value, list):
+    same_length = isinstance(expected, list) and len(value) == len(expected)
+    return same_length and all(map(_same, value, expected))
+  return not isinstance(expected, list | dict) and value == expected
+
+
+def _same_pairs(pairs: list, expected: dict[str, Any]) -> bool:
+  """The same for the pairs of a dict; the keys of `expected` are texts, as JSON's are."""
+  if len(pairs) != len(expected):
+    return False
+  missing = set(expected)
+  for key, value in pairs:
+    if not isinstance(key, str) or key not in missing or not _same(value, expected[key]):
+      return False
+    missing.remove(key)
+  return True

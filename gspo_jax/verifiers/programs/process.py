@@ -1,0 +1,263 @@
+"""Starting, asking and ending a sandbox, and finding out whether this machine allows one.
+
+The verifier's side of it. What runs inside lies in sandbox/ and is loaded by an interpreter that
+has nothing of our environment.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from typing import Any
+
+from gspo_jax.verifiers import children
+from gspo_jax.verifiers.programs import ISOLATIONS
+from gspo_jax.verifiers.programs.sandbox import wire
+from gspo_jax.verifiers.programs.sandbox.isolation import SCRATCH
+
+START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is overdue
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Resources that one test may use."""
+
+  cpu_s: int = 6  # LiveCodeBench's limit per test; whole seconds, as the kernel counts
+  wall_s: float = 15.0  # a busy machine must not fail a program that computes
+  memory_bytes: int = 1 << 30  # address space
+  output_bytes: int = 16 << 20
+  file_bytes: int = 16 << 20  # of one file
+  scratch_bytes: int = 64 << 20  # of all files; they lie in memory
+  open_files: int = 64
+  threads: int = 64
+
+
+DEFAULTS = Limits()
+
+
+class SandboxError(Exception):
+  """The sandbox failed, and not the program in it."""
+
+
+class Sandbox(contextlib.AbstractContextManager):
+  """One sandbox: an interpreter that runs tests one after another, each in a fresh process."""
+
+  def __init__(self, isolation: str, limits: Limits, channel: socket.socket | None = None):
+    """Starts it. `channel` is given to the first test's process; there is no second test then.
+
+    Raises:
+      SandboxError: if it does not start; says which step the kernel denied.
+    """
+    if isolation not in ISOLATIONS[1:]:
+      raise ValueError(f"no isolation is called {isolation!r}")
+    self._directory, self._process, self._control = "", None, None
+    try:
+      self._start(isolation, limits, channel)
+      self._receive(START_LIMIT_S)
+    except OSError as error:  # no memory, no space, or too many processes or files
+      self.close()
+      raise SandboxError(f"no sandbox could be started: {error}") from error
+    except BaseException:
+      self.close()
+      raise
+
+  def _start(self, isolation: str, limits: Limits, channel: socket.socket | None) -> None:
+    self._limits = limits
+    if isolation == "none":
+      self._directory = tempfile.mkdtemp(prefix="gspo_jax_")
+    self._control, theirs = socket.socketpair()
+    scratch = self._directory or SCRATCH
+    descriptors = [s.fileno() for s in (theirs, channel) if s is not None]
+    settings = dict(
+      control=descriptors[0],
+      channel=descriptors[1] if channel else 0,
+      isolation=isolation,
+      directory=scratch,
+      readable=_readable(),
+      packages=_packages(),
+      limits=dataclasses.asdict(limits),
+    )
+    start = (
+      f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
+      "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
+    )
+    # No site-packages and no user's settings at the start; a fixed hash seed, so that a program
+    # that depends on the order of a set does not pass in one run and fail in the next.
+    with theirs:
+      self._process = subprocess.Popen(
+        [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
+        env=_ENVIRONMENT | {"HOME": scratch, "TMPDIR": scratch},
+        cwd=self._directory or "/",
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+      )
+      children.process_groups.add(self._process.pid)
+
+  def start(self, request: dict[str, Any], most: int | None = None) -> None:
+    """Starts a test. `most`: bytes of an output that are of use; a longer one is not reported.
+
+    The program's process has a copy of `request`, so nothing in it depends on what is expected;
+    `most` may, and is read when that process has ended.
+    """
+    try:
+      self._control.settimeout(None)
+      wire.send(self._control.fileno(), request)
+      wire.send(self._control.fileno(), most)
+    except (wire.Closed, OSError) as error:
+      raise SandboxError(f"the sandbox died: {error!r}") from error
+
+  def report(self) -> dict[str, Any]:
+    """Tells how the test that was started ended: runner._run has the fields.
+
+    Raises:
+      SandboxError: if the sandbox died, or did not report although the test is long overdue.
+    """
+    return self._receive(self._limits.wall_s + START_LIMIT_S)
+
+  def run(self, request: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    self.start(request, most)
+    return self.report()
+
+  def close(self) -> None:
+    """Kills everything in it."""
+    if self._process is not None:
+      if self._process.poll() is None:  # else its number may be another's by now
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(self._process.pid, signal.SIGKILL)
+      self._process.wait()
+      children.process_groups.discard(self._process.pid)
+    if self._control is not None:
+      self._control.close()
+    if self._directory:
+      _remove(self._directory)
+
+  def __exit__(self, *_):
+    self.close()
+
+  def _receive(self, limit_s: float) -> dict[str, Any]:
+    # A timer, and not a timeout of the socket: this is a blocking read of a whole message.
+    timer = threading.Timer(limit_s, self._process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+      message = wire.receive(self._control.fileno(), 16 * self._limits.output_bytes + (1 << 20))
+    except (wire.Closed, ValueError, OSError) as error:
+      raise SandboxError(f"the sandbox died or did not answer: {error!r}") from error
+    finally:
+      timer.cancel()
+    if "error" in message:
+      raise SandboxError(message["error"])
+    return message
+
+
+def _remove(directory: str) -> None:
+  """Removes what a program left: directories nested deeper than Python's recursion, or without the
+  right to look into them. What cannot be removed stays, and nothing is raised."""
+  for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+    with contextlib.suppress(OSError):
+      os.rmdir(directory)
+    if not os.path.exists(directory):
+      return
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+      subprocess.run(
+        [*command, "--", directory], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+      )
+
+
+_ENVIRONMENT = {
+  "PYTHONHASHSEED": "0",
+  "PYTHONIOENCODING": "utf-8:surrogateescape",
+  "LC_ALL": "C.UTF-8",
+  "OPENBLAS_NUM_THREADS": "1",  # BLAS reserves memory for every thread
+}
+
+
+def _packages() -> list[str]:
+  """Directories in which a program finds NumPy, if the trainer has it, and nothing else of them."""
+  return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def _readable() -> list[str]:
+  """Python, NumPy, and the libraries of the system."""
+  base = {"platbase": sys.base_exec_prefix}  # and not that of a virtual environment
+  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)]
+  paths += [os.path.join(path, name) for path in _packages() for name in ("numpy", "numpy.libs")]
+  paths += ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+  paths += [path for path in ("/lib", "/lib64") if not os.path.islink(path)]
+  if sys.base_prefix not in ("/", "/usr"):
+    paths.append(os.path.join(sys.base_prefix, "lib"))
+  paths = sorted({path for path in paths if os.path.exists(path)})
+  return [p for p in paths if not any(p.startswith(other + "/") for other in paths)]
+
+
+def choose_isolation(wanted: str) -> str:
+  """Returns `wanted`, or "namespaces" for "auto", after trying it. It never falls back to "none".
+
+  Raises:
+    ValueError: for an unknown name; or if programs cannot be confined here: says why, and what to
+      do.
+  """
+  if wanted not in ISOLATIONS:
+    raise ValueError(f"reward.isolation={wanted!r} is not one of {', '.join(ISOLATIONS)}")
+  isolation = "namespaces" if wanted == "auto" else wanted
+  try:
+    with Sandbox(isolation, _PROBE_LIMITS) as sandbox:
+      report = sandbox.run({"kind": "stdin", "code": _PROBE})
+    seen = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
+    if isolation == "none" or seen == "confined":
+      return isolation
+    reason = f"a program that tries it out ends with {seen!r}"
+  except SandboxError as error:
+    reason = str(error)
+  if isolation == "none":
+    raise ValueError(f"reward.isolation=none: {reason}")
+  raise ValueError(
+    f"reward.isolation={wanted}: programs cannot be confined on this machine, so they are not run "
+    f"({reason}). Allow user namespaces to this process (Linux 5.14 or later; in a container: "
+    "--privileged, or --cap-add=SYS_ADMIN with --security-opt for seccomp and apparmor unconfined),"
+    " or set reward.isolation=none to run what the model writes with your rights and your network"
+  )
+
+
+def describe(wanted: str, isolation: str) -> str:
+  """Says in one line what `choose_isolation` came to, and why."""
+  if isolation == "none":
+    return "reward.isolation=none: programs run with your rights, your files and your network"
+  return f"reward.isolation={wanted}: {isolation} (tried out: no network, threads are bounded)"
+
+
+_PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
+
+# No network, and no more threads than are allowed: the kernel does not count those of its root.
+_PROBE = """
+import _thread, socket, statistics
+found = []
+try:
+  socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
+  found.append("an open network")
+except OSError:
+  pass
+_thread.stack_size(1 << 16)
+hold, threads = _thread.allocate_lock(), 0
+hold.acquire()
+try:
+  while threads < 32:
+    _thread.start_new_thread(hold.acquire, (True, 9))
+    threads += 1
+  found.append("threads without a bound")
+except RuntimeError:
+  if not threads:
+    found.append("no thread can be started")
+print(" and ".join(found) or "confined")
+"""

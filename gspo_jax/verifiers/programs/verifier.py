@@ -1,0 +1,204 @@
+"""Verifier of programs by their tests. Imports no jax; works from any thread.
+
+Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
+test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
+what a program printed or returned, as text no longer than what is expected allows, and never saw
+that. Comparing takes time and memory linear in it (cases.py). Assertions that are
+Python code (HumanEval's `check(candidate)`) run in a second sandbox, where `candidate` is a stub
+that sends its arguments to the first one; so no code of the candidate's ever shares a process with
+an assertion, and ending early, patching builtins or forging messages cannot make one pass.
+"""
+
+import concurrent.futures
+import contextlib
+import enum
+import math
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gspo_jax.verifiers import pool
+from gspo_jax.verifiers.programs import cases, process
+from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
+from gspo_jax.verifiers.programs.sandbox import assertions, wire
+
+
+class Outcome(enum.StrEnum):
+  """A response is counted as this: all tests passed, or how the first one failed."""
+
+  RIGHT = "right"
+  WRONG = "wrong"
+  UNPARSABLE = "unparsable"  # it holds no program
+  ERROR = "error"  # an exception, a signal, no result, or too much output
+  TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
+  MEMORY = "memory"
+  CRASH = "crash"  # of the verifier, or of the tests: nothing is known about the program
+
+
+OUTCOMES = tuple(Outcome)
+
+
+@contextlib.contextmanager
+def open_verifier(
+  workers: int, time_limit_s: float, memory_mb: int, isolation: str
+) -> Iterator[Callable]:
+  """A `CodeVerifier` as `gspo_jax.rewards` has it. It says what confines programs: in a line at the
+  start, and in the metrics."""
+  cpu_s = math.ceil(time_limit_s)
+  limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
+  with CodeVerifier(workers, limits, isolation) as verifier:
+    sys.stderr.write(process.describe(isolation, verifier.isolation) + "\n")
+
+    def verify(responses, prompts, *_):
+      return verifier.score(responses, [prompt.answer for prompt in prompts]), None
+
+    verify.notes = {f"verifier/isolation/{verifier.isolation}": 1.0}
+    yield verify
+
+
+def check_answer(text: str) -> None:
+  """Raises ValueError, with the reason, for an answer that holds no tests a program could pass."""
+  cases.parse(text)
+
+
+class CodeVerifier(contextlib.AbstractContextManager):
+  """Scores responses that hold programs.
+
+  Args:
+    workers: candidates that run at the same time.
+    limits: what a test may use.
+    isolation: one of `process.ISOLATIONS`; "auto" never takes "none".
+
+  Raises:
+    ValueError: if programs cannot be confined.
+  """
+
+  def __init__(self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto"):
+    self.isolation = process.choose_isolation(isolation)
+    self._limits = limits
+    self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
+    self._open: set[Sandbox] = set()
+    self._kills = 0
+    self._asked = threading.local()  # in each thread, what `_kills` was when its work was asked for
+
+  def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
+    """Returns one outcome per response, in order. Equal programs for equal tests run once.
+
+    Whatever fails while a response is verified is that response's outcome, a crash.
+
+    Raises:
+      ValueError: if the lengths differ or an answer holds no tests.
+    """
+    tests = {text: cases.parse(text) for text in set(answers)}
+    pairs = [
+      (cases.extract(response, fences=tests[text].kind != "check"), text)
+      for response, text in zip(responses, answers, strict=True)
+    ]
+    futures = {
+      pair: self._threads.submit(self._try_twice, pair[0], tests[pair[1]], self._kills)
+      for pair in dict.fromkeys(pairs)
+    }
+    try:
+      return [futures[pair].result() for pair in pairs]
+    except BaseException:  # an interrupt
+      for future in futures.values():
+        future.cancel()
+      self._kill()
+      raise
+
+  def outcome(self, program: str, tests: cases.Tests) -> Outcome:
+    """Runs a program on its tests up to the first that fails, as LiveCodeBench does.
+
+    Raises:
+      SandboxError: if the verifier failed, and not the program.
+    """
+    if tests.kind == "check":
+      return self._check(program, tests)
+    with self._sandbox() as sandbox:
+      for given, expected in zip(tests.inputs, tests.outputs):
+        request = {"kind": tests.kind, "code": program}
+        if tests.kind == "stdin":
+          request["stdin"] = given
+        else:
+          request |= {"function": tests.function, "arguments": wire.encode(given)}
+        report = sandbox.run(request, cases.most_bytes(expected))
+        if failure := _failure(report):
+          return failure
+        output = report["stdout" if tests.kind == "stdin" else "result"]
+        if tests.kind == "call" and output == "":
+          return Outcome.ERROR  # it ended early, whatever its status says
+        if output is None or not tests.passes(output, expected):
+          return Outcome.WRONG
+    return Outcome.RIGHT
+
+  def __exit__(self, *_):
+    self._threads.shutdown(wait=False, cancel_futures=True)
+    self._kill()
+
+  def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
+    """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
+    if program is None:
+      return Outcome.UNPARSABLE
+    self._asked.kills, reason = kills, ""
+    for _ in range(2):  # once may be the machine's doing (out of memory); twice is ours
+      try:
+        return self.outcome(program, tests)
+      except Exception as error:  # a full disk, a directory too deep to delete, ...
+        reason = f"{type(error).__name__}: {error}"
+      if kills != self._kills:
+        break
+    return pool.Failure(Outcome.CRASH, reason)
+
+  def _check(self, program: str, tests: cases.Tests) -> Outcome:
+    """Assertions in one sandbox, the program in another, a socket between them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
+      ours.close()
+      theirs.close()
+      request = {"function": tests.function, "preamble": cases.standalone(tests.preamble)}
+      program = cases.completes(program, tests)
+      candidate.start(request | {"kind": "serve", "code": program}, most=0)
+      asked = request | {"kind": "check", "code": tests.code}
+      checked = asserting.run(asked | {"output_bytes": self._limits.output_bytes}, most=0)
+      report = candidate.report()
+    ended = checked["status"] if checked["reason"] == "ended" else None
+    if ended == assertions.CHECKED:
+      return Outcome.RIGHT
+    if ended == assertions.BROKEN:
+      return Outcome.CRASH
+    if failure := _failure(report):
+      return failure
+    if ended == assertions.ASSERTION:
+      return Outcome.WRONG
+    return _failure(checked) or Outcome.ERROR
+
+  @contextlib.contextmanager
+  def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
+    with Sandbox(self.isolation, self._limits, channel) as sandbox:
+      self._open.add(sandbox)
+      try:
+        if getattr(self._asked, "kills", self._kills) != self._kills:
+          raise SandboxError("interrupted while it was being made")
+        yield sandbox
+      finally:
+        self._open.discard(sandbox)
+
+  def _kill(self) -> None:
+    self._kills += 1
+    for sandbox in list(self._open):
+      sandbox.close()
+
+
+def _failure(report: dict[str, Any]) -> Outcome | None:
+  """The failure that kept a program from its end; None if it came there."""
+  status, reason = report["status"], report["reason"]
+  if reason == "timeout" or status == -signal.SIGXCPU:
+    return Outcome.TIMEOUT
+  if status == -signal.SIGKILL and reason == "ended":
+    return Outcome.TIMEOUT if report["cpu_s"] >= report["cpu_limit_s"] else Outcome.MEMORY
+  if status == assertions.OUT_OF_MEMORY:
+    return Outcome.MEMORY
+  return Outcome.ERROR if status != 0 or reason == "output" else None
