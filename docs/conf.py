@@ -33,6 +33,7 @@ include_patterns = [
   "CHANGELOG.md",
   "CONTRIBUTING.md",
   "docs/**",
+  "benchmarks/results/*.md",
   "experiments/README.md",
   "experiments/*/README.md",
   "notebooks/*.ipynb",
@@ -93,6 +94,8 @@ GROUPS = {
     "docs/routing",
     "docs/sharding",
     "docs/speed",
+    "docs/comparison",
+    "benchmarks/results/*",
     "experiments/README",
   ],
 }
