@@ -39,11 +39,11 @@ CODE = """
   gspo_jax/aot              15.8      18    14.7    0.85      38
   gspo_jax/cli              43.8      28    13.4    0.69       0
   gspo_jax/data             16.6       5    14.3    0.81      23
-  gspo_jax/evaluation       15.8      12    13.0    0.52      32
+  gspo_jax/evaluation        0.0       0     9.3    0.00       0
   gspo_jax/learner          15.3       9    16.9    0.82      18
   gspo_jax/models           11.5       7    14.3    0.60      14
   gspo_jax/objectives        2.6       2    12.6    0.42      14
-  gspo_jax/report           20.0       7    14.2    0.82      27
+  gspo_jax/report            0.0       0    10.1    0.03       0
   gspo_jax/rewards           5.7      10    12.5    0.50      18
   gspo_jax/rollouts         16.5      15    14.6    1.06      30
   gspo_jax/runs             23.9       7    13.6    0.73      24

@@ -14,17 +14,17 @@ from gspo_jax.tasks.environments import Make
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-  """A benchmark with its problems and verifier; the one without a name is `data.eval`."""
+  """A benchmark with its problems and verifier; `data.eval` has the empty name."""
 
   name: str
   config: BenchmarkConfig
   problems: Sequence[Prompt]
   score: Scorer
-  environment: Make | None = None  # where responses are conversations, which it judges
+  environment: Make | None = None  # Judges conversations; None for single responses.
 
   @property
   def prefix(self) -> str:
-    """Of the names of its metrics."""
+    """Prefix of its metrics' names."""
     return f"eval/{self.name}/" if self.name else "eval/"
 
   @functools.cached_property
@@ -33,13 +33,17 @@ class Benchmark:
 
 
 def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt]) -> None:
-  """ValueError for a rating or standings that some problem has no part in."""
-  without = [p for p in problems if config.rating and not _has_number(p, "rating")]
-  if without:
-    field = dict(without[0].info).get("rating", "none")
+  """Checks the fields of all problems for a rating or standings.
+
+  Raises:
+    ValueError: a problem without numeric rating, in an unlisted contest, or with malformed points.
+  """
+  unrated = [p for p in problems if config.rating and not _has_number(p, "rating")]
+  if unrated:
+    field = dict(unrated[0].info).get("rating", "none")
     raise ValueError(
-      f"eval.benchmarks.{name}: the problem {without[0].id} has no rating that is a number "
-      f"({field}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
+      f"eval.benchmarks.{name}: the problem {unrated[0].id} has no rating that is a number "
+      f"({field}), and {len(unrated) - 1} more; filter them out (`where rating>0`) or set "
       "rating=False"
     )
   if config.standings:
@@ -49,7 +53,7 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
         f"eval.benchmarks.{name}: problems of the contests {', '.join(unknown)}, which"
         f" {config.standings} does not have"
       )
-    for problem in problems:  # one without points is worth 1
+    for problem in problems:  # The default is 1 point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has points that are no number "
@@ -65,6 +69,6 @@ def _has_number(problem: Prompt, field: str) -> bool:
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
-  """`problems` of the held-out set, evenly spread over it; all of them for 0."""
+  """Chooses problems evenly over the held-out set; 0 chooses all."""
   count = len(source) if problems == 0 else min(problems, len(source))
   return [source[i * len(source) // count] for i in range(count)]

@@ -1,12 +1,12 @@
-"""A contestant's rating on CodeForces' scale, from what he solved or whom he beat.
+"""A contestant's rating on CodeForces' scale, from problems solved or opponents beaten.
 
 In the Elo model a contestant of rating r beats an opponent of rating o with probability
 
   p(r, o) = 1 / (1 + 10^((o - r) / 400)).
 
 Given results s_i in [0, 1] against opponents o_i (1 won, 0 lost, 1/2 a tie), the log-likelihood
-Σ_i s_i ln p(r, o_i) + (1 - s_i) ln(1 - p(r, o_i)) is concave in r and has its maximum where results
-and expectations add up to the same:
+Σ_i s_i ln p(r, o_i) + (1 - s_i) ln(1 - p(r, o_i)) is concave in r. At its maximum, results and
+expectations have equal sums:
 
   Σ_i s_i = Σ_i p(r, o_i).
 
@@ -29,18 +29,18 @@ import numpy as np
 
 from gspo_jax.system import jsons
 
-LOWEST, HIGHEST = 0.0, 4000.0  # where no finite rating is likeliest: all won, or all lost
+LOWEST, HIGHEST = 0.0, 4000.0  # Bounds: all lost or all won has no finite maximum.
 
 
 def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """The probability that `rating` beats `opponent`."""
+  """Probability of `rating` beating `opponent`."""
   # 10^x overflows quietly to infinity in the far tail, where the probability is 0.
   with np.errstate(over="ignore"):
     return 1 / (1 + 10 ** ((np.asarray(opponent) - rating) / 400))
 
 
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """The likeliest rating, between LOWEST and HIGHEST, to within 0.01.
+  """Maximum-likelihood rating, between LOWEST and HIGHEST, to within 0.01.
 
   Args:
     score: results in [0, 1], shape [..., n]; leading axes are independent contestants.
@@ -58,7 +58,7 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # The ends are where nothing was won, or everything: there no middle was on the other side.
+  # The bisection does not reach the bounds: nothing won, or everything.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
@@ -66,25 +66,25 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
 class Contest:
   """The human participants of a contest, in any order."""
 
-  points: np.ndarray  # [n], as the standings have them
+  points: np.ndarray  # [n], from the standings
   ratings: np.ndarray  # [n], before the contest
 
 
 def virtual_scores(points: np.ndarray, standings: np.ndarray) -> np.ndarray:
-  """Results against each participant of a contest that `points` would have had: 1, 1/2 or 0."""
+  """Results of `points` against each participant of a contest: 1, 1/2 or 0."""
   return (np.sign(np.asarray(points, float) - np.asarray(standings, float)) + 1) / 2
 
 
 def virtual_rating(
   points: Sequence[np.ndarray], contests: Sequence[Contest]
 ) -> tuple[float, float, float]:
-  """The likeliest rating from virtual participation, and its 95 % interval over contests.
+  """Maximum-likelihood rating from virtual participation, with a 95 % interval.
 
-  `points[c]` is what each of the model's participations in contest c has brought it. The results of
-  several participations in one contest are averaged. Exact to about a point.
+  `points[c]` has the points of each of the model's participations in contest c. Results of several
+  participations in one contest are averaged. The interval is over contests. Exact to about a point.
   """
   grid = np.arange(LOWEST, HIGHEST + 1, 4.0)
-  # Expectations minus results, by contest and rating: the rating is where they add up to 0.
+  # Expectations minus results, by contest and rating. The rating is the zero of their sum.
   excess = np.stack([
     expected(grid[:, None], c.ratings).sum(1)
     - virtual_scores(np.asarray(p)[:, None], c.points).mean(0).sum()
@@ -98,10 +98,12 @@ def virtual_rating(
 
 
 def read_standings(path: str | Path) -> dict[str, Contest]:
-  """Contests by id, from JSON lines like `{"contest_id": "1", "points": [...], "ratings": [...]}`.
+  """Reads contests by id from JSON lines.
+
+  A line is `{"contest_id": "1", "points": [...], "ratings": [...]}`.
 
   Raises:
-    ValueError: names the file and line of what is no contest.
+    ValueError: names the file and line of a malformed contest.
   """
   contests = {}
   if not Path(path).is_file():

@@ -1,8 +1,8 @@
 """Benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating.
 
-Problems are scored and written down in chunks, as their samples are finished. An evaluation that
-was interrupted goes on with the problems that are missing, provided that everything it depends on
-is the same: the weights (by a checksum), the problems, the verifier and the settings.
+Problems are scored and written in chunks, as their samples finish. An interrupted evaluation
+resumes with the missing problems, if its inputs are unchanged: the weights (by a checksum), the
+problems, the verifier and the settings.
 """
 
 import collections
@@ -34,11 +34,11 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 
-SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes
+SHOWN = 1000  # Characters of a gold answer in records: tests of a program take megabytes.
 
 
 class Round(NamedTuple):
-  """So many responses to each problem of a benchmark, at one temperature."""
+  """Responses to each problem of a benchmark at one temperature."""
 
   benchmark: Benchmark
   role: str  # "samples" or "greedy"
@@ -47,7 +47,7 @@ class Round(NamedTuple):
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
-  """The requests that an evaluation makes of the engine."""
+  """Returns an evaluation's requests to the engine."""
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens)
   return Workload(sampling, **requests)
 
@@ -62,48 +62,48 @@ class Evaluator:
   tokenizer: Tokenizer
   prompt_length: int
   seed: int
-  environment: EnvironmentConfig | None = None  # for benchmarks that have one
+  environment: EnvironmentConfig | None = None  # Limits of conversations; None without any.
   stop_strings: tuple[str, ...] = ()
-  directory: Path | None = None  # of results and of unfinished evaluations; None: neither
-  identity: str = ""  # what else the responses and their scores depend on
-  signals: Signals | None = None  # measured too where responses are single turns
+  directory: Path | None = None  # Results and unfinished evaluations; None writes neither.
+  identity: str = ""  # Further inputs of responses and scores, such as the reward's settings.
+  signals: Signals | None = None  # Further measurements of single-turn responses; None for none.
 
   def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:
-    """Returns metrics by the names of metrics.jsonl, and a record of every sampled response.
+    """Returns metrics by name and a record of every sampled response.
 
-    The same problems and the same random numbers at every call, so that what differs between two
-    evaluations is the policy. `time/eval/...` are seconds.
+    Problems and random numbers are equal at every call: two evaluations differ by the policy alone.
+    `time/eval/...` are seconds.
 
     Args:
-      key: of an evaluation of the same weights (`key`), to go on with one that was interrupted.
-      step: names the files of results.
+      key: the key of these weights (`self.key`); an interrupted evaluation with this key resumes.
+      step: the number in the names of result files.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
-    of_greedy = self.benchmarks if c.greedy else ()
-    rounds += [Round(b, "greedy", 1, 0.0) for b in of_greedy]
+    greedy_benchmarks = self.benchmarks if c.greedy else ()
+    rounds += [Round(b, "greedy", 1, 0.0) for b in greedy_benchmarks]
     log = Unfinished(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
     with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
-      every = [self._round(engine, r, log, progress) for r in rounds]
-    results, greedy = every[: len(self.benchmarks)], every[len(self.benchmarks) :]
+      rounds_results = [self._round(engine, r, log, progress) for r in rounds]
+    results, greedy = rounds_results[: len(self.benchmarks)], rounds_results[len(self.benchmarks) :]
     for b, sampled in zip(self.benchmarks, results):
       row |= {b.prefix + name: value for name, value in summary(b, sampled).items()}
       row |= {f"time/{b.prefix}{stage}": x for stage, x in sampled["seconds"].items()}
       records += sampled["records"]
-    for b, sampled in zip(of_greedy, greedy):
+    for b, sampled in zip(greedy_benchmarks, greedy):
       row[f"{b.prefix}greedy"] = float(right_answers(b, sampled).mean())
     self._write_problems(results, step)
-    unknown = sum("unknown" in record for x in every for record in x["records"])
+    unknown = sum("unknown" in record for x in rounds_results for record in x["records"])
     if unknown and hosts.is_first():
       logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
 
   def key(self, params: Any) -> str:
-    """A key that changes with everything that a response or its score depends on.
+    """Returns a hash of all inputs of responses and scores.
 
     Args:
-      params: the parameters that the engine has loaded, as the trainer has them.
+      params: the engine's parameters, in the trainer's layout.
     """
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     sets = [
@@ -120,15 +120,19 @@ class Evaluator:
     text = repr((settings, sets, sampled, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
 
-  def _round(self, engine: Engine, of: Round, log: Unfinished, progress: Progress) -> Row:
-    """The responses, scored: their records, and sums over them."""
-    name = f"{of.benchmark.name}/{of.role}/{of.samples}"
+  def _round(
+    self, engine: Engine, sampling_round: Round, log: Unfinished, progress: Progress
+  ) -> Row:
+    """Samples and scores a round; returns records, outcome counts and seconds."""
+    name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
     progress.update(progress.step + len(done), {})
-    left = [i for i in range(len(of.benchmark.problems)) if i not in done]
-    for indices, responses, seconds in self._sample(engine, of, left):
-      chunk = self._scored(of.benchmark, indices, responses) | dict(chunk=name, problems=indices)
+    remaining = [i for i in range(len(sampling_round.benchmark.problems)) if i not in done]
+    for indices, responses, seconds in self._sample(engine, sampling_round, remaining):
+      chunk = self._score(sampling_round.benchmark, indices, responses) | dict(
+        chunk=name, problems=indices
+      )
       chunk["seconds"]["sample"] = seconds
       self._require_verdicts([*chunks, chunk])
       log.add(chunk)
@@ -139,13 +143,13 @@ class Evaluator:
     for chunk in chunks:
       outcomes.update(chunk["outcomes"])
       for n, i in enumerate(chunk["problems"]):
-        by_problem[i] = chunk["records"][n * of.samples :][: of.samples]
+        by_problem[i] = chunk["records"][n * sampling_round.samples :][: sampling_round.samples]
     seconds = {key: sum(c["seconds"][key] for c in chunks) for key in ("sample", "score")}
     records = [record for i in sorted(by_problem) for record in by_problem[i]]
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Ends the evaluation if there has been no verdict yet, with the responses on file."""
+    """Stops an evaluation without any verdict; writes its responses first."""
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -155,36 +159,39 @@ class Evaluator:
     require_verdicts(reasons, len(records), str(path))
 
   def _sample(
-    self, engine: Engine, of: Round, indices: list[int]
+    self, engine: Engine, sampling_round: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
-    """Yields `eval.batch` problems with all their responses, as they are finished, and the
-    seconds."""
+    """Yields chunks of `eval.batch` finished problems: indices, responses, seconds."""
     if not indices:
       return
-    c, problems, environment = self.config, of.benchmark.problems, of.benchmark.environment
-    talks = environment is not None
+    c, problems, environment = (
+      self.config,
+      sampling_round.benchmark.problems,
+      sampling_round.benchmark.environment,
+    )
+    multi_turn = environment is not None
     load = workload(
       c,
-      of.temperature,
+      sampling_round.temperature,
       prompt_length=self.prompt_length,
-      trajectories=len(problems) * of.samples,
-      group_size=of.samples,
+      trajectories=len(problems) * sampling_round.samples,
+      group_size=sampling_round.samples,
       stop_ids=tuple(self.tokenizer.stop_ids),
       stop_strings=self.stop_strings,
-      several_turns=talks,
+      several_turns=multi_turn,
       vocabulary=self.tokenizer.vocab_size,
     )
     driver = Driver(
       engine,
       load,
       vocab_size=self.model.vocab_size,
-      max_turns=self.environment.max_turns if talks else 1,
-      workers=self.environment.workers if talks else 0,
+      max_turns=self.environment.max_turns if multi_turn else 1,
+      workers=self.environment.workers if multi_turn else 0,
     )
-    # Of all problems, those of an earlier process too: numbers of alike ones depend on each other.
+    # Groups of all problems, finished ones too: equal prompts get different random numbers.
     groups = new_groups(
       problems,
-      of.samples,
+      sampling_round.samples,
       self.seed,
       self.prompt_length,
       environment,
@@ -194,25 +201,27 @@ class Evaluator:
     for index in indices:
       driver.begin(groups[index])
     ready: list[int] = []
-    started, left = time.perf_counter(), len(indices)
+    started, remaining = time.perf_counter(), len(indices)
     for trajectory in driver.run():
       index = trajectory.tag
       if not all(sampled.finished for sampled in groups[index]):
         continue
       ready.append(index)
-      if len(ready) == min(c.batch, left):
-        left, seconds, ready = left - len(ready), time.perf_counter() - started, sorted(ready)
+      if len(ready) == min(c.batch, remaining):
+        remaining -= len(ready)
+        ready.sort()
+        seconds = time.perf_counter() - started
         yield ready, [sampled for i in ready for sampled in groups[i]], seconds
         ready, started = [], time.perf_counter()
 
-  def _scored(self, benchmark: Benchmark, indices: list[int], sampled: list[Trajectory]) -> Row:
+  def _score(self, benchmark: Benchmark, indices: list[int], sampled: list[Trajectory]) -> Row:
     problems = [benchmark.problems[i] for i in indices]
     samples = len(sampled) // len(problems)
     responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in sampled]
     started = time.perf_counter()
-    asked = [problem for problem in problems for _ in range(samples)]
+    prompts = [problem for problem in problems for _ in range(samples)]
     outcomes, verdicts = hosts.run_on_first_host(
-      lambda: self._verdicts(benchmark, asked, responses, sampled)
+      lambda: self._verdicts(benchmark, prompts, responses, sampled)
     )
     name = dict(benchmark=benchmark.name) if benchmark.name else {}
     records = [
@@ -228,7 +237,7 @@ class Evaluator:
       )
       | verdicts[i]
       | name
-      for i, problem in enumerate(asked)
+      for i, problem in enumerate(prompts)
     ]
     seconds = dict(score=time.perf_counter() - started)
     return dict(records=records, outcomes=outcomes, seconds=seconds)
@@ -236,12 +245,14 @@ class Evaluator:
   def _verdicts(
     self,
     benchmark: Benchmark,
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     responses: Sequence[str],
     sampled: Sequence[Trajectory],
   ) -> tuple[Mapping[str, int], list[Row]]:
-    """Outcomes of the verifier or the environments, and what the record of each response has of
-    them. The first host's word is told to all."""
+    """Returns outcome counts and fields of records, from verifier or environments.
+
+    Runs on the first host; the results are broadcast.
+    """
     if benchmark.environment is not None:
       failures = [trajectory.failure for trajectory in sampled]
       unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
@@ -250,20 +261,20 @@ class Evaluator:
       outcomes = dict(crash=len(unknown)) if unknown else {}
     else:
       stopped = [trajectory.stopped for trajectory in sampled]
-      scores = benchmark.score(responses, asked, finished=stopped)
+      scores = benchmark.score(responses, prompts, finished=stopped)
       outcomes, unknown = dict(scores.outcomes), scores.unknown
       rows = [dict(reward=float(correct)) for correct in scores.correct]
       if self.signals is not None:
         tokens = [trajectory.tokens for trajectory in sampled]
-        measured, without = self.signals(responses, tokens, stopped, asked)
+        measured, unmeasured = self.signals(responses, tokens, stopped, prompts)
         for i, row in enumerate(rows):
-          row["signals"] = {n: None if i in without else float(measured[n][i]) for n in measured}
+          row["signals"] = {n: None if i in unmeasured else float(measured[n][i]) for n in measured}
     for i, reason in unknown.items():
       rows[i]["unknown"] = reason
     return outcomes, rows
 
   def _write_problems(self, results: Sequence[Row], step: int) -> None:
-    """`<benchmark>_<step>.jsonl`: one line per problem."""
+    """Writes `<benchmark>_<step>.jsonl`: one line per problem."""
     if self.directory is None or not hosts.is_first():
       return
     for benchmark, sampled in zip(self.benchmarks, results):

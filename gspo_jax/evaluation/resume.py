@@ -1,4 +1,4 @@
-"""The memory of an evaluation in progress, so that an interruption costs one chunk at most."""
+"""Log of an evaluation in progress: an interruption costs one chunk at most."""
 
 import os
 import sys
@@ -16,11 +16,10 @@ from gspo_jax.system.files import seal, unseal, write_whole, writing
 
 
 class Unfinished:
-  """The chunks of the evaluation in progress: a line with its key, then one line per chunk.
+  """The chunks of an evaluation in progress: a line with its key, then one line per chunk.
 
-  A file with another key is started anew. The lines are whole or missing: the last one of a process
-  that was killed has no end, and is cut off. They are sealed: what follows a damaged one is made
-  again.
+  A file with another key is overwritten. An incomplete last line of a killed process is cut off.
+  Lines are sealed: chunks after a damaged line are evaluated again.
   """
 
   def __init__(self, directory: Path | None, key: str):
@@ -31,19 +30,20 @@ class Unfinished:
     lines = hosts.run_on_first_host(self._read)
     if lines and lines[0] == dict(key=key):
       self._chunks = lines[1:]
-    if not hosts.is_first():  # which writes
+    if not hosts.is_first():  # Only the first host writes.
       self._path = None
       return
     with writing(self._path):
       directory.mkdir(parents=True, exist_ok=True)
-    kept = [dict(key=key), *self._chunks]
-    write_whole(self._path, (seal(line) + "\n" for line in kept))
+    lines = [dict(key=key), *self._chunks]
+    write_whole(self._path, (seal(line) + "\n" for line in lines))
 
   def find(self, name: str) -> list[dict[str, Any]]:
-    """Those that were added under this name."""
+    """Returns the chunks with this name."""
     return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:
+    """Appends a chunk and syncs it to disk."""
     if self._path is None:
       return
     with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
@@ -52,7 +52,7 @@ class Unfinished:
       os.fsync(file.fileno())
 
   def _read(self) -> list[dict[str, Any]]:
-    """The lines up to the first damaged one, of which it tells."""
+    """Returns the lines before the first damaged one, and reports it."""
     content = self._path.read_text(errors="replace") if self._path.exists() else ""
     lines = []
     for number, line in enumerate(content.split("\n")[:-1], start=1):
@@ -65,8 +65,10 @@ class Unfinished:
 
 
 def checksums(params: Any) -> list[int] | dict[str, str]:
-  """Of each array, the same for every layout over devices; where nothing else has to be compiled,
-  its bits, added up modulo 2^32."""
+  """Returns a checksum per array, independent of its layout over devices.
+
+  On one CPU process it is the sum of the array's bits modulo 2^32, without compiling.
+  """
   if sharding.platform() == "cpu" and jax.process_count() == 1:
     arrays = map(np.asarray, jax.tree.leaves(params))
     return [int(x.view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32)) for x in arrays]

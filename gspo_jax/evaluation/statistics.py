@@ -13,7 +13,7 @@ from gspo_jax.sampling.trajectory import means
 
 
 def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
-  """Figures of a benchmark, by name."""
+  """Returns a benchmark's metrics by name."""
   right_PG, records = right_answers(benchmark, sampled), sampled["records"]
   accuracy_P = right_PG.mean(1)
   row = means([record.get("figures", {}) for record in records])
@@ -30,9 +30,9 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
     rating = elo.virtual_rating(*_participations(benchmark, right_PG))
     row |= _bounded("contest_rating", *rating)
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
-  for name in records[0].get("signals", {}):  # those that there is a verdict on
-    known = [r["signals"][name] for r in records if r["signals"][name] is not None]
-    row |= {f"constraint/{name}": float(np.mean(known))} if known else {}
+  for name in records[0].get("signals", {}):
+    measured = [r["signals"][name] for r in records if r["signals"][name] is not None]
+    row |= {f"constraint/{name}": float(np.mean(measured))} if measured else {}
   row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
   if sampled["outcomes"]:
     row["verifier/unknown"] = float(np.mean(["unknown" in record for record in records]))
@@ -44,7 +44,7 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
 def _participations(
   benchmark: Benchmark, right_PG: np.ndarray
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
-  """Points of each virtual participation, by contest: in sample g, the problems that it solved."""
+  """Returns points by contest and sample: the sum over problems solved."""
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
     info = dict(problem.info)
@@ -54,32 +54,35 @@ def _participations(
 
 
 def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
-  """One row per problem: how many of its samples were right, how long they were."""
+  """Yields a row per problem: number of right samples, lengths."""
   records = sampled["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
-    mine = records[i * k : (i + 1) * k]
-    right = sum(record["reward"] > 0 for record in mine)
+    samples = records[i * k : (i + 1) * k]
+    right = sum(record["reward"] > 0 for record in samples)
     yield dict(problem.info) | dict(
       id=problem.id,
       benchmark=benchmark.name or "eval",
       samples=k,
       right=right,
       accuracy=right / k,
-      response_length=sum(record["length"] for record in mine) / k,
-      truncated=sum(record["truncated"] for record in mine),
+      response_length=sum(record["length"] for record in samples) / k,
+      truncated=sum(record["truncated"] for record in samples),
     )
 
 
 def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
-  """The probability that k samples hold a right one, by problem, without bias: of n samples, c of
-  them right, 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1)."""
+  """Unbiased probability of a right one among k samples, by problem.
+
+  For n samples, c of them right, it is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374,
+  eq. 1).
+  """
   total = math.comb(samples, k)
   return np.array([1 - math.comb(samples - int(c), k) / total for c in right_P])
 
 
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
-  """95 % interval of the mean by resampling problems (not samples: they share their problem)."""
+  """95 % interval of the mean by resampling problems, not samples."""
   low, high = np.percentile(value_P[_resamples(len(value_P))].mean(1), [2.5, 97.5])
   return float(low), float(high)
 
@@ -94,6 +97,6 @@ def _bounded(name: str, value: float, low: float, high: float) -> dict[str, floa
 
 
 def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:
-  """1 where a sample was right, [problems, samples]."""
+  """Returns 1.0 for right samples and 0.0 for wrong, [problems, samples]."""
   right = [record["reward"] for record in sampled["records"]]
   return np.array(right, np.float32).reshape(len(benchmark.problems), -1)

@@ -15,7 +15,7 @@ from gspo_jax.system.files import WriteError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Writes DIR/report.html, or a comparison of several runs to --output."""
+  """Writes DIR/report.html, or a comparison of runs to --output."""
   parser = argparse.ArgumentParser(
     prog="python -m gspo_jax.report",
     description="Writes the report of a run, or of several to compare them, as one HTML page.",

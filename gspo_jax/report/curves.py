@@ -1,4 +1,4 @@
-"""The curves of a report: which charts the runs have metrics for, and what is drawn of them."""
+"""Curves of a report: the charts that the runs have metrics for, and their points."""
 
 import itertools
 import math
@@ -9,22 +9,27 @@ from gspo_jax.report.figures import SECTIONS, UNDRAWN, Figure, Line, Section, st
 from gspo_jax.runs.metrics import Row
 
 ByPhase = Mapping[str, Sequence[Row]]
-Table = Mapping[str, Mapping[int, float | None]]  # of each metric its values by step
+Table = Mapping[str, Mapping[int, float | None]]  # {metric: {step: value}}
 
-# Beyond these the page would be slow, and nobody could see more.
-MAX_POINTS = 800  # of one curve, where the chart has no more than four
-MAX_CELLS = 16_000  # of a heat map
-LOG_FROM = 100  # times that the largest value is one of the smallest ones
-CUT_FROM = 2.5  # times that a bar is one of the larger ones: it is cut off
-INTERVAL = re.compile(r"eval/.+/(low|high)")  # of the metric before it
+# Limits of a page that is quick to open; more detail would not be visible.
+MAX_POINTS = 800  # Points per curve, in a chart with up to four.
+MAX_CELLS = 16_000  # Cells of a heat map.
+LOG_FROM = 100  # Ratio of the largest value to the smallest ones.
+CUT_FROM = 2.5  # Ratio to the larger bars above which a bar is cut off.
+INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of the metric named before.
 SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
-VALUES = ("y", "low", "high")  # of a curve
-SAME = 1e-6  # relative difference up to which a metric counts as constant: float32 has no more
+VALUES = ("y", "low", "high")  # Fields of a curve.
+SAME = (
+  1e-6  # Relative difference up to which a metric counts as constant, near float32's precision.
+)
 
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
-  """The charts for which the runs have metrics. Metrics that no chart names come last in the
-  section whose `rest` matches them, or under "Other metrics"."""
+  """Returns the charts with metrics in the runs.
+
+  Metrics without a chart come last in the section whose `rest` matches them, or under
+  "Other metrics".
+  """
   figures = [figure for section in SECTIONS for figure in section.figures]
   runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
   built = {figure: _build_figures(figure, runs) for figure in figures}
@@ -45,7 +50,7 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
 
 
 def _columns(rows: Sequence[Row]) -> Table:
-  """The rows as columns, read once for all charts."""
+  """Transposes rows to columns, once for all charts."""
   table: dict[str, dict[int, float | None]] = {}
   for row in rows:
     for key, value in row.items():
@@ -54,11 +59,11 @@ def _columns(rows: Sequence[Row]) -> Table:
 
 
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
-  """A chart for each metric that no chart names."""
+  """Returns one chart for each metric without one."""
   lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
   bands = {edge for line in lines for edge in (line.low, line.high)}
-  known = {key for run in runs for table in run.values() for key in table}
-  ends = {key for key in known if INTERVAL.fullmatch(key) and key.rsplit("/", 1)[0] in known}
+  names = {key for run in runs for table in run.values() for key in table}
+  ends = {key for key in names if INTERVAL.fullmatch(key) and key.rsplit("/", 1)[0] in names}
 
   def figure(key: str, phase: str, color: str) -> Figure:
     interval = (f"{key}/low", f"{key}/high") if f"{key}/low" in ends else ("", "")
@@ -76,8 +81,10 @@ def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -
 
 
 def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
-  """One chart for all runs, or one each where bars are stacked or rows coloured; none without
-  curves."""
+  """Builds one chart for all runs, or one each of stacks and heat maps.
+
+  Returns no chart without curves.
+  """
   series = [
     curve | {"run": i}
     for phase in figure.phases
@@ -98,7 +105,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     else:
       sizes = [sum(y or 0 for y in ys) for part in parts for ys in zip(*(s["y"] for s in part))]
     common["top"], common["largest"] = _usual_top(sizes), max(sizes, default=0)
-  if len(parts) > 1:  # side by side, on one axis and with the same colours
+  if len(parts) > 1:  # Side by side, on one axis and with the same colours.
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))
     common["wide"] = False
   return [
@@ -110,35 +117,38 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
 
 
 def _usual_top(sizes: Sequence[float]) -> float:
-  """The largest size that is no outlier: a step that compiled must not flatten all others."""
+  """Returns the largest size without outliers, such as compiling steps."""
   ordered = sorted(sizes) or [0.0]
   usual = ordered[int(0.9 * (len(ordered) - 1))]
   return max(v for v in ordered if v <= CUT_FROM * usual) if usual > 0 else ordered[-1]
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Says of curves that are one value in every run alone that they are `constant`.
+  """Marks curves with a single value in every run as `constant`.
 
-  The page has a line of text for them. In stacked bars only zeros are: others are a part of a sum.
+  The page shows them as a line of text. In stacked bars only zeros count: other values are part of
+  a sum.
   """
 
   def is_constant(curve: Row) -> bool:
-    known = _values_of(curve)
-    if not known or kind == "heat":
-      return not known
-    low, high = min(known), max(known)
+    values = _values_of(curve)
+    if not values or kind == "heat":
+      return not values
+    low, high = min(values), max(values)
     return low == high == 0 if kind == "stack" else high - low <= SAME * max(abs(low), abs(high))
 
   moving = {(curve["phase"], curve["key"]) for curve in series if not is_constant(curve)}
   for curve in series:
     if (curve["phase"], curve["key"]) not in moving:
-      known = [v for v in curve["y"] if v is not None]
-      curve["constant"], curve["count"] = known[0] if known else None, len(known)
+      values = [v for v in curve["y"] if v is not None]
+      curve["constant"], curve["count"] = values[0] if values else None, len(values)
 
 
 def wants_log(series: Sequence[Row]) -> bool:
-  """Whether a linear axis would show most values as 0: none is negative, few are 0, and the largest
-  is a hundred times one of the smallest."""
+  """Whether a linear axis would show most values as 0.
+
+  No value is negative, few are 0, and the largest is a hundred times one of the smallest.
+  """
   values = sorted(v for s in series if "constant" not in s for v in _values_of(s))
   positive = [v for v in values if v > 0]
   if len(positive) < max(5, 0.8 * len(values)) or values[0] < 0:
@@ -152,7 +162,7 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
   limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
     limit = MAX_CELLS // runs // max(60, len(lines))
-  # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
+  # A value missing from a stack is 0 (a stage that did not run); elsewhere it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
   common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
@@ -174,18 +184,18 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
 def _values(
   table: Table, key: str, steps: Sequence[int], missing: float | None = None
 ) -> list[float | None]:
-  """The values of a metric at these steps; None where it was no number."""
+  """Returns a metric's values at these steps; None if not finite."""
   values = [table.get(key, {}).get(step, missing) for step in steps]
   return [v if v is not None and math.isfinite(v) else None for v in values]
 
 
 def _values_of(curve: Row) -> list[float]:
-  """All that a curve and its band go through."""
+  """Returns all values of a curve and its band."""
   return [v for name in VALUES for v in curve.get(name, ()) if v is not None]
 
 
 def _rounded(curve: Row) -> Row:
-  """The curve with as many digits as can be seen."""
+  """Rounds a curve to the digits visible in a chart."""
   return curve | {
     name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
     for name in VALUES
@@ -194,8 +204,8 @@ def _rounded(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """(metric, what the braces stand for) for each metric that a pattern names."""
-  if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # a name, with braces or without
+  """Matches metrics with a pattern; returns them with the text for its braces."""
+  if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # A name, perhaps with braces.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
@@ -204,7 +214,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def thin(curve: Row, limit: int) -> Row:
-  """Averages neighbours so that at most `limit` points remain; bands keep their extremes."""
+  """Averages neighbours down to at most `limit` points; bands keep their extremes."""
   count = len(curve["x"])
   if count <= limit:
     return curve

@@ -1,4 +1,4 @@
-"""Content of a report of runs, as JSON values: answers on top, warnings, differences, charts.
+"""Content of a report as JSON values: answers, warnings, differences, charts.
 
 A report shows one run or compares several: the curves of a metric then share one chart.
 """
@@ -31,12 +31,12 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Code and packages that ran, and how they were started."""
+    """Versions of code and packages, and the command."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
 def describe(runs: Sequence[Run]) -> Row:
-  """Collects everything on the page but the responses."""
+  """Returns everything on the page except the responses."""
   by_phases = [
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
@@ -58,7 +58,7 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      # Without the command, which differs between any two runs.
+      # The command differs between any two runs.
       "code": differences([{**run.provenance, "command": None} for run in runs]),
     },
     "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
@@ -66,7 +66,7 @@ def describe(runs: Sequence[Run]) -> Row:
 
 
 def describe_run(run: Run, by_phase: ByPhase) -> Row:
-  """One run's part of the page, without its charts."""
+  """Returns one run's part of the page, without its charts."""
   alarms = list(warnings(by_phase))
   return {
     "name": run.name,
@@ -85,7 +85,7 @@ def describe_run(run: Run, by_phase: ByPhase) -> Row:
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
-  """Spans of consecutive rows with the same alarm, in the order in which they began."""
+  """Yields spans of consecutive rows with an alarm, in order."""
   for phase, rows in by_phase.items():
     spans = []
     for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
@@ -98,16 +98,16 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """The keys whose values are not the same in all runs; a missing one is null."""
+  """Returns keys whose values differ between runs; None if missing."""
   keys = dict.fromkeys(key for run in runs for key in run)
-  values = {key: [as_text(run[key]) if key in run else None for run in runs] for key in keys}
-  return [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]
+  rows = [(key, [as_text(run[key]) if key in run else None for run in runs]) for key in keys]
+  return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """The clip range as levels to mark in a chart of the ratio, where the config has one.
+  """Returns the configured clip bounds, to mark in charts of the ratio.
 
-  Not GMPO's, which is of the log-ratios of tokens, and not DPPO's, which is of a divergence.
+  GMPO clips log-ratios of tokens and DPPO a divergence: they have no such bounds.
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []
@@ -120,7 +120,7 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-  """Nested mappings as dotted keys."""
+  """Yields the leaves of nested mappings under dotted keys."""
   for key, value in config.items():
     if isinstance(value, Mapping):
       yield from flatten(value, f"{prefix}{key}.")
@@ -141,7 +141,7 @@ SUMMARY = {
 
 
 def summarize(run: Run) -> list[str]:
-  """The settings that tell one run from another, for those that the config has, and the commit."""
+  """Returns the settings of SUMMARY and the commit as texts."""
   flat, code = run.flat, run.provenance
   texts = []
   for key, text in SUMMARY.items():
@@ -153,5 +153,5 @@ def summarize(run: Run) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-  """A text as it is, anything else as JSON."""
+  """Returns a text unchanged, anything else as JSON."""
   return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The charts of a report: each with the metrics it shows, in the order of the page."""
+"""Charts of a report and their metrics, in the order of the page."""
 
 import dataclasses
 import re
@@ -7,35 +7,37 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One curve: a metric, optionally with a band between two others."""
+  """One curve: a metric, optionally with a band between two other metrics."""
 
-  key: str  # `{i}` stands for any index, `{name}` for any name: one curve each
+  key: str  # `{i}` matches any index, `{name}` any name: one curve each.
   label: str
-  color: str  # one of the template; `sequence`: shades of one; `cycle`: one after the other
+  color: str  # A colour of the template; `sequence`: shades of one; `cycle`: each in turn.
   low: str = ""
   high: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """One chart. Curves whose metric the run does not have are left out, and so are empty charts."""
+  """One chart. Curves without a metric in the run are dropped, and so are empty charts."""
 
   title: str
   note: str
   lines: tuple[Line, ...]
   phases: tuple[str, ...] = ("rl",)
-  unit: str = "number"  # number, percent, seconds, ratio: how values are written
-  kind: str = "line"  # or "stack", or "heat": a row of colours for each curve
-  zero: bool = True  # the axis includes 0
+  unit: str = "number"  # Format of values: number, percent, seconds or ratio.
+  kind: str = "line"  # "line", "stack", or "heat": a row of colours for each curve.
+  zero: bool = True  # The axis includes 0.
   wide: bool = False
-  overview: bool = False  # on the overview too
-  log: bool = True  # drawn on a log scale where the values ask for it
+  overview: bool = False  # The overview shows this chart too.
+  log: bool = True  # A log scale is allowed if the values suggest it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A heading and its charts, in one of the views. `rest` matches metrics that belong there though
-  no chart names them; each has a chart of its own."""
+  """A heading and its charts, in one of the views.
+
+  Metrics without a chart that match `rest` get a chart each at the end.
+  """
 
   view: str
   title: str
@@ -44,14 +46,14 @@ class Section:
   rest: str = ""
 
 
-# The views of a page in their order; the first is what it opens with.
+# The views of a page in order; it opens with the first.
 VIEWS = {
   "overview": "Overview", "responses": "Responses", "learning": "Learning",
   "ratio": "Ratio and clipping", "router": "Router", "speed": "Speed and memory", "other": "More",
 }  # fmt: skip
 BOTH = ("sft", "rl")
-HELD_OUT = ("rl", "eval")  # while training, or alone
-# Colours of the stages of a step, in the order in which they run; others follow by name.
+HELD_OUT = ("rl", "eval")  # Evaluation while training, or alone.
+# Stages of a step in their order; others follow by name.
 STAGES = (
   *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
   *("save", "report", "restart", "wait"),
@@ -67,14 +69,14 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# As many curves as mini-batches times layers: metrics.jsonl has them, the page does not.
+# One curve per mini-batch and layer is too many for the page.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+")
 
 
 def _chart(
   title: str, note: str, lines: Mapping[str, str] | str, band: tuple[str, str] = ("", ""), **options
 ) -> Figure:
-  """A chart of `{metric: "label color"}`, or of one metric; `band` is that of the first line."""
+  """Builds a chart of `{metric: "label color"}` or one metric, with a band."""
   if isinstance(lines, str):
     color = "amber" if options.get("phases") == ("sft",) else "blue"
     lines = {lines: f"{title.lower()} {color}"}
@@ -133,10 +135,10 @@ SECTIONS = (
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
       log=False,
     ),
-    *(_chart(f"Verifier{of}", "share of the responses by outcome",
+    *(_chart(f"Verifier{suffix}", "share of the responses by outcome",
              {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
              unit="percent", kind="stack")
-      for of, prefix in (("", ""), (", held out", "eval/"))),
+      for suffix, prefix in (("", ""), (", held out", "eval/"))),
     _chart("Conversations",
            "what environments report, by name; mean over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
@@ -197,11 +199,11 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Clipping", "What clipping makes of it.",
-    *(_chart(f"Clipped {x}s", f"share of {what} outside the clip range",
+    *(_chart(f"Clipped {x}s", f"share of {units} outside the clip range",
              {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
               f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent",
              overview=x == "token")
-      for x, what in (("sequence", "responses"), ("token", "tokens"))),
+      for x, units in (("sequence", "responses"), ("token", "tokens"))),
     *(_by_minibatch(f"Clipped {x}s", "share of each update", f"clip_fraction/{x}", unit="percent")
       for x in ("sequence", "token")),
     *(_by_minibatch(f"Tokens clipped {side}", f"A {sign} 0; share of each update",
@@ -255,9 +257,9 @@ SECTIONS = (
            {f"router/volatility/{key}": text for key, text in {
              "mean": "mean blue", "max_layer": "largest layer orange"}.items()}, unit="percent",
            overview=True),
-    *(_by_minibatch(f"Volatility{of}", "share of each update", f"router/volatility/{key}",
+    *(_by_minibatch(f"Volatility{suffix}", "share of each update", f"router/volatility/{key}",
                     unit="percent")
-      for of, key in (("", "mean"), (" of the largest layer", "max_layer"))),
+      for suffix, key in (("", "mean"), (" of the largest layer", "max_layer"))),
   ),
   _section(
     "router", "Load and entropy", "",

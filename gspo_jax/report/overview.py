@@ -1,4 +1,4 @@
-"""The answers on top of a report: is it learning, is it healthy, is it fast, and what says so."""
+"""Answers on top of a report: is the run learning, healthy and fast, and by what evidence."""
 
 import itertools
 import math
@@ -14,14 +14,14 @@ from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]
 
-SURE = 2.0  # standard errors that the reward must have moved by
+SURE = 2.0  # Standard errors by which a change of the reward is significant.
 ACCURACY = re.compile(r"eval/(.+/)?accuracy")
 
 
 def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row]:
-  """Three questions about a run, each with an answer, what it rests on, and figures.
+  """Answers three questions about a run, with reasons and figures.
 
-  A figure has a `value`, a number in its `unit` or a text, and `before`, what it was at first.
+  A figure has a `value`, a number in its `unit` or a text, and `before`, its initial value.
   """
   return [
     {"question": "Is it learning?", **_learning(by_phase, flat)},
@@ -32,70 +32,76 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   rows = by_phase["rl"]
-  tried, facts = rows or by_phase["eval"], []
-  measured = [row for row in tried if row.get("eval/accuracy") is not None]
-  keys = {key for row in tried for key in row if ACCURACY.fullmatch(key)}
+  evaluated, facts = rows or by_phase["eval"], []
+  measured = [row for row in evaluated if row.get("eval/accuracy") is not None]
+  keys = {key for row in evaluated for key in row if ACCURACY.fullmatch(key)}
   keys = sorted(keys, key=lambda key: (key != "eval/accuracy", key))
-  judged = next(filter(None, (judge_accuracy(tried, key) for key in keys)), None)
+  by_accuracy = next(filter(None, (judge_accuracy(evaluated, key) for key in keys)), None)
   by_reward = judge_reward(rows)
-  state, text, because = judged or by_reward
-  if judged and state == "good" and by_reward[0] == "bad":
+  state, text, because = by_accuracy or by_reward
+  if by_accuracy and state == "good" and by_reward[0] == "bad":
     state, text, because = "bad", "It did, but the reward fell", f"{because}; {by_reward[2]}"
   if not rows and by_phase["sft"]:
     state, text, because = judge_loss(by_phase["sft"])
-  elif not rows and tried:
+  elif not rows and evaluated:
     state, text, because = "plain", "It is evaluated, not trained", "no iterations"
   for key in keys:
-    facts += _change(f"{_set(key) or 'Held-out accuracy'}, avg@k", _known(tried, key), "percent")
-  facts += _change("Held-out accuracy, greedy", _known(tried, "eval/greedy"), "percent")
+    facts += _change(
+      f"{_set(key) or 'Held-out accuracy'}, avg@k", _finite(evaluated, key), "percent"
+    )
+  facts += _change("Held-out accuracy, greedy", _finite(evaluated, "eval/greedy"), "percent")
   if len(measured) > 2:
     best = max(measured, key=lambda row: row["eval/accuracy"])
     facts.append(_fact("Best, avg@k", best["eval/accuracy"], "percent", f"at step {best['step']}"))
-  facts += _moved("Reward", rows, "reward/mean")
-  facts += _moved("Groups of equal rewards", rows, "groups_without_spread", "percent")
+  facts += _trend("Reward", rows, "reward/mean")
+  facts += _trend("Groups of equal rewards", rows, "groups_without_spread", "percent")
   if rows or by_phase["sft"]:
     trained = rows or by_phase["sft"]
     planned = flat.get("rl.iterations" if rows else "sft.steps")
-    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    total = f" of {planned:,}" if isinstance(planned, int) else ""
     name = "Iterations" if rows else "Updates of the cold start"
-    facts.append(_fact(name, f"{trained[-1]['step']:,}{of}"))
+    facts.append(_fact(name, f"{trained[-1]['step']:,}{total}"))
   return {"state": state, "answer": text, "because": because, "facts": facts}
 
 
 def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
-  """Compares the last evaluation with the first and with the best, by their intervals; None without
-  two evaluations that have some."""
+  """Compares the last evaluation with the first and the best.
+
+  Their intervals decide. Returns None if fewer than two evaluations have some.
+  """
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
   if len(measured) < 2:
     return None
   first, last, best = measured[0], measured[-1], max(measured, key=lambda row: row[key])
 
-  def apart(lower: Row, upper: Row) -> bool:
+  def is_below(lower: Row, upper: Row) -> bool:
     return lower[f"{key}/high"] < upper[f"{key}/low"]
 
-  def told(earlier: Row) -> str:
+  def comparison(earlier: Row) -> str:
     shown = (f"{100 * row[key]:.1f}% at step {row['step']}" for row in (earlier, last))
     return f"{_set(key) or 'held-out'} accuracy: {', '.join(shown)}"
 
-  if apart(last, first):
-    return "bad", "No, it got worse", told(first)
-  if apart(last, best):
-    return "bad", "It did, and lost some of it", told(best)
-  if apart(first, last):
-    return "good", "Yes", f"{told(first)}; the 95% intervals are apart"
-  return "open", "Not shown yet", f"{told(first)}; the 95% intervals overlap"
+  if is_below(last, first):
+    return "bad", "No, it got worse", comparison(first)
+  if is_below(last, best):
+    return "bad", "It did, and lost some of it", comparison(best)
+  if is_below(first, last):
+    return "good", "Yes", f"{comparison(first)}; the 95% intervals are apart"
+  return "open", "Not shown yet", f"{comparison(first)}; the 95% intervals overlap"
 
 
 def _set(key: str) -> str:
-  """The problems that an accuracy is of; "" for the held-out ones."""
+  """Returns the benchmark of an accuracy; "" for the held-out problems."""
   return key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
 
 
 def judge_reward(rows: Rows) -> tuple[str, str, str]:
-  """Compares the mean rewards of the first and of the last tenth of the iterations. What a single
-  one scatters by is read off neighbours, which a trend hardly moves, and off the two tenths, which
-  neighbours that are alike do not hide."""
-  rewards = _known(rows, "reward/mean")
+  """Compares mean rewards of the first and last tenth of the iterations.
+
+  The scatter of one iteration is the larger of two estimates: differences of neighbours, hardly
+  affected by a trend, and the variances within the two tenths, right for correlated neighbours too.
+  """
+  rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
     return "open", "Too early to say", "needs two evaluations, or six iterations with rewards"
   count = max(2, len(rewards) // 10)
@@ -111,9 +117,9 @@ def judge_reward(rows: Rows) -> tuple[str, str, str]:
 
 
 def judge_loss(rows: Rows) -> tuple[str, str, str]:
-  """The same of the cold start's loss, held out where it is: it should fall."""
-  name = "held_out_loss" if _known(rows, "held_out_loss") else "loss"
-  values = _known(rows, name)
+  """Judges the cold start's loss like a reward, held out if measured."""
+  name = "held_out_loss" if _finite(rows, "held_out_loss") else "loss"
+  values = _finite(rows, name)
   state, text, because = judge_reward([{"reward/mean": -v} for v in values])
   if len(values) > 1:
     because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
@@ -122,32 +128,32 @@ def judge_loss(rows: Rows) -> tuple[str, str, str]:
 
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   rows = by_phase["rl"]
-  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # 0: evaluation alone
-  counts = [row.get("updates_skipped") or 0 for row in trained]  # since the start, or a resume
-  skipped = [now - was if now >= was else now for was, now in zip([0, *counts], counts)]
-  dropped = max(_known(trained, "router/dropped_tokens"), default=0)
-  broken = [  # but for the figures of an update that was skipped, and has done no harm
+  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # Step 0: evaluation alone.
+  counts = [row.get("updates_skipped") or 0 for row in trained]  # Totals since start or resume.
+  skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
+  dropped = max(_finite(trained, "router/dropped_tokens"), default=0)
+  broken = [  # A skipped update does no harm, whatever its figures.
     row["step"]
-    for row, left_out in zip(trained, skipped)
-    if not left_out and any(k in row and not _known([row], k) for k in ("loss", "grad_norm"))
+    for row, count in zip(trained, skipped)
+    if not count and any(k in row and not _finite([row], k) for k in ("loss", "grad_norm"))
   ]
-  norms = _known(trained, "grad_norm")
+  norms = _finite(trained, "grad_norm")
   idle = len(norms) * (not any(norms))
-  last = trained[-max(1, len(trained) // 10) :]  # the last tenth
+  last = trained[-max(1, len(trained) // 10) :]  # The last tenth.
   recent = dict.fromkeys(
     alarm["name"]
     for alarm in alarms
     if last and alarm["to"] >= last[0]["step"] and alarm["phase"] == last[-1]["phase"]
   )
   earlier = "1 alarm" if len(alarms) == 1 else f"{len(alarms)} alarms"
-  of_idle = "bad" if idle > 2 else "open"
-  of_skipped = "bad" if all(skipped[-3:]) else "open"
+  idle_state = "bad" if idle > 2 else "open"
+  skipped_state = "bad" if all(skipped[-3:]) else "open"
   troubles = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
-    (of_idle, idle, f"nothing is learned: the gradient was 0 in all {idle} rows"),
+    (idle_state, idle, f"nothing is learned: the gradient was 0 in all {idle} rows"),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
-    (of_skipped, sum(skipped), f"{sum(skipped):g} updates were skipped"),
+    (skipped_state, sum(skipped), f"{sum(skipped):g} updates were skipped"),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
   states = [state for state, happened, _ in troubles if happened]
@@ -159,17 +165,19 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   else:
     state, text = ("bad", "No") if "bad" in states else ("open", "Look closer")
   facts = [_fact("Alarms", float(len(alarms)))] if trained else []
-  facts += _moved("Tokens clipped", rows, "clip_fraction/token", "percent")
-  facts += _moved("Entropy, nats", rows, "entropy")
-  facts += _moved("Gradient norm", rows, "grad_norm")
-  facts += _moved("Cut at the limit", rows, "truncated_fraction", "percent")
-  facts += _moved("Volatility of experts", rows, "router/volatility/mean", "percent")
-  facts += _moved("Lag of the weights", rows, "lag/mean")
+  facts += _trend("Tokens clipped", rows, "clip_fraction/token", "percent")
+  facts += _trend("Entropy, nats", rows, "entropy")
+  facts += _trend("Gradient norm", rows, "grad_norm")
+  facts += _trend("Cut at the limit", rows, "truncated_fraction", "percent")
+  facts += _trend("Volatility of experts", rows, "router/volatility/mean", "percent")
+  facts += _trend("Lag of the weights", rows, "lag/mean")
   return {"state": state, "answer": text, "because": because, "facts": facts}
 
 
 def _fast(rows: Rows) -> Row:
-  timed = [stages for step, stages, _ in _timed(rows) if step > 0]  # 0: evaluation alone
+  timed = [
+    stages for step, stages, _ in _stage_times(rows) if step > 0
+  ]  # Step 0: evaluation alone.
   typical = _medians(_second_half(timed))
   if not typical:
     because = "no timed iterations yet"
@@ -187,9 +195,9 @@ def _fast(rows: Rows) -> Row:
     ("Peak device memory, GiB", "memory/device_peak_gib", "number"),
     ("Peak host memory, GiB", "memory/host_peak_gib", "number"),
   ):
-    if known := _known(_second_half(rows), key):
-      facts.append(_fact(label, statistics.median(known), unit))
-  facts += [_fact("Goodput", share, "percent") for share in _known(rows, "goodput")[-1:]]
+    if values := _finite(_second_half(rows), key):
+      facts.append(_fact(label, statistics.median(values), unit))
+  facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
   facts.append(_fact("Time in stages", clock_text(sum(sum(stages.values()) for stages in timed))))
   because = f"of which {typical[longest]:.3g} s {longest}; medians of the second half"
   return {
@@ -198,10 +206,12 @@ def _fast(rows: Rows) -> Row:
 
 
 def timeline(rows: Rows) -> list[Row]:
-  """Seconds of each stage, in the order in which they run, of a typical iteration (medians over the
-  second half), of the last one and of the slowest; parts of a stage with it."""
-  timed = _timed(rows)
-  timed = [times for times in timed if times[0] > 0] or timed  # before the first: evaluation alone
+  """Returns stage times of a typical, the last and the slowest iteration.
+
+  The typical one has medians over the second half. Stages are in order, with their parts.
+  """
+  timed = _stage_times(rows)
+  timed = [times for times in timed if times[0] > 0] or timed  # Step 0: evaluation alone.
   if not timed:
     return []
   _, *later = zip(*_second_half(timed))
@@ -210,17 +220,19 @@ def timeline(rows: Rows) -> list[Row]:
   if slowest is not timed[-1]:
     iterations["slowest"] = slowest
 
-  def described(stage: str, seconds: float, parts: Mapping[str, float]) -> Row:
-    of_stage = {name: s for name, s in parts.items() if name.startswith(f"{stage}/") and s > 0}
-    shown = [[name.removeprefix(f"{stage}/"), s] for name, s in of_stage.items()]
-    return {"name": stage, "seconds": seconds, "parts": shown}
+  def describe_stage(stage: str, seconds: float, parts: Mapping[str, float]) -> Row:
+    prefix = f"{stage}/"
+    own_parts = [
+      [k.removeprefix(prefix), s] for k, s in parts.items() if k.startswith(prefix) and s > 0
+    ]
+    return {"name": stage, "seconds": seconds, "parts": own_parts}
 
   return [
     {
       "name": name,
       "step": step,
       "stages": [
-        described(stage, stages[stage], parts)
+        describe_stage(stage, stages[stage], parts)
         for stage in sorted(stages, key=stage_order)
         if stages[stage] > 0
       ],
@@ -229,8 +241,8 @@ def timeline(rows: Rows) -> list[Row]:
   ]
 
 
-def _timed(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
-  """Of each row with times its step, and seconds by stage and by part of a stage."""
+def _stage_times(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
+  """Returns (step, seconds by stage, seconds by part) of rows with times."""
   timed = []
   for row in rows:
     times = {k[5:]: v for k, v in row.items() if k.startswith("time/") and v is not None}
@@ -241,14 +253,14 @@ def _timed(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
 
 
 def _second_half(items: Sequence[Any]) -> Sequence[Any]:
-  """Without the first iterations, which compile."""
+  """Drops the first iterations: they compile."""
   return items[len(items) // 2 :]
 
 
-def _medians(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """By name; what most iterations do without is 0."""
-  names = dict.fromkeys(name for times in each for name in times)
-  return {name: statistics.median(times.get(name, 0.0) for times in each) for name in names}
+def _medians(iterations: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the median by name; a missing value counts as 0."""
+  names = dict.fromkeys(name for times in iterations for name in times)
+  return {name: statistics.median(times.get(name, 0.0) for times in iterations) for name in names}
 
 
 def _fact(label: str, value: float | str, unit: str = "number", note: str = "") -> Row:
@@ -256,19 +268,19 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """From the first value to the last one."""
+  """Returns the last value as a figure, with the first before."""
   if len(values) < 2:
     return [_fact(label, value, unit) for value in values]
   return [_fact(label, values[-1], unit) | {"before": values[0]}]
 
 
-def _moved(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """From the mean over the first tenth of the iterations to that over the last one."""
-  known = _known(rows, key)
-  count = max(1, len(known) // 10)
-  tenths = (known[:count], known[-count:]) if len(known) > 1 else (known,) * len(known)
+def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
+  """Returns the mean of the last tenth, with the first tenth's before."""
+  values = _finite(rows, key)
+  count = max(1, len(values) // 10)
+  tenths = (values[:count], values[-count:]) if len(values) > 1 else (values,) * len(values)
   return _change(label, [statistics.fmean(tenth) for tenth in tenths], unit)
 
 
-def _known(rows: Rows, key: str) -> list[float]:
+def _finite(rows: Rows, key: str) -> list[float]:
   return [v for row in rows if (v := row.get(key)) is not None and math.isfinite(v)]

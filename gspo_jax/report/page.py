@@ -1,9 +1,9 @@
-"""One self-contained HTML page of a run: its curves and the responses that were dumped.
+"""One self-contained HTML page of a run: its curves and logged responses.
 
 `python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl`
 under DIR and writes DIR/report.html, which opens without a network. With several directories the
-page compares their runs. What it says is decided in `data.py`, `figures.py` (the charts) and
-`rollouts.py` (the responses); how it looks, in the files of `static/`.
+page compares their runs. Its content comes from `data.py`, `figures.py` (the charts) and
+`rollouts.py` (the responses); its looks from the files of `static/`.
 """
 
 import html
@@ -21,21 +21,21 @@ from gspo_jax.runs import metrics, provenance
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.files import write_whole
 
-MAX_RUNS = 8  # more colours nobody can tell apart
+MAX_RUNS = 8  # More colours are hard to tell apart.
 
 
 def write_report(
   *workdirs: str | os.PathLike, output: str | os.PathLike | None = None, max_rollouts: int = 10_000
 ) -> Path:
-  """Writes the report of a run, or one of several runs, whole or not at all; returns its path.
+  """Writes the report of one or several runs atomically; returns its path.
 
   Args:
-    output: the path; None: DIR/report.html, of one run only.
+    output: the path. None means DIR/report.html, for one run only.
     max_rollouts: responses on the page.
 
   Raises:
-    ValueError: too many runs, one given twice, several without `output`, or a file that no run
-      wrote like that; it names the row.
+    ValueError: too many runs, a repeated run, several runs without `output`, or a malformed file;
+      the error names the row.
   """
   folders = [Path(workdir) for workdir in workdirs]
   if len(folders) > MAX_RUNS:
@@ -53,21 +53,27 @@ def write_report(
 
 
 def read_metrics(path: Path) -> list[Row]:
-  """Rows of a phase and numbers. ValueError names one that is anything else."""
+  """Reads rows of a phase and numbers.
+
+  Raises:
+    ValueError: names a row with any other value.
+  """
   rows = metrics.read_rows(path)
   for row in rows:
-    where = f"{path}: the row of step {row['step']}"
+    location = f"{path}: the row of step {row['step']}"
     if row.get("phase") not in metrics.PHASES:
-      known = ", ".join(metrics.PHASES)
-      raise ValueError(f"{where} has phase={row.get('phase')!r:.40}, not one of {known}: remove it")
+      phases = ", ".join(metrics.PHASES)
+      raise ValueError(
+        f"{location} has phase={row.get('phase')!r:.40}, not one of {phases}: remove it"
+      )
     for name, value in row.items():
       if name != "phase" and not isinstance(value, int | float | None):
-        raise ValueError(f"{where} has {name}={value!r:.40}, which is no number: remove it")
+        raise ValueError(f"{location} has {name}={value!r:.40}, which is no number: remove it")
   return rows
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """The name of each directory, with as many of its parents as tell it from the others."""
+  """Returns each directory's name, with as many parents as make it unique."""
   parts = [folder.resolve().parts for folder in folders]
   names = []
   for folder, path in zip(folders, parts):
@@ -80,7 +86,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def render(report: Row, rollouts: Row) -> str:
-  """Fills the template in one pass, so that nothing inside the data is taken for a marker."""
+  """Fills the template in one pass: data may look like a marker."""
   folder = Path(__file__).parent / "static"
   filled = {path.stem: path.read_text("utf-8") for path in folder.glob("*.js")}
   filled |= {
@@ -94,6 +100,6 @@ def render(report: Row, rollouts: Row) -> str:
 
 
 def _embed(value: Any) -> str:
-  """JSON that can stand inside a script element: no `<` can end it or open a comment."""
+  """Returns JSON for a script element, without `<`, `>` and `&`."""
   text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""The responses of a report: grouped by prompt, shortened, with what became of their tokens."""
+"""Responses of a report: grouped by prompt and shortened, with log-ratios of their tokens."""
 
 import itertools
 import math
@@ -13,20 +13,21 @@ from gspo_jax.runs import metrics
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
 
-# Beyond these the page would be slow, and nobody could read more.
-MAX_CHARACTERS = 4000  # of one response
-MAX_TOKENS = 1_000_000  # with a log-ratio, over the whole page
+# Limits of a page that is quick to open; nobody would read more.
+MAX_CHARACTERS = 4000  # Length of one response.
+MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
 
-NEEDED = dict(prompt_id=str | int, prompt=str, response=str)  # of every response
+NEEDED = dict(prompt_id=str | int, prompt=str, response=str)  # Fields of every response.
 SAMPLE_FIELDS = (
   "sample", "reward", "advantage", "length", "truncated", "stop_reason", "ratio", "clipped",
 )  # fmt: skip
 
 
 def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOKENS) -> Row:
-  """Groups of responses to one prompt, at most `limit` responses, spread evenly over the dumps.
+  """Reads at most `limit` responses, spread evenly over the files.
 
-  One folder per run; runs share the limits equally. `colors` says how log-ratios are written.
+  One folder per run; runs share the limits equally. Groups have one prompt. `colors` has the
+  encoding of log-ratios.
   """
   count = len(folders)
   runs = [_read_run(f, max(1, limit // count), max_tokens // count) for f in folders]
@@ -45,27 +46,31 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
     phase, _, step = path.stem.rpartition("_")
     return phase != "sft", int(step) if step.isdigit() else -1, phase
 
-  paths = sorted(folder.glob("*.jsonl"), key=time)  # none in a folder that is not there
+  paths = sorted(folder.glob("*.jsonl"), key=time)  # Empty without a folder.
   total = sum(path.read_bytes().count(b"\n") for path in paths)
-  wanted = _spread(paths, limit)  # at least one response of each
-  groups, known, left = [], 0, max_tokens
-  for path in reversed(wanted):  # the newest first: theirs are the tokens that get colours
-    groups_of, most = _group(metrics.read_rows(path), path), max(1, limit // len(wanted))
-    size = max((len(group["samples"]) for group in groups_of), default=1)
-    for group in _spread(groups_of, max(1, most // size)):
+  selected = _spread(paths, limit)  # At least one response of each.
+  groups, measured, budget = [], 0, max_tokens
+  for path in reversed(selected):  # The newest come first and get colours.
+    file_groups, most = _group(metrics.read_rows(path), path), max(1, limit // len(selected))
+    size = max((len(group["samples"]) for group in file_groups), default=1)
+    for group in _spread(file_groups, max(1, most // size)):
       samples = []
       for record in group["samples"][:most]:
-        known += _has_ratios(record)
-        sample = _color(record) if left > 0 and _has_ratios(record) else None
-        # Once there is no room, older ones stay plain, even those that would fit.
-        left = left - len(sample["log_ratio"]) if sample else left
-        samples.append(sample if sample and left >= 0 else _plain(record))
+        measured += _has_ratios(record)
+        sample = _color(record) if budget > 0 and _has_ratios(record) else None
+        # Once the budget is spent, older responses stay plain, even short ones.
+        budget = budget - len(sample["log_ratio"]) if sample else budget
+        samples.append(sample if sample and budget >= 0 else _plain(record))
       groups.append(group | {"samples": samples})
-  return {"total": total, "known": known, "groups": groups}
+  return {"total": total, "known": measured, "groups": groups}
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
-  """Groups of responses to one prompt. ValueError names a response without what the page needs."""
+  """Groups responses by prompt.
+
+  Raises:
+    ValueError: names a response without one of the fields NEEDED.
+  """
   phase = path.stem.rpartition("_")[0]
   groups: dict[tuple, Row] = {}
   for number, record in enumerate(records, start=1):
@@ -87,7 +92,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
 
 
 def _spread(items: Sequence[Any], limit: int) -> list[Any]:
-  """At most `limit` items, evenly spaced, the last one among them."""
+  """Returns at most `limit` items, evenly spaced, including the last."""
   if len(items) <= limit:
     return list(items)
   return [items[len(items) - 1 - i * len(items) // limit] for i in reversed(range(limit))]
@@ -101,18 +106,18 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """The fields of a record that the page shows."""
-  known = ((name, record.get(name)) for name in SAMPLE_FIELDS)
-  sample = {name: v for name, v in known if isinstance(v, str) or _finite(v)}
+  """Returns the fields of a record for the page."""
+  fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
+  sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
   return sample | {"response": _shorten(record["response"])}
 
 
 def _color(record: Row) -> Row:
-  """The same with its tokens, their log-ratios, and a 1 for each that was clipped, if any was;
-  where there are segments, the number of each token's, and what is known of those that are shown.
+  """Returns the fields for the page with tokens and their log-ratios.
 
-  The response itself is left out where it is its tokens one after another. It is not where one is a
-  byte of a character, or a mark that decoding leaves out.
+  Adds `clipped_tokens` (1 for clipped) if any token was clipped, and each token's segment with the
+  figures of segments if there are some. Leaves out the response if its tokens join to it. They do
+  not if a token is one byte of a character, or a mark dropped in decoding.
   """
   tokens = [visible(token) for token in record["tokens"]]
   whole = "".join(tokens) == visible(record["response"])
@@ -123,8 +128,8 @@ def _color(record: Row) -> Row:
   tokens, ratios, clipped, segments = _cut(tokens, record["log_ratio"], clipped, segments)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if shown := {*segments} - {None}:
-    known = {i: (record["segment_ratio"][i], record["segment_gradient"][i]) for i in sorted(shown)}
-    colored |= {"segments": segments, "segment_figures": known}
+    pairs = {i: (record["segment_ratio"][i], record["segment_gradient"][i]) for i in sorted(shown)}
+    colored |= {"segments": segments, "segment_figures": pairs}
   if any(clipped):
     colored["clipped_tokens"] = clipped
   if whole:
@@ -133,20 +138,22 @@ def _color(record: Row) -> Row:
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
-  """The number of each token's segment; None for all where they are not known, or broken."""
+  """Returns each token's segment number; None if missing or malformed."""
   fields = [record.get(name) for name in ("segments", "segment_ratio", "segment_gradient")]
   if all(isinstance(field, list) for field in fields):
     numbers, ratios, gradients = fields
-    known = range(len(ratios))
-    whole = len(numbers) == count and all(type(n) is int and n in known for n in numbers)
-    if whole and len(gradients) == len(known) and all(map(_finite, (*ratios, *gradients))):
+    valid = range(len(ratios))
+    whole = len(numbers) == count and all(type(n) is int and n in valid for n in numbers)
+    if whole and len(gradients) == len(valid) and all(map(_finite, (*ratios, *gradients))):
       return numbers
   return [None] * count
 
 
 def _cut(tokens: list[str], *columns: list) -> list[list]:
-  """Leaves out tokens in the middle as `_shorten` leaves out characters, and what belongs to them:
-  what stands for them was never sampled and has no ratio."""
+  """Cuts tokens in the middle, with their columns, like `_shorten` cuts characters.
+
+  The mark in their place was not sampled and has no ratio.
+  """
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
     return [tokens, *columns]
@@ -158,11 +165,13 @@ def _cut(tokens: list[str], *columns: list) -> list[list]:
 
 
 def _quantize(samples: Iterable[Row]) -> Row:
-  """Writes the log-ratios as whole multiples of a `unit`; `scale` is where colours end, `clipped`
-  whether any token was."""
+  """Replaces log-ratios by whole multiples of a `unit`.
+
+  Returns the unit, the `scale` at the end of the colours, and whether any token is `clipped`.
+  """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
-  # A few tokens move much further than the others and would leave those without colour.
+  # A few tokens with much larger ratios would leave the others without colour.
   scale = float(np.quantile(sizes, 0.98) or max(sizes)) or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
@@ -180,7 +189,7 @@ def _finite(value: Any) -> bool:
 
 
 def _shorten(text: str) -> str:
-  """The text as the page has it; long ones lose their middle."""
+  """Returns a text for the page; long texts lose their middle."""
   text = visible(text)
   if len(text) <= MAX_CHARACTERS:
     return text

@@ -77,7 +77,7 @@ def verdicts(process):
   one = Benchmark("", config, problems, score)
   evaluator = Evaluator(None, DENSE, [one], tokenizer.load("bytes"), 4, 0)
   sampled = [Trajectory((1,), 0, 0, None) for _ in problems]
-  chunk = evaluator._scored(one, [0, 1], sampled)
+  chunk = evaluator._score(one, [0, 1], sampled)
   rows = chunk["records"]
   found = dict(correct=[r["reward"] for r in rows], unknown=["unknown" in r for r in rows])
   return found | dict(outcomes=chunk["outcomes"])
