@@ -71,9 +71,6 @@ class FakeServer:
     if path == "/inference/v1/abort_requests":
       self.aborted |= set(body["request_ids"])
       return 200, None
-    if path == "/server_info":
-      mode = "raw_logprobs" if self.raw == "says so" else "processed_logprobs"
-      return 200, dict(vllm_config=dict(model_config=dict(logprobs_mode=mode)))
     known = dict(health=None, resume=None, pause=None, reset_prefix_cache=dict(success=True))
     name = path.strip("/")
     return (200, known[name]) if name in known else (404, dict(detail="Not Found"))

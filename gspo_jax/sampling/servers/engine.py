@@ -1,8 +1,7 @@
-"""The engine whose samplers are servers of others, reached over HTTP. docs/engines.md.
+"""The engine whose samplers are vLLM servers, reached over HTTP. docs/engines.md.
 
-Nothing of a server is trusted: answers are checked, new weights probed, and what fails is tried
-again elsewhere. With several processes the first one talks to servers and tells the others what
-came, so that all go on alike.
+Answers are checked, new weights probed, and failures retried elsewhere. With several processes the
+first one talks to servers and broadcasts the answers.
 """
 
 import asyncio
@@ -12,31 +11,31 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from etils import epath
 
-from gspo_jax import sharding
 from gspo_jax.models import flops
+from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
-from gspo_jax.sampling.servers import published
-from gspo_jax.sampling.servers.calls import KINDS, Failed, Part
-from gspo_jax.sampling.servers.fleet import Fleet, Server
-from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
-from gspo_jax.sampling.servers.probe import Probe, Verdict
-from gspo_jax.sampling.servers.vllm import PROCESSED
+from gspo_jax.sampling.servers.client import KINDS, PROCESSED, Call, Failed, Part
+from gspo_jax.sampling.servers.pool import Server, ServerPool
+from gspo_jax.sampling.servers.probe import Probe, Verdict, read_weights, write_weights
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
-PIECE = 4096  # tokens of a call with several samples: a failure costs no more, a long one is alone
-ABORT_S = 20.0  # that `stop` waits for what servers have of responses
-AGAIN_S = 5.0  # between two attempts to find a server that can be used
+STOP_PIECE = 64  # tokens of a call with stop strings, which need a tokenizer
+EMPTY_ANSWERS = 100  # in a row, at most
+ABORT_S = 20.0  # for `stop` to wait for aborted answers
+RETRY_S = 5.0  # between two attempts to find a usable server
 
 
 class ServerEngine:
@@ -47,7 +46,7 @@ class ServerEngine:
     detokenize: from tokens to text, for stop strings.
     workdir: for weights where the configuration names no directory.
     window: positions of the longest response with its prompt.
-    temperature: of training.
+    temperature: temperature of training.
     routing: whether experts are to be recorded.
     tokenizer: a directory whose files go with published weights.
   """
@@ -72,53 +71,49 @@ class ServerEngine:
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
     self._probe = Probe(model, compute, window, temperature, routing and model.num_experts > 0)
-    self._fleet: Fleet | None = None  # of the first process
+    self._pool: ServerPool | None = None  # the first process has it
 
     def connect() -> None:
-      self._fleet = Fleet(config.urls, self._server, model)
+      self._pool = ServerPool(config.urls, self._server, model)
 
     hosts.run_on_first_host(connect, ServersGone)
-    self._weights: Path | None = None  # the directory of the last ones
+    self._weights: Path | None = None  # directory of the newest weights
     self._version = -1
-    # Loading may be another thread's than stepping. It is the one that has the devices.
-    self._loads, self._loading = 0, False
-    self._worst, self._disagreed = 0.0, 0  # of the probe
+    # A thread other than the stepping one may load weights. That one has the devices.
+    self._loading_thread, self._loading = 0, False
+    self._probe_mean, self._disagreed = 0.0, 0
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
-    # Of requests by their number: how many of their responses are not handed out yet.
-    self._open: dict[int, tuple[Request, set[int]]] = {}
-    # Of the first process alone: what is under way, by the id of its call. Others than we may have
-    # calls at the same servers.
-    self._pending: dict[str, list[Pending]] = {}
+    # Requests by number, each with the samples that are not returned yet.
+    self._requests: dict[int, tuple[Request, set[int]]] = {}
+    # Responses under way by the id of their call, on the first process alone. Ids hold the process:
+    # other runs may have calls at the same servers.
+    self._pending: dict[str, Pending] = {}
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
-    self._sampled = 0  # tokens that came since the last `start`, of unfinished responses too
+    self._sampled = 0  # tokens since the last `start`, those of unfinished responses too
     self.usage = Usage()
 
   def __enter__(self) -> "ServerEngine":
     return self
 
   def __exit__(self, *_: object) -> None:
-    if self._fleet is not None:
-      self._fleet.close()
+    if self._pool is not None:
+      self._pool.close()
 
   # Weights.
 
   def load(self, params: Any, version: int) -> None:
-    """Publishes weights and has every server take them, those that were left out before too.
+    """Publishes weights to every server, removed ones too, and probes them.
 
-    Responses that are under way go on under them; another thread than that which steps may call it.
+    Responses under way continue with them; another thread than the stepping one may call it.
 
     Raises:
-      ServersGone: none can be used; says why of each.
+      ServersGone: no server can be used; says why of each.
     """
-    self._loads = threading.get_ident()
+    self._loading_thread = threading.get_ident()
     params, self._version = self._publish(params), version
     directory = self._directory / f"weights_{version:06d}"
-    try:
-      self._weights = published.write(directory, params, self._model, self._tokenizer)
-    except OSError as error:
-      where = error.filename or self._directory
-      raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
+    self._weights = write_weights(directory, params, self._model, self._tokenizer)
     self._loading = True
     try:
       self._find_servers(params)
@@ -127,232 +122,281 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Several processes would have to agree on what each of two threads tells the others."""
+    """Returns False with several processes, whose threads would broadcast out of order."""
     return jax.process_count() == 1
 
   def revive(self) -> None:
-    """Finds servers again if none is left.
+    """Finds servers again if none is usable.
 
     Raises:
-      ServersGone: there is none, and there was none for a while.
+      ServersGone: none was found for `wait_s`.
     """
-    if not (self._fleet.usable or self._loading):
-      self._find_servers(self._read())
+    if not (self._pool.usable or self._loading):
+      self._find_servers(read_weights(self._weights))
 
   def release(self) -> None:
-    """Gives up nothing: servers have the weights."""
+    """Does nothing: servers have the weights."""
 
   def _find_servers(self, params: Any) -> None:
-    """Brings up as many servers as can be; waits a while for the first.
+    """Publishes to all servers until one can be used.
 
     Raises:
-      ServersGone: there is none.
+      ServersGone: none was found for `wait_s`.
     """
     end = time.monotonic() + self._server.wait_s
 
     def wait() -> None:
-      servers = self._fleet.servers
-      reasons = "; ".join(f"{server.url}: {server.why}" for server in servers)
+      servers = self._pool.servers
+      reasons = "; ".join(f"{server.url}: {server.reason}" for server in servers)
       if all(server.refused for server in servers) or time.monotonic() > end:
         raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
       logging.warning("waiting for a server: %s", reasons)
-      self._fleet.run(asyncio.sleep(AGAIN_S), preemption.check_alone)
+      self._pool.run(asyncio.sleep(RETRY_S), preemption.check_alone)
 
-    while not self._bring_up(params):
+    while not self._publish_and_probe(params):
       hosts.run_on_first_host(wait, ServersGone)
       preemption.check()
 
-  def _bring_up(self, params: Any) -> bool:
-    """One round over all servers: weights and the probe. Whether there is one that can be used."""
-    self._worst = 0.0
+  def _publish_and_probe(self, params: Any) -> bool:
+    """Publishes weights to all servers and probes them. Returns if one can be used."""
+    self._probe_mean = 0.0
 
-    def renewed() -> list[list[Part] | None]:
+    def publish() -> list[list[Part] | None]:
       calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
-      work = self._fleet.renew(str(self._weights), self._version, calls)
-      return self._fleet.run(work, preemption.check_alone)
+      work = self._pool.publish(str(self._weights), self._version, calls)
+      return self._pool.run(work, preemption.check_alone)
 
-    answers = hosts.run_on_first_host(renewed, ServersGone)
+    answers = hosts.run_on_first_host(publish, ServersGone)
     verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
-    if self._fleet is not None:
-      for server, verdict in zip(self._fleet.servers, verdicts, strict=True):
+    if self._pool is not None:
+      for server, verdict in zip(self._pool.servers, verdicts, strict=True):
         if verdict is not None:
-          self._fleet.run(self._judged(server, verdict))
-    return hosts.broadcast(self._fleet is not None and bool(self._fleet.usable))
+          self._pool.run(self._apply(server, verdict))
+    return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
-  async def _judged(self, server: Server, verdict: Verdict) -> None:
-    """Uses a server from now on if its verdict is within the tolerance."""
-    if verdict.mean <= self._tolerance:  # of NaN, this is false
-      self._worst = max(self._worst, verdict.mean)
-      self._fleet.admit(server)
-    else:
-      self._disagreed += 1
-      if verdict.raw <= self._tolerance:
-        why = f"its log-probs are those before the temperature: {PROCESSED}"
-        self._fleet.leave_out(server, why, refused=True)
-        return
-      self._fleet.leave_out(
-        server,
-        f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
-        f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
-        f"{self._tolerance:g}: start it again with these weights",
-      )
+  async def _apply(self, server: Server, verdict: Verdict) -> None:
+    """Admits a server with a verdict within the tolerance, and removes others."""
+    if verdict.mean <= self._tolerance:  # False of NaN
+      self._probe_mean = max(self._probe_mean, verdict.mean)
+      self._pool.admit(server)
+      return
+    self._disagreed += 1
+    if verdict.raw <= self._tolerance:
+      reason = f"its log-probs are those before the temperature: {PROCESSED}"
+      self._pool.remove(server, reason, refused=True)
+      return
+    self._pool.remove(
+      server,
+      f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
+      f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
+      f"{self._tolerance:g}: start it again with these weights",
+    )
 
   # Requests.
 
   def start(self, workload: Workload) -> None:
     if self._version < 0:
       raise RuntimeError("the engine has no weights: load them before it starts")
-    if self._open:
+    if self._requests:
       self.stop()
     self._workload, self.usage, self._sampled = workload, Usage(), 0
-    self._count()
+    self._count_servers()
 
   def submit(self, request: Request) -> None:
     window, length = self._workload.window, request.prefix_length
     request.check(window - 1, window, self._model.vocab_size, self._detokenize)
     number = next(self._numbers)
     samples = range(request.first_sample, request.first_sample + request.samples)
-    self._open[number] = request, set(samples)
+    self._requests[number] = request, set(samples)
     work = flops.work(self._model, 1, length - 1, length - 1)
     self.usage.prefilled += length - 1
     self.usage.flops += float(work.forward() - work.head)
-    if self._fleet is None:
-      return
-    most = min(self._server.in_flight, max(1, PIECE // request.max_new_tokens))
-    for start in range(0, request.samples, most):
-      numbers = samples[start : start + most]
-      self._send([Pending(request, number, sample) for sample in numbers])
+    if self._pool is not None:
+      for sample in samples:
+        self._send(Pending(request, number, sample))
 
-  def _send(self, together: list[Pending]) -> None:
+  def _send(self, pending: "Pending") -> None:
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"
     routing = self._workload.record_routing and self._model.num_experts > 0
-    call = call_for(together, id_, self._workload.sampling, routing, self._workload.piece)
-    self._pending[id_] = together
-    self._fleet.submit(call)
+    self._pending[id_] = pending
+    self._pool.submit(pending.next_call(id_, self._workload, routing))
 
   @property
   def busy(self) -> bool:
-    return bool(self._open)
+    return bool(self._requests)
 
   def step(self) -> list[Response]:
-    """Waits for what comes next, for half a second at most. Where no server is left, a thread that
-    has not loaded waits for the one that has.
+    """Waits half a second at most for responses.
+
+    Without a usable server, the thread that loads weights finds some, and another one waits.
 
     Raises:
-      Preempted: in a run that was told to go.
-      ServersGone: no server is left, or a request was tried as often as it may be.
+      Preempted: the run was told to go.
+      ServersGone: no server is left, or a call failed too often.
     """
     preemption.check()
     started = time.perf_counter()
 
-    def look() -> tuple[list, int, bool]:
+    def receive() -> tuple[list, int, bool]:
       try:
-        arrived = self._arrived(0.5)
-        return arrived, self._sampled, not self._fleet.usable and not self._loading
+        answers = self._receive(0.5)
       except Failed as error:
-        raise ServersGone(
-          f"engine.name='server': a response could not be sampled: {error}"
-        ) from error
+        message = f"engine.name='server': a response could not be sampled: {error}"
+        raise ServersGone(message) from error
+      return answers, self._sampled, not self._pool.usable and not self._loading
 
-    arrived, self.usage.tokens, lost = hosts.run_on_first_host(look, ServersGone)
-    if lost and self._loads == threading.get_ident():
-      self._find_servers(self._read())
+    answers, self.usage.tokens, lost = hosts.run_on_first_host(receive, ServersGone)
+    if lost and self._loading_thread == threading.get_ident():
+      self._find_servers(read_weights(self._weights))
     self.usage.decode_seconds += time.perf_counter() - started
-    return self._handed_out(arrived)
-
-  def _read(self) -> Any:
-    """The last weights, from their directory: since they were published the trainer has needed the
-    memory."""
-    from gspo_jax.models import hf  # safetensors is only needed here
-
-    mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
-    return hf.load(self._weights, mesh=mesh)[0]
+    return self._close_responses(answers)
 
   def stop(self) -> list[Response]:
-    left = hosts.run_on_first_host(lambda: (self._left(), self._sampled), ServersGone)
-    arrived, self.usage.tokens = left
-    return self._handed_out(arrived)
+    answers, self.usage.tokens = hosts.run_on_first_host(
+      lambda: (self._abort(), self._sampled), ServersGone
+    )
+    return self._close_responses(answers)
 
-  def _left(self) -> list[tuple]:
-    """Has servers leave what they are at, and takes what they have of it."""
+  def _abort(self) -> list[tuple[int, Response]]:
+    """Aborts all calls, and returns their responses with the tokens so far."""
     if not self._pending:
       return []
-    arrived = []
+    answers = []
     self._stopping = True
     try:
-      unsent = self._fleet.run(self._fleet.abort(list(self._pending)))
+      unsent = self._pool.run(self._pool.abort(list(self._pending)))
       end = time.monotonic() + ABORT_S
       while self._pending.keys() - unsent and time.monotonic() < end:
-        arrived += self._arrived(0.5)
-      self._fleet.run(self._fleet.cancel(list(self._pending)))
-      arrived += self._arrived(0.0)
+        answers += self._receive(0.5)
+      self._pool.run(self._pool.cancel(list(self._pending)))
+      answers += self._receive(0.0)
     finally:
       self._stopping = False
-    for together in self._pending.values():
-      arrived += [self._told_of(pending, False) for pending in together]
+    answers += [self._numbered(pending, False) for pending in self._pending.values()]
     self._pending.clear()
-    return arrived
+    return answers
 
-  def _arrived(self, seconds: float) -> list[tuple]:
-    """What has come, of finished responses; others are gone on with.
+  def _receive(self, seconds: float) -> list[tuple[int, Response]]:
+    """Returns finished responses that have arrived, and requests more of others.
 
     Raises:
-      Failed: a call was tried as often as it may be.
+      Failed: a call failed too often.
     """
-    arrived = []
+    answers = []
     while True:
       try:
-        id_, answer = self._fleet.answers.get(timeout=seconds)
+        id_, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
-        return arrived
-      seconds = 0.0  # whoever asks may have had enough
-      if id_ not in self._pending:  # of a workload that has ended
+        return answers
+      seconds = 0.0  # the driver may have enough responses
+      if id_ not in self._pending:  # of an earlier workload
         continue
       failed = isinstance(answer, Exception)
       if failed and not self._stopping:
         raise answer
-      together = self._pending.pop(id_)
-      for pending, part in zip(together, itertools.repeat(None) if failed else answer):
-        before = len(pending.tokens)
-        finished = part is not None and pending.add(part, self._detokenize)
-        self._sampled += len(pending.tokens) - before
-        if finished or self._stopping:
-          arrived.append(self._told_of(pending, finished))
-        elif pending.aborted > MOST_ABORTED:
-          raise Failed("body", f"servers left it {pending.aborted} times without a token")
-        else:
-          self._send([pending])
+      pending = self._pending.pop(id_)
+      before = len(pending.tokens)
+      finished = not failed and pending.add(answer, self._detokenize)
+      self._sampled += len(pending.tokens) - before
+      if finished or self._stopping:
+        answers.append(self._numbered(pending, finished))
+      elif pending.empty_answers > EMPTY_ANSWERS:
+        raise Failed("body", f"servers left it {pending.empty_answers} times without a token")
+      else:
+        self._send(pending)
 
-  def _told_of(self, pending: Pending, finished: bool) -> tuple[int, Response]:
+  def _numbered(self, pending: "Pending", finished: bool) -> tuple[int, Response]:
+    """Returns a response with its request's number in place of the request, to broadcast."""
     response = pending.response(self._workload.sampling.whole, finished)
-    # Without its request, whose tag is of this process.
     return pending.number, dataclasses.replace(response, request=None)
 
-  def _handed_out(self, arrived: list[tuple[int, Response]]) -> list[Response]:
-    """The responses; of processes that were told of them, with their own requests."""
+  def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
+    """Returns responses with the requests of this process."""
     responses = []
-    for number, response in arrived:
-      request, left = self._open[number]
-      left.remove(response.sample)
-      if not left:
-        del self._open[number]
+    for number, response in answers:
+      request, samples = self._requests[number]
+      samples.remove(response.sample)
+      if not samples:
+        del self._requests[number]
       new = len(response.tokens)
       if new:
         end = request.prefix_length + new - 1
         self.usage.flops += float(flops.work(self._model, 1, new, end).forward())
       responses.append(dataclasses.replace(response, request=request))
-    self._count()
+    self._count_servers()
     return responses
 
-  def _count(self) -> None:
-    """Puts how the servers stand into `usage`."""
-    if self._fleet is None:
+  def _count_servers(self) -> None:
+    """Sets counts of servers and failures in `usage`."""
+    if self._pool is None:
       return
-    usable = len(self._fleet.usable)
+    usable = len(self._pool.usable)
     self.usage.servers = {
       "servers": float(usable),
-      "left_out": float(len(self._fleet.servers) - usable),
-      "probe/mean": self._worst,
+      "left_out": float(len(self._pool.servers) - usable),
+      "probe/mean": self._probe_mean,
       "probe/disagreed": float(self._disagreed),
-      **{f"failed/{kind}": float(self._fleet.failures[kind]) for kind in KINDS},
+      **{f"failed/{kind}": float(self._pool.failures[kind]) for kind in KINDS},
     }
+
+
+class Pending:
+  """One response of a request; its columns grow with every part."""
+
+  def __init__(self, request: Request, number: int, sample: int):
+    self.request, self.number, self.sample = request, number, sample
+    self.tokens, self.version = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    self.logp = np.zeros(0, np.float32)
+    self.experts: np.ndarray | None = None
+    self.stopped = False
+    self.empty_answers = 0  # in a row
+    self._tail: list[int] | None = None  # of `stop_strings.end`
+
+  @property
+  def remaining(self) -> int:
+    return self.request.max_new_tokens - len(self.tokens)
+
+  def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
+    """Appends a part, up to the end of a stop string. Returns if it was the last."""
+    self.empty_answers = 0 if len(part.tokens) else self.empty_answers + 1
+    new = part.tokens.tolist()
+    end, self._tail = stop_strings.end(self.request, self._tail, new, detokenize)
+    self.stopped = part.stopped or end is not None
+    self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
+    self.logp = np.concatenate([self.logp, part.logp[:end]])
+    self.version = np.concatenate([self.version, part.version[:end]])
+    if part.experts is not None:
+      # Every part prefills its prefix again; the first experts of a token count.
+      fed = self.request.prefix_length + len(self.tokens) - 1
+      filled = 0 if self.experts is None else len(self.experts)
+      new = part.experts[filled:fed]
+      self.experts = np.concatenate([self.experts, new]) if filled else new
+    return self.stopped or not self.remaining
+
+  def next_call(self, id_: str, workload: Workload, routing: bool) -> Call:
+    """Returns the next call of the response.
+
+    Its seed is made of the run's seed, the prompt, the sample and the position: a continuation has
+    other noise than the beginning.
+    """
+    request, tokens = self.request, (*self.request.prefix, *self.tokens.tolist())
+    count = min(self.remaining, workload.piece or self.remaining)
+    count = min(count, STOP_PIECE) if request.stop_strings else count
+    position = len(tokens) - len(request.prompt)
+    noise = np.array([request.seed, self.sample, position, *request.prompt], "<i8").tobytes()
+    seed = zlib.crc32(noise) & 0x7FFFFFFF
+    return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
+
+  def response(self, whole: bool, finished: bool) -> Response:
+    """Returns the response so far; `whole`: it was drawn from the whole distribution."""
+    return Response(
+      self.request,
+      self.sample,
+      self.tokens,
+      self.logp,
+      self.logp if whole else np.full_like(self.logp, np.nan),  # servers do not say
+      self.version,
+      stopped=finished and self.stopped,
+      finished=finished,
+      routing=self.experts,
+    )

@@ -9,15 +9,21 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from gspo_jax.sampling.servers import vllm, wire
-from gspo_jax.sampling.servers.calls import Call, Failed, checked
-from gspo_jax.sampling.servers.vllm import array_of_base64, column, version_number
-from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.sampling.servers import client
+from gspo_jax.sampling.servers.client import (
+  Call,
+  Client,
+  Failed,
+  array_of_base64,
+  column,
+  read_answer,
+  version_number,
+)
 from gspo_jax.settings.model import tiny_moe
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 
-CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
+CALL = Call("a1", (5, 6, 7), 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
 # Eight experts, of which a token takes two, in the last two of three layers.
 MODEL = dataclasses.replace(tiny_moe(264), num_layers=3, mlp_only_layers=(0,))
 RECORDED = {  # of vLLM, with one token less
@@ -39,33 +45,31 @@ RECORDED = {  # of vLLM, with one token less
 
 
 def test_an_answer_is_read():
-  (part,) = checked(vllm.read(RECORDED, CALL), CALL, MODEL, 4, 5)
+  part = read_answer(RECORDED, CALL, MODEL, 4, 5)
   assert part.tokens.tolist() == [28, 58, 9] and part.stopped and not part.aborted
   np.testing.assert_allclose(part.logp, [-5.5, -3.1, -3.3], atol=0.1)
   assert part.version.tolist() == [4, 4, 5]
   with pytest.raises(Failed, match="weights"):
-    checked(vllm.read(RECORDED, CALL), CALL, MODEL, 6, 6)
-  two = dataclasses.replace(CALL, samples=2)
-  choices = [RECORDED["choices"][0] | dict(index=index) for index in (1, 0)]
-  parts = checked(vllm.read(dict(choices=choices), two), two, MODEL, 4, 5)
-  wrong = dataclasses.replace(parts[1], logp=np.full(3, 0.5, np.float32))
-  with pytest.raises(Failed, match="response 1: a log-prob is above 0"):
-    checked([parts[0], wrong], two, MODEL, 4, 5)
+    read_answer(RECORDED, CALL, MODEL, 6, 6)
+  with pytest.raises(Failed, match="2 responses came for one"):
+    read_answer(dict(choices=2 * RECORDED["choices"]), CALL, MODEL, 4, 5)
+  wrong = dataclasses.replace(part, logp=np.full(3, 0.5, np.float32))
+  with pytest.raises(Failed, match="a log-prob is above 0"):
+    client.check_part(wrong, CALL, MODEL, 4, 5)
 
 
 def test_nothing_of_the_distribution_is_left_to_a_servers_defaults():
   expected = dict(temperature=0.7, top_p=0.9, min_p=0.0, n=1, ignore_eos=True, stop_token_ids=[9])
   expected |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
   expected |= dict(max_tokens=6, seed=3, top_k=0, logprobs=0)
-  body = vllm.generate(CALL).body
+  body = client.generate_request(CALL).body
   assert body["token_ids"] == [5, 6, 7] and expected.items() <= body["sampling_params"].items()
 
 
 def test_an_answer_without_tokens_is_of_any_weights():
   """Aborted in a server's queue, after new weights came."""
   empty = dict(index=0, finish_reason="abort", token_ids=[], weight_versions=[], logprobs=None)
-  (part,) = vllm.read(dict(choices=[empty]), CALL)
-  (part,) = checked([part], CALL, MODEL, 4, 5)
+  part = read_answer(dict(choices=[empty]), CALL, MODEL, 4, 5)
   assert part.aborted and part.version.tolist() == []
 
 
@@ -78,24 +82,24 @@ def npy(array):
 @pytest.mark.parametrize("layers", [2, 3])
 def test_routed_experts_are_decoded(layers):
   """Of layers with experts, whether or not the server has rows for the others."""
-  call = Call("a1", (5, 6, 7), 1, 6, CALL.sampling, (9,), 3, routing=True)
+  call = Call("a1", (5, 6, 7), 6, CALL.sampling, (9,), 3, routing=True)
   experts = np.arange(5 * layers * 2).reshape(5, layers, 2) % 8
   expected = experts if layers == 2 else experts[:, 1:]
   choice = dict(RECORDED["choices"][0])
   for sent in (experts, experts.astype(np.uint8)):
     choice |= dict(routed_experts=npy(sent))
-    (part,) = checked(vllm.read(dict(choices=[choice]), call), call, MODEL, 4, 5)
+    part = read_answer(dict(choices=[choice]), call, MODEL, 4, 5)
     assert part.experts.dtype == np.int8
     np.testing.assert_array_equal(part.experts, expected)
   for wrong in (experts[1:], experts + 8, experts.astype(np.float32)):
     choice |= dict(routed_experts=npy(wrong))
     with pytest.raises(Failed, match=r"experts"):
-      checked(vllm.read(dict(choices=[choice]), call), call, MODEL, 4, 5)
+      read_answer(dict(choices=[choice]), call, MODEL, 4, 5)
   for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
     with pytest.raises(Failed, match=r"no array in base64"):
-      vllm.read(dict(choices=[choice | dict(routed_experts=text)]), call)
-  with pytest.raises(Failed, match=r"no routed experts came"):
-    checked(vllm.read(RECORDED, call), call, MODEL, 4, 5)
+      read_answer(dict(choices=[choice | dict(routed_experts=text)]), call, MODEL, 4, 5)
+  with pytest.raises(Failed, match=r"no routed experts came: start it with --enable"):
+    read_answer(RECORDED, call, MODEL, 4, 5)
 
 
 def headed(header, version=(1, 0)):
@@ -149,7 +153,8 @@ def test_numbers_are_numbers(value):
 def test_spans_are_spans(end):
   spans = 5 if end is None else [dict(version="4", start=0, end=end)]
   with pytest.raises(Failed, match="weight_versions are no spans"):
-    vllm.read(dict(choices=[RECORDED["choices"][0] | dict(weight_versions=spans)]), CALL)
+    choice = RECORDED["choices"][0] | dict(weight_versions=spans)
+    read_answer(dict(choices=[choice]), CALL, MODEL, 4, 5)
 
 
 def test_a_token_that_no_header_can_have_is_refused_without_being_told(monkeypatch):
@@ -157,19 +162,22 @@ def test_a_token_that_no_header_can_have_is_refused_without_being_told(monkeypat
   for token in ("s3c\nret", "s3cr\u00e9t", "s3cret\x7f"):
     monkeypatch.setenv("SECRET", token)
     with pytest.raises(ValueError, match="the token of SECRET must be of printable ASCII") as error:
-      Wire(config, 1)
+      Client(config, 1)
     assert "s3c" not in str(error.value)
   monkeypatch.setenv("SECRET", "s3cret\n")  # of a file
-  assert Wire(config, 1)._client.headers["Authorization"] == "Bearer s3cret"
+  assert Client(config, 1)._http.headers["Authorization"] == "Bearer s3cret"
 
 
 def test_there_are_descriptors_for_all_connections(monkeypatch):
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
   try:
-    assert Wire(ServerConfig(in_flight=256), 4).in_flight == 256
+    assert Client(ServerConfig(in_flight=256), 4).in_flight == 256
     raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert raised == min(hard, 4 * (256 + 16) + wire.SPARE) or hard == resource.RLIM_INFINITY
+    assert (
+      raised == min(hard, 4 * (256 + 16) + client.SPARE_DESCRIPTORS)
+      or hard == resource.RLIM_INFINITY
+    )
     assert raised > 4 * 256
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -184,20 +192,7 @@ def test_there_are_descriptors_for_all_connections(monkeypatch):
   ):
     set_to.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-    assert Wire(ServerConfig(in_flight=256), 4).in_flight == in_flight and set_to == now
-
-
-def test_a_server_that_lacks_something_says_so_before_training():
-  def said(mode, sends):
-    outputs = dict(enable_return_routed_experts=sends)
-    return dict(vllm_config=dict(model_config=dict(logprobs_mode=mode), aux_output_config=outputs))
-
-  right = "processed_logprobs"
-  assert vllm.unfit(said(right, False), False) == "" == vllm.unfit(said(right, True), True)
-  assert "--logprobs-mode processed_logprobs" in vllm.unfit(said("raw_logprobs", True), False)
-  assert "--enable-return-routed-experts" in vllm.unfit(said(right, False), True)
-  for nothing in (None, [], {}, dict(vllm_config="a text")):
-    assert vllm.unfit(nothing, True) == ""
+    assert Client(ServerConfig(in_flight=256), 4).in_flight == in_flight and set_to == now
 
 
 def test_versions_are_whole_numbers_or_nobodys():
