@@ -86,8 +86,7 @@ class ServerEngine:
     self._numbers, self._calls = itertools.count(), itertools.count()
     # Requests by number, each with the samples that are not returned yet.
     self._requests: dict[int, tuple[Request, set[int]]] = {}
-    # Responses under way by the id of their call, on the first process alone. Ids hold the process:
-    # other runs may have calls at the same servers.
+    # Responses under way by the id of their call, on the first process alone.
     self._pending: dict[str, Pending] = {}
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
     self._sampled = 0  # tokens since the last `start`, those of unfinished responses too
@@ -181,16 +180,15 @@ class ServerEngine:
       self._pool.admit(server)
       return
     self._disagreed += 1
-    if verdict.raw <= self._tolerance:
-      reason = f"its log-probs are those before the temperature: {PROCESSED}"
-      self._pool.remove(server, reason, refused=True)
-      return
-    self._pool.remove(
-      server,
+    reason = (
       f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
       f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
-      f"{self._tolerance:g}: start it again with these weights",
+      f"{self._tolerance:g}: start it again with these weights"
     )
+    raw = verdict.raw <= self._tolerance
+    if raw:
+      reason = f"its log-probs are those before the temperature: {PROCESSED}"
+    self._pool.remove(server, reason, refused=raw)
 
   # Requests.
 
@@ -216,7 +214,7 @@ class ServerEngine:
         self._send(Pending(request, number, sample))
 
   def _send(self, pending: "Pending") -> None:
-    id_ = f"{self._version}-{next(self._calls)}-{self._run}"
+    id_ = f"{self._version}-{next(self._calls)}-{self._run}"  # servers may have other runs' calls
     routing = self._workload.record_routing and self._model.num_experts > 0
     self._pending[id_] = pending
     self._pool.submit(pending.next_call(id_, self._workload, routing))
@@ -307,8 +305,7 @@ class ServerEngine:
 
   def _numbered(self, pending: "Pending", finished: bool) -> tuple[int, Response]:
     """Returns a response with its request's number in place of the request, to broadcast."""
-    response = pending.response(self._workload.sampling.whole, finished)
-    return pending.number, dataclasses.replace(response, request=None)
+    return pending.number, pending.response(self._workload.sampling.whole, finished)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
     """Returns responses with the requests of this process."""
@@ -390,7 +387,7 @@ class Pending:
   def response(self, whole: bool, finished: bool) -> Response:
     """Returns the response so far; `whole`: it was drawn from the whole distribution."""
     return Response(
-      self.request,
+      None,  # its tag is of this process alone
       self.sample,
       self.tokens,
       self.logp,
