@@ -81,7 +81,6 @@ class Sandbox(contextlib.AbstractContextManager):
       channel=descriptors[1] if channel else 0,
       isolation=isolation,
       directory=scratch,
-      readable=_readable(),
       packages=_packages(),
       limits=dataclasses.asdict(limits),
     )
@@ -186,19 +185,6 @@ _ENVIRONMENT = {
 def _packages() -> list[str]:
   """Directories in which a program finds NumPy, if the trainer has it, and nothing else of them."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-
-
-def _readable() -> list[str]:
-  """Python, NumPy, and the libraries of the system."""
-  base = {"platbase": sys.base_exec_prefix}  # and not that of a virtual environment
-  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)]
-  paths += [os.path.join(path, name) for path in _packages() for name in ("numpy", "numpy.libs")]
-  paths += ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
-  paths += [path for path in ("/lib", "/lib64") if not os.path.islink(path)]
-  if sys.base_prefix not in ("/", "/usr"):
-    paths.append(os.path.join(sys.base_prefix, "lib"))
-  paths = sorted({path for path in paths if os.path.exists(path)})
-  return [p for p in paths if not any(p.startswith(other + "/") for other in paths)]
 
 
 def choose_isolation(wanted: str) -> str:

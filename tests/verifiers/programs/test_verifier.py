@@ -12,6 +12,7 @@ import pytest
 from support.sandboxes import LIMITS, PRINTS_2, needs_namespaces, run, stdin
 
 from gspo_jax.verifiers.programs import cases, process
+from gspo_jax.verifiers.programs.sandbox import paths
 from gspo_jax.verifiers.programs.verifier import CodeVerifier, Outcome
 
 # Programs that mean well.
@@ -55,7 +56,7 @@ def test_of_the_trainer_s_packages_a_program_sees_numpy():
   path = sysconfig.get_path("purelib")
   if path.startswith((sysconfig.get_path("stdlib"), "/usr/")):
     pytest.skip("they lie below Python's library, all of which is readable")
-  names = run(f"import os; print(*os.listdir({path!r}))")["stdout"].split()
+  names = run(f"import os; print(*os.listdir({paths.PACKAGES!r}))")["stdout"].split()
   assert "numpy" in names and {*names} <= {"numpy", "numpy.libs"}
 
 

@@ -23,7 +23,7 @@ _MNT_DETACH = 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE = 1, 2, 4, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
-SCRATCH = "/scratch"  # where programs work; not /tmp, below which Python itself may be installed
+SCRATCH = "/scratch"  # where programs work; /tmp is a link to it
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 UID = 0x70000000  # plus a process id: users that exist nowhere else, so that limits per user hold
 _MAX_PID = 1 << 22
@@ -67,20 +67,24 @@ def _has_users() -> bool:
   return any(first <= UID and first + count >= UID + _MAX_PID for first, _, count in ranges)
 
 
-def enter_root(readable: list[str], scratch_bytes: int) -> None:
-  """Makes a root that holds the `readable` paths and an empty SCRATCH, and goes there. Nothing is
-  left of it on disk: it lies in memory, and goes with the namespace.
+def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
+  """Makes a root that holds an empty SCRATCH and `mounts`, and goes there. Nothing is left of it on
+  disk: it lies in memory, and goes with the namespace.
+
+  Args:
+    mounts: paths of the host that can be read, each with its path inside.
 
   Raises:
     OSError: if something cannot be mounted (kernels before 5.12, for one).
   """
   _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
   # Opened first: the new root hides whatever lies below it.
-  sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES)}
+  mounts = mounts | {path: path for path in DEVICES}
+  sources = {target: os.open(path, os.O_PATH) for path, target in mounts.items()}
   links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
   _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
   for path, descriptor in sources.items():
-    target = _ROOT + path
+    target = f"{_ROOT}{path}"
     source = f"/proc/self/fd/{descriptor}"
     if os.path.isdir(source):
       os.makedirs(target, exist_ok=True)
@@ -95,8 +99,7 @@ def enter_root(readable: list[str], scratch_bytes: int) -> None:
   for path, content in links.items():
     os.symlink(content, _ROOT + path)
   os.mkdir(_ROOT + SCRATCH)
-  if not os.path.exists(_ROOT + "/tmp"):
-    os.symlink(SCRATCH, _ROOT + "/tmp")
+  os.symlink(SCRATCH, _ROOT + "/tmp")
   os.chdir(_ROOT)
   _check(_libc.pivot_root(b".", b"."), "pivot_root")  # the old root now lies over the new one
   _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")

@@ -20,7 +20,7 @@ import threading
 import time
 import types
 
-from . import assertions, calls, isolation, wire
+from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
 # Exit statuses: why a program failed, never that it passed. A program that forges one only chooses
@@ -58,7 +58,9 @@ def main(settings: str) -> None:
     isolation.die_with_parent()
   try:
     if s["isolation"] == "namespaces":
-      isolation.enter_root(s["readable"], s["limits"]["scratch_bytes"])
+      mounts, moved, s["packages"] = paths.plan(s["packages"])
+      isolation.enter_root(mounts, s["limits"]["scratch_bytes"])
+      paths.move_modules(moved)
     _keep(s, root)
   except wire.Closed:
     pass  # the verifier has gone: with this process everything in the namespace ends
@@ -230,7 +232,7 @@ def _candidate(
     os.closerange(len(high), 1 << 20)
     _confine(s, root)
     sys.path += s["packages"]
-    sys.argv = ["program"]
+    sys.argv = sys.orig_argv = ["program"]
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(50_000)
     code = _KINDS[request["kind"]](request, prelude)

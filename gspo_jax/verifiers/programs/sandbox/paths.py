@@ -1,0 +1,89 @@
+"""Paths inside a sandbox. Python and NumPy have fixed ones, wherever they lie on the host.
+
+An interpreter or an environment may lie in a home or in a checkout. Bound at its own path it would
+show the names of all directories above it. System directories, which every machine has, keep their
+paths. Text in memory, such as the file name of a code object, may still hold a host's path; no file
+can be opened or looked at by it.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+PYTHON, PACKAGES = "/python", "/packages"
+SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+
+
+def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+  """Plans the readable paths, for the interpreter that calls this.
+
+  Args:
+    packages: the directories in which the verifier finds NumPy.
+
+  Returns:
+    mounts: paths of the host, each with its path inside.
+    moved: prefixes of this interpreter's paths, each with its prefix inside.
+    packages: the directories inside in which a program finds NumPy.
+  """
+  system = [*SYSTEM, *(path for path in ("/lib", "/lib64") if not os.path.islink(path))]
+  mounts = {path: path for path in system if os.path.exists(path)}
+  moved, searched = {os.path.dirname(sys.executable): f"{PYTHON}/bin"}, []
+  if sys.base_prefix not in ("/", "/usr", "/usr/local"):
+    moved |= dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)), PYTHON)
+    if os.path.exists(library := os.path.join(sys.base_prefix, "lib")):
+      mounts[library] = f"{PYTHON}/lib"
+  for number, path in enumerate(sys.path):
+    if os.path.exists(path) and not _below(path, mounts):
+      if inside(path, moved) == path:
+        moved[path] = f"{PYTHON}/{number}"
+      mounts[path] = inside(path, moved)
+  for directory in packages:
+    directory = os.path.realpath(directory)
+    target = inside(directory, moved)
+    if not (_below(directory, system) or _below(target, mounts.values())):
+      target = PACKAGES
+      for name in ("numpy", "numpy.libs"):
+        if os.path.exists(os.path.join(directory, name)):
+          mounts.setdefault(os.path.join(directory, name), f"{PACKAGES}/{name}")
+    searched.append(target)
+  return mounts, moved, list(dict.fromkeys(searched))
+
+
+def inside(path: str, moved: dict[str, str]) -> str:
+  """The path inside of a path of the host; the path itself where no prefix of it was moved."""
+  for prefix in sorted(moved, key=len, reverse=True):
+    if _below(path, [prefix]):
+      return moved[prefix] + path[len(prefix) :]
+  return path
+
+
+def _below(path: str, directories: Iterable[str]) -> bool:
+  return any(path == directory or path.startswith(f"{directory}/") for directory in directories)
+
+
+def move_modules(moved: dict[str, str]) -> None:
+  """Moves the paths of this interpreter and of its modules, so that it finds further ones."""
+  sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix  # no environment inside
+  names = "prefix exec_prefix base_prefix base_exec_prefix executable _base_executable _stdlib_dir"
+  for name in names.split():
+    _move(sys, name, moved)
+  sys.path[:] = [inside(path, moved) for path in sys.path]
+  sys.path_importer_cache.clear()
+  for module in list(sys.modules.values()):
+    spec = getattr(module, "__spec__", None)
+    for holder, name in (
+      (module, "__file__"), (module, "__cached__"), (module, "__path__"),
+      (spec, "origin"), (spec, "cached"), (spec, "submodule_search_locations"),
+      (getattr(spec, "loader", None), "path"),
+    ):  # fmt: skip
+      _move(holder, name, moved)
+
+
+def _move(holder: Any, name: str, moved: dict[str, str]) -> None:
+  """Moves an attribute if it is a path or a list of paths."""
+  value = getattr(holder, name, None)
+  if isinstance(value, list):
+    value[:] = [inside(path, moved) for path in value]
+  elif isinstance(value, str) and inside(value, moved) != value:
+    setattr(holder, name, inside(value, moved))
