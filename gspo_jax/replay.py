@@ -86,7 +86,7 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Log-probabilities [B, T] as the update computes them, and those it compares them with."""
-  logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.routing_BTlk)
+  logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
 

@@ -82,7 +82,7 @@ class ModelInputs:
   tokens_BT: Array  # int32
   segments_BT: Array  # int32: 0 is padding; tokens attend within their own segment only
   # int8 or int16, -1 for none: the experts that the sampler used when it sampled these tokens
-  sampler_routing_BTlk: Array | None = None
+  sampler_experts_BTlk: Array | None = None
   # int32 [B, T, X]: the tokens that each one was drawn from, which log-probs are normalised over
   # (models/head.py); None: the whole vocabulary
   support_BTX: Array | None = None
@@ -122,7 +122,7 @@ class TrainBatch:
   # bool: rewards of its group differ, and the KL penalty holds it; None: it holds all
   mixed_B: Array | None = None
   # int8 or int16, -1 for none: the experts that the old policy used, as the trainer computes it
-  routing_BTlk: Array | None = None
+  old_experts_BTlk: Array | None = None
   # bool: in the first mini-batch of an iteration, before which there was no update; None: unknown
   first_B: Array | None = None
   order_B: Array | None = None  # int32: which sequence it was before `packing.plan`

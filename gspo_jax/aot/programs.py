@@ -287,7 +287,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     ModelInputs(
       tokens_BT=tokens,
       segments_BT=tokens,
-      sampler_routing_BTlk=experts,
+      sampler_experts_BTlk=experts,
       support_BTX=field(jnp.int32, case.length, width) if width else None,
       prompt_B=shared,
       row_B=place,
@@ -306,11 +306,11 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     mixed_B=field(jnp.bool_) if c.objective.kl_groups == "mixed" else None,
     unit_BT=tokens if c.objective.segment_unit else None,
     first_B=field(jnp.bool_),
-    routing_BTlk=experts,
+    old_experts_BTlk=experts,
     order_B=place,
   )
   # Experts are there with replay alone; what a teacher says, and last values, became advantages.
-  used = {"routing_BTlk", "teacher_logp_BT", "last_value_B"}
+  used = {"old_experts_BTlk", "teacher_logp_BT", "last_value_B"}
   return batch.replace(**dict.fromkeys(filled - used, real))
 
 

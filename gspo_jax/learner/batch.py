@@ -159,12 +159,12 @@ def train_batch(
   """
   length = rollout.tokens.shape[1]
   segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
-  routing_BTlk = rollout.routing
-  if routing_BTlk is not None:  # whatever padding holds was not chosen by anybody
+  experts_BTlk = rollout.routing
+  if experts_BTlk is not None:  # whatever padding holds was not chosen by anybody
     kept = segments_BT[:, :, None, None] > 0
     if version is not None and not replays_sampler:
       kept &= (fed_to(rollout.version) == version)[:, :, None, None]
-    routing_BTlk = np.where(kept, routing_BTlk, routing_BTlk.dtype.type(routing.NO_EXPERT))
+    experts_BTlk = np.where(kept, experts_BTlk, experts_BTlk.dtype.type(routing.NO_EXPERT))
   mask_BT, current_BT = rollout.mask, None
   if mask_truncated:
     mask_BT = mask_BT * rollout.stopped[:, None].astype(mask_BT.dtype)
@@ -176,7 +176,7 @@ def train_batch(
   inputs = ModelInputs(
     tokens_BT=rollout.tokens,
     segments_BT=segments_BT,
-    sampler_routing_BTlk=routing_BTlk,
+    sampler_experts_BTlk=experts_BTlk,
     support_BTX=rollout.support,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
   )
@@ -238,7 +238,7 @@ def minibatches(
 
 def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
   """The batch with so many rows of padding after it."""
-  nothing = dict(sampler_routing_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
+  nothing = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
 
   def widen(path, x):
     room = ((0, rows), *((0, 0),) * (x.ndim - 1))

@@ -110,8 +110,8 @@ def make_values(
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:
-      experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
-      out = forward(policy, rows, learner.model, learner.compute, experts_RTlk)
+      replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
+      out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
     numbers = dict(trunk_coef=1.0)  # of gradients
     after_RT = _after(config, critic, hidden_RTD, rows, learner, numbers)

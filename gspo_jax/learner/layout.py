@@ -27,8 +27,8 @@ from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
 EMPTY = dict(  # what stands in padding; in other fields 0
-  routing_RTlk=routing.NO_EXPERT,
-  sampler_routing_RTlk=routing.NO_EXPERT,
+  old_experts_RTlk=routing.NO_EXPERT,
+  sampler_experts_RTlk=routing.NO_EXPERT,
   support_RTX=NO_TOKEN,
 )
 
@@ -40,8 +40,8 @@ class Rows:
   tokens_RT: Array
   targets_RT: Array  # the token after each one, if there is any
   segments_RT: Array
-  routing_RTlk: Array | None
-  sampler_routing_RTlk: Array | None
+  old_experts_RTlk: Array | None
+  sampler_experts_RTlk: Array | None
   support_RTX: Array | None  # of the token after each one
   positions_RT: Array | None = None  # of each token in its sequence; None: in its row
   # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
@@ -58,9 +58,9 @@ def forward(
   rows: Rows,
   model: ModelConfig,
   compute: ComputeConfig,
-  experts_RTlk: Array | None = None,
+  replayed_experts_RTlk: Array | None = None,
 ) -> transformer.Output:
-  """The model's pass over rows; with `experts_RTlk`, these in the place of the router's choice."""
+  """Runs the model over rows, with replayed experts in the place of the router's choice."""
   return transformer.forward(
     params,
     model,
@@ -68,20 +68,22 @@ def forward(
     positions=rows.positions_RT,
     segments=rows.segments_RT,
     tree=rows.tree or rows.paths,
-    routing=routing.by_layer(experts_RTlk),
+    routing=routing.by_layer(replayed_experts_RTlk),
     compute=compute,
   )
 
 
-def plain(inputs: ModelInputs, routing_BTlk: Array | None = None, response_tokens: int = 0) -> Rows:
+def plain(
+  inputs: ModelInputs, old_experts_BTlk: Array | None = None, response_tokens: int = 0
+) -> Rows:
   """A row for each sequence; with the experts of the old policy, where they are known."""
   support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
   rows = Rows(
     tokens_RT=inputs.tokens_BT,
     targets_RT=_next(inputs.tokens_BT),
     segments_RT=inputs.segments_BT,
-    routing_RTlk=routing_BTlk,
-    sampler_routing_RTlk=inputs.sampler_routing_BTlk,
+    old_experts_RTlk=old_experts_BTlk,
+    sampler_experts_RTlk=inputs.sampler_experts_BTlk,
     support_RTX=None if support_BTX is None else _next(support_BTX, NO_TOKEN),
   )
   if inputs.prompt_B is None or not 0 < response_tokens < T:
@@ -99,7 +101,7 @@ def trees(
   inputs: ModelInputs,
   group_size: int,
   response_tokens: int,
-  routing_BTlk: Array | None = None,
+  old_experts_BTlk: Array | None = None,
 ) -> Rows:
   """As many rows as sequences, but shorter: a group's rows on one device share its prompt.
 
@@ -115,7 +117,7 @@ def trees(
   B, T = inputs.tokens_BT.shape
   G, branch = math.gcd(group_size, sharding.rows_of_a_device(B)), response_tokens
   if G == 1 or not 0 < branch < T - 1:
-    return plain(inputs, routing_BTlk, response_tokens)
+    return plain(inputs, old_experts_BTlk, response_tokens)
   trunk = -(-(T - branch - 1) // G) * G
 
   def on_each_device(sequences, prompt_B):
@@ -133,11 +135,11 @@ def trees(
     return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(plain(inputs, routing_BTlk), inputs.prompt_B)
+  return run(plain(inputs, old_experts_BTlk), inputs.prompt_B)
 
 
 def packed(
-  inputs: ModelInputs, R: int, routing_BTlk: Array | None = None, response_tokens: int = 0
+  inputs: ModelInputs, R: int, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
   """R rows, each with the sequences that `packing.plan` says; where these share prompts, as in
   `trees`, attention has longer rows of its own."""
@@ -175,7 +177,7 @@ def packed(
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   of_each = inputs.row_B, inputs.start_B, inputs.trunk_B, inputs.path_B, inputs.prompt_B
-  return run(plain(inputs, routing_BTlk), *of_each)
+  return run(plain(inputs, old_experts_BTlk), *of_each)
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:

@@ -260,18 +260,18 @@ def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict
   """
   if out.routing_lBTk is None:
     return {}
-  metrics, sampler_RTlk = {}, rows.sampler_routing_RTlk
-  recorded_RTlk = sampler_RTlk if rows.routing_RTlk is None else rows.routing_RTlk
+  metrics, sampler_experts_RTlk = {}, rows.sampler_experts_RTlk
+  experts_RTlk = sampler_experts_RTlk if rows.old_experts_RTlk is None else rows.old_experts_RTlk
   if replay != "none":
-    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
-  elif recorded_RTlk is not None:
-    metrics[VOLATILITY] = _volatility(out, recorded_RTlk)
-  if sampler_RTlk is not None:
-    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_RTlk)
+    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed_tokens)
+  elif experts_RTlk is not None:
+    metrics[VOLATILITY] = _volatility(out, experts_RTlk)
+  if sampler_experts_RTlk is not None:
+    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_experts_RTlk)
     metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
   return metrics
 
 
-def _volatility(out: transformer.Output, recorded_RTlk: jax.Array) -> Mean:
-  recorded_lRTk = routing.by_layer(recorded_RTlk)
-  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lRTk))
+def _volatility(out: transformer.Output, experts_RTlk: jax.Array) -> Mean:
+  experts_lRTk = routing.by_layer(experts_RTlk)
+  return Mean(*routing.volatility_sums(out.routing_lBTk, experts_lRTk))

@@ -68,7 +68,7 @@ def log_probs(
   inputs: ModelInputs,
   learner: Learner,
   replay: str = "none",
-  routing_BTlk: jax.Array | None = None,
+  old_experts_BTlk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
   rows that it read. Position 0 has no probability and holds 0, and so do tokens of prompts that are
@@ -78,11 +78,11 @@ def log_probs(
   router in `params`; ValueError if there is no such record.
 
   Args:
-    routing_BTlk: the old policy's experts, where they are known.
+    old_experts_BTlk: the old policy's experts, where they are known.
   """
-  rows = rows_of(inputs, learner, routing_BTlk)
-  experts_RTlk = experts_to_replay(rows, replay)
-  out = forward(params, rows, learner.model, learner.compute, experts_RTlk)
+  rows = rows_of(inputs, learner, old_experts_BTlk)
+  replayed_experts_RTlk = experts_to_replay(rows, replay)
+  out = forward(params, rows, learner.model, learner.compute, replayed_experts_RTlk)
   read = out.hidden_BTD, rows.targets_RT, rows.support_RTX
   hidden_BUD, targets_BU, support_BUX = jax.tree.map(
     lambda x_RT: layout.before_responses(x_RT, rows), read
@@ -106,25 +106,27 @@ def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
-def rows_of(inputs: ModelInputs, learner: Learner, routing_BTlk: jax.Array | None = None) -> Rows:
+def rows_of(
+  inputs: ModelInputs, learner: Learner, old_experts_BTlk: jax.Array | None = None
+) -> Rows:
   """The rows that the model reads of a batch, or of one of its `parts`."""
   if inputs.row_B is not None:
     R = len(inputs.tokens_BT) // learner.microbatches
-    return layout.packed(inputs, R, routing_BTlk, learner.response_tokens)
+    return layout.packed(inputs, R, old_experts_BTlk, learner.response_tokens)
   if inputs.prompt_B is not None:
-    return layout.trees(inputs, learner.group_size, learner.response_tokens, routing_BTlk)
-  return layout.plain(inputs, routing_BTlk)
+    return layout.trees(inputs, learner.group_size, learner.response_tokens, old_experts_BTlk)
+  return layout.plain(inputs, old_experts_BTlk)
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
   """The experts that mode `replay` forces upon the policy; ValueError if the batch has none."""
   if replay == "none":
     return None
-  name = dict(R2="routing", R3="sampler_routing")[replay]
-  experts_RTlk = getattr(rows, f"{name}_RTlk")
-  if experts_RTlk is None:
+  name = dict(R2="old_experts", R3="sampler_experts")[replay]
+  replayed_experts_RTlk = getattr(rows, f"{name}_RTlk")
+  if replayed_experts_RTlk is None:
     raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
-  return experts_RTlk
+  return replayed_experts_RTlk
 
 
 def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
@@ -140,7 +142,7 @@ class OldPolicy(NamedTuple):
   """The fields of a batch that say what its old policy is."""
 
   old_logp_BT: jax.Array
-  routing_BTlk: jax.Array | None  # None: nobody looks at it
+  old_experts_BTlk: jax.Array | None  # None: nobody looks at it
 
 
 def make_old_policy(
@@ -151,12 +153,12 @@ def make_old_policy(
   Log-probabilities under its own routing, and that routing; with R3, under the sampler's. So the
   first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
   """
-  keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
+  keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
   def old_policy(params: Any, inputs: ModelInputs) -> OldPolicy:
     replay = "R3" if objective.replay == "R3" else "none"
     logp_BT, _, out, rows = log_probs(params, inputs, learner, replay)
-    if not keeps_routing or out.routing_lBTk is None:
+    if not keeps_experts or out.routing_lBTk is None:
       return OldPolicy(logp_BT, None)
     experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
     return OldPolicy(logp_BT, by_sequence(experts_RTlk, rows, routing.NO_EXPERT))
@@ -178,8 +180,8 @@ def make_review(
   other experts, and needs a pass of its own.
   """
 
-  def replayed(params: Any, routing_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
-    return log_probs(params, inputs, learner, objective.replay, routing_BTlk)[0]
+  def replayed(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
+    return log_probs(params, inputs, learner, objective.replay, old_experts_BTlk)[0]
 
   replayed = programs.jit(by_part(replayed, learner), learner.compute)
   judged = _judged(objective.structure, learner.response_tokens)
@@ -188,7 +190,7 @@ def make_review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
   ) -> dict[str, jax.Array]:
     if objective.replay == "R2":
-      logp_BT = replayed(params, batch.routing_BTlk, batch.inputs)
+      logp_BT = replayed(params, batch.old_experts_BTlk, batch.inputs)
     else:
       logp_BT = old_policy(params, batch.inputs).old_logp_BT
     numbers = in_force(objective.numbers(), clip_factor)

@@ -90,7 +90,7 @@ def _rl_step(
   def loss(params, critic, batch, all_numbers):
     numbers = all_numbers["objective"]
     logp_BT, entropy_BT, out, rows = log_probs(
-      params, batch.inputs, learner, objective.replay, batch.routing_BTlk
+      params, batch.inputs, learner, objective.replay, batch.old_experts_BTlk
     )
     batch, of_old = with_own_logp(objective, logp_BT, batch)
     longest = learner.response_tokens

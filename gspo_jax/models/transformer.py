@@ -147,7 +147,7 @@ def forward(
     tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
       Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
-    routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
+    routing: int32 [l, B, T, k], replayed experts: instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
   B, T = tokens_BT.shape
@@ -187,19 +187,19 @@ def forward(
       block, layer = _experts_in_stack(
         kind.block_table(config, config.is_moe(first), 1), block, layer
       )
-    replayed = None
+    replayed_experts = None
     if routing is not None and config.is_moe(first):
-      replayed = routing[moe_layers : moe_layers + number]
+      replayed_experts = routing[moe_layers : moe_layers + number]
       moe_layers += number
     kv = None if cache is None else cache.block(i)
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
-    carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed)
+    carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts)
     if compute.prefetch and cache is None and number > 1 and config.is_moe(first):
       declared = kind.block_table(config, True, 1)
       stack, thin = _experts_of(declared, block), _without_experts(declared, block)
       layer, now, following = _with_experts_ahead(layer, stack, compute)
-      carry, inputs = (*carry, now), (np.arange(number), thin, replayed, following)
+      carry, inputs = (*carry, now), (np.arange(number), thin, replayed_experts, following)
     (x_BTD, kv, *_), (experts, stats) = _over_layers(
       lambda carry, inputs, layer=layer: layer(*carry, *inputs), carry, inputs, unroll
     )
@@ -221,11 +221,11 @@ def forward(
 def _experts_in_stack(table, block, layer):
   """`block` without the experts, and `layer` that finds them where they lie."""
 
-  def with_experts(x_BTD, kv, number, thin, replayed_BTk):
+  def with_experts(x_BTD, kv, number, thin, replayed_experts_BTk):
     whole = jax.tree.map(
       lambda w, x, stack: InStack(stack, number) if w.of_experts else x, table, thin, block
     )
-    return layer(x_BTD, kv, number, whole, replayed_BTk)
+    return layer(x_BTD, kv, number, whole, replayed_experts_BTk)
 
   return _without_experts(table, block), with_experts
 
@@ -254,9 +254,9 @@ def _with_experts_ahead(layer, stack: ExpertWeights, compute: ComputeConfig):
     w = jax.tree.map(lambda x: x.astype(compute.dtype), w)
     return moe.gather(w, compute.experts)
 
-  def ahead(x_BTD, kv, now, number, block, replayed_BTk, following):
+  def ahead(x_BTD, kv, now, number, block, replayed_experts_BTk, following):
     after = gather(following)
-    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_BTk, now)
+    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_experts_BTk, now)
     return (x_BTD, kv, after), outputs
 
   first = gather(jax.tree.map(lambda w: w[0], stack))
@@ -280,7 +280,7 @@ def _layer(
   kv,
   number,
   block,
-  replayed_BTk,
+  replayed_experts_BTk,
   gathered: moe.Gathered | None = None,
   *,
   config: ModelConfig,
@@ -295,7 +295,9 @@ def _layer(
 
   def experts(y_BTD, w):
     valid_BT = setting["segments_BT"] > 0
-    gate_BTk, experts_BTk, stats = moe.route(y_BTD, w.router, config, valid_BT, replayed_BTk)
+    gate_BTk, experts_BTk, stats = moe.route(
+      y_BTD, w.router, config, valid_BT, replayed_experts_BTk
+    )
     held = gathered or ExpertWeights(w.gate, w.up, w.down)
     y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, held, compute.experts, compute.expert_chunk)
     return y_BTD, experts_BTk, stats

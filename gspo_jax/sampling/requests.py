@@ -185,7 +185,7 @@ class Response:
   stopped: bool  # by a stop token or a stop string; False: by its length, or not yet finished
   finished: bool  # False: `Engine.stop` came before its end
   # int8 or int16 [prefix + n - 1, l, k]: experts of every token that was fed; None: not recorded
-  routing: np.ndarray | None
+  experts: np.ndarray | None
   # int32 [n, X]: tokens that each one was drawn from, -1 where they are fewer; None: not recorded
   support: np.ndarray | None = None
 

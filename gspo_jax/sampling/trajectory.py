@@ -89,7 +89,7 @@ class Trajectory:
     finished: the environment ended it, or it was cut off, by its length or its turns.
     stopped: the environment ended it.
     limit: tokens that may follow the prompt, of the driver that it went on with last; 0: of none.
-    routing: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
+    experts: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
       where they are not recorded.
     support: int32 [n, X], tokens that each one was drawn from; NO_TOKEN where they are fewer, and
       throughout for the whole vocabulary and for observations; None where they are not recorded.
@@ -107,7 +107,7 @@ class Trajectory:
     self.calls: tuple[int, ...] = ()
     self.figures: dict[str, float] = {}
     self.failure = ""
-    self.routing: np.ndarray | None = None
+    self.experts: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
     self._begun = 0  # tokens after the prompt when the turn under way began
@@ -146,11 +146,11 @@ class Trajectory:
       version=response.version,
       rewards=np.zeros(n, np.float32),
     )
-    if response.routing is not None:
+    if response.experts is not None:
       # A prefix is prefilled anew in every turn; what counts is how each token was fed at first.
-      seen = 0 if self.routing is None else len(self.routing)
-      new = response.routing[seen:]
-      self.routing = np.concatenate([self.routing, new]) if seen else new
+      seen = 0 if self.experts is None else len(self.experts)
+      new = response.experts[seen:]
+      self.experts = np.concatenate([self.experts, new]) if seen else new
 
   def end_turn(self, reward: float) -> None:
     rewards = self.rewards.copy()  # of which a copy of the trajectory may know
@@ -223,7 +223,7 @@ class Trajectory:
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON, for a checkpoint; all but the environment."""
-    arrays, file = self.columns | dict(routing=self.routing, support=self.support), io.BytesIO()
+    arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure _begun".split()
     state = {name: getattr(self, name) for name in plain}
@@ -239,7 +239,7 @@ class Trajectory:
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
     trajectory = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
     vars(trajectory).update(state | dict(calls=tuple(state["calls"])))
-    trajectory.routing = arrays.pop("routing", None)
+    trajectory.experts = arrays.pop("routing", None)
     trajectory.support = arrays.pop("support", None)
     trajectory.columns = arrays
     if not trajectory.finished and environment is not None:
@@ -295,10 +295,10 @@ def assemble(
   fields["tokens"][:] = pad_id
   fields["turns"][:] = fields["version"][:] = -1
   experts_BLlk = None
-  if trajectories[0].routing is not None:
+  if trajectories[0].experts is not None:
     # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
     # and none are needed, since nothing is predicted from it.
-    first = trajectories[0].routing
+    first = trajectories[0].experts
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -308,8 +308,8 @@ def assemble(
     fields["tokens"][row, :start] = trajectory.prompt
     for name, column in trajectory.columns.items():
       fields[name][row, start:end] = column
-    if experts_BLlk is not None and trajectory.routing is not None:
-      experts_BLlk[row, : end - 1] = trajectory.routing
+    if experts_BLlk is not None and trajectory.experts is not None:
+      experts_BLlk[row, : end - 1] = trajectory.experts
     if trajectory.support is not None:
       if (width := trajectory.support.shape[1]) > support:
         raise ValueError(

@@ -31,9 +31,9 @@ def of_run(c: "RunConfig") -> tuple[Pass, ...]:
   passes = []
   # Without one, the old policy is what the sampler said it was.
   if c.objective.old_logp == "recompute":
-    passes.append(Pass("old_policy", ("policy",), ("old_logp_BT", "routing_BTlk")))
+    passes.append(Pass("old_policy", ("policy",), ("old_logp_BT", "old_experts_BTlk")))
   if c.objective.old_logp == "behaviour":
-    passes.append(Pass("old_policy", ("policy",), ("own_logp_BT", "routing_BTlk")))
+    passes.append(Pass("old_policy", ("policy",), ("own_logp_BT", "old_experts_BTlk")))
   has_critic = c.critic.name != "none"
   if c.objective.needs_reference or (has_critic and c.critic.kl_coef > 0):
     passes.append(Pass("reference", ("reference policy",), ("ref_logp_BT",)))

@@ -45,13 +45,13 @@ def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
   """0 is an expert and a token, and the trainer's own choices would be compared with it."""
   given = with_inputs(
     batch(2, np.zeros((2, T), np.float32)),
-    sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8),
+    sampler_experts_BTlk=np.ones((2, T, 1, 2), np.int8),
     support_BTX=np.ones((2, T, 3), np.int32),
   )
   (made,) = minibatches(given, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
-  for field in made.inputs.sampler_routing_BTlk, made.inputs.support_BTX:
+  for field in made.inputs.sampler_experts_BTlk, made.inputs.support_BTX:
     assert np.unique(field[:2]) == 1 and np.unique(field[2:]) == -1
-  assert made.inputs.sampler_routing_BTlk.dtype == np.int8
+  assert made.inputs.sampler_experts_BTlk.dtype == np.int8
 
 
 def test_log_ratios_come_back_in_the_order_of_the_rollout():
@@ -83,9 +83,9 @@ def test_older_weights_are_told_apart():
   made = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
   np.testing.assert_array_equal(made.current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
   recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
-  np.testing.assert_array_equal(made.inputs.sampler_routing_BTlk[..., 0, 0] >= 0, recorded)
+  np.testing.assert_array_equal(made.inputs.sampler_experts_BTlk[..., 0, 0] >= 0, recorded)
   kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
-  np.testing.assert_array_equal(kept.inputs.sampler_routing_BTlk[:, :4] >= 0, True)
+  np.testing.assert_array_equal(kept.inputs.sampler_experts_BTlk[:, :4] >= 0, True)
   assert not kept.current_BT.any()  # replayed experts of older weights make another network
   alone = train_batch(rollout(), np.ones(2), shared_prompts=False)
   assert alone.current_BT is None

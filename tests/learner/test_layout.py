@@ -52,10 +52,10 @@ def grouped_batch(model):
     sampler_logp_BT=-4.3 * mask_BT,
     ref_logp_BT=-4.1 * mask_BT,
   )
-  if batch.routing_BTlk is None:
+  if batch.old_experts_BTlk is None:
     return batch
-  batch = with_inputs(batch, sampler_routing_BTlk=alike(batch.inputs.sampler_routing_BTlk))
-  return batch.replace(routing_BTlk=alike(batch.routing_BTlk))
+  batch = with_inputs(batch, sampler_experts_BTlk=alike(batch.inputs.sampler_experts_BTlk))
+  return batch.replace(old_experts_BTlk=alike(batch.old_experts_BTlk))
 
 
 def sharing(model, microbatches=1, group_size=GROUP, **compute):
@@ -119,7 +119,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   logp, expected_logp = (x.old_logp_BT[trained] for x in (actual, expected))
   np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
   read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
-  routes, expected_routes = (np.asarray(x.routing_BTlk) for x in (actual, expected))
+  routes, expected_routes = (np.asarray(x.old_experts_BTlk) for x in (actual, expected))
   np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
   assert (routes[~read_BT] == routing.NO_EXPERT).all()
 

@@ -78,8 +78,8 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   )
   np.testing.assert_allclose(logp_BT, expected_BT, atol=2e-5)
   assert (logp_BT[:, 0] == 0).all() and (expected_BT[:, 1:][real_BT[:, 1:]] < -1).all()
-  routes_BTlk = packing.in_order(actual.routing_BTlk, packed.order_B)
-  np.testing.assert_array_equal(routes_BTlk, expected.routing_BTlk)
+  routes_BTlk = packing.in_order(actual.old_experts_BTlk, packed.order_B)
+  np.testing.assert_array_equal(routes_BTlk, expected.old_experts_BTlk)
   assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
 
 

@@ -271,14 +271,14 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
   params = initial(MOE)
   batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
-    experts = np.asarray(batch.inputs.sampler_routing_BTlk)
-    batch = with_inputs(batch, sampler_routing_BTlk=np.where(experts >= 0, (experts + 1) % 8, -1))
+    experts = np.asarray(batch.inputs.sampler_experts_BTlk)
+    batch = with_inputs(batch, sampler_experts_BTlk=np.where(experts >= 0, (experts + 1) % 8, -1))
   objective, batch = with_old_policy(params, batch, replay=replay)
   before = first_metrics(params, batch, objective)
   assert before["minibatch/0/ratio/deviation"] < 1e-6
 
   moved = drifted(params)
-  routes = batch.routing_BTlk if replay == "R2" else batch.inputs.sampler_routing_BTlk
+  routes = batch.old_experts_BTlk if replay == "R2" else batch.inputs.sampler_experts_BTlk
   out = forward(moved, MOE, batch.inputs.tokens_BT, routing=routing.by_layer(jnp.asarray(routes)))
   logits_BTV = transformer.head_logits(moved, MOE, out.hidden_BTD)[:, :-1]
   target = jnp.asarray(batch.inputs.tokens_BT)[:, 1:, None]
@@ -334,7 +334,7 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
   moved, tokens = drifted(params), jnp.asarray(batch.inputs.tokens_BT)
-  old = routing.by_layer(batch.routing_BTlk)
+  old = routing.by_layer(batch.old_experts_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
   choice = [
     forward(moved, MOE, tokens, routing=r).routing_lBTk[layer]
@@ -353,13 +353,13 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
 def test_the_samplers_routing_is_compared_with_the_trainers(replay):
   params = initial(MOE)
   batch = rollout_batch()
-  routes = np.array(batch.inputs.sampler_routing_BTlk)
+  routes = np.array(batch.inputs.sampler_experts_BTlk)
   routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
   fed = routes[:, :, 0, 0] >= 0
   trainers = np.asarray(forward(params, MOE, batch.inputs.tokens_BT).routing_lBTk)[0]
   expected = float(routing.volatility(trainers[None], routes[None, :, :, 0], fed)[0]) / 2
   objective, batch = with_old_policy(
-    params, with_inputs(batch, sampler_routing_BTlk=routes), replay=replay
+    params, with_inputs(batch, sampler_experts_BTlk=routes), replay=replay
   )
   row = first_metrics(params, batch, objective)
   at_least = expected if replay != "R3" else 0.9 * expected  # the layer above sees another input
@@ -370,13 +370,13 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
 
 def test_without_records_there_is_no_volatility():
   params = initial(MOE)
-  batch = with_inputs(rollout_batch(), sampler_routing_BTlk=None)
+  batch = with_inputs(rollout_batch(), sampler_experts_BTlk=None)
   objective, batch = with_old_policy(params, batch, volatility=False)
-  assert batch.routing_BTlk is None
+  assert batch.old_experts_BTlk is None
   row = first_metrics(params, batch, objective)
   assert not [name for name in row if "volatility" in name]
   for replay in ("R2", "R3"):
-    missing = f"objective.replay='{replay}'.*the batch has no .*routing"
+    missing = f"objective.replay='{replay}'.*the batch has no .*experts"
     with pytest.raises(ValueError, match=missing):
       first_metrics(params, batch, dataclasses.replace(objective, replay=replay))
 

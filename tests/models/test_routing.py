@@ -89,24 +89,24 @@ def test_replay_with_the_same_weights_changes_nothing():
   again = forward(PARAMS, routing=routing.by_layer(stored))
   np.testing.assert_array_equal(again.hidden_BTD, out.hidden_BTD)
   np.testing.assert_array_equal(again.routing_lBTk, out.routing_lBTk)
-  assert (again.stats.overridden == 0).all() and (again.stats.replayed == TOKENS.size).all()
+  assert (again.stats.overridden == 0).all() and (again.stats.replayed_tokens == TOKENS.size).all()
 
 
 def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
   old = own_experts()
-  replayed, free = forward(DRIFTED, routing=old), forward(DRIFTED)
+  replaying, free = forward(DRIFTED, routing=old), forward(DRIFTED)
   assert (free.routing_lBTk != old).any()
-  assert jnp.abs(free.hidden_BTD - replayed.hidden_BTD).max() > 0.1
+  assert jnp.abs(free.hidden_BTD - replaying.hidden_BTD).max() > 0.1
 
-  def route(x_BTD, router_DE, config, valid_BT, replayed_BTk):
+  def route(x_BTD, router_DE, config, valid_BT, replayed_experts_BTk):
     """Softmax over the current logits of the replayed experts (arXiv:2512.01374, gates in R3)."""
-    logit_BTk = jnp.take_along_axis(x_BTD @ router_DE, replayed_BTk, -1)
-    return jax.nn.softmax(logit_BTk, axis=-1), replayed_BTk, moe.RouterStats(*jnp.zeros(6))
+    logit_BTk = jnp.take_along_axis(x_BTD @ router_DE, replayed_experts_BTk, -1)
+    return jax.nn.softmax(logit_BTk, axis=-1), replayed_experts_BTk, moe.RouterStats(*jnp.zeros(6))
 
   monkeypatch.setattr(moe, "route", route)
   expected = transformer.forward(DRIFTED, MODEL, TOKENS, routing=old).hidden_BTD
-  np.testing.assert_allclose(replayed.hidden_BTD, expected, atol=2e-5)
-  np.testing.assert_array_equal(replayed.routing_lBTk, old)
+  np.testing.assert_allclose(replaying.hidden_BTD, expected, atol=2e-5)
+  np.testing.assert_array_equal(replaying.routing_lBTk, old)
 
 
 def test_what_replay_overrides_is_the_routers_own_choice_above_replayed_layers():
@@ -116,7 +116,9 @@ def test_what_replay_overrides_is_the_routers_own_choice_above_replayed_layers()
     free = old.at[layer:].set(-1)  # replayed below, its own choice here
     choice = forward(DRIFTED, routing=free).routing_lBTk[layer]
     expected = float(routing.volatility(choice[None], old[layer][None])[0])
-    assert stats.overridden[layer] / stats.replayed[layer] == pytest.approx(expected, abs=1e-6)
+    assert stats.overridden[layer] / stats.replayed_tokens[layer] == pytest.approx(
+      expected, abs=1e-6
+    )
     assert expected > 0.1
 
 
@@ -128,7 +130,7 @@ def test_positions_without_experts_use_the_routers_own_choice():
   assert (experts[:, :, 1::2] >= 0).all() and (experts[:, :, 1::2] != old[:, :, 1::2]).any()
   nothing = forward(DRIFTED, routing=-jnp.ones_like(old))
   np.testing.assert_array_equal(nothing.hidden_BTD, forward(DRIFTED).hidden_BTD)
-  assert (nothing.stats.replayed == 0).all()
+  assert (nothing.stats.replayed_tokens == 0).all()
 
 
 def test_half_of_the_experts_is_none():

@@ -223,7 +223,7 @@ def test_missing_rows_cost_a_packed_update_nothing():
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
   assert ((plan.inputs.row_B < 0) == empty[plan.order_B]).all()
-  assert (batch.inputs.sampler_routing_BTlk[empty] == -1).all()
+  assert (batch.inputs.sampler_experts_BTlk[empty] == -1).all()
   (*_, whole), _ = iterate(6, **WHOLE, objective__volatility=True)
   of_whole = batches.train_batch(whole.rollout, whole.advantage_PG, shared_prompts=True)
   rows, more = (int(packing.count(packing.plan(b, 1).inputs, 4)) for b in (batch, of_whole))

@@ -38,8 +38,8 @@ def sampled(name, dtype, compute=REFERENCE, temperature=1.0, cache_dtype="float3
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def passed(params, model, tokens_BT, compute, experts_BTlk=None):
   """Log-probabilities [B, T - 1] of a plain pass, which replays experts if there are any."""
-  replayed = routing.by_layer(experts_BTlk)
-  out = transformer.forward(params, model, tokens_BT, routing=replayed, compute=compute)
+  replayed_experts = routing.by_layer(experts_BTlk)
+  out = transformer.forward(params, model, tokens_BT, routing=replayed_experts, compute=compute)
   hidden_BTD, targets_BT = out.hidden_BTD[:, :-1], tokens_BT[:, 1:]
   return transformer.token_logp(params, model, hidden_BTD, targets_BT, compute=compute)[0]
 

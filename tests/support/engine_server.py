@@ -49,5 +49,5 @@ def _choice(response, version):
   versions = [version] * len(tokens)
   said = choice(response.sample, reason, tokens, response.logp.tolist(), versions)
   file = io.BytesIO()
-  np.save(file, response.routing)
+  np.save(file, response.experts)
   return said | dict(routed_experts=base64.b64encode(file.getvalue()).decode())

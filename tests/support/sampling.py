@@ -58,8 +58,8 @@ def same(found, expected):
     for name in ("logp", "full_logp"):
       np.testing.assert_allclose(getattr(response, name), getattr(expected[key], name), atol=1e-5)
     assert response.stopped == expected[key].stopped and response.finished
-    if expected[key].routing is not None:
-      np.testing.assert_array_equal(response.routing, expected[key].routing)
+    if expected[key].experts is not None:
+      np.testing.assert_array_equal(response.experts, expected[key].experts)
 
 
 def sample(

@@ -84,8 +84,8 @@ def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
     routes = rng.permuted(experts_BTlE, axis=-1)[..., : model.experts_per_token]
     return np.where(real_BT[..., None, None], routes, -1).astype(np.int8)
 
-  batch = batch.replace(routing_BTlk=route())
-  return with_inputs(batch, sampler_routing_BTlk=route())
+  batch = batch.replace(old_experts_BTlk=route())
+  return with_inputs(batch, sampler_experts_BTlk=route())
 
 
 def with_inputs(batch: TrainBatch, **fields) -> TrainBatch:

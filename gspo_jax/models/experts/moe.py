@@ -51,7 +51,7 @@ class RouterStats:
   dropped: jax.Array  # assignments that no expert computes: 0, since dispatch is dropless
   # With replay only:
   overridden: jax.Array | None = None  # share of the router's own choices that replay replaced
-  replayed: jax.Array | None = None  # tokens that had experts to replay
+  replayed_tokens: jax.Array | None = None  # tokens that had experts to replay
 
 
 def route(
@@ -59,15 +59,16 @@ def route(
   router_DE: jax.Array,
   config: ModelConfig,
   valid_BT: jax.Array,
-  replayed_BTk: jax.Array | None = None,
+  replayed_experts_BTk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Gate weights and expert indices of every token, [B, T, k] each, and router statistics.
 
   Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
-  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_BTk`, of any
-  integer type, replaces the choice of the tokens that have experts in it (-1: none). Only indices
-  are replayed. The gate weights are always those of the current router, gathered from the dense
-  probabilities: gathered from its own top-k, those of other experts would be 0 without a gradient.
+  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`,
+  of any integer type, replaces the choice of the tokens that have experts in it (-1: none). Only
+  indices are replayed. The gate weights are always those of the current router, gathered from the
+  dense probabilities: gathered from its own top-k, those of other experts would be 0 without a
+  gradient.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -77,11 +78,12 @@ def route(
   valid_BT = valid_BT.astype(jnp.float32)
   _, experts_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
   replay_stats = {}
-  if replayed_BTk is not None:
-    share_BT, known_BT = routing.changed(experts_BTk, replayed_BTk)
-    experts_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, experts_BTk)
+  if replayed_experts_BTk is not None:
+    share_BT, known_BT = routing.changed(experts_BTk, replayed_experts_BTk)
+    recorded_BT1 = routing.recorded(replayed_experts_BTk)[..., None]
+    experts_BTk = jnp.where(recorded_BT1, replayed_experts_BTk, experts_BTk)
     replay_stats = dict(
-      overridden=(share_BT * valid_BT).sum(), replayed=(known_BT * valid_BT).sum()
+      overridden=(share_BT * valid_BT).sum(), replayed_tokens=(known_BT * valid_BT).sum()
     )
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)

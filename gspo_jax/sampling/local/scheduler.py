@@ -218,23 +218,23 @@ class Scheduler:
       prefixes.sample_B[row] = request.first_sample
       prefixes.stop_BX[row, : len(request.stop_ids)] = request.stop_ids
       prefixes.id_B[row] = self._ids
-      prefix_experts: list[np.ndarray] = []
+      experts: list[np.ndarray] = []
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
         if not live.count:  # or what counts is how its tokens were fed at first
-          live.prefix_experts = prefix_experts
+          live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
-      fetched.append((row, len(prefix) - 1, prefix_experts))
+      fetched.append((row, len(prefix) - 1, experts))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
     arrays = _put((tokens, prefixes, waiting, entries))
-    self._state, experts = self._prefill(self._params, self._state, *arrays)
-    self._prefills.append((experts, fetched))
+    self._state, experts_rTlk = self._prefill(self._params, self._state, *arrays)
+    self._prefills.append((experts_rTlk, fetched))
 
   def _dispatch(self) -> None:
     cancelled = np.full(self._slots, -1, np.int32)
@@ -255,11 +255,11 @@ class Scheduler:
     if prefills:
       jax.block_until_ready(marker)
       self.usage.prefill_seconds += self._lap()
-    for experts, placed in prefills:
-      if experts is not None:
-        experts = np.asarray(experts)
-        for row, length, prefix_experts in placed:
-          prefix_experts.append(experts[row, :length])
+    for experts_rTlk, placed in prefills:
+      if experts_rTlk is not None:
+        experts_rTlk = np.asarray(experts_rTlk)
+        for row, length, experts in placed:
+          experts.append(experts_rTlk[row, :length])
     out = jax.tree.map(np.asarray, out)
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)

@@ -27,7 +27,7 @@ class Live:
   request: Request
   sample: int
   shard: int
-  prefix_experts: list[np.ndarray]  # filled when it has been fetched
+  experts: list[np.ndarray]  # of its prefix, filled when they have been fetched
   call: int = 0  # the first call of `decode` that knows of it
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0
@@ -53,8 +53,8 @@ class Live:
     tokens, logp, full_logp, experts, support = columns or (
       np.zeros(0, np.int32), nothing, nothing, None, None,
     )  # fmt: skip
-    if self.prefix_experts:
-      experts = np.concatenate([*self.prefix_experts, *([] if experts is None else [experts])])
+    if self.experts:
+      experts = np.concatenate([*self.experts, *([] if experts is None else [experts])])
     return Response(
       self.request,
       self.sample,

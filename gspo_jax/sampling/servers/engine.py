@@ -395,5 +395,5 @@ class Pending:
       self.version,
       stopped=finished and self.stopped,
       finished=finished,
-      routing=self.experts,
+      experts=self.experts,
     )
