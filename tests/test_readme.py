@@ -1,6 +1,7 @@
 """Pages: links lead somewhere, cells of the comparison name sources, the README's code runs."""
 
 import re
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,3 +73,17 @@ def test_its_code_runs():
   exec(code, found)
   np.testing.assert_allclose(found["loss"], 0.0, atol=1e-6)  # advantages of a group add up to 0
   assert found["metrics"]
+
+
+def test_continuous_integration_runs_its_commands():
+  """The set-up of README comes first in `.ci/run`, then its tests, as they stand there."""
+  run = (ROOT / ".ci/run").read_text()
+  assert run.index("$(.ci/readme)") < run.index("$(.ci/readme tests)") < run.index("pip install")
+
+  def commands(*arguments):
+    return subprocess.check_output([ROOT / ".ci/readme", *arguments], text=True).splitlines()
+
+  venv, install, main = commands()
+  assert venv == "python3 -m venv .venv && . .venv/bin/activate"
+  assert install == "pip install -e '.[train]'" and "gspo_jax.main" in main
+  assert commands("tests") == ["pip install -e '.[test]'", "python -m pytest"]
