@@ -77,7 +77,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     open_run(config, workdir) as run,
     preemption.watch(config.checkpoint.grace_s),
   ):
-    score = run.score
+    score = run.scoring.scorers[config.reward.name]
 
     def count(responses, prompts, lengths, finished):
       record.sampled[-1] += sum(lengths)
@@ -86,11 +86,13 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
     run = dataclasses.replace(
       run,
-      tokenizer=dataclasses.replace(run.tokenizer, stop_ids=()),
+      inputs=dataclasses.replace(
+        run.inputs, tokenizer=dataclasses.replace(run.tokenizer, stop_ids=())
+      ),
+      scoring=dataclasses.replace(run.scoring, scorers={config.reward.name: count}),
       evaluate=dataclasses.replace(run.evaluate, benchmarks=[]),
-      score=count,
     )
-    if {len(prompt.tokens) for prompt in run.train_prompts} != {work.prompt}:
+    if {len(prompt.tokens) for prompt in run.inputs.data.train_prompts} != {work.prompt}:
       raise ValueError(f"prompts are not {work.prompt} tokens long")
     params = train.train(run, run.initial_params)
     record.moved = distance(*map(jax.tree.leaves, (params, run.initial_params())))

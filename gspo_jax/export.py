@@ -25,31 +25,32 @@ from gspo_jax import sharding
 from gspo_jax.data import tokenizer as tokenizers
 from gspo_jax.models import hf
 from gspo_jax.models.hf import peft
-from gspo_jax.runs import start, weights
+from gspo_jax.runs import weight_source
+from gspo_jax.runs.weight_source import RunCheckpoint
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.system import hub, jsons
 
 
 def export(
   run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "", adapters: bool = False
-) -> start.Start:
-  """Writes config.json, safetensors of this type, generation_config.json with the tokens at which
-  the run stopped, and the tokenizer's files if there are any. Of `adapters` alone there are PEFT's
-  two files in the place of the model's.
+) -> RunCheckpoint:
+  """Writes config.json, safetensors of this type, generation_config.json with the run's stop
+  tokens, and the tokenizer's files if there are any. With `adapters`, PEFT's two files stand in the
+  place of the model's.
 
   Raises:
-    ValueError: there is no such checkpoint, it is damaged, or does not say of which model it is;
-      its tokenizer is not where it was; the directory holds something; or there are no adapters.
+    ValueError: there is no such checkpoint, it is damaged, or its model is unknown; its tokenizer
+      is gone; the directory is not empty; or there are no adapters.
   """
-  origin = start.find(run, "RUN")
-  if origin is None:
+  checkpoint = weight_source.find(run, "RUN")
+  if checkpoint is None:
     raise ValueError(f"RUN={run} is not the workdir of a run, nor one of its checkpoints")
-  model = start.model(origin, f"RUN={run}")
-  if adapters and not origin.adapters.rank:
-    raise ValueError(f"RUN={run}: {origin.path} has no adapters: leave out --adapters")
+  model = checkpoint.model_config()
+  if adapters and not checkpoint.adapters.rank:
+    raise ValueError(f"RUN={run}: {checkpoint.path} has no adapters: leave out --adapters")
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
-  tokenizer = tokenizer or origin.tokenizer
+  tokenizer = tokenizer or checkpoint.tokenizer
   try:
     tok = tokenizers.load_for(tokenizer, model.vocab_size)
   except tokenizers.TokenizerError as error:
@@ -58,24 +59,23 @@ def export(
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
     if adapters:
-      params = weights.with_adapters_of(origin, model, mesh, "RUN")
-      peft.save(directory, params, model, origin.adapters, _base(origin))
+      params = checkpoint.load_with_adapters(model, mesh)
+      peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint))
     else:
-      params = weights.of_checkpoint(origin, model, mesh, dtype, "RUN")
-      hf.save(directory, params, model, dtype=dtype, more=ids)
+      hf.save(directory, checkpoint.load(model, mesh, dtype), model, dtype=dtype, more=ids)
   generation = directory / "generation_config.json"
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
   sampling = jsons.read_object(generation) if generation.exists() else {}
   generation.write_text(json.dumps(sampling | ids, indent=2) + "\n")
-  return origin
+  return checkpoint
 
 
-def _base(origin: start.Start) -> str:
-  """The Hugging Face directory whose weights the adapters are added to; "" if it is none."""
-  config = origin.config
-  of_others = config["job"] == "sft+rl" or "start" in config["provenance"]
-  return "" if of_others or config["weights"] == "random" else config["weights"]
+def _base(checkpoint: RunCheckpoint) -> str:
+  """Returns the published model below the adapters; "" if there is none."""
+  config = checkpoint.config
+  starts_from_run = config["job"] == "sft+rl" or "start" in config["provenance"]
+  return "" if starts_from_run or config["weights"] == "random" else config["weights"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:
-    origin = export(**vars(options))
+    checkpoint = export(**vars(options))
   except (ValueError, OSError) as error:
     parser.error(str(error))
-  sys.stdout.write(f"{options.directory}: the weights of {origin.path}\n")
+  sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 
 
 if __name__ == "__main__":

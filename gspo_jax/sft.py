@@ -34,7 +34,7 @@ def sft(run: Run) -> Any:
   c, tok = run.config, run.tokenizer
   (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
   update = make_sft_step(learner_of(c, "sft"), tx)
-  prompts = run.demonstrations
+  prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   kept_out, held_out_loss = held_out(run, prompts)
   # A row is fetched when the next one is due, so batches are kept for as long.

@@ -24,6 +24,8 @@ from gspo_jax.learner.advantages import of_teacher
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.flops import forward_flops
 from gspo_jax.run import open_run
+from gspo_jax.runs import provenance
+from gspo_jax.runs.weight_source import WeightSource
 from gspo_jax.settings.critic import OFF, DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
@@ -104,7 +106,7 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
 
 def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
   """In rows of their own, packed, and on a mesh; with experts, which the policy does not have."""
-  taught = teacher.Teacher("t", None, SMALLER_MOE, None)
+  taught = teacher.Teacher(WeightSource(teacher.KEY, "t"), SMALLER_MOE)
   params, one = initial(SMALLER_MOE), batch()
   mask_BT = one.mask_BT[:, 1:] > 0
   wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.inputs.tokens_BT), temperature=0.7)
@@ -146,9 +148,9 @@ def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
 def test_a_run_is_named_as_its_weights_are(other_run, tmp_path):
   workdir, _ = other_run
   taught = teacher.find(student(workdir))
-  assert taught.path.endswith("checkpoints/rl/2") and taught.tokenizer == "bytes"
-  assert taught.model.num_experts == 8 and taught.about["step"] == 2
-  assert teacher.find(student(workdir / "checkpoints" / "rl" / "1")).about["step"] == 1
+  assert taught.source.path.endswith("checkpoints/rl/2") and taught.source.tokenizer == "bytes"
+  assert taught.model.num_experts == 8 and taught.source.about["step"] == 2
+  assert teacher.find(student(workdir / "checkpoints" / "rl" / "1")).source.about["step"] == 1
   assert teacher.find(config_of(tiny.get_config)) is None
   assert teacher.find(student(workdir, job="eval")) is None, "nothing is trained"
 
@@ -282,11 +284,12 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_pat
   made_with = json.loads((tmp_path / "run" / "config.json").read_text())["provenance"]
   assert made_with["teacher"]["checkpoint"] == str(first)
   shutil.move(tmp_path / "later", last)
-  assert teacher.find(config).path == str(last)
-  assert teacher.find(config, tmp_path / "run").path == str(first)
+  assert teacher.find(config).source.path == str(last)
+  recorded = provenance.recorded_origins(tmp_path / "run", dataclasses.asdict(config))["teacher"]
+  assert teacher.find(config, recorded).source.path == str(first)
   for workdir in ("run", "another machine"):
     with open_run(config, tmp_path / workdir) as run:
-      assert run.teacher.path == str(first)
+      assert run.teacher.source.path == str(first)
 
 
 def test_its_pass_is_counted(directory):

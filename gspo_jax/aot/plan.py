@@ -33,18 +33,18 @@ COPIES = 3  # gradients, their sum over micro-batches and the update; logits, so
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   """What --dry_run prints of a configuration that has been checked."""
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
-  devices = list(inputs.mesh.devices.flat)
+  devices = list(inputs.meshes.trainer.devices.flat)
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
-  held_out = sum(map(len, inputs.problems.values()))
+  held_out = sum(map(len, inputs.data.problems.values()))
   text = [
     "configuration, what differs from the defaults (docs/keys.md):",
     *(f"  {line}" for line in differs or ["nothing"]),
-    f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
+    f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.meshes.trainer)})",
   ]
   if config.rollout_mesh.on:
-    shape = axes(inputs.rollout_mesh)
-    text.append(f"rollout mesh: {inputs.rollout_mesh.size} further ones ({shape})")
+    shape = axes(inputs.meshes.sampler)
+    text.append(f"rollout mesh: {inputs.meshes.sampler.size} further ones ({shape})")
   text.append(f"model: {count:,} parameters{each}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
@@ -53,9 +53,11 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     text.append(f"critic: {sum(math.prod(w.shape) for w in declared):,} parameters, {trunk}")
   if taught := inputs.teacher:
     number, _ = transformer.count(taught.model)
-    text.append(f"teacher: {number:,} parameters, frozen, {taught.path}")
-  text.append(f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems")
-  text += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
+    text.append(f"teacher: {number:,} parameters, frozen, {taught.source.path}")
+  text.append(f"data: {len(inputs.data.train_prompts):,} prompts, {held_out:,} held-out problems")
+  text += memory(
+    programs.resolved(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
+  )
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
     text.append(
@@ -68,7 +70,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   """What a device holds at once: lasting arrays, and of an update an estimate of the others, which
   are known when it is compiled."""
-  c, mesh, samples_on = case.config, inputs.mesh, inputs.rollout_mesh
+  c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": held(sampler)}
   if c.job == "eval":

@@ -43,7 +43,7 @@ def write_report(
   if len(folders) > 1 and output is None:
     raise ValueError("several runs belong to no one's directory: say --output=compare.html")
   runs = [
-    Run(name, read_metrics(folder / "metrics.jsonl"), provenance.begun(folder))
+    Run(name, read_metrics(folder / "metrics.jsonl"), provenance.read(folder))
     for folder, name in zip(folders, unique_names(folders))
   ]
   rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)

@@ -1,8 +1,8 @@
-"""The story of a run, kept beside its checkpoints where those have a directory of their own.
+"""Copy of a workdir beside checkpoints with a directory of their own.
 
-On a preemptible machine the workdir is lost with the disk. What is in it, but for checkpoints and
-what only that machine needs, is copied before a checkpoint is completed: a run that is started with
-the same `checkpoint.directory` and an empty workdir goes on as if it were the old one.
+A preemptible machine loses its workdir with the disk. So the workdir, without checkpoints and the
+files of one machine, is copied before a checkpoint is completed. A run that is started with this
+`checkpoint.directory` and an empty workdir continues from the copy.
 """
 
 from collections.abc import Iterator
@@ -13,34 +13,34 @@ from etils import epath
 from gspo_jax.runs.provenance import FILE
 from gspo_jax.system.files import WriteError, writing
 
-FOLDER = "workdir"  # of checkpoint.directory
+FOLDER = "workdir"  # Within checkpoint.directory.
 LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
 
 
 class Mirror:
-  """Copies what is new or has changed since the last copy."""
+  """Copies new and changed files of a workdir."""
 
   def __init__(self, workdir: str | Path, directory: str):
     self._workdir = epath.Path(workdir)
     self.target = epath.Path(directory) / FOLDER if directory else None
     self._copied: dict[str, tuple[int, float]] = {}
 
-  def fills(self) -> bool:
-    """Whether there is a copy of a run, for a workdir that holds none yet."""
-    there = self.target is not None and (self.target / FILE).exists()
-    return there and not (self._workdir / FILE).exists()
+  def can_fill(self) -> bool:
+    """Whether there is a copy of a run for a workdir without one."""
+    has_copy = self.target is not None and (self.target / FILE).exists()
+    return has_copy and not (self._workdir / FILE).exists()
 
-  def back(self) -> bool:
-    """Fills a workdir that holds no run yet; whether there was anything to fill it with."""
-    if not self.fills():
+  def fill(self) -> bool:
+    """Fills a workdir without a run from the copy; False if there is nothing to fill."""
+    if not self.can_fill():
       return False
-    # The one that says that a run is here comes last.
+    # config.json, the sign of a run, comes last.
     for name in sorted(_files(self.target), key=lambda name: name == FILE):
       _copy(self.target / name, self._workdir / name)
     return True
 
   def copy(self) -> None:
-    """Raises WriteError where a file cannot be copied, unless the run removes it meanwhile."""
+    """Copies what has changed. WriteError: a file of the workdir cannot be copied."""
     if self.target is None:
       return
     for name in list(_files(self._workdir)):
@@ -56,8 +56,8 @@ class Mirror:
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
-  """Paths of the files below, without those of `LEFT_OUT` and half-written ones. (On gs://,
-  `epath.Path.walk` loses the scheme.)"""
+  """Yields paths of files, without `LEFT_OUT` and half-written ones. (On gs://, `epath.Path.walk`
+  loses the scheme.)"""
   for path in sorted((folder / within).iterdir()):
     name = f"{within}{path.name}"
     if name not in LEFT_OUT and path.is_dir():
@@ -67,10 +67,10 @@ def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
-  """Copies a file whole or not at all: it may be what the next machine starts with."""
+  """Copies a file whole or not at all."""
   with writing(target):
     target.parent.mkdir(parents=True, exist_ok=True)
-    if "://" in str(target):  # an object of a bucket is there when all of it has come
+    if "://" in str(target):  # A bucket shows an object only when it is whole.
       source.copy(target, overwrite=True)
       return
     beside = target.with_name(f"{target.name}.tmp")

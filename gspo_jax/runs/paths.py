@@ -1,14 +1,10 @@
 """The paths that a configuration names: what has to be there, and what must not coincide."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
-from gspo_jax.runs import start
+from gspo_jax.runs import weight_source
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hub
 
@@ -69,7 +65,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
     adapter = config.lora.adapter
-    if (now := start.pinned("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+    if (now := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
       raise ValueError(
         f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
         f"now, {now}"
@@ -105,34 +101,3 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
       )
   elif path.exists() and not path.is_dir():
     raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
-
-
-def check_weights(config: RunConfig, weights: str) -> None:
-  """ValueError unless the key `weights`, which stands for `weights`, names a complete model of the
-  configured shape."""
-  if config.weights == "random":
-    return
-  if origin := start.find(config.weights):
-    had = origin.model
-  else:
-    what = "to the workdir of a run, or to random"
-    start.check_published("--config.weights", weights, what)
-    from gspo_jax.models import hf  # safetensors is only needed here
-
-    had = dataclasses.asdict(hf.check(weights))
-  asked = dataclasses.asdict(config.model)
-  changed = [
-    f"model.{key}={asked[key]!r} and not {had[key]!r}"
-    for key in had
-    if key in asked and had[key] != asked[key] and not _rounded(had[key], asked[key])
-  ]
-  if changed:
-    raise ValueError(
-      f"--config.weights={config.weights} holds another model than the configuration, which has "
-      f"{', '.join(changed)}: set these, or name a configuration of this model"
-    )
-
-
-def _rounded(a: Any, b: Any) -> bool:
-  """Whether a number is the other one in float32, in which some files keep them."""
-  return isinstance(a, float) and np.float32(a) == np.float32(b)

@@ -16,18 +16,19 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
-NO_PART = ("provenance", "resume")  # of what makes a run another one
+NO_PART = ("provenance", "resume")  # Keys that do not make a run another one.
+ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")  # Keys that name them.
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
 def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
-  """Raises ValueError if the workdir, which `flag` names, holds a run of another configuration,
-  unless `resume` is "force". Of several processes the first one's workdir counts. All call it."""
+  """Raises ValueError if a workdir holds a run of another configuration, unless `resume` is
+  "force". The message names `flag`. The first process's workdir counts. All processes call it."""
 
   def compare() -> None:
-    if config["resume"] == "force" or not (was := begun(workdir)):
+    if config["resume"] == "force" or not (recorded := read(workdir)):
       return
-    if changed := _changes(was, config):
+    if changed := _changes(recorded, config):
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
         f"another {flag}, or --config.resume=force to go on with this one"
@@ -43,28 +44,35 @@ def record(
   teacher: Mapping[str, Any] | None = None,
   tokenizer: str = "",
 ) -> None:
-  """Writes config.json. Of a run that goes on, prints which keys are others than before, and warns
-  if it was begun with other code or packages. `start` tells of the weights that it begins with,
-  `teacher` of those that it learns from, and `tokenizer` is the name of the one that it has."""
-  of_weights = dict(start=start, teacher=teacher, tokenizer=tokenizer)
-  made_with = provenance() | {name: about for name, about in of_weights.items() if about}
-  if was := begun(workdir):
-    for line in _changes(was, config):
+  """Writes config.json. Prints the keys that differ from before if the run continues, and warns of
+  other code or packages.
+
+  Args:
+    start: origin of the first weights; None or {} if they are random.
+    teacher: origin of the teacher's weights; None without a teacher.
+    tokenizer: name of the tokenizer.
+  """
+  origins = dict(start=start, teacher=teacher, tokenizer=tokenizer)
+  written = provenance() | {part: about for part, about in origins.items() if about}
+  if recorded := read(workdir):
+    for line in _changes(recorded, config):
       sys.stderr.write(f"this run goes on with another {line}\n")
-    for line in difference(_code(was.get("provenance", {})), _code(made_with)):
+    for line in difference(_code(recorded.get("provenance", {})), _code(written)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
-  text = json.dumps(_as_json(config) | dict(provenance=made_with), indent=2)
-  write_whole(workdir / FILE, [text, "\n"])  # another process that looks finds nothing, or all
+  text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
+  write_whole(workdir / FILE, [text, "\n"])  # Another process never reads half of it.
 
 
-def _changes(was: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Lines `key: old -> new` of what makes a run another one than that of a config.json."""
-  was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
-  return difference(was, now)
+def _changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+  """Returns lines `key: old -> new` for keys that make this another run than the recorded one."""
+  old, new = (
+    {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
+  )
+  return difference(old, new)
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-  """Lines `key: old -> new` for all that differs."""
+  """Returns lines `key: old -> new` for all differences."""
   lines = []
   for key in sorted(old.keys() | new.keys()):
     a, b = old.get(key), new.get(key)
@@ -76,8 +84,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
 
 
 def provenance() -> dict[str, Any]:
-  """JSON: `commit` of the code (None where it is not a git checkout), whether there were changes
-  beside it (`dirty`), `versions` by package, and the `command`."""
+  """Returns JSON: `commit` of the code (None outside a git checkout), `dirty` if it was changed
+  since, `versions` by package, and the `command`."""
   root = Path(__file__).parents[2]
   versions = dict(python=platform.python_version())
   for name in PACKAGES:
@@ -90,13 +98,13 @@ def provenance() -> dict[str, Any]:
   return dict(commit=commit, dirty=dirty, versions=versions, command=shlex.join(sys.argv))
 
 
-def _code(made_with: Mapping[str, Any]) -> dict[str, str | None]:
-  """The packages and the commit."""
-  return dict(made_with.get("versions", {}), commit=made_with.get("commit"))
+def _code(origin: Mapping[str, Any]) -> dict[str, str | None]:
+  """Returns versions of packages, and the commit."""
+  return dict(origin.get("versions", {}), commit=origin.get("commit"))
 
 
-def begun(workdir: Path | epath.Path) -> dict[str, Any]:
-  """The config.json of a workdir; {} where there is none. Raises ValueError if it is damaged."""
+def read(workdir: Path | epath.Path) -> dict[str, Any]:
+  """Reads config.json of a workdir; {} if it is absent. Raises ValueError if it is damaged."""
   path = workdir / FILE
   if not path.exists():
     return {}
@@ -113,33 +121,34 @@ def begun(workdir: Path | epath.Path) -> dict[str, Any]:
   )
 
 
-def origin(workdir: Path | None, config: Mapping[str, Any], of: str) -> dict[str, Any]:
-  """What a run that goes on began with, as `record` wrote it down: of `weights` ("start"), of its
-  teacher ("teacher") or of its `tokenizer`. {} if nothing is recorded, or another one is
-  configured now.
+def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns what a run began with, by part of its provenance; {} if it is not recorded or another
+  one is configured now.
 
-  A run that is named there may have come further since: this one keeps to what it found. Of several
-  processes the first one's workdir counts: it is where config.json is written. All call it.
+  A run that continues keeps to it, even if the weights that its keys name have changed. The first
+  process's workdir counts. All processes call it.
   """
-  was = hosts.run_on_first_host(lambda: begun(workdir) if workdir is not None else {})
-  key = dict(start="weights").get(of, of)
-  before, now = (values.get("distillation", {}) | values for values in (was, config))
-  about = was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}
-  return dict(directory=about) if isinstance(about, str) else about
+  recorded = hosts.run_on_first_host(lambda: read(workdir) if workdir is not None else {})
+  before, now = (values.get("distillation", {}) | values for values in (recorded, config))
+  origins = {}
+  for part, key in ORIGINS.items():
+    about = recorded.get("provenance", {}).get(part, {}) if before.get(key) == now.get(key) else {}
+    origins[part] = dict(directory=about) if isinstance(about, str) else about
+  return origins
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The configuration as it is read back: tuples are lists."""
+  """Returns the configuration as JSON keeps it: tuples are lists."""
   return json.loads(json.dumps(config))
 
 
 def _git(root: Path, *arguments: str) -> str | None:
   try:
-    done = subprocess.run(
-      # A run that dies meanwhile must not leave a lock in the repository.
+    completed = subprocess.run(
+      # A run that is killed here must not leave a lock in the repository.
       ["git", "--no-optional-locks", "-C", str(root), *arguments],
       capture_output=True, text=True, check=True, timeout=10,
     )  # fmt: skip
   except (OSError, subprocess.SubprocessError):
     return None
-  return done.stdout.strip()
+  return completed.stdout.strip()

@@ -188,7 +188,7 @@ def test_arguments_of_the_template(tmp_path):
   for arguments in ({}, dict(enable_thinking=False), dict(tools=[dict(type="function", name="f")])):
     values = values_of(tiny.get_config, tokenizer=str(tmp_path), data__max_prompt_tokens=200)
     values["data"]["template_arguments"] = arguments
-    prompt = inputs.check(from_dict(values)).train_prompts[0]
+    prompt = inputs.check(from_dict(values)).data.train_prompts[0]
     messages[0]["content"] = prompt.question
     expected = theirs.apply_chat_template(
       messages, add_generation_prompt=True, return_dict=False, **arguments

@@ -209,10 +209,10 @@ def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
   save(workdir, state, (2,), config=config)
   assert not (workdir / "checkpoints").exists()
   shutil.rmtree(workdir)
-  assert Mirror(workdir, config.directory).back()
+  assert Mirror(workdir, config.directory).fill()
   texts = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
   assert texts == {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
-  assert not Mirror(workdir, config.directory).back()  # it holds a run now
+  assert not Mirror(workdir, config.directory).fill()  # it holds a run now
   assert restore(workdir, state, mesh, config)[0] == 2
 
 
@@ -249,5 +249,5 @@ def test_a_copy_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     Mirror(workdir, str(bucket)).copy()
   monkeypatch.undo()
-  assert Mirror(tmp_path / "next", str(bucket)).back()
+  assert Mirror(tmp_path / "next", str(bucket)).fill()
   assert [(p.name, p.read_text()) for p in (tmp_path / "next").iterdir()] == [("config.json", "{}")]

@@ -30,9 +30,9 @@ def test_a_run_that_goes_on_says_which_keys_are_others(tmp_path, capsys):
 
 
 def test_a_run_that_goes_on_is_told_what_it_began_with(tmp_path):
-  assert provenance.origin(None, CONFIG, "start") == {}
-  assert provenance.origin(tmp_path, CONFIG, "start") == {}
+  assert provenance.recorded_origins(None, CONFIG)["start"] == {}
+  assert provenance.recorded_origins(tmp_path, CONFIG)["start"] == {}
   provenance.record(tmp_path, CONFIG, START, TEACHER)
-  assert provenance.origin(tmp_path, CONFIG, "start") == START
-  assert provenance.origin(tmp_path, CONFIG, "teacher") == TEACHER
-  assert provenance.origin(tmp_path, CONFIG | dict(weights="OTHER"), "start") == {}
+  assert provenance.recorded_origins(tmp_path, CONFIG)["start"] == START
+  assert provenance.recorded_origins(tmp_path, CONFIG)["teacher"] == TEACHER
+  assert provenance.recorded_origins(tmp_path, CONFIG | dict(weights="OTHER"))["start"] == {}

@@ -14,7 +14,7 @@ from gspo_jax import teacher as teachers
 from gspo_jax.data import tokenizer
 from gspo_jax.models import hf, transformer
 from gspo_jax.run import open_run
-from gspo_jax.runs import start
+from gspo_jax.runs import weight_source
 
 ID = "org/model"
 FEWER = SMALL | dict(sft__steps=2, checkpoint__every=1, data__max_prompt_tokens=64)
@@ -99,7 +99,7 @@ def test_what_a_check_reads(server, tmp_path):
   """--dry_run: configuration, tokenizer and headers."""
   commit, _ = publish(server, tmp_path / "source")
   checked = inputs.check(config(weights=ID))
-  assert checked.weights == f"{ID}@{commit}"
+  assert checked.source.name == f"{ID}@{commit}"
   assert not list((tmp_path / "cache").rglob("*.safetensors"))
   assert server.read() <= 2**18
   assert common.size(ID) == MODEL
@@ -162,10 +162,9 @@ def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
   with open_run(config(), tmp_path / "run") as run:
     assert run.tokenizer.path == "bytes"
     sft.sft(run)
-  origin = start.find(str(tmp_path / "run"))
-  assert origin.tokenizer == "bytes"
-  weights = str(tmp_path / "run")
-  assert start.tokenizer(config(weights=weights), weights, {}) == "bytes"
+  source = weight_source.resolve("weights", str(tmp_path / "run"), {})
+  assert source.tokenizer == "bytes"
+  assert weight_source.resolve_tokenizer("", source, {}) == "bytes"
 
 
 def test_weights_without_a_tokenizer(server, tmp_path):

@@ -15,7 +15,7 @@ from configs import gsm8k, tiny
 from gspo_jax import export, inputs, sft, sharding, train
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
-from gspo_jax.runs import paths, start, weights
+from gspo_jax.runs import weight_source
 from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = SMALL_VALUES | dict(
@@ -81,14 +81,14 @@ NAMES |= {"checkpoints/sft": [".", "4"], "checkpoints/sft/4": ["../../.."]}
 @pytest.mark.parametrize("here, name", [(here, name) for here in NAMES for name in NAMES[here]])
 def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
   monkeypatch.chdir(pupil[0] / here)
-  named = start.find(name)
+  named = weight_source.find(name)
   assert str(named.path) == f"{pupil[0]}/checkpoints/sft/4"
   assert named.config["sft"]["steps"] == 4
 
 
 def test_a_run_in_the_home_directory(pupil, monkeypatch):
   monkeypatch.setenv("HOME", str(pupil[0].parent))
-  assert start.find(f"~/{pupil[0].name}").path == start.find(str(pupil[0])).path
+  assert weight_source.find(f"~/{pupil[0].name}").path == weight_source.find(str(pupil[0])).path
 
 
 def test_in_a_directory_of_their_own_too(tmp_path):
@@ -96,7 +96,7 @@ def test_in_a_directory_of_their_own_too(tmp_path):
   own = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
   with open_run(config(**own), tmp_path / "run") as run:
     sft.sft(run)
-  starts = [start.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
+  starts = [weight_source.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
   assert {str(each.path) for each in starts} == {f"{tmp_path}/own/sft/2"}
   assert all(each.config == starts[0].config and "model" in each.config for each in starts)
 
@@ -104,7 +104,7 @@ def test_in_a_directory_of_their_own_too(tmp_path):
 def test_a_run_that_does_not_say_where_its_checkpoints_are_is_refused(tmp_path):
   (tmp_path / "config.json").write_text('{"provenance": {}, "checkpoint": 1}')
   with pytest.raises(ValueError, match=r"RUN=.*config\.json has no checkpoint\.directory"):
-    start.find(str(tmp_path), "RUN")
+    weight_source.find(str(tmp_path), "RUN")
 
 
 def test_other_meshes_can_begin_with_it(pupil, tmp_path):
@@ -121,9 +121,9 @@ def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tm
     params = jax.device_get(lora.merged(train.train(run, run.initial_params)))
   assert not (adapted / "checkpoints" / "sft").exists()
   assert "WARNING" not in capfd.readouterr().err  # Orbax has some for files of parts alone
-  path = start.find(str(adapted)).path  # a run that has come as far as RL stands for that
+  path = weight_source.find(str(adapted)).path  # a run that has come as far as RL stands for that
   assert (path.parent.name, path.name) == ("rl", "1")
-  assert start.find(str(workdir)).path.parent.name == "sft"
+  assert weight_source.find(str(workdir)).path.parent.name == "sft"
   assert same(begins_with(tmp_path / "new", adapted), params)
   assert not same(begins_with(tmp_path / "plain", workdir), params)
 
@@ -145,12 +145,10 @@ def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_roun
 ):
   """In an export, a teacher (whose compute type may be another), and in a run's first weights."""
   workdir, c, params = adapted
-  origin, mesh = (
-    start.find(str(workdir)),
-    sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]),
-  )
+  checkpoint = weight_source.find(str(workdir))
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
-    merged = jax.device_get(weights.of_checkpoint(origin, c.model, mesh, dtype))
+    merged = jax.device_get(checkpoint.load(c.model, mesh, dtype))
   exact = lora.merged(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))
   rounded = jax.tree.map(lambda x, like: x.astype(like.dtype), exact, merged)
   assert same(merged, jax.device_get(rounded))
@@ -214,7 +212,8 @@ def test_numbers_of_published_weights_may_be_rounded_to_float32(eps, fits, tmp_p
   file = tmp_path / "hf" / "config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | dict(rms_norm_eps=eps)))
   asked = config_of(lambda: gsm8k.get_config("tiny"), weights=str(tmp_path / "hf"))
+  source = weight_source.resolve("weights", asked.weights, {})
   if fits:
-    return paths.check_weights(asked, asked.weights)
+    return source.check_model(asked.model, asked.weights)
   with pytest.raises(ValueError, match=r"model\.rms_norm_eps=1e-06 and not 1\.1e-06"):
-    paths.check_weights(asked, asked.weights)
+    source.check_model(asked.model, asked.weights)

@@ -180,7 +180,7 @@ def began_with(workdir, process):
   mine.mkdir()
   if process == 0:
     provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
-  found = dict(began_with=provenance.origin(mine, config, "start"))
+  found = dict(began_with=provenance.recorded_origins(mine, config)["start"])
   provenance.check(mine, config)
   try:
     provenance.check(mine, config | dict(weights="OTHER"))

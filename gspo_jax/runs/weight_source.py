@@ -1,0 +1,324 @@
+"""Weights that a key names: random, published, or another run's.
+
+A published model is a Hugging Face directory, local or in a bucket, or a repository of the hub.
+A run is named by its workdir, which means its newest checkpoint: of RL if there is one, of the cold
+start otherwise. It is also named by a directory of its checkpoints: `DIR/checkpoints/sft` for the
+newest of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gspo_jax import sharding
+from gspo_jax.models import lora, transformer
+from gspo_jax.models.params import abstract_params
+from gspo_jax.runs import checkpoint, mirror, provenance
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.training import LoraConfig
+from gspo_jax.system import files, hosts, hub
+
+PHASES = ("rl", "sft")  # In the order in which a workdir stands for them.
+RANDOM = "random"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCheckpoint:
+  """A checkpoint of another run."""
+
+  path: epath.Path
+  config: Mapping[str, Any]  # Contents of that run's config.json; {} without one.
+  key: str = "weights"  # Configuration key for messages.
+
+  @property
+  def model(self) -> dict[str, Any]:
+    """Section `model` of that run's configuration, as far as config.json has it."""
+    return _with_tuples(self.config.get("model", {}))
+
+  @property
+  def adapters(self) -> LoraConfig:
+    """Adapters among the parameters."""
+    values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
+    return LoraConfig(**_with_tuples(values))
+
+  @property
+  def tokenizer(self) -> str:
+    """Name of that run's tokenizer, as for the key `tokenizer`."""
+    origin = self.config.get("provenance", {})
+    return origin.get("tokenizer") or self.config.get("tokenizer") or "bytes"
+
+  @property
+  def about(self) -> dict[str, Any]:
+    """JSON for the provenance of a run that reads the checkpoint."""
+    commit = self.config.get("provenance", {}).get("commit")
+    about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
+    return about | dict(seed=self.config.get("seed"), commit=commit)
+
+  def model_config(self) -> ModelConfig:
+    """Returns the model. ValueError if config.json does not describe one."""
+    try:
+      return ModelConfig(**self.model)
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"{self.key}={self.path}: the config.json of that run does not say of which model it is: "
+        f"{error}"
+      ) from error
+
+  def require_complete(self, name: str = "") -> None:
+    """Raises ValueError, with `name` or the path, unless the checkpoint is complete."""
+    if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
+      return
+    others = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+    raise ValueError(f"{self.key}={name or str(self.path)!r} is no complete checkpoint; {others}")
+
+  def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
+    """Loads the parameters in the layout of training, with the types of compute type `dtype`.
+
+    Adapters are merged in float32 with frozen weights as they are stored; the sum is rounded once.
+
+    Raises:
+      ValueError: the checkpoint is incomplete or damaged, or holds other parameters.
+    """
+    plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
+    if not self.adapters.rank:
+      return self.restore(plain)
+
+    @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, plain))
+    def merge(params: Any) -> Any:
+      merged = lora.merged(params, np.float32)
+      return jax.tree.map(lambda x, like: x.astype(like.dtype), merged, plain)
+
+    return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))
+
+  def load_with_adapters(self, model: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
+    """Loads parameters and adapters as they are stored. Raises as `load`."""
+    dtype = self.config["compute"]["dtype"]
+    return self.restore(abstract_params(model, mesh, sharding.TRAIN, dtype, self.adapters))
+
+  def restore(self, like: Any) -> Any:
+    """Loads the parameters alone, laid out as the abstract parameters `like`. Raises as `load`."""
+    reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
+    self.require_complete()
+    try:
+      with checkpoint.readable(self.path):
+        stored = checkpoint.shapes(reader.metadata(self.path / "state"))
+      stored = {name: shape for name, shape in stored.items() if name.startswith("params.")}
+      checkpoint.require_shapes(f"{self.key}={self.path}", stored, checkpoint.shapes(like))
+      arguments = ocp.args.PyTreeRestore(
+        item=like,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+        partial_restore=True,  # The optimizer's moments are not read.
+      )
+      with checkpoint.readable(self.path):
+        restored = jax.block_until_ready(reader.restore(self.path / "state", args=arguments))
+      checkpoint.host_of(self.path, restored)
+      return restored["params"]
+    except checkpoint.DamagedError as error:
+      steps = [s for s in checkpoint.finished(self.path.parent) if s < int(self.path.name)]
+      before = f"; the one before is {self.path.parent / str(steps[-1])}" if steps else ""
+      raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSource:
+  """Weights that a configuration key names, resolved once for all their readers."""
+
+  key: str
+  name: str  # As configured; a repository of the hub with its commit.
+  checkpoint: RunCheckpoint | None = None  # None unless a run is named.
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON; {} for random weights.
+
+  @property
+  def path(self) -> str:
+    """Directory, repository or checkpoint with the weights."""
+    return str(self.checkpoint.path) if self.checkpoint else self.name
+
+  @property
+  def has_tokenizer(self) -> bool:
+    """Whether weights of a published model have tokenizer.json beside them."""
+    if self.checkpoint or self.name == RANDOM:
+      return False
+    return (hub.directory(self.name) / "tokenizer.json").is_file()
+
+  @property
+  def tokenizer(self) -> str | None:
+    """Name of the weights' tokenizer; None if it is unknown."""
+    if self.checkpoint:
+      return self.checkpoint.tokenizer if self.checkpoint.config else None
+    return self.name if self.has_tokenizer else None
+
+  def published_model(self) -> ModelConfig:
+    """Returns the model of a published directory. ValueError: its files are not a whole model."""
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    alternatives = "or to the workdir of a run"
+    if self.key == "weights":
+      alternatives = "to the workdir of a run, or to random"
+    files.located(self.name, self.key)  # Fails for an unknown file system.
+    path = hub.directory(self.name)
+    if not (path / "config.json").is_file():
+      problem = "has no config.json" if path.is_dir() else "is not a directory"
+      raise ValueError(
+        f"--config.{self.key}={self.name} {problem}: set it to a Hugging Face directory "
+        f"(config.json and *.safetensors) or repository (OWNER/NAME), {alternatives}"
+      )
+    return hf.check(self.name)
+
+  def check_model(self, model: ModelConfig, configured: str) -> None:
+    """Raises ValueError unless the weights are a complete model of this shape. `configured` is the
+    name for the message."""
+    if self.name == RANDOM:
+      return
+    if self.checkpoint:
+      stored = self.checkpoint.model
+    else:
+      stored = dataclasses.asdict(self.published_model())
+    wanted = dataclasses.asdict(model)
+    changed = [
+      f"model.{key}={wanted[key]!r} and not {stored[key]!r}"
+      for key in stored
+      if key in wanted and stored[key] != wanted[key] and not _rounded(stored[key], wanted[key])
+    ]
+    if changed:
+      raise ValueError(
+        f"--config.{self.key}={configured} holds another model than the configuration, which has "
+        f"{', '.join(changed)}: set these, or name a configuration of this model"
+      )
+
+  def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
+    """Loads the parameters in the layout of training, with the types of compute type `dtype`;
+    `seed` initializes random ones.
+
+    Raises:
+      ValueError: they are incomplete, damaged, or of another model.
+    """
+    if self.checkpoint:
+      return self.checkpoint.load(model, mesh, dtype)
+    if self.name == RANDOM:
+      shardings = transformer.shardings(model, sharding.TRAIN, mesh)
+      init = jax.jit(lambda key: transformer.init(model, key), out_shardings=shardings)
+      return init(jax.random.key(seed))
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    types = jax.tree.map(lambda x: x.dtype, abstract_params(model, mesh, sharding.TRAIN, dtype))
+    return hf.load(self.name, dtype=types, mesh=mesh, rules=sharding.TRAIN)[0]
+
+
+def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
+  """Resolves the name of weights. All processes call it; the first one looks.
+
+  Args:
+    key: configuration key with the name.
+    recorded: `about` from the first start of a run; {} for a new run. A run that continues keeps
+      its checkpoint or commit, even if the named run or branch has newer ones.
+
+  Raises:
+    ValueError: a run without a checkpoint, an incomplete checkpoint, an unreadable repository.
+  """
+  found = hosts.run_on_first_host(lambda: find(name, key))
+  if found is None:
+    name = pin(key, name, recorded)
+    return WeightSource(key, name, about={} if name == RANDOM else dict(directory=name))
+  about = recorded if "checkpoint" in recorded else found.about
+  found = dataclasses.replace(found, path=epath.Path(about["checkpoint"]))
+  return WeightSource(key, name, found, about)
+
+
+def find(name: str, key: str = "weights") -> RunCheckpoint | None:
+  """Returns the checkpoint with this name; None if the name is not a run's. Messages name `key`.
+
+  Raises:
+    ValueError: a run without a checkpoint, or an incomplete checkpoint; says what to name.
+  """
+  if name in ("", RANDOM) or hub.is_id(name):
+    return None
+  path = files.located(name, key)
+  if "://" not in name:
+    path = epath.Path(os.path.abspath(path))
+  config = _read_config(path)
+  if "provenance" in config:
+    path = _phase_directory(path, config, f"{key}={name!r}")
+  elif config:
+    return None  # A Hugging Face directory.
+  if path.name in PHASES and path.is_dir():
+    if not (steps := checkpoint.finished(path)):
+      raise ValueError(f"{key}={name!r} holds no checkpoint")
+    path = path / str(max(steps))
+  if not (path.name.isdigit() and path.parent.name in PHASES):
+    return None
+  phases = path.parent.parent
+  # A workdir's checkpoints/, or checkpoint.directory with its copy of the workdir.
+  homes = phases.parent, phases / mirror.FOLDER
+  config = config or next((c for c in map(_read_config, homes) if c), {})
+  found = RunCheckpoint(path, config, key)
+  found.require_complete(name)
+  return found
+
+
+def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str) -> epath.Path:
+  """Returns the checkpoints of a run's last phase that has any. ValueError: none has."""
+  try:
+    home = epath.Path(config["checkpoint"]["directory"] or workdir / "checkpoints")
+  except (KeyError, TypeError) as error:
+    raise ValueError(f"{named}: {workdir / provenance.FILE} has no checkpoint.directory") from error
+  for phase in PHASES:
+    if checkpoint.finished(home / phase):
+      return home / phase
+  raise ValueError(f"{named} is a run that has no checkpoint yet, in {home}")
+
+
+def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.json") -> str:
+  """Returns the name, with its commit if it is a repository of the hub. All processes call it.
+
+  A recorded commit is kept even if the branch has moved on, with a warning.
+
+  Raises:
+    ValueError: the repository cannot be read; names the key.
+  """
+  before = recorded.get("directory")
+  try:
+    now = hub.pinned(name, file)
+  except ValueError as error:
+    if before:
+      return before
+    raise ValueError(f"--config.{key}={name}: {error}") from error
+  if now == name or before in (None, now):
+    return now
+  if hosts.is_first():
+    sys.stderr.write(f"warning: {key}={name} is {now} by now; this run goes on with {before}\n")
+  return before
+
+
+def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
+  """Returns the name of a tokenizer for `data.tokenizer.load`: the key `tokenizer` if it is set,
+  that of the weights otherwise, "bytes" for random weights. All processes call it. Raises as `pin`.
+  """
+  if name or source.name == RANDOM:
+    return pin("tokenizer", name or "bytes", recorded, "tokenizer.json")
+  return source.checkpoint.tokenizer if source.checkpoint else source.name
+
+
+def _read_config(directory: epath.Path) -> dict[str, Any]:
+  """Reads config.json; {} if it is absent or unreadable."""
+  try:
+    return provenance.read(directory)
+  except ValueError:
+    return {}
+
+
+def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+  """Turns a section's lists back into the tuples that JSON does not have."""
+  return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
+
+
+def _rounded(a: Any, b: Any) -> bool:
+  """Whether two numbers are equal in float32, as some files keep them."""
+  return isinstance(a, float) and np.float32(a) == np.float32(b)
