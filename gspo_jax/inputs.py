@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gspo_jax import rewards, sharding
 from gspo_jax import teacher as teachers
 from gspo_jax.data import embedded, growing, recorded, sources, tokenizer
-from gspo_jax.data.overlap import shared_prompts
+from gspo_jax.data.sources import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer

@@ -378,40 +378,39 @@ def test_an_edit_long_ago_is_seen_when_a_run_goes_on(path, tmp_path):
     source_of(path, journal=tmp_path / "journal")
 
 
-def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(path, tmp_path):
+def test_new_rows_begin_an_epoch_that_has_every_row_once(path, tmp_path):
   path.write_text(lines(range(20)))
 
-  def opened(seed=3):
+  def open_batches(seed=3):
     source = source_of(path, journal=tmp_path / "journal")
     return source, Batches(source, 1, seed=seed)
 
-  source, passes = opened()
-  taken = ids(passes.take(8))
+  source, batches = open_batches()
+  drawn = ids(batches.take(8))
   append(path, lines(range(20, 30)))
   assert source.look() == 10
-  states = [json.loads(json.dumps(passes.get_state()))]
-  taken += ids(passes.take(10))
-  new = {f"r{i}" for i in range(20, 30)}
-  assert 0 < len(new & set(taken)) < 10, "they are mixed with what was left"
+  states = [json.loads(json.dumps(batches.get_state()))]
+  drawn += ids(batches.take(10))
   append(path, lines(range(30, 33)))
   assert source.look() == 3 and source.look() == 0
-  taken += ids(passes.take(15))
-  assert sorted(taken) == sorted(f"r{i}" for i in range(33)), "once each"
-  after = ids(passes.take(33))
-  assert sorted(after) == sorted(taken) and after != taken
-  states.append(json.loads(json.dumps(passes.get_state())))
-  source, again = opened()
+  drawn += ids(batches.take(33))
+  assert sorted(drawn[-33:]) == sorted(f"r{i}" for i in range(33)), "once each"
+  assert source.look() == 0
+  after = ids(batches.take(33))
+  assert sorted(after) == sorted(drawn[-33:]) and after != drawn[-33:]
+  states.append(json.loads(json.dumps(batches.get_state())))
+  source, again = open_batches()
   again.set_state(states[0])
   assert len(source) == 30
-  assert ids(again.take(10)) == taken[8:18]
-  assert source.look() == 3
-  assert ids(again.take(15)) == taken[18:]
-  source, again = opened()
+  assert ids(again.take(10)) == drawn[8:18]
+  assert source.look() == 3 and source.look() == 0
+  assert ids(again.take(33)) == drawn[18:]
+  source, again = open_batches()
   again.set_state(states[1])
-  assert ids(again.take(50)) == ids(passes.take(50))
-  source, other = opened(seed=4)
-  source.go_to(3)
-  assert ids(other.take(33)) != taken
+  assert ids(again.take(50)) == ids(batches.take(50))
+  source, other = open_batches(seed=4)
+  source.go_to(4)
+  assert ids(other.take(33)) != drawn[-33:]
   assert ids(other.take(3, lambda prompt: prompt.id == "r5")) == ["r5"] * 3
 
 
