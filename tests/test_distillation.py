@@ -18,7 +18,7 @@ from support.small_updates import T, learner, make_batch, with_inputs
 from configs import tiny, tiny_distil
 from gspo_jax import inputs, sharding, teacher, train
 from gspo_jax.aot import estimate, plan, programs
-from gspo_jax.aot.estimate import held
+from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.learner import packing
 from gspo_jax.learner.advantages import of_teacher
 from gspo_jax.models import hf, transformer
@@ -315,14 +315,14 @@ def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
   case = programs.make_case(config)
   found = dict(programs.programs(case, mesh, ["train", "score"]))
   assert list(found) == ["train", "score", "teacher"]
-  weights = held(found["teacher"].arguments[0])
+  weights = device_bytes(found["teacher"].arguments[0])
   assert 2 * transformer.count(model)[0] <= weights < 2.1 * transformer.count(model)[0]
-  assert all(held(found[name].held) >= weights for name in ("train", "score"))
+  assert all(device_bytes(found[name].resident) >= weights for name in ("train", "score"))
   plain = programs.make_case(
     student("", distillation__reward_weight=1.0, compute__dtype="bfloat16")
   )
   without = dict(programs.programs(plain, mesh, ["train", "score"]))
-  assert held(found["train"].held) - held(without["train"].held) == weights
+  assert device_bytes(found["train"].resident) - device_bytes(without["train"].resident) == weights
   assert estimate.needed("teacher", case, mesh) > estimate.needed("score", case, mesh) * 0.4
   with jax.set_mesh(mesh):
     logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)

@@ -1,8 +1,8 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
-Compiles every program of a run for a TPU topology on a machine that has no TPU, and says for each
-what it needs and how fast it could be. Needs libtpu: `pip install -e '.[tpu]'`. Exits with an error
-if a program does not fit.
+Compiles every program of a run for a TPU topology on a machine without TPUs, and prints memory and
+lower bounds of the time of each. Needs libtpu: `pip install -e '.[tpu]'`. Exits with an error if a
+program does not fit.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from gspo_jax.cli import before_jax
 if __name__ == "__main__":
   before_jax.command("train")
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX with libtpu would look for a TPU.
 
 import jax
 from absl import app, flags, logging
@@ -25,9 +25,9 @@ from absl import app, flags, logging
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, explain, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
-from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
+from gspo_jax.aot.programs import PROGRAMS, Case, make_case, program_names, programs, resolved
 from gspo_jax.aot.search import find, sampling, updates
-from gspo_jax.aot.table import of_slices, print_line, print_row, title
+from gspo_jax.aot.table import print_line, print_row, slices_text, title
 from gspo_jax.cli import flags as config_flag
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
@@ -80,11 +80,11 @@ def main(argv: list[str]) -> None:
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
-    names = [name for name in _PROGRAMS.value if name in of_run(config)]
+    names = [name for name in _PROGRAMS.value if name in program_names(config)]
     if not names:
       raise ValueError(
         f"--programs={','.join(_PROGRAMS.value)}: with engine.name={config.engine.name!r} a run "
-        f"has only {', '.join(of_run(config))}"
+        f"has only {', '.join(program_names(config))}"
       )
     if _SEARCH.value:
       rows = search(case, _TOPOLOGY.value, names, _TRIES.value, _SLICES.value)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """ValueError where the sampler has devices of its own, which are no part of the same topology."""
+  """Raises ValueError for a rollout mesh: its devices are outside the topology."""
   if config.rollout_mesh.on:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
@@ -113,25 +113,28 @@ def require_one_mesh(config: configuration.RunConfig) -> None:
 def search(
   case: Case, topology: str, names: list[str], tries: int, slices: int
 ) -> list[dict[str, Any]]:
-  """Searches for updates and for sampling, as far as "train" and "decode" are named, and returns
-  what was compiled. ValueError if neither is."""
+  """Searches settings of updates ("train") and sampling ("decode"); returns compiled rows.
+
+  Raises:
+    ValueError: `names` has neither.
+  """
   if not {"train", "decode"} & {*names}:
     raise ValueError(
       f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
     )
   rows, devices = [], devices_of(topology, slices)
-  slices_of = of_slices(topology, slices)
+  target = slices_text(topology, slices)
   if "train" in names:
     print_line(
-      f"updates on {slices_of}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
+      f"updates on {target}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
       "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk, compute.xla"
     )
     lists = updates(case, len(devices), slices)
-    known = find("train", lists, topology, tries, slices=slices)
-    rows, case = known.report(), known.best or case
+    updates_search = find("train", lists, topology, tries, slices=slices)
+    rows, case = updates_search.report(), updates_search.best or case
   if "decode" in names:
     print_line(
-      f"sampling on {slices_of}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
+      f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
       f"{case.lengths.most:,}; slots, positions of the cache (0: all windows whole), tokens of a "
       "prefill, chips that experts are split over"
     )
@@ -141,9 +144,9 @@ def search(
 
 
 def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
-  """Compiles the named programs, prints a line for each, and returns the lines."""
+  """Compiles the named programs; prints and returns a row for each."""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices))
-  chip, number = chips.of_mesh(topology, mesh)
+  chip, number = chips.mesh_chips(topology, mesh)
   check(case, mesh)
   case = resolved(case, mesh)
   print_line(title(case, topology, mesh, slices))

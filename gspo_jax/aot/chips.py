@@ -1,4 +1,4 @@
-"""Topologies of TPU chips, and the time that a program needs on one at least."""
+"""Topologies of TPU chips, and lower bounds of a program's time on one."""
 
 import math
 import re
@@ -9,20 +9,24 @@ from gspo_jax.system.accelerators import CHIPS, Chip
 
 
 def sides(topology: str) -> tuple[int, ...]:
-  """Chips along each axis of e.g. "v5p:4x4x4"."""
+  """Returns the chips along each axis of e.g. "v5p:4x4x4"."""
   return tuple(int(n) for n in topology.partition(":")[2].split("x"))
 
 
 def parse(topology: str) -> tuple[Chip, int]:
-  """The chip and their number in a slice of e.g. "v5p:4x4x4". ValueError says what is known."""
+  """Returns chip and number of chips of e.g. "v5p:4x4x4".
+
+  Raises:
+    ValueError: lists the supported chips and the format.
+  """
   name, _, shape = topology.partition(":")
   if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
     raise ValueError(f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}")
   return CHIPS[name], math.prod(sides(topology))
 
 
-def of_mesh(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:
-  """The chip, and how many of them a mesh of one or several slices has."""
+def mesh_chips(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:
+  """Returns chip and number of chips of a mesh of one or several slices."""
   chip, _ = parse(topology)
   return chip, mesh.size // chip.devices
 
@@ -35,7 +39,7 @@ def seconds(
   ring_bytes: float = 0.0,
   network_bytes: float = 0.0,
 ) -> dict[str, float]:
-  """Seconds that each resource needs at least; `bound` says of what."""
+  """Returns the minimum seconds of each resource; arguments as in `bound`."""
   return dict(
     compute=flops / chips / chip.flops,
     hbm=hbm_bytes / chip.hbm_speed,
@@ -55,12 +59,12 @@ def bound(
   network_bytes: float = 0.0,
   hidden_network: float = 0.0,
 ) -> dict[str, float | str]:
-  """Seconds that each resource needs at least, which one binds, and utilisation if it were reached.
+  """Returns minimum seconds per resource, the binding one, and utilisation at this bound.
 
-  `flops` and `useful` are of the whole batch; the bytes are per chip. `ring_bytes` are sent over
-  both links of one axis of the torus (`links`: what has only one counts twice). `bound_s` takes all
-  collectives to be overlapped; `serial_s` those of `hidden_bytes` and `hidden_network` only, and
-  the others to add to the rest. `network_bytes` are those to other slices.
+  `flops` and `useful` are for the whole batch; the bytes are per chip. `ring_bytes` are sent over
+  both links of one axis of the torus (`links`: with a single link they count twice).
+  `network_bytes` go to other slices. `bound_s` assumes that all collectives are overlapped;
+  `serial_s` assumes it of `hidden_bytes` and `hidden_network` only and adds the others.
   """
   least = seconds(chip, chips, flops, hbm_bytes, ring_bytes, network_bytes)
   binds = max(least, key=least.get)

@@ -1,4 +1,4 @@
-"""Compiles programs for a TPU topology on a machine without TPUs, and says what they need."""
+"""Compiles programs for a TPU topology on a machine without TPUs, and reports their needs."""
 
 import dataclasses
 import os
@@ -11,31 +11,34 @@ from jax.experimental import topologies
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips, hlo_costs, links
-from gspo_jax.aot.estimate import held
+from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
 from gspo_jax.system.accelerators import GIB
 
 
 def devices_of(topology: str, slices: int = 1) -> list:
-  """Descriptions of the devices of a topology, or of several slices of it. ValueError without
-  libtpu or with a wrong name."""
+  """Returns descriptions of the devices of one or several slices.
+
+  Raises:
+    ValueError: libtpu is missing, or the topology has no such name.
+  """
   chip, number = chips.parse(topology)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE=chip.host,
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing is executed: several may compile at once
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile: nothing is executed.
   )
   # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
-  if number == 1:  # a whole host has four
+  if number == 1:  # A whole host has four.
     options["chips_per_host_bounds"] = (1, 1, 1)
   if slices > 1:
     options["num_slices"] = slices
   try:
     return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
-  except Exception as error:  # whatever the plugin raises
+  except Exception as error:  # The plugin may raise any type.
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ValueError(
       f"--topology={topology}: {reason} (is libtpu installed? pip install -e '.[tpu]')"
@@ -43,7 +46,7 @@ def devices_of(topology: str, slices: int = 1) -> list:
 
 
 def check(case: Case, mesh: jax.sharding.Mesh) -> None:
-  """ValueError if rows or weights do not divide over the mesh."""
+  """Raises ValueError if rows or weights do not divide over the mesh."""
   shards = sharding.batch_shards(mesh)
   if case.rows % shards:
     raise ValueError(
@@ -55,17 +58,18 @@ def check(case: Case, mesh: jax.sharding.Mesh) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  row: dict[str, Any]  # of a report
+  row: dict[str, Any]  # Row of a report.
   costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
-  text: str = ""  # "": it did not compile
+  text: str = ""  # Empty if it did not compile.
 
 
 def examine(program: Program, topology: str, remat: str) -> Compiled:
-  """Memory per chip, work, traffic and the time that they need at least; of one turn, if the
-  program is a loop of several."""
+  """Compiles a program; returns memory, work, traffic and minimum seconds per chip.
+
+  The figures of a loop are those of one turn.
+  """
   mesh = jax.sharding.get_mesh()
-  chip, number = chips.of_mesh(topology, mesh)
-  per_chip = chip.devices  # two on chips whose cores are apart
+  chip, _ = chips.mesh_chips(topology, mesh)
   started = time.perf_counter()
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
   row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB, slices=slices)
@@ -77,21 +81,31 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     row |= too_little(str(error)) | dict(compile_s=time.perf_counter() - started)
     return Compiled(row)
   memory, text = compiled.memory_analysis(), compiled.as_text()
-  torus = links.torus_of(topology, mesh)
-  costs = hlo_costs.costs(text, program.rates, torus, chip)
+  costs = hlo_costs.costs(text, program.rates, links.torus_of(topology, mesh), chip)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
-  row["peak_gib"] = peak * per_chip / GIB
-  row["held_gib"] = held(program.held) * per_chip / GIB
-  needed = row["peak_gib"] + row["held_gib"]
-  row["fits"] = needed <= row["hbm_gib"]
+  row["peak_gib"] = peak * chip.devices / GIB
+  row["held_gib"] = device_bytes(program.resident) * chip.devices / GIB
+  total = row["peak_gib"] + row["held_gib"]
+  row["fits"] = total <= row["hbm_gib"]
   if not row["fits"]:
-    row["error"] = f"needs {needed:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+    row["error"] = f"needs {total:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+  row |= dict(compile_s=time.perf_counter() - started) | _time_bounds(
+    program, costs, topology, mesh, remat
+  )
+  return Compiled(row, costs, text)
+
+
+def _time_bounds(
+  program: Program, costs: hlo_costs.Costs, topology: str, mesh: jax.sharding.Mesh, remat: str
+) -> dict[str, Any]:
+  """Returns work, traffic and minimum seconds of one turn of a program."""
+  chip, number = chips.mesh_chips(topology, mesh)
   useful = flops = 0.0
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
     flops = program.work.executed(remat) if program.trains else useful
   useful, flops = useful / program.turns, flops / program.turns
-  scale = per_chip / program.turns
+  scale = chip.devices / program.turns
 
   def bound(moved: float) -> dict[str, float | str]:
     return chips.bound(
@@ -106,35 +120,32 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
       costs.network_hidden * scale,
     )
 
-  row |= dict(
-    compile_s=time.perf_counter() - started,
+  hosts = [device.process_index for device in mesh.devices.flat]
+  row = dict(
     model_flops=useful,
     executed_flops=flops,
     hbm_bytes=costs.memory * scale,
     wire_bytes=costs.wire * scale,
     hidden_bytes=costs.hidden * scale,
-    network_bytes=costs.network / program.turns * _of_a_host(mesh),
+    network_bytes=costs.network / program.turns * hosts.count(hosts[0]),  # Bytes per host.
     collectives={
       kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)
     },
     **bound(costs.memory),
   )
-  if program.of_slots:
-    idle = costs.memory - hlo_costs.of_kernel(costs, program.of_slots)
+  if program.slot_kernel:
+    idle = costs.memory - hlo_costs.kernel_bytes(costs, program.slot_kernel)
     row["idle_s"] = bound(idle)["serial_s"]
-  return Compiled(row, costs, text)
-
-
-def _of_a_host(mesh: jax.sharding.Mesh) -> int:
-  """Devices of the mesh that the first device's host has."""
-  hosts = [device.process_index for device in mesh.devices.flat]
-  return hosts.count(hosts[0])
+  return row
 
 
 def too_little(error: str) -> dict[str, Any]:
-  """What the compiler had too little of, in short; and whether one kernel had, of vector memory,
-  which says nothing about what the whole program needs."""
+  """Shortens the compiler's message on exhausted memory.
+
+  `of_kernel` is True if a single kernel lacked vector memory: the needs of the whole program remain
+  unknown.
+  """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)
   if kernel:

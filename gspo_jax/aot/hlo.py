@@ -15,11 +15,11 @@ _PACKAGE = Path(__file__).parents[1].as_posix()
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """An array of one device as it lies in memory."""
+  """An array in the memory of one device."""
 
   dims: tuple[int, ...]
-  bytes: float  # with the padding to whole tiles that a layout of a TPU has
-  space: int  # memory that it is in: 0 HBM; on TPU 1 vector memory, others scalars and semaphores
+  bytes: float  # Includes the padding to whole tiles of TPU layouts.
+  space: int  # Memory: 0 HBM; on TPU 1 vector memory, others scalars and semaphores.
 
   @property
   def elements(self) -> int:
@@ -27,7 +27,7 @@ class Array:
 
   @property
   def hbm(self) -> float:
-    """Bytes of it that are in HBM."""
+    """Bytes in HBM."""
     return 0.0 if self.space else self.bytes
 
 
@@ -37,14 +37,14 @@ class Instruction:
   op: str
   operands: tuple[str, ...]
   shape: str
-  attributes: str  # what follows the operation: operands and attributes
+  attributes: str  # Text after the operation: operands and attributes.
   root: bool
-  siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)  # of its computation
+  siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)  # Its computation.
   module: "Module" = dataclasses.field(repr=False)
 
   @functools.cached_property
   def arrays(self) -> tuple[Array, ...]:
-    """Its result: several, if it is a tuple."""
+    """Arrays of the result: several for a tuple."""
     return arrays(self.shape)
 
   @property
@@ -53,7 +53,7 @@ class Instruction:
 
   @property
   def hbm(self) -> float:
-    """Bytes of its result that are in HBM."""
+    """Bytes of the result in HBM."""
     return sum(array.hbm for array in self.arrays)
 
   @property
@@ -62,29 +62,29 @@ class Instruction:
 
   @functools.cached_property
   def inputs(self) -> list["Instruction"]:
-    """The instructions that its operands name."""
+    """Instructions of the operands."""
     return [self.siblings[name] for name in self.operands if name in self.siblings]
 
   def called(self, *keys: str) -> str:
-    """The computation that one of these attributes names; "" if there is none."""
+    """Returns the computation named by one of these attributes, or ""."""
     for key in keys:
       if match := re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes):
         return match[1]
     return ""
 
   def body(self, *keys: str) -> list["Instruction"]:
-    """The instructions of that computation."""
+    """Returns the instructions of the computation named by an attribute."""
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:
-    """What a conditional does for "false"."""
+    """Returns the instructions of a conditional's "false" branch."""
     listed = re.search(r"branch_computations=\{%([\w.\-]+)", self.attributes)
     name = listed[1] if listed else self.called("false_computation")
     return [*self.module.computations[name].values()]
 
   @property
   def path(self) -> str:
-    """What JAX calls it: names of functions, transforms and scopes, outermost first."""
+    """JAX's names of functions, transforms and scopes, outermost first."""
     match = re.search(r'op_name="([^"]*)"', self.attributes)
     return match[1] if match else ""
 
@@ -95,10 +95,13 @@ class Instruction:
 
   @property
   def source(self) -> str:
-    """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose
-    helpers are called from everywhere; or of what there is; or ""."""
+    """FILE:LINE of the innermost call in this package.
+
+    Frames of `sharding` are skipped: its helpers are called from everywhere. Without a call in the
+    package it is the innermost frame, without frames "".
+    """
     first, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
-    frame = int(stack_frame[1]) if stack_frame else 0  # they are numbered from 1
+    frame = int(stack_frame[1]) if stack_frame else 0  # Frames are numbered from 1.
     while frame in self.module.frames:
       file, line, frame = self.module.frames[frame]
       first = first or f"{_short(file)}:{line}"
@@ -111,7 +114,7 @@ class Instruction:
 class Module:
   computations: dict[str, dict[str, Instruction]]
   entry: str
-  frames: dict[int, tuple[str, int, int]]  # file, line, frame that called
+  frames: dict[int, tuple[str, int, int]]  # file, line, calling frame
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
@@ -141,7 +144,7 @@ def parse(text: str) -> Module:
       if header:
         lines = computations.setdefault(header[2], [])
         entry = header[2] if header[1] else entry
-    elif re.match(r"^\}(, |$)", line):  # not the end of metadata that runs over several lines
+    elif re.match(r"^\}(, |$)", line):  # Metadata of several lines ends otherwise.
       lines = None
     elif _INSTRUCTION.match(line.strip()):
       lines.append(line.strip())
@@ -160,7 +163,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
-  """The tables at the end of a program that say where its instructions come from."""
+  """Parses the tables of source locations at the end of a program."""
 
   def table(name: str) -> list[tuple[str, str]]:
     section = re.search(rf"^{name}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -178,14 +181,14 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
   return {
     int(i): (
       *places.get(number("file_location_id", row), ("", 0)),
-      number("parent_frame_id", row) - 1,  # in text they are numbered from 1
+      number("parent_frame_id", row) - 1,  # Parents are numbered from 1 in the text.
     )
     for i, row in table("StackFrames")
   }
 
 
 def _short(file: str) -> str:
-  """From this package on, or the last two parts of another path."""
+  """Shortens a path to its part from this package on, or to its last two parts."""
   if file.startswith(_PACKAGE):
     return file[len(_PACKAGE) - len("gspo_jax") :]
   return "/".join(file.split("/")[-2:])

@@ -1,11 +1,11 @@
 """Reads a compiled program: bytes through HBM and through each kind of collective, per device.
 
 XLA's own cost analysis counts the body of a loop once; here a body counts as often as its condition
-says. A loop whose length depends on data counts once: of ours, those are the pieces of expert rows,
-one of which is the rule. What happens less often than the text says is in `rates`: the outermost
-loop in a `jax.named_scope` of that name makes so many turns (`refill` of the sampler), and a kernel
-of that name moves such a share of what it states (attention to a cache that is not full). A
-conditional counts as if it were false: ours are true where something overflows.
+implies. A loop with a data-dependent length counts once: here these are the pieces of expert rows,
+usually a single one. `rates` corrects for rarer events: the outermost loop in a `jax.named_scope`
+of that name makes so many turns (`refill` of the sampler), and a kernel of that name moves such a
+fraction of its stated bytes (attention to a partly filled cache). A conditional counts as false:
+ours are true on overflow.
 """
 
 import dataclasses
@@ -18,40 +18,40 @@ from gspo_jax.aot.hlo import Instruction
 from gspo_jax.aot.traffic import COLLECTIVES, DONE, START, carried, free, hbm_bytes
 from gspo_jax.system.accelerators import Chip
 
-_CALLS = ("call-start", "async-start")  # of what runs beside the rest, e.g. on a SparseCore
+_CALLS = ("call-start", "async-start")  # Concurrent calls, e.g. on a SparseCore.
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-  """What an instruction moves."""
+  """Traffic of an instruction."""
 
   instruction: Instruction
-  bytes: float  # through HBM, each time
+  bytes: float  # Through HBM, per execution.
   times: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-  """What a device sends for a collective."""
+  """Traffic of a device for a collective."""
 
   kind: str  # one of `COLLECTIVES`
-  bytes: float  # of the result, or of what is summed
-  wire: float  # sent
-  ring: float  # as many would take as long around a whole side of the torus
+  bytes: float  # Bytes of the result, or of the summands.
+  wire: float  # Bytes sent.
+  ring: float  # Equivalent bytes around a whole side of the torus.
 
 
 @dataclasses.dataclass
 class Costs:
-  memory: float = 0.0  # bytes through HBM
+  memory: float = 0.0  # Bytes through HBM.
   items: list[Item] = dataclasses.field(default_factory=list)
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-  wire: float = 0.0  # bytes that a device sends
-  hidden: float = 0.0  # of these, while it does something else
-  # As many would take as long around a whole side of the torus; of these, those that are hidden.
+  wire: float = 0.0  # Bytes sent per device.
+  hidden: float = 0.0  # Part of `wire` overlapped with other work.
+  # Equivalent bytes around a whole side of the torus, and the overlapped part.
   ring_wire: float = 0.0
   ring_hidden: float = 0.0
-  # Bytes that a device sends to other slices; of these, while it does something else.
+  # Bytes sent to other slices per device, and the overlapped part.
   network: float = 0.0
   network_hidden: float = 0.0
 
@@ -64,9 +64,9 @@ def costs(
 ) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
-  rates: by the name of a scope or a kernel.
-  torus: where the partitions are; None: all collectives go around whole sides.
-  chip: for how much of a collective hides behind what runs meanwhile; None: all of it does.
+  rates: turns of a scope's loop, or the executed fraction of a kernel, by name.
+  torus: coordinates of the partitions. None assumes rings around whole sides.
+  chip: speeds, to limit the overlap of collectives. None assumes full overlap.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
   for instruction, times, hidden in executed(module, rates, torus, chip):
@@ -96,11 +96,10 @@ def executed(
   torus: links.Torus | None = None,
   chip: Chip | None = None,
 ) -> Iterator[tuple[Instruction, float, float]]:
-  """All that a program does and is not control flow, how often, and of a collective the share
-  during which something else is done."""
+  """Yields instructions except control flow, executions, and overlapped fraction of collectives."""
 
-  def of_body(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """In a loop that `rates` has counted they count no other one."""
+  def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
+    """Walks a body; `rates` apply to the outermost loop only."""
     hidden = overlapped(body, torus, chip)
     for instruction in body:
       share = hidden.get(instruction.name, 0.0)
@@ -108,22 +107,22 @@ def executed(
         scopes = re.split(r"[/()]", instruction.path)
         rate = next((n for name, n in rates.items() if name in scopes), None)
         turns = trips(instruction) if rate is None else rate
-        inside = rates if rate is None else {}
-        yield from of_body(instruction.body("body"), times * turns, inside)
+        inner_rates = rates if rate is None else {}
+        yield from walk(instruction.body("body"), times * turns, inner_rates)
       elif instruction.op == "conditional":
-        yield from of_body(instruction.branch(), times, rates)
+        yield from walk(instruction.branch(), times, rates)
       elif instruction.op == "call":
-        yield from of_body(instruction.body("to_apply"), times, rates)
+        yield from walk(instruction.body("to_apply"), times, rates)
       elif instruction.op in _CALLS:
-        for inner, often, _ in of_body(_called(instruction), times, rates):
-          yield inner, often, share
+        for inner, count, _ in walk(_called(instruction), times, rates):
+          yield inner, count, share
       else:
         yield instruction, times, share
 
-  return of_body([*module.computations[module.entry].values()], 1.0, rates or {})
+  return walk([*module.computations[module.entry].values()], 1.0, rates or {})
 
 
-def of_kernel(total: Costs, name: str) -> float:
+def kernel_bytes(total: Costs, name: str) -> float:
   """Bytes through HBM of all calls of a Pallas kernel."""
   return sum(item.bytes * item.times for item in total.items if _named(item.instruction, name))
 
@@ -131,26 +130,27 @@ def of_kernel(total: Costs, name: str) -> float:
 def overlapped(
   body: Sequence[Instruction], torus: links.Torus | None = None, chip: Chip | None = None
 ) -> dict[str, float]:
-  """Of each collective of a computation during which something else is done the share that this
-  hides: it is started, something runs, then it is waited for. The text of a compiled program is in
-  the order of its schedule. What runs hides one collective at a time, for as long as it takes; all
-  of it, where `chip` is None."""
-  time: dict[str, float] = {}  # that each collective takes
-  left: dict[str, float] = {}  # of it
-  under_way: dict[str | None, str] = {}  # by what waits for them
+  """Returns the overlapped fraction of each asynchronous collective of a computation.
+
+  Instructions between its start and its done overlap it: a compiled program's text is in schedule
+  order. They hide one collective at a time, for their own duration, or all of it if `chip` is None.
+  """
+  time: dict[str, float] = {}  # Seconds by collective.
+  remaining: dict[str, float] = {}  # Seconds not yet overlapped, by collective.
+  pending: dict[str | None, str] = {}  # Collective by channel or waiting instruction.
 
   def start(waits: str | None, name: str, sent: Sequence[Sent | None]) -> None:
-    under_way[waits] = name
+    pending[waits] = name
     ring = sum(x.ring for x in sent if x)
-    time[name] = left[name] = ring / chip.ring_speed if chip and ring else 1.0
+    time[name] = remaining[name] = ring / chip.ring_speed if chip and ring else 1.0
 
   for instruction in body:
     name, inner = instruction.name, carried(instruction)
     channel = inner and re.search(r"channel_id=\d+|$", inner.attributes)[0]
     if inner and name.startswith(DONE):
-      under_way.pop(channel, None)
+      pending.pop(channel, None)
     elif instruction.op.endswith("-done"):
-      under_way = {key: x for key, x in under_way.items() if x not in instruction.operands}
+      pending = {key: x for key, x in pending.items() if x not in instruction.operands}
     elif instruction.op == "recv":
       start(name, name, [])
     elif inner and name.startswith(START):
@@ -159,19 +159,21 @@ def overlapped(
       parts = [sent_for(part, torus) for part in _inside(instruction)]
       if any(parts):
         start(name, name, parts)
-    elif under_way:
+    elif pending:
       spent = seconds(instruction, chip)
-      for name in under_way.values():
-        hides = min(spent, left[name])
-        left[name] -= hides
+      for name in pending.values():
+        hides = min(spent, remaining[name])
+        remaining[name] -= hides
         spent -= hides if chip else 0.0
-  return {name: 1 - left[name] / time[name] for name in time}
+  return {name: 1 - remaining[name] / time[name] for name in time}
 
 
 def seconds(instruction: Instruction, chip: Chip | None) -> float:
-  """Time in which an instruction leaves the links alone, on a device of the chip: the compiler's
-  estimate, or what its bytes through HBM or a kernel's operations take at least; 1 or 0, where
-  `chip` is None."""
+  """Returns an instruction's seconds without use of the links.
+
+  They are the largest of the compiler's estimate and the minima for its bytes through HBM and for a
+  kernel's operations. If `chip` is None, they are 1 for work and 0 otherwise.
+  """
   if instruction.op == "while":
     return trips(instruction) * _total(instruction.body("body"), chip)
   if instruction.op == "conditional":
@@ -182,10 +184,10 @@ def seconds(instruction: Instruction, chip: Chip | None) -> float:
     return 0.0
   if chip is None:
     return 1.0
-  said = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+  cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
   work = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
   return max(
-    int(said[1]) / chip.clock if said else 0.0,
+    int(cycles[1]) / chip.clock if cycles else 0.0,
     int(work[1]) * chip.devices / chip.flops if work else 0.0,
     hbm_bytes(instruction) * chip.devices / chip.hbm_speed,
   )
@@ -200,7 +202,7 @@ def _called(instruction: Instruction) -> list[Instruction]:
 
 
 def _inside(instruction: Instruction) -> Iterator[Instruction]:
-  """What a call does, or the instruction itself if it is none."""
+  """Yields the instructions of a call, or the instruction itself."""
   if instruction.op not in ("call", *_CALLS):
     yield instruction
     return
@@ -209,7 +211,7 @@ def _inside(instruction: Instruction) -> Iterator[Instruction]:
 
 
 def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent | None:
-  """What a device sends for it; None if it is no collective of several devices."""
+  """Returns a collective's traffic; None for other instructions or a single device."""
   if not (kind := kind_of(instruction)):
     return None
   started, attributes = instruction.op.endswith("-start"), instruction.attributes
@@ -237,19 +239,21 @@ def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Bytes that a device sends to other slices for what a `recv` returns: a collective among slices,
-  whose parts within a slice are collectives of their own."""
+  """Bytes per device sent to other slices for a `recv`.
+
+  It is a collective among slices; its parts within a slice are separate collectives.
+  """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0
   slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}', instruction.attributes)
   n = len(slices[1].split(",")) if slices else 1
-  of_result = dict(
+  factors = dict(
     ALL_REDUCE=2 * (n - 1) / n,
     ALL_GATHER=(n - 1) / n,
     ALL_TO_ALL=(n - 1) / n,
     REDUCE_SCATTER=n - 1,
   )
-  return of_result.get(kind[1], 1.0) * instruction.arrays[0].bytes
+  return factors.get(kind[1], 1.0) * instruction.arrays[0].bytes
 
 
 def _named(kernel: Instruction, name: str) -> bool:
@@ -257,20 +261,19 @@ def _named(kernel: Instruction, name: str) -> bool:
 
 
 def kind_of(instruction: Instruction) -> str:
-  """Its kind, without "-start"; "" if it is none."""
+  """Returns a collective's kind, without "-start"; "" for other instructions."""
   kind = instruction.op.removesuffix("-start")
   if inner := carried(instruction):
     kind = inner.op if instruction.name.startswith(START) else ""
   elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
-    kind = "reduce-scatter"  # how the TPU compiler may write one
+    kind = "reduce-scatter"  # A form of the TPU compiler.
   return kind if kind in COLLECTIVES else ""
 
 
 def trips(loop: Instruction) -> int:
-  """Turns of a loop: as XLA says, or the constant that its counter is compared with; 1 if there is
-  none, or several."""
-  if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
-    return int(known[1])
+  """Returns a loop's turns: XLA's count, its counter's bound, or 1."""
+  if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
+    return int(match[1])
   constants = [x for x in loop.body("condition") if x.op == "constant" and "s32[]" in x.shape]
   matches = (re.match(r"\d+", x.attributes) for x in constants)
   bounds = {int(match[0]) for match in matches if match} - {0}

@@ -1,8 +1,8 @@
-"""How long an iteration of a run takes, from what its programs take: sampling, scoring, updates and
-publication, one after the other.
+"""Estimates the time of an iteration from its programs: sampling, scoring, updates and publication,
+one after the other.
 
-Pure arithmetic on assumed lengths (`lengths`). What is not in it: verification, evaluation,
-checkpoints and the host; a collective that is not overlapped adds to the rest of its program.
+Pure arithmetic on assumed lengths (`lengths`). It excludes verification, evaluation, checkpoints
+and the host. A collective without overlap adds to the rest of its program.
 """
 
 import collections
@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.estimate import Least, filled_cache, held, needed, position_bytes
+from gspo_jax.aot.estimate import Least, device_bytes, filled_cache, needed, position_bytes
 from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
@@ -26,15 +26,15 @@ from gspo_jax.settings.passes import of_run
 @dataclasses.dataclass(frozen=True)
 class Part:
   name: str
-  calls: float  # of its program; of decode, steps
+  calls: float  # Calls of its program; steps of decode.
   seconds: float
-  binds: str  # of its program
+  binds: str  # Binding resource of its program.
 
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
   parts: tuple[Part, ...]
-  tokens: float  # of responses
+  tokens: float  # Response tokens.
   chips: int
 
   @property
@@ -52,16 +52,16 @@ class Iteration:
 
 
 def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, Any]]) -> Iteration:
-  """The iteration of a run whose programs take what the rows of a report say, by their names.
+  """Estimates a run's iteration from the report's rows by program.
 
-  Updates and scoring passes take in proportion to the positions that they read.
+  Updates and scoring passes take time in proportion to the positions read.
   """
   c, shards = case.config, sharding.batch_shards(mesh)
   size, sampled, steps = _steps(case, mesh)
   rl = c.rl
   at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
-  models = collections.Counter(declared.model for declared in of_run(c))  # of passes
+  models = collections.Counter(declared.model for declared in of_run(c))  # Passes by model.
   passes = read / (case.length * case.scored)
   full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(
@@ -80,8 +80,10 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Of the rows of an update, those that are read: packed, those that responses of the assumed
-  lengths fill, in whole micro-batches."""
+  """Returns the fraction of an update's rows read: below 1 if packed.
+
+  Packed, responses of the assumed lengths fill whole micro-batches.
+  """
   if not case.packed:
     return 1.0
   number = case.workload.trajectories
@@ -89,27 +91,26 @@ def share(case: Case, mesh: Any) -> float:
   return read / (number * case.workload.window)
 
 
-def of_sampling(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Steps and seconds of an iteration's sampling, by the row of its decode step; `mesh` in use."""
+def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns steps and seconds of an iteration's sampling; needs `mesh` in use."""
   size, sampled, steps = _steps(case, mesh)
   seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
   seconds += _prefill_seconds(case, mesh, topology)
-  speed = sum(sampled) / seconds / chips.of_mesh(topology, mesh)[1]
+  speed = sum(sampled) / seconds / chips.mesh_chips(topology, mesh)[1]
   return dict(steps=steps, search_s=seconds, speed=speed)
 
 
-def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
-  """The least memory of sampling beside the training state, and the least time of an iteration's;
-  `mesh` in use."""
-  chip, number = chips.of_mesh(topology, mesh)
+def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
+  """Lower bounds of sampling's memory and time; needs `mesh` in use."""
+  chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
   size, sampled, steps = _steps(case, mesh)
   positions = size.pages * size.page or size.slots // shards * size.window
-  memory = held(state_of(case, mesh)) + held(sampler_params(case, mesh))
+  memory = device_bytes(state_of(case, mesh)) + device_bytes(sampler_params(case, mesh))
   memory += positions * position_bytes(case, mesh)
   work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
   moved = steps * needed("decode", case, mesh)
-  if size.pages:  # a slot that is not in use reads none
+  if size.pages:  # An idle slot reads none.
     moved -= (steps - sum(sampled) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
@@ -117,15 +118,15 @@ def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
 
 
 def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
-  """The sampler's shapes, lengths of responses, and decode steps of an iteration."""
+  """Returns the sampler's shapes, response lengths and decode steps of an iteration."""
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   sampled = case.lengths.sample(case.workload.trajectories)
   return size, sampled, decode_steps(sampled, size.slots, not case.config.rl.partial)
 
 
 def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
-  """Seconds that the prefills of an iteration take at least."""
-  chip, number = chips.of_mesh(topology, mesh)
+  """Minimum seconds of an iteration's prefills."""
+  chip, number = chips.mesh_chips(topology, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   at_once = size.at_once(size.prompt) * size.shards
   work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
@@ -135,17 +136,19 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
-  """Seconds of `steps` decode steps that sample as many tokens as `full` steps of all slots: a slot
-  that is not in use reads nothing of a cache in pages, without which a step takes `idle_s`."""
+  """Seconds of `steps` decode steps with the tokens of `full` steps of all slots.
+
+  An idle slot reads nothing from a paged cache; a step without these reads takes `idle_s`.
+  """
   idle = row.get("idle_s", row["serial_s"])
   return steps * idle + full * (row["serial_s"] - idle)
 
 
 def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
-  """Steps until all responses are sampled, each in the first slot that is free, in their order.
+  """Steps to sample all responses in order, each in the first free slot.
 
-  tail: False: what is not finished as slots become empty is put aside for the next iteration, and
-  what an earlier one put aside is gone on with: all slots are always taken.
+  tail: whether the iteration waits for its longest responses. If False, unfinished responses resume
+  in the next iteration and all slots are always in use.
   """
   if not tail:
     return -(-sum(lengths) // slots)
@@ -156,12 +159,12 @@ def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
 
 
 def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
-  """Positions of the rows that the updates of an epoch read, padding included."""
+  """Positions read by the updates of an epoch, padding included."""
   rl, window = case.config.rl, case.workload.window
-  rows = len(lengths) // rl.minibatches  # of an update, unless they are packed
+  rows = len(lengths) // rl.minibatches  # Rows of an update without packing.
   if not rl.packed:
     return float(len(lengths) * window)
-  at_once = max(rows // rl.microbatches, shards)  # a row of each device at least
+  at_once = max(rows // rl.microbatches, shards)  # At least one row per device.
   number = sum(
     packed_microbatches(
       part,
@@ -186,14 +189,14 @@ def packed_microbatches(
   group_size: int = 1,
   response_tokens: int = 0,
 ) -> int:
-  """Micro-batches of an update, of `rows` rows of each device, that hold the sequences."""
+  """Micro-batches of an update for the sequences, with `rows` rows per device."""
   prompts = np.full(len(lengths), prompt)
   _, placed = packing.places(lengths, window, shards, prompts, group_size, response_tokens)
   return int(placed.row_B.max()) // rows + 1
 
 
 def lines(total: Iteration, case: Case) -> list[str]:
-  """What is printed of it."""
+  """Formats the estimate as lines."""
   parts = (
     f"    {p.name:<10}{p.calls:>10,.6g} x {p.seconds / p.calls:>8.3g} s = {p.seconds:>8.4g} s"
     f" {p.seconds / total.seconds:>6.1%}  {p.binds}"

@@ -1,7 +1,7 @@
 """Bytes that a Pallas kernel moves between HBM and vector memory.
 
-A kernel's operands and results say too little: blocks are read again for every other block that
-they meet. Known here is that of JAX which states nothing.
+Operands and results are not enough: a kernel reads blocks again for every block paired with them.
+Supported here is JAX's kernel without a cost estimate.
 """
 
 import math
@@ -11,26 +11,29 @@ from gspo_jax.aot.hlo import Instruction
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-  """What the caller states, what is known of the kernel, what it states, or each operand and result
-  once; as `hlo_costs` says."""
+  """Bytes of a kernel, from the first source available.
+
+  Sources in order: the caller's scope, the formula for splash attention, the kernel's own estimate,
+  each operand and result once. `traffic` has the rules.
+  """
   if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])
-  if known := _splash(instruction):
-    return known
+  if splash_bytes := _splash(instruction):
+    return splash_bytes
   arrays = (instruction, *instruction.inputs)
   if stated := re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes):
-    near = sum(x.bytes - x.hbm for x in arrays)  # not through HBM
+    near = sum(x.bytes - x.hbm for x in arrays)  # Bytes outside HBM.
     return max(float(stated[1]) - near, 0.0)
   return sum(x.hbm for x in arrays)
 
 
 def _splash(instruction: Instruction) -> float | None:
-  """JAX's splash attention with segments, causal.
+  """Bytes of JAX's causal splash attention with segments; None for other kernels.
 
-  Grids, outermost first: query heads, blocks of queries, blocks of keys; of the gradients of keys
-  and values: blocks of keys, query heads, blocks of queries. Blocks that the mask hides are not
-  read. Operands: the mask's scalars, q, k, v, segments of q and of k, and of the backward passes
-  logsumexp, gradient and a sum for each query; positions of queries, if the mask needs them.
+  Grids, outermost first: query heads, blocks of queries, blocks of keys; for the gradients of keys
+  and values: blocks of keys, query heads, blocks of queries. Masked blocks are not read. Operands:
+  the mask's scalars, q, k, v, segments of q and of k; in the backward passes logsumexp, gradient
+  and a sum for each query; positions of queries, if the mask needs them.
   """
   named = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", instruction.name)
   if not named:
@@ -45,7 +48,7 @@ def _splash(instruction: Instruction) -> float | None:
   scalars = [x for x in instruction.inputs if x.shape.startswith("s8[")]
   arrays = [x for x in instruction.inputs if not x.shape.startswith("s8[")]
   (N, T, _), (K, S, _) = (x.arrays[0].dims[-3:] for x in arrays[:2])
-  # Blocks of a row or column of the mask, at most: of a window fewer than there are.
+  # Maximum of blocks per row or column of the mask: fewer with a window.
   most = scalars[0].arrays[0].dims[-2 if phase == "dkv" else -1] if scalars else math.inf
   if phase == "dkv":
     visible = [T // block_q - j * block_kv // block_q for j in range(S // block_kv)]

@@ -1,4 +1,4 @@
-"""How long responses are: what is assumed of it, since nothing is sampled here."""
+"""Assumed lengths of responses: nothing is sampled here."""
 
 import dataclasses
 import functools
@@ -8,8 +8,11 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Exponential lengths, cut off at `most`: at every token a response ends with the same
-  probability, and at the latest there. `mean` is that of what is sampled, the cut ones included."""
+  """Exponential lengths, truncated at `most`.
+
+  A response ends at every token with equal probability, and at the latest at `most`. `mean`
+  includes truncated responses.
+  """
 
   mean: float
   most: int
@@ -23,7 +26,7 @@ class Lengths:
 
   @functools.cached_property
   def rate(self) -> float:
-    """λ of (1 - exp(-λ most)) / λ = mean, per token; 0 where all of them are cut off."""
+    """λ of (1 - exp(-λ most)) / λ = mean, per token; 0 if all are truncated."""
     low, high = 0.0, 1 / self.mean
     for _ in range(100):
       middle = (low + high) / 2
@@ -39,12 +42,14 @@ class Lengths:
     return 2 / self.rate**2 * (1 - math.exp(-x) * (1 + x))
 
   def filled(self, prompt: float) -> float:
-    """Positions of a slot that hold something, in the mean over time while all slots are taken:
-    prompt + E[L²] / (2 E[L]). A slot is longer with long responses than with short ones."""
+    """Mean filled positions of a slot over time, with all slots in use.
+
+    It is prompt + E[L²] / (2 E[L]): long responses occupy a slot for longer.
+    """
     return prompt + self.mean_square / (2 * self.mean)
 
   def sample(self, number: int) -> list[int]:
-    """So many lengths: the quantiles (i + 1/2) / number, in a fixed order that looks random."""
+    """Returns the quantiles (i + 1/2) / number as lengths, in a fixed random order."""
     sampled = [self.most] * number
     if self.rate:
       quantiles = (-math.log1p(-(i + 0.5) / number) / self.rate for i in range(number))
@@ -54,6 +59,5 @@ class Lengths:
 
 
 def default_mean(most: int) -> float:
-  """8,192 tokens, as long as what is trained on for competition problems; half of `most` where that
-  is less than twice as many."""
+  """Returns 8,192 tokens, typical for competition problems, but at most half of `most`."""
   return min(8192.0, most / 2)

@@ -1,14 +1,13 @@
-"""Which chips a collective joins, and what share of an axis of the torus it has.
+"""Chips of a collective, and its share of the speed of a torus axis.
 
-The model: of its links a chip uses the two of one axis. Around a ring it sends over both, and that
-is a share of 1. A ring is a whole side of the slice, if its ends are joined, or runs to and fro
-over several sides. Chips in a row whose ends are not joined have a share of 1/2: all that the last
-one gets comes through one link. So have chips with others between them, and a permutation, in which
-each chip sends one way.
+The model: a chip uses the two links of one axis. Around a ring it sends over both: a share of 1. A
+ring is a whole side of the slice with joined ends, or runs to and fro over several sides. A row of
+chips without joined ends has a share of 1/2: everything for the last chip comes through one link.
+The same holds for chips with others between them, and for a permutation: each chip sends one way.
 
-Which ends are joined: all those of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
+Joined ends: all sides of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
 (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D torus");
-those of a side of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori are
+sides of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori are
 taken to be plain ones.
 """
 
@@ -26,20 +25,20 @@ from gspo_jax.aot import chips
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-  """The chips of a mesh's devices, in the order in which a program counts its partitions."""
+  """Coordinates of a mesh's chips, in the order of a program's partitions."""
 
   sides: tuple[int, ...]
   coords: tuple[tuple[int, ...], ...]
 
   @functools.cached_property
   def joined(self) -> tuple[bool, ...]:
-    """Of each side, whether its ends are."""
+    """Whether the ends of each side are joined."""
     if len(self.sides) == 3:
       return (all(side % 4 == 0 for side in self.sides),) * 3
     return tuple(side == 16 for side in self.sides)
 
   def share(self, members: Sequence[int], one_way: bool = False) -> float:
-    """Of the speed of an axis, what a collective between these partitions has; 1 on one chip."""
+    """Share of an axis' speed for a collective of these partitions; 1 on one chip."""
     spans = [len(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
     spanned = [axis for axis, span in enumerate(spans) if span > 1]
     if one_way and spanned:
@@ -51,8 +50,10 @@ class Torus:
 
 
 def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
-  """Of a mesh of the devices of a topology, e.g. "v5p:4x4x4". Devices without coordinates, which
-  are none of a TPU, are taken to be on one chip."""
+  """Returns the torus of a mesh of a topology's devices, e.g. "v5p:4x4x4".
+
+  Devices without coordinates (not TPUs) count as one chip.
+  """
   sides = chips.sides(topology)
   nowhere = (0,) * len(sides)
   coords = (getattr(device, "coords", nowhere) for device in mesh.devices.flat)
@@ -60,15 +61,17 @@ def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
 
 
 def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
-  """The partitions that the first device meets along an axis of the mesh."""
+  """Returns the partitions along a mesh axis, starting at the first device."""
   place = np.arange(mesh.size).reshape(mesh.devices.shape)
   index = tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)
   return place[index].tolist()
 
 
 def members(text: str) -> list[int]:
-  """The partitions that the first of a collective's groups has, by the text of its instruction; of
-  a permutation, the first pair; [] if it says nothing."""
+  """Returns the partitions of a collective's first group, parsed from its text.
+
+  A permutation returns its first pair, a text without groups [].
+  """
   if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
     return [int(n) for n in match[1].split(",")]
   if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):

@@ -1,4 +1,4 @@
-"""What a run would be, by arithmetic: configuration, size, memory, tokens and operations."""
+"""Plan of a run by arithmetic: configuration, size, memory, tokens and operations."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import programs
-from gspo_jax.aot.estimate import changed, held, kept_per_token
+from gspo_jax.aot.estimate import activation_bytes, changed, device_bytes
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
@@ -25,13 +25,14 @@ from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
 from gspo_jax.system.text import clock_text
 
-# With these, compiled updates of SmolLM2 on a CPU and of the flagship on TPU come out to a fifth.
-ALL = 2  # what is kept of a layer without remat, over what `both` keeps
-COPIES = 3  # gradients, their sum over micro-batches and the update; logits, softmax and gradient
+# With these, estimates for SmolLM2 on a CPU and the flagship on TPU are within a fifth of compiled
+# updates.
+ALL = 2  # Activations without remat, relative to `both`.
+COPIES = 3  # Gradients, their sum over micro-batches and the update; logits, softmax and gradient.
 
 
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
-  """What --dry_run prints of a configuration that has been checked."""
+  """Returns the lines of --dry_run for a checked configuration."""
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
   devices = list(inputs.meshes.trainer.devices.flat)
   count, active = transformer.count(config.model)
@@ -68,36 +69,35 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
-  """What a device holds at once: lasting arrays, and of an update an estimate of the others, which
-  are known when it is compiled."""
+  """Returns lines of memory per device, with estimates of temporary arrays."""
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
-  sampling = {"the sampler's weights": held(sampler)}
+  sampling = {"the sampler's weights": device_bytes(sampler)}
   if c.job == "eval":
-    moments = {"while it samples": {"weights": held(state.params)} | sampling}
+    moments = {"while it samples": {"weights": device_bytes(state.params)} | sampling}
   else:
-    of_critic = held(state.critic)
-    lasting = {"weights and the optimizer's moments": held(state) - of_critic}
+    critic_bytes = device_bytes(state.critic)
+    lasting = {"weights and the optimizer's moments": device_bytes(state) - critic_bytes}
     if state.critic is not None:
-      lasting["the critic's weights and moments"] = of_critic
+      lasting["the critic's weights and moments"] = critic_bytes
     if c.has_iterations:
       for name, params in programs.frozen_params(case, inputs.teacher, mesh).items():
-        lasting[f"the {name}'s weights"] = held(params)
+        lasting[f"the {name}'s weights"] = device_bytes(params)
     batches = [(case.rows, case.length)] if c.has_iterations else []
     if "sft" in c.job:
       batches.append((c.sft.batch // c.sft.microbatches, c.sft.max_tokens))
     rows, length = max(batches, key=math.prod)
     shards = sharding.batch_shards(mesh)
-    kept = kept_per_token(case, mesh) * rows * length / shards
+    activations = activation_bytes(case, mesh) * rows * length / shards
     if c.compute.remat == "none":
-      kept *= ALL
+      activations *= ALL
     positions = rows * min(c.compute.logits_chunk or length, length) / shards
     logits = 4 * positions * c.model.vocab_size / mesh.shape["tensor"]
     with jax.set_mesh(mesh):
       prefetched = remat.prefetched(c.model, c.compute)
     update = {
-      "gradients, their sum and the update": COPIES * held(changed(state)),
-      f"activations (remat {c.compute.remat})": kept,
+      "gradients, their sum and the update": COPIES * device_bytes(changed(state)),
+      f"activations (remat {c.compute.remat})": activations,
       "logits, their softmax and its gradient": COPIES * logits,
     }
     if prefetched:
@@ -106,19 +106,19 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     if c.has_iterations:
       if c.engine.name == "local":
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
-        sampling["keys and values, queue and slots"] = held(slots)
+        sampling["keys and values, queue and slots"] = device_bytes(slots)
       if c.rollout_mesh.on:
-        copies = max(1, c.rl.lag)  # the next ones come before those that sampled are given up
-        sampling[f"the next weights for it, up to {copies} times"] = copies * held(sampler)
+        copies = max(1, c.rl.lag)  # New weights arrive before the sampling ones are freed.
+        sampling[f"the next weights for it, up to {copies} times"] = copies * device_bytes(sampler)
         moments["of the rollout mesh"] = sampling
       elif c.engine.name == "local":
         moments["while it samples"] = lasting | sampling
-  there = (device.memory_stats() or {}).get("bytes_limit")
-  there = there or accelerators.memory(device.device_kind)
-  of = f" of {there / GIB:,.1f}" if there else ""
+  limit = (device.memory_stats() or {}).get("bytes_limit")
+  limit = limit or accelerators.memory(device.device_kind)
+  suffix = f" of {limit / GIB:,.1f}" if limit else ""
   text = []
   for moment, parts in moments.items():
-    text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
+    text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{suffix} GiB"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
   text.append("  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need")
   return text
@@ -127,27 +127,27 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
 def iteration(
   config: RunConfig, devices: Sequence[jax.Device], taught: teacher.Teacher | None
 ) -> list[str]:
-  """Tokens and operations of an iteration, and what its time depends on."""
+  """Returns lines on an iteration's tokens, operations and minimum time."""
   c, rl = config, config.rl
   responses, prompt = rl.prompts * rl.group_size, c.data.max_prompt_tokens
   tokens = responses * c.sampling.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   end_B = prompt_B + c.sampling.max_new_tokens
   forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
-  total = (c.sampled_share + 3 * rl.epochs * c.models) * forward  # sampling, updates
+  total = (c.sampled_share + 3 * rl.epochs * c.models) * forward  # Sampling and updates.
   total += flops.of_passes(c, taught and taught.model, prompt_P, prompt_B, end_B)
-  peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
+  peak, basis = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()
-    devices = devices[:1] if devices[0].platform == "cpu" else devices  # they share its processors
-    of = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
+    devices = devices[:1] if devices[0].platform == "cpu" else devices  # CPU devices share cores.
+    basis = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
   seconds = total / peak / len(devices)
   return [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
     f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
     f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
     f"{total * rl.iterations:.3g} (evaluations are not in it)",
-    f"time: at least {clock_text(seconds * rl.iterations)} {of}, if all responses were of full "
+    f"time: at least {clock_text(seconds * rl.iterations)} {basis}, if all responses were of full "
     f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
     "for the host: both run far below it. A run says what is left from its second iteration on",
     *filter(None, [passes.anchor(c)]),
@@ -155,14 +155,13 @@ def iteration(
 
 
 def matmul_rate(size: int = 2048) -> float:
-  """FLOP/s of a large float32 matrix product on this host: the bound of a device without a data
-  sheet, measured in a moment."""
+  """Measures FLOP/s of a large float32 matrix product."""
   x = jnp.ones((size, size))
   product = jax.jit(jnp.dot)
-  product(x, x).block_until_ready()  # compiles
+  product(x, x).block_until_ready()  # Compiles.
   seconds = []
   for _ in range(3):
-    begun = time.perf_counter()
+    start = time.perf_counter()
     product(x, x).block_until_ready()
-    seconds.append(time.perf_counter() - begun)
+    seconds.append(time.perf_counter() - start)
   return 2 * size**3 / min(seconds)

@@ -1,4 +1,4 @@
-"""The programs of a run, with the shapes and layouts of their arguments and no values."""
+"""Programs of a run, with abstract arguments: shapes and layouts without values."""
 
 import dataclasses
 import functools
@@ -34,8 +34,8 @@ from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
 
-def of_run(config: configuration.RunConfig) -> tuple[str, ...]:
-  """The programs that a run has: none that samples where servers do."""
+def program_names(config: configuration.RunConfig) -> tuple[str, ...]:
+  """Returns names of a run's programs: no sampler with servers."""
   return PROGRAMS if config.engine.name == "local" else PROGRAMS[:3]
 
 
@@ -47,7 +47,7 @@ class Case:
   sequences: int  # per update
   microbatches: int
   length: int
-  slots: int = 0  # of the sampler, over all devices; 0: as configured
+  slots: int = 0  # Slots of the sampler, over all devices; 0: as configured.
   mean_response: float = 0  # tokens; 0: `lengths.default_mean`
   mean_prompt: float = 0  # tokens; 0: a quarter of the longest
 
@@ -57,12 +57,12 @@ class Case:
 
   @property
   def rows(self) -> int:
-    """Sequences at once."""
+    """Sequences of a micro-batch."""
     return self.sequences // self.microbatches
 
   @property
   def scored(self) -> int:
-    """Sequences of a scoring pass: packed, it has micro-batches too."""
+    """Sequences of a scoring pass; packed passes have micro-batches too."""
     return self.sequences if self.config.rl.packed else self.rows
 
   @property
@@ -77,37 +77,37 @@ class Case:
 
   @property
   def prompt(self) -> float:
-    """Tokens of a prompt, in the mean."""
+    """Mean tokens of a prompt."""
     return self.mean_prompt or self.config.data.max_prompt_tokens / 4
 
   @property
   def filled(self) -> float:
-    """Positions of a slot that hold something, in the mean over time."""
+    """Mean filled positions of a slot over time."""
     return self.lengths.filled(self.prompt)
 
   @property
   def configured(self) -> bool:
-    """Whether its batch is that of the configuration, and not one given on the command line."""
+    """Whether the batch is configured, not from the command line."""
     rl, window = self.config.rl, self.workload.window
     update = rl.prompts * rl.group_size // rl.minibatches
     return (self.sequences, self.length) == (update, window)
 
   @property
   def group_size(self) -> int:
-    """Sequences that begin with the same prompt; conversations may begin differently."""
+    """Sequences with a common prompt; conversations may differ from the start."""
     return 1 if self.config.environment.name else self.config.rl.group_size
 
   @property
   def packed(self) -> bool:
-    """Whether micro-batches may be empty, and are left out."""
+    """Whether rows are packed, with empty micro-batches skipped."""
     return self.config.rl.packed and self.configured
 
   def pool(self, slots: int, shards: int) -> int:
-    """Positions of a cache for so many slots of all devices.
+    """Cache positions for `slots` slots over all devices.
 
-    Of n responses of a device: n times the mean of what they fill and two standard deviations of
-    the sum, each response's being its mean, as of exponential lengths; at least one window. In
-    whole pages; 0 if that is no less than all windows.
+    For n responses of a device: the mean of their filled positions plus two standard deviations,
+    for exponential lengths (standard deviation equal to the mean); at least one window. Rounded up
+    to whole pages; 0 if it saves nothing over full windows.
     """
     n, page = slots // shards, self.engine.page_tokens
     window = -(-self.workload.window // page) + 1
@@ -117,25 +117,25 @@ class Case:
   @property
   def workload(self) -> Workload:
     turns = bool(self.config.environment.name)
-    return workload(self.config, stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
+    return workload(self.config, stop_ids=(0,), several_turns=turns)  # A tokenizer may have more.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
   function: Callable
   arguments: tuple[Any, ...]
-  work: flops.Work | None  # None: moves data only
+  work: flops.Work | None  # None for a program without model operations.
   trains: bool = False
-  held: tuple[Any, ...] = ()  # arrays that a run keeps on the devices meanwhile
-  rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
-  of_slots: str = ""  # name of a kernel that reads nothing for slots that are not in use
-  turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
+  resident: tuple[Any, ...] = ()  # Further arrays of a run on the devices at this time.
+  rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # See `hlo_costs.costs`.
+  slot_kernel: str = ""  # Name of a kernel without reads for idle slots.
+  turns: int = 1  # Turns of the program's loop (decode steps); figures are per turn.
 
 
 def make_case(
   config: configuration.RunConfig, sequences: int = 0, length: int = 0, **sampling: float
 ) -> Case:
-  """The configured batch, or `sequences` x `length` in one micro-batch; `sampling` as in `Case`."""
+  """Makes a case of the configured batch, or `sequences` x `length` in one micro-batch."""
   rl = config.rl
   return Case(
     config,
@@ -147,7 +147,7 @@ def make_case(
 
 
 def resolved(case: Case, mesh) -> Case:
-  """The case with the `compute.remat` that `auto` comes to in a train step."""
+  """Replaces `compute.remat=auto` by its value in a train step."""
   c = case.config
   with jax.set_mesh(mesh):
     remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
@@ -156,12 +156,12 @@ def resolved(case: Case, mesh) -> Case:
 
 
 def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
-  """Shapes and shardings of the training state."""
+  """Returns shapes and shardings of the training state."""
   return state_of_phase(case.config, "rl", mesh)
 
 
 def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
-  """Shapes and shardings of the sampler's weights."""
+  """Returns shapes and shardings of the sampler's weights."""
   rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
   return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)
 
@@ -169,14 +169,14 @@ def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
 def frozen_params(
   case: Case, taught: teacher.Teacher | None, mesh: jax.sharding.Mesh
 ) -> dict[str, Params]:
-  """Shapes and shardings of the parameters that passes read and no update changes, by name."""
+  """Returns shapes and shardings of passes' frozen parameters, by name."""
   c, layout = case.config, sharding.TRAIN
   models = passes.frozen(c, taught and taught.model)
   return {n: abstract_params(model, mesh, layout, c.compute.dtype) for n, model in models.items()}
 
 
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
-  """The jitted functions of a run with the shapes and shardings of their arguments."""
+  """Yields the named jitted functions of a run with abstract arguments."""
   c = case.config
   tx, critic = optimizers(c)
   state, sample_params = state_of(case, mesh), sampler_params(case, mesh)
@@ -192,30 +192,29 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       step = make_rl_step(learner, c.objective, tx, critic)
       arguments = state, batch_of(case, mesh, case.sequences)
       done = work(case.model, case.sequences * c.models)
-      yield name, Program(step, arguments, done, trains=True, held=(frozen,))
+      yield name, Program(step, arguments, done, trains=True, resident=(frozen,))
     if name == "score":
       inputs = batch_of(case, mesh, case.scored).inputs
-      held = state.opt_state, sample_params, state.critic, frozen
+      resident = state.opt_state, sample_params, state.critic, frozen
       done = work(case.model, case.scored)
-      yield name, Program(make_score(learner), (state.params, inputs), done, held=held)
+      yield name, Program(make_score(learner), (state.params, inputs), done, resident=resident)
       if taught is not None:
-        held = state, sample_params, {n: x for n, x in frozen.items() if n != "teacher"}
+        resident = state, sample_params, {n: x for n, x in frozen.items() if n != "teacher"}
         score, done = teacher.scoring(taught, learner), work(taught.model, case.scored)
-        yield "teacher", Program(score, (frozen["teacher"], inputs), done, held=held)
+        yield "teacher", Program(score, (frozen["teacher"], inputs), done, resident=resident)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = publication.publisher(layout, read, lora.dithered)
-      held = state.opt_state, state.critic, frozen
-      yield name, Program(publish, (state.params,), None, held=held)
+      resident = state.opt_state, state.critic, frozen
+      yield name, Program(publish, (state.params,), None, resident=resident)
     if name in ("prefill", "decode"):
       program = sampling_program(name, case, mesh, sample_params)
-      yield name, dataclasses.replace(program, held=(state, frozen))
+      yield name, dataclasses.replace(program, resident=(state, frozen))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
-  """The longest prompts into the queue, as many at once as a run takes; or decode steps of all
-  slots, in place."""
+  """Returns prefill of the longest prompts, or decode steps of all slots."""
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
@@ -241,7 +240,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    # How often a slot takes a new prefix, and the share of the windows that is in use, in pages.
+    # New prefixes per step, and the fraction of filled pages in the windows.
     refills = size.slots / shards / case.lengths.mean
     filled = (case.filled + size.page / 2) / size.window
     rates = dict(refill=refills, paged_attention=filled)
@@ -250,7 +249,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
       arguments,
       work,
       rates=rates,
-      of_slots="paged_attention",
+      slot_kernel="paged_attention",
       turns=engine.steps,
     )
   prompts = size.at_once(size.prompt) * shards
@@ -266,8 +265,10 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  """A batch for any length, without shared prompts but for those of packed rows, whose rows of
-  attention are longer: the most that a run needs."""
+  """Returns an abstract batch with the largest needs of a run.
+
+  Only packed rows share prompts: attention then has longer rows.
+  """
 
   def field(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return shaped((rows, *shape), dtype, mesh, P(BATCH))
@@ -309,7 +310,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_experts_BTlk=experts,
     order_B=place,
   )
-  # Experts are there with replay alone; what a teacher says, and last values, became advantages.
+  # Experts need replay; a teacher's log-probs and last values are merged into advantages.
   used = {"old_experts_BTlk", "teacher_logp_BT", "last_value_B"}
   return batch.replace(**dict.fromkeys(filled - used, real))
 

@@ -1,7 +1,7 @@
 """Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-Compiling a candidate takes a minute or more. So of those that change one thing of the configuration
-arithmetic rules out most; of the others few are compiled, in the order of their lower bounds.
+A candidate changes one thing of the configuration, and takes a minute or more to compile.
+Arithmetic rules out most; few of the others are compiled, in the order of their lower bounds.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from gspo_jax.system.accelerators import GIB
 
 Row: TypeAlias = dict[str, Any]
 Lists: TypeAlias = Iterable[Iterable[Case]]
-Bound: TypeAlias = Callable[[Case], estimate.Least]  # ValueError: it does not divide
-Measure: TypeAlias = Callable[[Case], Row]  # compiles; `fits`, and then `search_s`
-WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled
+Bound: TypeAlias = Callable[[Case], estimate.Least]  # Raises ValueError if it does not divide.
+Measure: TypeAlias = Callable[[Case], Row]  # Compiles; the row has `fits`, and then `search_s`.
+WORTH = 0.02  # Gain over the best time so far required of a candidate's bound.
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
-SETTINGS = dict(  # of a search for each program
+SETTINGS = dict(  # Keys searched for each program.
   train=dict(
     compute=("expert_chunk", "remat", "logits_chunk", "prefetch", "xla"),
     mesh=AXES,
@@ -45,17 +45,17 @@ NAMES = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-  """What is known of candidates, by their names."""
+  """Candidates by name, with bounds and compiled rows."""
 
   program: str
-  hbm: float  # bytes of a chip
+  hbm: float  # Bytes of a chip.
   cases: dict[str, Case] = dataclasses.field(default_factory=dict)
   least: dict[str, estimate.Least] = dataclasses.field(default_factory=dict)
-  rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # of those that were compiled
-  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # why the others were not
+  rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Rows of compiled candidates.
+  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons for the others.
 
   def ranked(self) -> list[str]:
-    """Those that fit, the fastest first; times within a hundredth are told apart by memory."""
+    """Returns names of fitting candidates, fastest first; memory breaks ties."""
 
     def rank(name: str) -> tuple[float, float]:
       return float(f"{self.rows[name]['search_s']:.2g}"), self.rows[name]["peak_gib"]
@@ -67,7 +67,7 @@ class Search:
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """What is said where nothing fits."""
+    """Returns the reason if nothing fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides it")
     if self.rows:
@@ -76,8 +76,10 @@ class Search:
     return f"needs {need:.1f} GiB a chip at least of {self.hbm / GIB:.0f}"
 
   def report(self) -> list[Row]:
-    """Prints what was not compiled and why, the best few, and the lines of the best one for a
-    configuration. Returns the rows of what was compiled, the best first."""
+    """Prints rejected candidates, the best few, and settings of the best.
+
+    Returns the compiled rows, the best first.
+    """
     rows = [self.rows[name] for name in self.ranked()]
     table.print_search(self.rejected, rows[:3] if len(self.rows) > 1 else [])
     if self.best:
@@ -87,54 +89,62 @@ class Search:
 
 
 def compile_best(
-  known: Search, lists: Lists, bound: Bound, measure: Measure, tries: int, enough: int | None = None
+  search: Search,
+  lists: Lists,
+  bound: Bound,
+  measure: Measure,
+  tries: int,
+  enough: int | None = None,
 ) -> None:
-  """Compiles at most `tries` candidates, of the lists in turn, until `enough` fit; of each list the
-  fastest by their lower bounds, of those that may fit and may be faster than the best so far.
-  `tensor` sends activations where `fsdp` sends weights, and grows last."""
+  """Compiles at most `tries` candidates until `enough` fit.
+
+  The lists take turns, each ordered by lower bounds. Candidates are skipped if they cannot fit or
+  be faster than the best so far. `tensor` sends activations instead of the weights of `fsdp`, and
+  grows last.
+  """
 
   def rank(name: str) -> tuple[float, ...]:
-    least, tensor = known.least[name], known.cases[name].config.mesh.tensor
+    least, tensor = search.least[name], search.cases[name].config.mesh.tensor
     return tensor, least.bound_s, sum(least.seconds.values()), least.memory
 
   ordered = []
   for cases in lists:
-    named = {name_of(known.program, case): case for case in cases}
-    new = [name for name in named if name not in known.cases]
-    known.cases.update(named)
+    candidates = {name_of(search.program, case): case for case in cases}
+    new = [name for name in candidates if name not in search.cases]
+    search.cases.update(candidates)
     for name in new:
       try:
-        known.least[name] = bound(named[name])
+        search.least[name] = bound(candidates[name])
       except ValueError as error:
-        known.rejected[name] = f"does not divide: {error}"
-    ordered.append(sorted((name for name in new if name in known.least), key=rank))
+        search.rejected[name] = f"does not divide: {error}"
+    ordered.append(sorted((name for name in new if name in search.least), key=rank))
   for name in filter(None, itertools.chain(*itertools.zip_longest(*ordered))):
-    reason = against(known, name)
-    if not reason and (len(known.rows) >= tries or len(known.ranked()) == enough):
-      reason = f"takes {known.least[name]} at least; not compiled, since enough others were"
+    reason = against(search, name)
+    if not reason and (len(search.rows) >= tries or len(search.ranked()) == enough):
+      reason = f"takes {search.least[name]} at least; not compiled, since enough others were"
     if reason:
-      known.rejected[name] = reason
+      search.rejected[name] = reason
     else:
-      known.rows[name] = measure(known.cases[name])
+      search.rows[name] = measure(search.cases[name])
 
 
-def against(known: Search, name: str) -> str:
-  """Why a candidate need not be compiled; "" if it has to be."""
-  case, least, reached = known.cases[name], known.least[name], math.inf
-  if least.memory > known.hbm:
-    too_many = (least.memory - known.hbm) / GIB
+def against(search: Search, name: str) -> str:
+  """Returns the reason not to compile a candidate, or ""."""
+  case, least, reached = search.cases[name], search.least[name], math.inf
+  if least.memory > search.hbm:
+    too_many = (least.memory - search.hbm) / GIB
     return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
-  for tried, row in known.rows.items():
-    compiled = known.cases[tried]
+  for other, row in search.rows.items():
+    compiled = search.cases[other]
     if row["fits"]:
       reached = min(reached, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
-        return f"sends more than {tried}, which fits"
+        return f"sends more than {other}, which fits"
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
-        return f"gathers more than {tried}, which fits"
-    elif not row.get("of_kernel") and least.memory >= known.least[tried].memory:
-      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {tried}, which did not fit"
+        return f"gathers more than {other}, which fits"
+    elif not row.get("of_kernel") and least.memory >= search.least[other].memory:
+      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
   if least.bound_s > (1 - WORTH) * reached:
     return f"takes {least} at least; {reached:.3g} s was reached"
   return ""
@@ -148,17 +158,17 @@ def find(
   enough: int | None = None,
   slices: int = 1,
 ) -> Search:
-  """Compiles the best of the candidates for slices of the topology, and prints a line for each."""
+  """Compiles the best candidates for a topology; prints a line for each."""
   chip, devices = chips.parse(topology)[0], devices_of(topology, slices)
-  known = Search(program, chip.hbm)
+  search = Search(program, chip.hbm)
 
   def bound(case: Case) -> estimate.Least:
     mesh = sharding.make_mesh(case.config.mesh, devices)
     if program == "decode":
       with jax.set_mesh(mesh):
-        return iteration.least_of_sampling(case, mesh, topology)
+        return iteration.sampling_bound(case, mesh, topology)
     check(case, mesh)
-    return estimate.of_update(case, mesh, topology).times(iteration.share(case, mesh))
+    return estimate.update_bound(case, mesh, topology).times(iteration.share(case, mesh))
 
   def measure(case: Case) -> Row:
     mesh = sharding.make_mesh(case.config.mesh, devices)
@@ -168,21 +178,23 @@ def find(
       ((_, compiled),) = programs(case, mesh, [program])
       row = dict(program=name, remat=policy) | examine(compiled, topology, policy).row
       if "serial_s" in row and program == "decode":
-        row |= iteration.of_sampling(case, mesh, topology, row)
+        row |= iteration.sampling_row(case, mesh, topology, row)
       elif "serial_s" in row:
         row["search_s"] = row["serial_s"] * iteration.share(case, mesh)
-    table.print_found(row, header=not known.rows)
+    table.print_found(row, header=not search.rows)
     return row
 
-  compile_best(known, lists, bound, measure, tries, enough)
-  return known
+  compile_best(search, lists, bound, measure, tries, enough)
+  return search
 
 
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
-  """Lists of candidates for the devices of all slices: the configuration's own settings, the
-  compiler's options, meshes, remats and chunks."""
+  """Returns candidates for updates: as configured, compiler options, meshes, remats, chunks.
+
+  devices: number of devices over all slices.
+  """
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
-  filling = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
+  filling = max(1, devices // -math.prod(mesh.values()))  # Size of an axis of -1.
   case = changed(case, mesh={axis: filling if n == -1 else n for axis, n in mesh.items()})
   at_once = dict(logits_chunk=case.length)
   if case.model.num_experts:
@@ -199,8 +211,10 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
-  """Meshes with a replica in each slice: fsdp x expert x tensor, experts and heads divided evenly;
-  each with every number of micro-batches that divides."""
+  """Yields meshes of fsdp x expert x tensor and micro-batches.
+
+  Each slice has a replica. Experts, heads, sequences and micro-batches divide evenly.
+  """
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
     shards = devices // tensor
@@ -214,9 +228,12 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 
 
 def sampling(case: Case, shards: int) -> Lists:
-  """Lists of candidates: the configuration's own settings; slots, one of each device, doubled up to
-  all responses, each with the cache for all windows and with that for the assumed lengths, experts
-  on all chips, if these divide them, and on those of an `expert` group; and tokens of a prefill."""
+  """Returns candidates for sampling: as configured, slots with cache and experts, prefills.
+
+  Slots double from one per device to all responses. Each number comes with a cache for full windows
+  and one for the assumed lengths, with experts on all chips, if they divide, and on those of an
+  `expert` group.
+  """
   most = case.workload.trajectories
   slots = case.engine.slots_for(most)
   case = changed(dataclasses.replace(case, slots=0), engine=dict(slots=slots))
@@ -233,7 +250,7 @@ def sampling(case: Case, shards: int) -> Lists:
 
 
 def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Case:
-  """The case with other values in sections of its configuration."""
+  """Replaces values in sections of the case's configuration."""
   config = case.config
   if microbatches:
     case = dataclasses.replace(case, microbatches=microbatches)
@@ -248,7 +265,7 @@ def settings(program: str, case: Case) -> dict[str, Row]:
     for section, keys in SETTINGS[program].items()
   }
   if "rl" in values:
-    values["rl"]["microbatches"] = case.microbatches  # of a batch given on the command line
+    values["rl"]["microbatches"] = case.microbatches  # The command line may set the batch.
   return values
 
 
@@ -259,7 +276,7 @@ def name_of(program: str, case: Case) -> str:
 
 
 def lines(program: str, case: Case) -> str:
-  """Lines for a configuration file."""
+  """Formats a case's settings as lines of a configuration file."""
 
   def literal(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)

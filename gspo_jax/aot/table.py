@@ -1,4 +1,4 @@
-"""Prints what was compiled, a line for each program."""
+"""Prints a line for each compiled program."""
 
 import sys
 from typing import Any
@@ -19,7 +19,7 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
     speed = chips.parse(topology)[0].network / 1e9
     network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
   return (
-    f"{of_slices(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
+    f"{slices_text(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
     f"{case.length} tokens per update in {case.microbatches} micro-batches, "
     f"compute.xla={case.config.compute.xla}; {slots} slots "
     f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
@@ -27,7 +27,7 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
   )
 
 
-def of_slices(topology: str, slices: int) -> str:
+def slices_text(topology: str, slices: int) -> str:
   return topology if slices == 1 else f"{slices} slices of {topology}"
 
 
@@ -65,14 +65,14 @@ def print_row(row: dict[str, Any], header: bool) -> None:
 
 
 def print_found(row: dict[str, Any], header: bool) -> None:
-  """A row of a search."""
+  """Prints a row of a search."""
   print_row(row | dict(collectives={}), header)
   if "steps" in row:
     print_line(f"    {row['steps']:,} steps, {row['speed']:,.0f} tokens/s/chip while sampling")
 
 
 def print_search(rejected: dict[str, str], best: list[dict[str, Any]], most: int = 12) -> None:
-  """What was not compiled and why, and the rows of the best."""
+  """Prints rejected candidates with reasons, and the rows of the best."""
   if rejected:
     print_line("not compiled:")
   for name, reason in list(rejected.items())[:most]:

@@ -1,17 +1,16 @@
 """Bytes that an instruction of a compiled program moves through HBM.
 
-Rules, of what an instruction that is not fused away reads and writes:
+Rules for the reads and writes of instructions outside fusions:
 
-  - An array counts with the padding of its layout, and only if it is in HBM: not what the compiler
-    keeps in vector memory. A copy between memories counts on the side of HBM.
-  - A slice and a gather read what they return, wherever in a fusion they are.
-  - An update in place writes the update (dynamic-update-slice, scatter; of a sum it reads as much),
-    if the array that it goes into is an operand: where it cannot be written in place, the compiler
-    has put a copy before it, which counts.
-  - A Pallas kernel counts as its `pl.CostEstimate(bytes_accessed=...)` says, of all that is moved
-    between HBM and vector memory, blocks that are read again included. A kernel without one, or
-    with a wrong one, can be called under `jax.named_scope("hbm_bytes=N")`, which goes first.
-    Without either: `kernels.hbm_bytes`, or each operand and result once.
+  - An array counts with the padding of its layout, and only if it is in HBM, not in vector memory.
+    A copy between memories counts on the side of HBM.
+  - A slice and a gather read the size of their result, anywhere in a fusion.
+  - An update in place (dynamic-update-slice, scatter) writes the update, and a sum reads as much,
+    if its array is an operand. Otherwise the compiler adds a copy, counted separately.
+  - A Pallas kernel counts by its `pl.CostEstimate(bytes_accessed=...)`: all bytes between HBM and
+    vector memory, repeated reads included. `jax.named_scope("hbm_bytes=N")` around the call
+    overrides a missing or wrong estimate. Without either: `kernels.hbm_bytes`, or each operand and
+    result once.
 """
 
 import re
@@ -22,21 +21,23 @@ from gspo_jax.aot.hlo import Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 START, DONE = "async-collective-start", "async-collective-done"
-# These move nothing, or what their body moves is counted there.
+# These move nothing; bodies are counted separately.
 FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
   "partition-id replica-id opt-barrier recv send-done".split()
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-# Element by element, so that a slice of the result needs a slice of the operand.
+# Elementwise: a slice of the result needs a slice of the operand.
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
 _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
 
 
 def carried(instruction: Instruction) -> Instruction | None:
-  """The collective of a fusion that starts one, carries it along with work of its own, or waits for
-  it: how the TPU compiler overlaps them, if it is told to."""
+  """Returns a fusion's overlapped collective; None for others.
+
+  The fusion starts it, runs beside it or awaits it. The TPU compiler writes these as an option.
+  """
   if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
     return None
   body = instruction.body("calls")
@@ -44,19 +45,19 @@ def carried(instruction: Instruction) -> Instruction | None:
 
 
 def free(instruction: Instruction) -> bool:
-  """Whether it moves nothing and takes no time itself."""
+  """Whether an instruction moves nothing and takes no time itself."""
   marks = (f'custom_call_target="{mark}' in instruction.attributes for mark in _MARKS)
   return instruction.op in FREE or instruction.op.endswith("-start") or any(marks)
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-  """Bytes that an instruction reads from HBM and writes to it."""
+  """Bytes read from HBM and written to it by an instruction."""
   inputs = instruction.inputs
   if free(instruction):
     return 0.0
   if instruction.op == "send":
     return _hbm(inputs)
-  if instruction.op.endswith("-done"):  # has the result of the whole; the start's has more in it
+  if instruction.op.endswith("-done"):  # It has the whole result; the start's result has more.
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
       return 0.0
@@ -88,18 +89,18 @@ def _sliced(instruction: Instruction, inputs: Sequence[Instruction]) -> float:
 
 
 def _each(instruction: Instruction) -> float:
-  """Bytes in HBM for each element."""
+  """Bytes in HBM per element."""
   return instruction.hbm / max(instruction.elements, 1)
 
 
 def _update(instruction: Instruction) -> Instruction:
-  """What an update writes; of a scatter into several targets, the first one's."""
+  """Returns the operand written by an update; a scatter's first of several."""
   place = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
   return instruction.siblings[instruction.operands[place]]
 
 
 def _passes(instruction: Instruction) -> int:
-  """1 if an update replaces what is there; 2 if it reads it too, to add to it."""
+  """Returns 1 for an update by overwriting, 2 by adding."""
   return 2 if any(x.root and x.op != "parameter" for x in instruction.body("to_apply")) else 1
 
 
@@ -108,7 +109,7 @@ def _root(body: Sequence[Instruction]) -> Instruction:
 
 
 def _fusion(instruction: Instruction) -> float:
-  """Bytes of a fusion: of what it only slices, the slices; of what it updates in place, those."""
+  """Bytes of a fusion, with only slices of sliced or updated operands."""
   body, inputs = instruction.body("calls"), instruction.inputs
   if not body:
     return instruction.hbm + _hbm(inputs)
@@ -127,21 +128,21 @@ def _fusion(instruction: Instruction) -> float:
 
 
 def _passed(body: Sequence[Instruction]) -> set[str]:
-  """What a fusion holds for a collective that it carries along, and hands on."""
+  """Returns the values a fusion passes on unchanged for an overlapped collective."""
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}
   return (parameters - used) | ({x.name for x in body} - {x.name for x in computed})
 
 
-def _read(instruction: Instruction, wanted: float | None = None) -> float:
-  """How many elements of a value of a fusion are needed.
+def _read(instruction: Instruction, result_elements: float | None = None) -> float:
+  """Counts the elements read of a value in a fusion.
 
-  wanted: of the fusion's result, by what it is itself fused into; None: all.
+  result_elements: elements read of the fusion's result by an enclosing fusion. None means all.
   """
   needed = 0.0
   if instruction.root:
-    needed = instruction.elements if wanted is None else wanted
+    needed = instruction.elements if result_elements is None else result_elements
   siblings = instruction.siblings.values()
   users = [(x, i) for x in siblings for i, y in enumerate(x.operands) if y == instruction.name]
   for user, place in users:
@@ -150,19 +151,19 @@ def _read(instruction: Instruction, wanted: float | None = None) -> float:
     elif user.op in _UPDATES and place == 0:
       needed += _update(user).elements * (_passes(user) - 1)
     elif user.op in _THROUGH:
-      needed += _read(user, wanted)
+      needed += _read(user, result_elements)
     elif user.op == "fusion" and user.body("calls"):
-      of_user = _read(user, wanted)
+      user_elements = _read(user, result_elements)
       parameters = [x for x in user.body("calls") if x.op == "parameter"]
-      taken = [x for x in parameters if x.attributes.startswith(f"{place})")]
-      needed += sum(_read(x, of_user) for x in taken)
+      operands = [x for x in parameters if x.attributes.startswith(f"{place})")]
+      needed += sum(_read(x, user_elements) for x in operands)
     else:
       needed += instruction.elements
   return min(needed, float(instruction.elements))
 
 
 def _written(result: Instruction, size: float) -> float:
-  """Bytes of a result that a fusion writes."""
+  """Bytes written for a result of a fusion."""
   result = _copied(result)
   if result.op == "fusion" and result.body("calls"):
     root = _root(result.body("calls"))
@@ -170,12 +171,12 @@ def _written(result: Instruction, size: float) -> float:
   if result.op not in _UPDATES:
     return size
   if _copied(result.inputs[0]).op != "parameter":
-    return size  # made here: all of it is written
+    return size  # A new array is written in full.
   return size * _update(result).elements / max(result.elements, 1)
 
 
 def _copied(instruction: Instruction) -> Instruction:
-  """What this is a copy of."""
+  """Follows copies and bitcasts to their source."""
   while instruction.op in ("bitcast", "copy") and instruction.operands[0] in instruction.siblings:
     instruction = instruction.inputs[0]
   return instruction

@@ -60,7 +60,7 @@ def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config = moe_aime.get_config("tiny")
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
   spec = programs.make_case(from_dict(config.to_dict()))
-  weights = estimate.held(programs.sampler_params(spec, mesh).blocks)
+  weights = estimate.device_bytes(programs.sampler_params(spec, mesh).blocks)
   written = (estimate.needed("prefill", spec, mesh) - weights) / estimate.position_bytes(spec, mesh)
   assert written == pytest.approx(positions)
 

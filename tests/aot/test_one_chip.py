@@ -19,9 +19,12 @@ def bytes_held(rank):
   case = make_case(from_dict(given.to_dict()))
   mesh = sharding.make_mesh(case.config.mesh, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    sizes = {name: estimate.held(program.held) for name, program in programs(case, mesh, PROGRAMS)}
+    sizes = {
+      name: estimate.device_bytes(program.resident)
+      for name, program in programs(case, mesh, PROGRAMS)
+    }
     state = state_of(case, mesh)
-  return sizes, transformer.count(case.model)[0], estimate.held(state.params)
+  return sizes, transformer.count(case.model)[0], estimate.device_bytes(state.params)
 
 
 def test_the_training_state_is_held_while_sampling_and_the_sampler_while_scoring():

@@ -171,10 +171,10 @@ def test_of_several_slices_each_has_a_replica(monkeypatch):
   assert {mesh.data for mesh in meshes} == {2}
   assert {mesh.fsdp * mesh.expert * mesh.tensor for mesh in meshes} == {8}
   mesh = sharding.make_mesh(MeshConfig(2, 1, 2, 2))
-  assert estimate.of_update(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == 0
+  assert estimate.update_bound(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == 0
   monkeypatch.setattr(sharding, "slice_of", lambda device: device.id // 4)
   sent = 4 * transformer.count(tiny_case().model)[0] / 4  # a chip's quarter, once
-  assert estimate.of_update(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == sent / 6.25e9
+  assert estimate.update_bound(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == sent / 6.25e9
 
 
 def test_it_starts_from_the_configuration():
@@ -209,11 +209,11 @@ def test_memory_that_is_held_is_a_lower_bound():
   of_experts *= model.num_layers
   inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
   weights = of_experts / 8 + (parameters - of_experts) / 2
-  bound = estimate.of_update(case, mesh, "v5p:2x2x2")
+  bound = estimate.update_bound(case, mesh, "v5p:2x2x2")
   assert bound.memory == pytest.approx(16 * weights + inputs, rel=0.02)  # norms lie otherwise
   kept = search.changed(case, compute=dict(remat="attention"))
   heads = 16 // 8 * 64 * model.num_heads * model.head_dim * model.num_layers * 2
-  added = estimate.of_update(kept, mesh, "v5p:2x2x2").memory - bound.memory
+  added = estimate.update_bound(kept, mesh, "v5p:2x2x2").memory - bound.memory
   assert added == pytest.approx(heads, rel=0.07)  # and a sum for each head
 
 
@@ -226,7 +226,7 @@ def test_bounds_follow_what_is_recomputed_and_sent():
 
   def of(mesh, **compute):
     changed = search.changed(case, compute=dict(remat="full", expert_chunk=1024) | compute)
-    return estimate.of_update(changed, mesh, "v5p:2x2x2")
+    return estimate.update_bound(changed, mesh, "v5p:2x2x2")
 
   assert of(narrow, remat="none").seconds["compute"] < of(narrow).seconds["compute"]
   assert of(narrow, expert_chunk=32).seconds["hbm"] > of(narrow, expert_chunk=0).seconds["hbm"]
@@ -261,7 +261,7 @@ def test_more_slots_need_more_memory_and_fewer_steps():
   )
   with jax.set_mesh(mesh):
     of = {
-      name: iteration.least_of_sampling(search.changed(case, engine=engine), mesh, "v5p:2x2x2")
+      name: iteration.sampling_bound(search.changed(case, engine=engine), mesh, "v5p:2x2x2")
       for name, engine in engines.items()
     }
   assert of["few"].memory < of["paged"].memory < of["many"].memory
