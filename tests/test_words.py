@@ -36,7 +36,7 @@ CODE = """
   benchmarks                21.1       9    12.7    0.42      24
   experiments               34.2      14    12.9    0.54      33
   gspo_jax                  10.6       8    13.8    0.68      18
-  gspo_jax/aot              15.8      18    14.7    0.85      38
+  gspo_jax/aot               0.0       0    10.0    0.00       0
   gspo_jax/cli              43.8      28    13.4    0.69       0
   gspo_jax/data             16.6       5    14.3    0.81      23
   gspo_jax/evaluation        0.0       0     9.3    0.00       0
@@ -44,13 +44,14 @@ CODE = """
   gspo_jax/models           11.5       7    14.3    0.60      14
   gspo_jax/objectives        2.6       2    12.6    0.42      14
   gspo_jax/report            0.0       0    10.1    0.03       0
-  gspo_jax/rewards           5.7      10    12.5    0.50      18
+  gspo_jax/rewards           8.6       5    13.7    0.59      21
   gspo_jax/rollouts         16.5      15    14.6    1.06      30
   gspo_jax/runs             23.9       7    13.6    0.73      24
   gspo_jax/sampling         13.0       6    13.2    0.77      23
   gspo_jax/settings         17.1      13    12.5    0.79      17
   gspo_jax/system           17.5       9    12.9    0.87      24
-  gspo_jax/tasks            17.8       0    14.0    0.35      20
+  gspo_jax/tasks            18.1       0    14.0    0.35      20
+  gspo_jax/verifiers         5.3      10    12.4    0.50      17
   tests                     26.3      14    12.8    0.55      17
 """
 # Ceilings for a new room, without a line above.
