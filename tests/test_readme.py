@@ -87,3 +87,13 @@ def test_continuous_integration_runs_its_commands():
   assert venv == "python3 -m venv .venv && . .venv/bin/activate"
   assert install == "pip install -e '.[train]'" and "gspo_jax.main" in main
   assert commands("tests") == ["pip install -e '.[test]'", "python -m pytest"]
+
+
+def test_contributing_names_files_and_tests_that_exist():
+  text = (ROOT / "CONTRIBUTING.md").read_text()
+  for link in re.findall(r"\]\(([^)#]+)", text):
+    assert link.startswith("http") or (ROOT / link).exists(), link
+  tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+  assert len(tests) >= 12
+  for path, name in tests:
+    assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
