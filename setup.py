@@ -4,7 +4,14 @@ from pathlib import Path
 
 import setuptools
 
+# gspo_jax.verifiers for other trainers; it imports neither jax nor the rest of the package.
+VERIFIERS = [
+  "sympy>=1.14.0",  # equality of mathematical answers
+  "numpy>=2.0.0",  # what programs under test may import
+]
+
 TRAIN = [  # all but the losses: models, sampling, and the command line
+  *VERIFIERS,
   "jax>=0.10.2",
   "flax>=0.12.8",  # flax.struct: frozen dataclasses as pytrees
   "optax>=0.2.8",  # optimizers and schedules
@@ -17,14 +24,12 @@ TRAIN = [  # all but the losses: models, sampling, and the command line
   "etils[epath]>=1.14.0",  # gs:// and other paths
   "ml-collections>=1.1.0",  # configuration
   "absl-py>=2.3.0",  # flags
-  "numpy>=2.0.0",
   "ml_dtypes>=0.5.0",  # bfloat16 on the host
   "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
   "jinja2>=3.1.6",  # their chat templates
   "safetensors>=0.6.0",  # their weights
   "huggingface_hub>=2.4.0",  # repositories of the hub: cache, revisions, tokens
   "fsspec>=2023.5.0",  # ranges of files in buckets; the extra gcs has its gs://
-  "sympy>=1.14.0",  # equality of mathematical answers
   "tensorboardX>=2.6.4",  # event files without TensorFlow
   "tqdm>=4.67.0",  # progress bars
   "httpx2>=2.16.0",  # HTTP to servers that sample, hundreds of requests at once
@@ -63,6 +68,7 @@ setuptools.setup(
   entry_points={"console_scripts": ["gspo-jax=gspo_jax.cli.before_jax:console"]},
   install_requires=["jax>=0.7.0"],  # gspo_jax.objectives; CI tests it with that version
   extras_require={
+    "verifiers": VERIFIERS,  # gspo_jax.verifiers in another trainer
     "train": TRAIN,  # gspo-jax, python -m gspo_jax.main
     "tpu": [*TRAIN, *TPU],  # to run on TPU, and to compile for one without it (aot)
     "cuda": [*TRAIN, "jax[cuda13]>=0.10.2"],

@@ -10,7 +10,9 @@ answer, so `Outcome` has five values.
 import contextlib
 import enum
 import functools
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from gspo_jax.verifiers import pool
@@ -38,17 +40,51 @@ def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
   """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
   with MathVerifier(workers, time_limit_s) as verifier:
 
-    def verify(responses, prompts, finished):
-      answers = [prompt.answer for prompt in prompts]
-      outcomes = verifier.score(responses, answers, finished)
-      # Without this, gold answers that nobody can read are not noticed while no response has one.
-      broken = verifier.unreadable(answers)
-      return [
-        outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
-        for outcome, answer in zip(outcomes, answers)
-      ], None
+    def check(responses, prompts, finished):
+      return verifier.check(responses, [prompt.answer for prompt in prompts], finished), None
 
-    yield verify
+    yield check
+
+
+def verify(response: str, answer: str, finished: bool = True, time_limit_s: float = 5.0) -> Outcome:
+  """Checks a response against a gold answer. Safe from any thread, and in forked processes.
+
+  Plain numbers are compared here and at once. SymPy, which may hang, runs in one child process: the
+  first call starts it in about a second, it is killed and replaced when a comparison takes longer
+  than `time_limit_s`, and it ends with this process. `MathVerifier` is faster for batches.
+
+  Args:
+    finished: False for a response that was cut off; its last number or line is then no answer.
+
+  Returns:
+    An outcome, which is its name as text: "right", "wrong" or "unparsable" of the response;
+    "timeout" or "crash" where the verifier failed, which says nothing of the response.
+
+  Raises:
+    RuntimeError: if the child process cannot be started: SymPy is not installed, say.
+    ValueError: if the gold answer is empty.
+  """
+  return shared(time_limit_s).check([response], [answer], [finished])[0]
+
+
+def shared(time_limit_s: float) -> "MathVerifier":
+  """The verifier of `verify` in this process, started by the first call."""
+  with _lock:
+    if time_limit_s not in _shared:
+      _shared[time_limit_s] = MathVerifier(1, time_limit_s)
+    return _shared[time_limit_s]
+
+
+def _forget() -> None:
+  """Keeps a forked process from the pipes of its parent, and from a lock that nobody will open."""
+  global _lock
+  _lock = threading.Lock()
+  _shared.clear()
+
+
+_lock = threading.Lock()
+_shared: dict[float, "MathVerifier"] = {}  # by time limit
+os.register_at_fork(after_in_child=_forget)
 
 
 class MathVerifier(contextlib.AbstractContextManager):
@@ -93,6 +129,16 @@ class MathVerifier(contextlib.AbstractContextManager):
       else:
         outcomes[pair] = self._known[pair] = Outcome(result)
     return [outcomes[pair] for pair in pairs]
+
+  def check(
+    self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
+  ) -> list[Outcome]:
+    """`score`, with a crash for whatever is not right where the gold answer cannot be read."""
+    outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
+    return [
+      outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
+      for outcome, answer in zip(outcomes, answers)
+    ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
     """The gold answers that are not mathematics; each is looked at once."""

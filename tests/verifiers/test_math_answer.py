@@ -1,5 +1,6 @@
 """The math verifier: extraction, equivalence, and answers that hang the library."""
 
+import os
 from concurrent import futures
 from pathlib import Path
 
@@ -108,3 +109,37 @@ def test_answers_that_hang_sympy_do_not_touch_the_others():
 def test_bad_pool_settings(workers, time_limit_s):
   with pytest.raises(ValueError, match="workers"):
     math_answer.MathVerifier(workers, time_limit_s)
+
+
+# One call, for whoever has no pool.
+
+
+def test_one_call_checks_one_response():
+  assert math_answer.verify(r"so \boxed{\frac{1}{2}}", "0.5") == RIGHT
+  assert math_answer.verify(r"\boxed{\sqrt{3}}", r"\sqrt{2}") == WRONG
+  assert math_answer.verify("No idea.", "5") == Outcome.UNPARSABLE
+  assert math_answer.verify("3 * 6 is 18", "18", finished=False) == Outcome.UNPARSABLE
+  assert math_answer.verify(r"\boxed{e^{e^{e^{e^e}}}}", r"2\sqrt{2}", time_limit_s=1.0) == "timeout"
+  assert math_answer.verify("No idea.", r"\frac{") == "crash"
+  with pytest.raises(ValueError, match="empty"):
+    math_answer.verify("5", " ")
+
+
+def test_calls_share_a_process_and_a_forked_process_has_its_own():
+  def call():
+    return math_answer.verify(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
+
+  with futures.ThreadPoolExecutor(4) as threads:
+    assert [x.result() for x in [threads.submit(call) for _ in range(8)]] == [RIGHT] * 8
+  pids = math_answer.shared(5.0)._pool.pids
+  assert len(pids) == 1
+  reader, writer = os.pipe()
+  if not (child := os.fork()):
+    try:
+      os.write(writer, f"{call()} {math_answer.shared(5.0)._pool.pids == pids}".encode())
+    finally:
+      os._exit(0)
+  os.close(writer)
+  assert os.read(reader, 100) == b"right False"
+  os.waitpid(child, 0)
+  assert call() == RIGHT and math_answer.shared(5.0)._pool.pids == pids
