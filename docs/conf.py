@@ -80,6 +80,7 @@ GROUPS = {
     "docs/pretrained",
     "docs/data",
     "docs/rewards",
+    "docs/verifiers",
     "docs/multi_turn",
     "docs/evaluation",
     "docs/one_chip",

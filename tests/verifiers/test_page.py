@@ -6,7 +6,9 @@ import pytest
 from support.command_line import ROOT
 from support.sandboxes import available
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/verifiers.md").read_text(), re.M | re.S)
+BLOCKS = re.findall(
+  r"^```python\n(.*?)^```$", (ROOT / "docs/verifiers.md").read_text(), re.M | re.S
+)
 
 
 def test_the_examples_run():
