@@ -1,7 +1,7 @@
-"""The table of docs/sharding.md: models on slices of TPU chips, from one chip to 256.
+"""The table of benchmarks/results/models.md: models on slices of TPU chips, from one chip to 256.
 
 Command:   python -m benchmarks.aot_table [--only=REGEX] [--again] [--tries=2]
-             [--rows=docs/sharding.json] [--docs=docs/sharding.md]
+             [--rows=docs/sharding.json] [--docs=benchmarks/results/models.md]
 Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
 sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
 is found by compiling larger and larger ones. Nothing runs on a TPU: needs libtpu, and one to five
@@ -51,7 +51,7 @@ def main() -> None:
   parser.add_argument("--again", action="store_true", help="compile them although they are known")
   parser.add_argument("--tries", type=int, default=2, help="programs that a row compiles at most")
   parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
-  parser.add_argument("--docs", type=Path, default=ROOT / "docs/sharding.md")
+  parser.add_argument("--docs", type=Path, default=ROOT / "benchmarks/results/models.md")
   options = parser.parse_args()
   rows = json.loads(options.rows.read_text()) if options.rows.exists() else {}
   for name in names():
