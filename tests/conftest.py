@@ -8,13 +8,15 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's older emitters halve the time to compile; what they make is slower, which small tests do not
-# feel. Runs that tests start inherit this.
+# XLA's older emitters halve the time to compile, and one part per program takes a third off. What
+# comes out is slower, which small tests do not feel. Child processes inherit this.
 os.environ.setdefault(
-  "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+  "XLA_FLAGS",
+  "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+  " --xla_cpu_parallel_codegen_split_count=1",
 )
-# Runs that tests start share what they compile, and leave nothing in the user's cache. Processes of
-# pytest-xdist inherit the directory of the one that starts them.
+# Tests, and runs that they start, share compiled programs and leave nothing in the user's cache.
+# Processes of pytest-xdist inherit the directory. JAX_COMPILATION_CACHE_DIR names one that stays.
 if "PYTEST_XDIST_WORKER" not in os.environ:
   os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gspo_jax_tests_")
   atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -26,10 +28,30 @@ from jax import experimental
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.config.jax_compilation_cache_dir is None:
+  cache = Path(os.environ["XDG_CACHE_HOME"], "gspo_jax", "compiled")
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones
 
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Files of a minute and more come first, so that neither of two processes ends long after the other.
+LONGEST = tuple(
+  f"tests/{name}.py"
+  for name in (
+    *("test_main", "learner/test_step", "learner/test_objective", "settings/test_config"),
+    *("learner/test_layout", "learner/test_packing", "models/test_transformer", "test_sft"),
+    *("models/test_attention", "models/test_moe", "sampling/test_scheduler", "test_slices"),
+    *("cli/test_command_line", "sampling/test_server", "rewards/test_linear", "runs/test_start"),
+  )
+)
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 MAPS = Path("/proc/self/maps")
