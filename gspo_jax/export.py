@@ -1,11 +1,11 @@
-"""Writes what a run has learned as a Hugging Face directory.
+"""Writes the weights of a run as a Hugging Face directory.
 
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
 RUN is named as in the key `weights`: a workdir for its newest checkpoint, or one of its
 checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged in float32,
 and the sum is rounded once; with --adapters they alone are written, in PEFT's files. It runs on the
-CPU, and takes memory for the weights once.
+CPU, with memory for the weights once.
 """
 
 import argparse
@@ -34,9 +34,8 @@ from gspo_jax.system import hub, jsons
 def export(
   run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "", adapters: bool = False
 ) -> RunCheckpoint:
-  """Writes config.json, safetensors of this type, generation_config.json with the run's stop
-  tokens, and the tokenizer's files if there are any. With `adapters`, PEFT's two files stand in the
-  place of the model's.
+  """Writes a model directory: config, weights of this type, stop tokens and tokenizer. With
+  `adapters`, PEFT's two files stand in the place of the model's.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or its model is unknown; its tokenizer

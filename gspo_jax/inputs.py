@@ -82,9 +82,10 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     mirror = Mirror(workdir, config.checkpoint.directory)
     if hosts.run_on_first_host(mirror.can_fill):  # A copy of the run will fill the workdir.
       home, flag = mirror.target, "--config.checkpoint.directory"
-  inputs = read(config, provenance.recorded_origins(home, values))
-  if workdir is not None:
     provenance.check(home, values, flag)
+  origins = provenance.recorded_origins(home, values)
+  inputs = read(config, origins)
+  if workdir is not None:
     # Finds a damaged file before anything is written.
     hosts.run_on_first_host(lambda: len(read_rows(workdir / "metrics.jsonl")))
   if config.wandb:
@@ -186,7 +187,7 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   config: RunConfig, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects demonstrations that fit. DataError: one does not, or too few remain to hold out."""
+  """Selects demonstrations by length. DataError: one is too long, or too few remain."""
   c = config.sft
   fitting = sources.fitting(prompts, tok, c.max_tokens, config.data.on_error)
   if c.target_loss and len(fitting) < 2 * c.check_problems:
@@ -230,7 +231,7 @@ def _check_engine(
   mesh: jax.sharding.Mesh,
   problems: Mapping[str, Sequence[Prompt]],
 ) -> None:
-  """Raises ValueError if the engine cannot do what training and evaluations ask of it."""
+  """Raises ValueError if the engine has no room for training or evaluations."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, problems):
       sizes(load, config.engine, sharding.batch_shards(mesh))
@@ -299,7 +300,7 @@ def check_memory(
 
 
 def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
-  """Returns section `reward` by verifier: the run's, and those of benchmarks with another one."""
+  """Returns section `reward` by verifier of the run and its benchmarks."""
   sections = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():
     if b.reward and b.reward not in sections:
@@ -313,7 +314,7 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
 
 
 def _evaluations(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
-  """Returns the benchmarks that the job evaluates."""
+  """Returns the benchmarks of the job's evaluations."""
   return [] if config.job == "sft" else config.benchmarks()
 
 
@@ -345,8 +346,8 @@ def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
 def _fitting_share(
   prompts: Sequence[Prompt], encode: Callable[[str], list[int]], verifier: str, limit: int
 ) -> float:
-  """Returns the share of gold answers with at most `limit` tokens, among about 500 of a source; 1
-  if the verifier accepts other texts."""
+  """Returns the share of gold answers within `limit` tokens, of about 500. It is 1 if the verifier
+  accepts other texts."""
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not len(prompts):
     return 1.0
   indices = embedded.probe(len(prompts))

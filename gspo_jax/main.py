@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
---help has more. Only command lines (this one, aot) know flags and ConfigDict. Running the same
-command again on the same workdir continues where it stopped.
+--help has more. Only command lines (this one, aot) use flags and ConfigDict. The same command with
+the same workdir continues an interrupted run.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.begin(sys.argv)  # the imports below take seconds
+  before_jax.begin(sys.argv)  # The imports below take seconds.
 
 import jax
 from absl import app, flags, logging
@@ -44,8 +44,8 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print what a run would be
 
 def main(argv: list[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
-    failed_saves_are_told_once()
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
+    report_failed_saves_once()
   if _DRY_RUN.value:
     return plan()
   compiled_programs_stay()
@@ -75,16 +75,16 @@ def main(argv: list[str]) -> None:
 
 
 def agreed_stops(config: RunConfig) -> contextlib.AbstractContextManager[None]:
-  """Hosts stop together, at the next check that all of them come to; one host ends at once where a
-  phase has nothing to save."""
+  """Makes several hosts stop together, at their next common check. A single host ends at once
+  outside of phases."""
   if jax.process_count() == 1:
     return contextlib.nullcontext()
   return preemption.watch(config.checkpoint.grace_s)
 
 
 def plan() -> None:
-  """Prints what a run would be. Refuses what a run would refuse; writes nothing."""
-  from gspo_jax.aot import plan  # the compiler's part of the package is only needed here
+  """Prints a summary of the run. Refuses bad input as a run does; writes nothing."""
+  from gspo_jax.aot import plan  # The compiler's part is only needed here.
 
   config = configured()
   try:
@@ -95,43 +95,43 @@ def plan() -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
 
-def failed_saves_are_told_once() -> None:
-  """Leaves out the tracebacks of a save's threads, whose error the main one raises too."""
+def report_failed_saves_once() -> None:
+  """Hides tracebacks of a save's threads; the main thread raises their error."""
   logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
   before = sys.unraisablehook
 
-  def unraisable(what: Any) -> None:
-    if str(what.exc_value) != "Event loop is closed":  # TensorStore's, still at files of the save
-      before(what)
+  def report(unraisable: Any) -> None:
+    # TensorStore may still be busy with files of the save.
+    if str(unraisable.exc_value) != "Event loop is closed":
+      before(unraisable)
 
-  sys.unraisablehook = unraisable
+  sys.unraisablehook = report
 
 
 def end(message: str) -> NoReturn:
-  """Ends the process at once: Orbax's threads may still wait for something that will not come, and
-  JAX for the other hosts."""
+  """Ends the process at once. (Orbax's threads may wait forever, and JAX for the other hosts.)"""
   sys.stderr.write(f"{visible(message)}\n")
   sys.stderr.flush()
   os._exit(1)
 
 
 def garbage_is_rare() -> None:
-  """Looks for cyclic garbage less often. Tracing makes millions of objects that stay, and looking
-  through them all again and again takes a tenth of a warm start."""
-  gc.freeze()  # what has been imported stays
+  """Collects cyclic garbage less often. Tracing makes millions of lasting objects, and repeated
+  looks at them take a tenth of a warm start."""
+  gc.freeze()  # Imported modules stay.
   gc.set_threshold(100_000, 20, 20)
 
 
 def do(run: Run) -> None:
-  """The configured job."""
+  """Runs the configured job."""
   job = run.config.job
   if job == "eval":
     params = train.start_policy(run, run.initial_params)
     key = run.evaluate.key(params)
     run.engine.load(params, version=0)
-    del params  # the engine has its own
+    del params  # The engine has its own.
     row, records = run.evaluate(run.engine, key)
-    run.writer.truncate("eval", -1)  # of this command before; rows of training stay
+    run.writer.truncate("eval", -1)  # Rows of training stay.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
@@ -143,7 +143,7 @@ def do(run: Run) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Flags; one line instead of a traceback for what is wrong with them."""
+  """Parses flags; prints one line instead of a traceback for wrong ones."""
   return config_flag.parse(argv, _check_flags)
 
 
@@ -159,7 +159,7 @@ def _workdir() -> Path | None:
 
 
 def _check_workdir() -> None:
-  """ValueError if nothing can be written there; nothing is made yet."""
+  """Raises ValueError if nothing can be written there; makes nothing yet."""
   if "://" in _WORKDIR.value:
     raise ValueError(
       f"--workdir={_WORKDIR.value}: it is a local directory; for checkpoints, and a copy of it, in "
@@ -169,7 +169,7 @@ def _check_workdir() -> None:
     raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
   try:
     workdir = _workdir()
-  except RuntimeError as error:  # of ~ and ~user
+  except RuntimeError as error:  # An unknown ~user.
     raise ValueError(f"--workdir={_WORKDIR.value}: {error} Write the whole path") from error
   files.check_writable(f"--workdir={workdir}", workdir)
 

@@ -93,7 +93,7 @@ class Run:
 
   @functools.cached_property
   def delimiters(self) -> delimiters.Delimiters:
-    """Texts that end a step."""
+    """Delimiters of steps."""
     return delimiters.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
 
   def initial_params(self) -> Any:
@@ -118,7 +118,7 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Makes batches from a collector; `last` is the iteration that is done."""
+    """Makes batches from a collector, after iteration `last`."""
     return Pipeline(
       collector,
       self.engine,
@@ -172,8 +172,8 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
 
 
 def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
-  """Does all that `open_run` does before it writes anything, and leaves nothing. Raises ValueError
-  as it does."""
+  """Goes through `open_run` up to its first write, and leaves nothing. Raises ValueError as it
+  does."""
   inputs = check(config, workdir)
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
@@ -228,7 +228,7 @@ def open_scoring(config: RunConfig, inputs: Inputs) -> Iterator[Scoring]:
 
 
 def make_publishers(config: RunConfig, meshes: Meshes) -> Publishers:
-  """Makes the functions that bring parameters into the sampler's layout and types."""
+  """Makes the functions from the trainer's parameters to the sampler's."""
   dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
   if config.rollout_mesh.on:
     return Publishers(copy=publication.publisher_to(meshes.layout, dtypes, lora.dithered))

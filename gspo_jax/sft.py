@@ -24,26 +24,26 @@ from gspo_jax.structs import ModelInputs, Prompt, TrainBatch
 
 
 def sft(run: Run) -> Any:
-  """Trains until the held-out loss is down to `sft.target_loss`, for at most `sft.steps` updates,
-  and returns the parameters. Warns on the terminal where these were not enough.
+  """Trains down to a held-out loss of `sft.target_loss`, and returns the parameters. Warns if
+  `sft.steps` updates are not enough.
 
   Raises:
-    Preempted: the machine is about to go; where the run stands has been saved.
-    NonFiniteError: NaN or infinity; what the update met has been saved.
+    Preempted: the machine is about to go; the resume point is saved.
+    NonFiniteError: NaN or infinity; state and batches are saved.
   """
   c, tok = run.config, run.tokenizer
   (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
   update = make_sft_step(learner_of(c, "sft"), tx)
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
-  kept_out, held_out_loss = held_out(run, prompts)
-  # A row is fetched when the next one is due, so batches are kept for as long.
+  held_out_ids, held_out_loss = held_out(run, prompts)
+  # A row is fetched when the next one is due; until then its batches are kept.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
     like=lambda: state_of_phase(c, "sft", run.mesh),
     start=lambda: new_state(run.initial_params(), tx),
   )
-  loss = None  # held-out, as far as it has been looked at
+  loss = None  # The newest held-out loss.
   if host is not None:
     batches.set_state(host["position"]["data"])
     loss = host["position"]["held_out_loss"]
@@ -52,25 +52,25 @@ def sft(run: Run) -> Any:
     return dict(data=batches.get_state(), held_out_loss=loss)
 
   with phase:
-    phase.stand(done, state, position)
+    phase.set_resume_point(done, state, position)
     for step in phase.steps():
       if _learned(run, loss):
         break
-      taken = batches.take(c.sft.batch, lambda prompt: prompt.id not in kept_out)
-      batch = train_batch(taken, tok, c.sft.max_tokens)
-      phase.hold(step, [batch])  # on the host: there are many
+      chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in held_out_ids)
+      batch = train_batch(chosen, tok, c.sft.max_tokens)
+      phase.keep_batches(step, [batch])  # There are many: they stay on the host.
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
-        # Whatever is dispatched waits where too much is under way already.
+        # A further dispatch waits if too many are under way.
         row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)
-      phase.stand(step, state, position)
+      phase.set_resume_point(step, state, position)
       last = step == c.sft.steps or _learned(run, loss)
       reported = step % c.sft.log_every == 0 or last or "held_out_loss" in row
       if reported:
-        with phase.stages("update"):  # which the row before is waited for with
+        with phase.stages("update"):  # Waits for the row before.
           phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
       if last or step % c.checkpoint.every == 0 or (reported and phase.is_time()):
         with phase.stages("save"):
@@ -86,20 +86,21 @@ def sft(run: Run) -> Any:
 
 
 def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callable[[Any], float]]:
-  """Ids of the demonstrations that the cold start does not train on, the same ones whatever the
-  seed, none without `sft.target_loss`; and the mean over their tokens of -log π(token), in nats, of
-  the policy with given parameters.
+  """Returns the ids of held-out demonstrations, and their loss as a function of parameters.
+
+  The loss is the mean over tokens of -log π(token), in nats. The ids do not depend on the seed;
+  there are none without `sft.target_loss`.
   """
   c = run.config
   count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
   prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
   if c.sft.target_loss:
     prompts = next(sources.Batches(source, count, seed=0))
-  for start in range(0, len(prompts), rows):  # as many at once as fit into an update
+  for start in range(0, len(prompts), rows):  # As many rows as in a micro-batch.
     chosen = prompts[start : start + rows]
     filled = chosen + prompts[:1] * (rows - len(chosen))
     batch = train_batch(filled, run.tokenizer, c.sft.max_tokens)
-    batch.mask_BT[len(chosen) :] = 0  # rows that only fill the batch
+    batch.mask_BT[len(chosen) :] = 0  # The other rows only fill the batch.
     batches.append(sharding.put_batch(batch, run.mesh))
 
   def loss(params: Any) -> float:
@@ -110,12 +111,12 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
 
 
 def _learned(run: Run, loss: float | None) -> bool:
-  """Whether a held-out loss is as low as the cold start is to bring it."""
+  """Whether a held-out loss has reached `sft.target_loss`."""
   return loss is not None and loss <= run.config.sft.target_loss
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
-  """Demonstrations as one padded batch; the fields of a rollout are not used and hold 0."""
+  """Makes a padded batch of demonstrations; the fields of a rollout hold 0."""
   tokens_BT, mask_BT = sources.pack_demonstrations(prompts, tok, length)
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
@@ -131,22 +132,22 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
 
 
 def finished(run: Run) -> bool:
-  """Whether the cold start of this workdir has come to its end. RL that has begun goes on from its
-  own checkpoints, whatever is left of the cold start's."""
-  begun = _has_checkpoints(run, "rl")
+  """Whether the cold start of this workdir is over. Once RL has checkpoints, the cold start's
+  do not count."""
+  rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
-    if begun and jax.process_index() == 0:
+    if rl_started and jax.process_index() == 0:
       gone = run.config.checkpoint.of(run.workdir, "sft")
       sys.stderr.write(f"{gone} is gone; RL has begun and goes on without it\n")
-    return begun
-  if begun:
+    return rl_started
+  if rl_started:
     return True
   with contextlib.closing(Checkpointer(run.workdir, "sft", run.config.checkpoint)) as checkpoints:
     return _end(run, checkpoints) is not None
 
 
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
-  """The update after which the cold start ended; None: it has not."""
+  """Returns the last update of a finished cold start; None if it is not finished."""
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
@@ -155,7 +156,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.of(run.workdir, phase)
-  # The first process may have begun to write while another one still looks: its answer counts.
+  # The first process may be writing already while another one looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:
@@ -163,7 +164,7 @@ def _has_checkpoints(run: Run, phase: str) -> bool:
 
 
 def params_after(run: Run) -> Any:
-  """The parameters that a finished cold start left in this workdir.
+  """Restores the parameters of the finished cold start in this workdir.
 
   Raises:
     ValueError: its last checkpoint is gone or damaged.

@@ -41,7 +41,8 @@ def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teache
     return None
   source = weight_source.resolve(KEY, config.distillation.teacher, recorded or {})
   if source.checkpoint is None:
-    return Teacher(source, source.published_model())
+    model = source.published_model(f"{KEY}={source.name}", "or to the workdir of a run")
+    return Teacher(source, model)
   source.checkpoint.require_complete()
   return Teacher(source, source.checkpoint.model_config())
 
@@ -49,17 +50,17 @@ def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teache
 def check(
   teacher: Teacher, config: RunConfig, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
 ) -> None:
-  """Raises ValueError if the teacher cannot score the policy's tokens, or does not fit the mesh."""
-  model, named, own = teacher.model, f"{KEY}={teacher.source.path}", teacher.source.tokenizer
+  """Raises ValueError if the teacher cannot score the policy's tokens on the mesh."""
+  model, named, other = teacher.model, f"{KEY}={teacher.source.path}", teacher.source.tokenizer
   if model.vocab_size != config.model.vocab_size:
     raise ValueError(
       f"{named} has a vocabulary of {model.vocab_size} tokens and the policy one of "
       f"model.vocab_size={config.model.vocab_size}: a teacher scores the policy's tokens, so both "
       "need the same vocabulary"
     )
-  if own not in (None, tok.path) and tokenizer.load(own).token_bytes() != tok.token_bytes():
+  if other not in (None, tok.path) and tokenizer.load(other).token_bytes() != tok.token_bytes():
     raise ValueError(
-      f"{named} has another tokenizer, {own!r}, than the policy, tokenizer="
+      f"{named} has another tokenizer, {other!r}, than the policy, tokenizer="
       f"{tok.path!r}: the same ids stand for other texts; take a teacher of the same one"
     )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
@@ -86,6 +87,6 @@ def load(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
 
 
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Returns the teacher's jitted pass: log-probabilities [B, T] of a batch, at the policy's
-  temperature, so that equal logits have the advantage 0."""
+  """Returns the teacher's jitted pass: log-probabilities [B, T] of a batch. At the policy's
+  temperature, equal logits have the advantage 0."""
   return make_score(dataclasses.replace(learner, model=teacher.model))

@@ -61,7 +61,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   total, row = resumed(sampling, saved)
   sampling.publish(state.params, version=last + 1)
   with sampling, phase:
-    phase.stand(last, state, position(sampling, total), row)
+    phase.set_resume_point(last, state, position(sampling, total), row)
     if row is not None:
       conclude(run, phase, sampling, state, row)
     for step in phase.steps():
@@ -74,7 +74,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           minibatches = [fill(programs.passes, params, batch) for batch in place(run, collected)]
           minibatches, of_advantages = jax.block_until_ready(programs.advantages(minibatches))
         taken = batches.epochs(minibatches, c.rl.epochs)
-        phase.hold(step, taken)
+        phase.keep_batches(step, taken)
         phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
         sampling.release()
         with phase.stages("update"), run.profiler("update", step):
@@ -92,7 +92,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           reviews = [programs.review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
       state = with_ranges(c, state, row)
-      phase.stand(step, state, position(sampling, total), row)
+      phase.set_resume_point(step, state, position(sampling, total), row)
       conclude(run, phase, sampling, state, row)
   return state.params
 

@@ -495,7 +495,7 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
   for split, count in ("heldout", 8), ("train", 0):
     changes = {"data.train": f"arithmetic:{split}", "eval.problems": 8}
     with open_run(config_of(tiny.get_config, **changes), tmp_path / split) as opened:
-      assert opened.shared_prompts == count
+      assert sum(opened.inputs.data.shared_problems.values()) == count
     warned = [line for line in capsys.readouterr().err.split("\n") if "held-out" in line]
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
 
@@ -513,7 +513,7 @@ def test_a_run_that_is_opened_again_has_the_rows_that_it_began_with(tmp_path):
   }
   for workdir, count in ("run", 8), ("run", 8), ("later", 10):
     with open_run(config_of(tiny.get_config, **changes), tmp_path / workdir) as opened:
-      assert len(opened.train_prompts) == count
+      assert len(opened.inputs.data.train_prompts) == count
     path.write_text("".join(lines))
 
 

@@ -1,9 +1,8 @@
-"""Warnings by configured thresholds, before a run dies.
+"""Warnings by configured thresholds, before a run fails.
 
-Runs of GRPO with long responses or experts die slowly and look alive meanwhile: the entropy goes,
-the ratio runs away from 1, the gradient jumps, the reward falls and does not come back
-(arXiv:2507.18071, §3). Each warning is printed when its condition begins and again when it has
-ended and begins anew; the metric `warning/<name>` is 1 in all iterations in which it holds.
+Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
+1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each warning is
+printed whenever its condition begins; the metric `warning/<name>` is 1 while it holds.
 """
 
 import collections
@@ -16,28 +15,29 @@ from gspo_jax.settings.training import AlarmConfig
 
 
 class Alarms:
-  """Looks at one row of metrics after the other. What it remembers follows from the rows, so that a
-  resumed run is given those it has on file and goes on as if it had not been interrupted."""
+  """Checks rows of metrics in order. Its memory follows from the rows: a resumed run passes those
+  on file, and warns as if it had not been interrupted."""
 
   def __init__(self, config: AlarmConfig, rows: Iterable[Mapping[str, Any]] = ()):
     self._config = config
     self._norms: collections.deque[float] = collections.deque(maxlen=config.window)
     self._rewards: collections.deque[float] = collections.deque(maxlen=config.window)
     self._best = -float("inf")
-    self._idle = 0  # iterations in a row without a gradient
-    self._on: set[str] = set()
+    self._idle = 0  # Iterations in a row without a gradient.
+    self._active: set[str] = set()
     for row in rows:
       self(row)
 
   def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """The metrics to add to the row, and a line for each warning that begins with it."""
-    on = dict(self._look(row))
-    begun = [f"warning at step {row['step']}: {on[name]}" for name in on if name not in self._on]
-    self._on = set(on)
-    return {f"warning/{name}": 1.0 for name in on}, begun
+    """Returns metrics to add to the row, and a line for each new warning."""
+    active = dict(self._conditions(row))
+    new = [name for name in active if name not in self._active]
+    self._active = set(active)
+    lines = [f"warning at step {row['step']}: {active[name]}" for name in new]
+    return {f"warning/{name}": 1.0 for name in active}, lines
 
-  def _look(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """(name, what is wrong) of each alarm."""
+  def _conditions(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yields name and reason of each true condition."""
     c = self._config
     names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
@@ -46,12 +46,12 @@ class Alarms:
     if norm == 0 and 0 < c.no_gradient <= self._idle:
       name, reason = _nothing_learned(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
-    if norm:  # 0: no group had anything to teach, as often while a task is still too hard
+    if norm:  # 0 while a task is still too hard for any group.
       usual = statistics.median(self._norms) if len(self._norms) == c.window else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
         yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
       self._norms.append(norm)
-    trained = row.get("ratio/mean") != 0  # 0: no token was trained on
+    trained = row.get("ratio/mean") != 0  # 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
       yield "entropy", f"the policy's entropy is down to {entropy:.3g} nats per token"
     if c.ratio and deviation is not None and deviation > c.ratio:
@@ -66,15 +66,16 @@ class Alarms:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
         if c.reward and mean < self._best - c.reward:
-          was = f"mean of {c.window}, from {self._best:.3g}"
-          yield "reward", f"the reward has fallen to {mean:.3g}, {was}"
-    shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]  # of evaluations too
+          origin = f"mean of {c.window}, from {self._best:.3g}"
+          yield "reward", f"the reward has fallen to {mean:.3g}, {origin}"
+    # Evaluations have such a metric too.
+    shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"the verifier failed on {share:.2%} of the responses"
 
 
-# Name, metric, and what to say of it and of the clip range.
+# Name, metric, and text for the metric and the clip range.
 _MISMATCHES = (
   (
     "mismatch",
@@ -92,7 +93,7 @@ _MISMATCHES = (
 
 
 def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
-  """(name, reason) of an iteration without a gradient."""
+  """Returns name and reason for an iteration without a gradient."""
   dropped = row.get("query_set/dropped")
   if row.get("masked_responses") and row.get("truncated_fraction") == 1:
     return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
@@ -106,5 +107,5 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """An update that was left out has no figures: NaN, or null on file."""
+  """Returns a finite value; None for an update without figures (NaN, or null on file)."""
   return value if value is not None and math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""Checkpoints with Orbax: the training state, the position in the data, what the host counts.
+"""Checkpoints with Orbax: training state, position in the data, counts of the host.
 
-Orbax writes beside the final place and renames, so that a process that is killed leaves a whole
-checkpoint or none. It notices damage of what it parses, but not a bit that has flipped in an array:
-for that the host's part, which is sealed, has a checksum of each (integrity.py).
+Orbax writes beside the final place and renames: a killed process leaves a whole checkpoint or
+none. It does not notice a flipped bit in an array. So the host's part is sealed, and has a checksum
+of each array (integrity.py).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from gspo_jax.system.files import WriteError, seal, unseal, writing
 
 
 class DamagedError(ValueError):
-  """A checkpoint is not what was written."""
+  """A checkpoint was changed after it was written."""
 
   def __init__(self, path: epath.Path, why: str):
     super().__init__(f"checkpoint {path} is damaged: {why}; remove it to go on from the one before")
@@ -39,38 +39,38 @@ class DamagedError(ValueError):
 
 class _Manager(ocp.CheckpointManager):
   def reached_preemption(self, step: int) -> bool:
-    # The run asks, between steps (preemption.py). Hosts agree by the number of times they have
-    # asked, and Orbax would ask with numbers of its own.
+    # The run checks between steps (preemption.py). Hosts agree by counting these checks; Orbax's
+    # own ones would disturb the count.
     return False
 
 
 class Checkpointer:
-  """One phase's checkpoints, written while training goes on."""
+  """Checkpoints of one phase, written in the background."""
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
-    """Raises DamagedError where the metrics of a checkpoint cannot be read."""
+    """Raises DamagedError if the metrics of a checkpoint cannot be read."""
     self.directory, self.config = config.of(workdir, phase), config
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # when the last one was begun
+    self._last = time.monotonic()  # Start of the last save.
     self._mirror = Mirror(workdir, config.directory)
-    self._failure: BaseException | None = None  # of what is written in the background
-    kept = [policies.LatestN(config.keep)]
+    self._failure: BaseException | None = None  # Error of a save in the background.
+    rules = [policies.LatestN(config.keep)]
     if config.keep_every:
-      kept.append(policies.EveryNSteps(config.keep_every))
+      rules.append(policies.EveryNSteps(config.keep_every))
     if config.best:
-      kept.append(policies.BestN(get_metric_fn=self._measured, n=1))
+      rules.append(policies.BestN(get_metric_fn=self._score, n=1))
     handler = ocp.StandardCheckpointHandler()
-    handler.async_save = self._watched(handler.async_save)
-    for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
+    handler.async_save = self._report_errors(handler.async_save)
+    for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads all of them.
       with readable(path.parent.parent):
         json.loads(path.read_bytes())
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=policies.AnyPreservationPolicy(kept),
-      best_fn=self._measured if config.best else None,
+      preservation_policy=policies.AnyPreservationPolicy(rules),
+      best_fn=self._score if config.best else None,
       cleanup_tmp_directories=True,
       async_options=ocp.AsyncOptions(
-        post_finalization_callback=self._written,
-        # Threads would wait twenty minutes for a directory that cannot be made.
+        post_finalization_callback=self._complete,
+        # Else threads wait twenty minutes for an impossible directory.
         create_directories_asynchronously=False,
       ),
     )
@@ -78,34 +78,34 @@ class Checkpointer:
     try:
       with writing(self.directory):
         self._manager = _Manager(self.directory, options=options, item_handlers=handlers)
-    except RecursionError as error:  # it gets over all other damage of what it reads here
+    except RecursionError as error:  # Orbax survives all other damage of these files.
       path = self.directory / "*" / "_CHECKPOINT_METADATA"
       raise DamagedError(path, "nested too deeply") from error
-    self._saving: tuple[int, float] | None = None  # step, when it was begun
+    self._saving: tuple[int, float] | None = None  # Step and start of the last save.
     self._seconds: float | None = None
 
   def latest(self) -> int | None:
-    """Step of the newest complete checkpoint."""
+    """Returns the step of the newest complete checkpoint; None without one."""
     return self._manager.latest_step()
 
   def newest(self) -> str:
-    """What a run would continue from now, in words."""
-    if "://" in str(self.directory):  # asking takes a while, and there may be none
+    """Describes the current resume point."""
+    if "://" in str(self.directory):  # A look into a bucket takes too long.
       return f"the newest checkpoint in {self.directory}"
     steps = finished(self.directory)
     return f"checkpoint {self.directory / str(steps[-1])}" if steps else "the start of this phase"
 
   def is_time(self) -> bool:
-    """Whether `checkpoint.every_minutes` are over, by the clock of the first host. All call it."""
+    """Whether `checkpoint.every_minutes` are over on the first host. All hosts call it."""
     minutes = self.config.every_minutes
     return minutes > 0 and hosts.broadcast(time.monotonic() - self._last >= 60 * minutes)
 
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
-    """Step, state and the host's part of the newest checkpoint that is whole, as `restore` has
-    them; newer ones are renamed to `damaged_<step>`. None if there are no checkpoints.
+    """Restores the newest whole checkpoint: step, state and the host's part; None without one.
+    Damaged newer ones are renamed to `damaged_<step>`.
 
     Raises:
-      ValueError: all of them are damaged; says what to do.
+      ValueError: all checkpoints are damaged; says what to do.
       DamagedError: one of several hosts cannot read its part.
     """
     damaged: list[epath.Path] = []
@@ -114,7 +114,7 @@ class Checkpointer:
         state, host = self.restore(step, like())
       except DamagedError as error:
         if jax.process_count() > 1 and error.__cause__:
-          raise  # what one host cannot read Orbax may still read on the others
+          raise  # Other hosts may be able to read their parts.
         if hosts.is_first():
           sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
         damaged.append(error.path)
@@ -131,24 +131,24 @@ class Checkpointer:
   def save(
     self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float] | None = None
   ) -> None:
-    """Starts saving; values are copied before it returns. What is there for this step is replaced.
+    """Starts saving; values are copied before it returns. Replaces a checkpoint of this step.
 
     Args:
-      host: JSON: where the data stands, and the like.
-      metrics: of this step, among them the one that decides which checkpoint is the best.
+      host: JSON: position in the data, and the like.
+      metrics: metrics of this step, with the one for the best checkpoint.
 
     Raises:
-      WriteError: this checkpoint cannot be written, or the one before it could not.
+      WriteError: this checkpoint or the one before it cannot be written.
     """
     self._wait()
-    if self._best:  # hosts that measured different things would keep different checkpoints
-      metrics = {self._best: self._sign * float(hosts.broadcast(self._measured(metrics or {})))}
-    with self._told(self.directory / str(step)):
+    if self._best:  # All hosts keep the same checkpoints.
+      metrics = {self._best: self._sign * float(hosts.broadcast(self._score(metrics or {})))}
+    with self._write_errors(self.directory / str(step)):
       if step in self._manager.all_steps():
         self._manager.delete(step)
       self._saving = step, time.perf_counter()
-      told = dict(phase=self.directory.name, step=step, host=host, sums=integrity.sums(state))
-      sealed = dict(sealed=seal(told))
+      content = dict(phase=self.directory.name, step=step, host=host, sums=integrity.sums(state))
+      sealed = dict(sealed=seal(content))
       self._manager.save(
         step,
         args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)),
@@ -158,14 +158,14 @@ class Checkpointer:
     self._last = time.monotonic()
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-    """The state, laid out as the abstract state `like` says, and the host's part.
+    """Restores the state, in the layout of the abstract state `like`, and the host's part.
 
     Raises:
-      DamagedError: it is not what was written.
-      ValueError: the checkpoint holds other arrays than `like`; the message names one, with shapes.
+      DamagedError: the checkpoint was changed.
+      ValueError: it has other arrays than `like`; the message names one, with shapes.
     """
     path = self.directory / str(step)
-    host_of(path)  # of another phase the arrays may be others
+    host_of(path)  # Refuses another phase, whose arrays may differ.
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
     if not stored:
@@ -178,14 +178,14 @@ class Checkpointer:
     return state, host_of(path, state)
 
   def host(self, step: int) -> dict[str, Any]:
-    """The host's part alone. Raises DamagedError."""
+    """Restores the host's part alone. Raises DamagedError."""
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Seconds from the beginning of the last save to the end of its writing, in the background.
+    """Returns the seconds of a save that has finished since the last call.
 
     Raises:
-      WriteError: it could not be written.
+      WriteError: the checkpoint could not be written.
     """
     if self._failure is not None:
       self._wait()
@@ -193,23 +193,22 @@ class Checkpointer:
     return {} if seconds is None else {"checkpoint/seconds": seconds}
 
   def close(self) -> None:
-    """Waits until everything is on disk. Raises WriteError if it cannot be written."""
+    """Waits until everything is on disk. Raises WriteError."""
     self._wait()
     self._manager.close()
     if self._saving and hosts.is_first():
-      with self._told(self._mirror.target):
-        self._mirror.copy()  # with the last report
+      with self._write_errors(self._mirror.target):
+        self._mirror.copy()  # The last report is there now.
 
-  def _measured(self, metrics: Mapping[str, float]) -> float:
-    """What decides on the best checkpoint, which has most of it; where it was not measured, the
-    worst."""
+  def _score(self, metrics: Mapping[str, float]) -> float:
+    """Returns the best checkpoint's criterion, to be maximized; -inf if it was not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
-    """Waits for the save in the background, but not after a failure: Orbax would wait for the other
-    hosts, and these for this one."""
+    """Waits for the save in the background, but not after a failure. (Then Orbax would wait for the
+    other hosts, and these for this one.)"""
     step, _ = self._saving or (None, None)
-    with self._told(self.directory / str(step)):
+    with self._write_errors(self.directory / str(step)):
       while self._manager.is_saving_in_progress() and self._failure is None:
         time.sleep(0.005)
       if self._failure is not None:
@@ -228,8 +227,8 @@ class Checkpointer:
       self._manager.reload()
 
   @contextlib.contextmanager
-  def _told(self, path: epath.Path | None) -> Iterator[None]:
-    """Makes one line of whatever Orbax raises."""
+  def _write_errors(self, path: epath.Path | None) -> Iterator[None]:
+    """Turns any error of Orbax into a WriteError of one line."""
     try:
       yield
     except WriteError as error:
@@ -239,43 +238,43 @@ class Checkpointer:
       self._failure = error
       raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
-  def _watched(self, async_save: Callable) -> Callable:
-    """Orbax's `async_save` of arrays, whose errors are told at once."""
+  def _report_errors(self, async_save: Callable) -> Callable:
+    """Wraps Orbax's `async_save` of arrays: errors are recorded at once."""
 
     async def save(*args: Any, **kwargs: Any) -> list["_Commit"]:
-      return [_Commit(await async_save(*args, **kwargs) or [], self._failed)]
+      return [_Commit(await async_save(*args, **kwargs) or [], self._fail)]
 
     return save
 
-  def _failed(self, error: BaseException) -> None:
+  def _fail(self, error: BaseException) -> None:
     self._failure = error
 
-  def _written(self) -> None:
-    """All files of a checkpoint are there; next comes the rename that makes it one."""
-    _, begun = self._saving
+  def _complete(self) -> None:
+    """Copies the workdir, between the writing of a checkpoint's files and its final rename."""
+    _, start = self._saving
     try:
       if hosts.is_first():
         self._mirror.copy()
     except BaseException as error:
-      self._failed(error)
+      self._fail(error)
       raise
-    self._seconds = time.perf_counter() - begun
+    self._seconds = time.perf_counter() - start
 
 
 @dataclasses.dataclass(frozen=True)
 class _Commit:
-  """What Orbax waits for: its own futures. An error is told to `failed` at once; Orbax keeps it to
-  itself until all hosts have come."""
+  """Orbax's futures, with errors handed to `fail` at once. (Orbax keeps them until all hosts are
+  done.)"""
 
   futures: Sequence[Any]
-  failed: Callable[[BaseException], None]
+  fail: Callable[[BaseException], None]
 
   def result(self, timeout: float | None = None) -> None:
     try:
       for future in self.futures:
         future.result(timeout=timeout)
     except BaseException as error:
-      self.failed(error)
+      self.fail(error)
       raise
 
   def cancel(self) -> None:
@@ -284,30 +283,29 @@ class _Commit:
 
 
 def reason(error: BaseException) -> str:
-  """Why something could not be written, in a few words: TensorStore tells a long story."""
+  """Shortens the message of a failed write. (TensorStore's are long.)"""
   if isinstance(error, OSError) and error.strerror:
     return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
   # ...: File too large [tensorstore_spec='...'] [os_error_code='27'], in either order
-  of_the_system = re.search(r': ([^:"[]+) \[\w+=', str(error))
+  system_error = re.search(r': ([^:"[]+) \[\w+=', str(error))
   lines = str(error).splitlines() or [""]
-  return of_the_system[1] if of_the_system else f"{type(error).__name__}: {lines[0][:300]}"
+  return system_error[1] if system_error else f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def finished(directory: epath.Path) -> list[int]:
-  """Steps of the complete checkpoints of a phase."""
+  """Returns the steps of a phase's complete checkpoints."""
   numbered = [p for p in directory.iterdir() if p.name.isdigit()] if directory.is_dir() else []
   return sorted(int(p.name) for p in numbered if ocp.utils.is_checkpoint_finalized(p))
 
 
 def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
-  """The host's part of a checkpoint. DamagedError where it is not what was written, or `state`, as
-  it was read, is not."""
+  """Reads the host's part of a checkpoint. DamagedError: it, or `state` as read, was changed."""
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
     host, written = stored["host"], stored["sums"]
-    is_of = f"step {stored['step']} of {stored['phase']}"
-  if is_of != f"step {path.name} of {path.parent.name}":
-    raise DamagedError(path, f"it was written as {is_of}")
+    origin = f"step {stored['step']} of {stored['phase']}"
+  if origin != f"step {path.name} of {path.parent.name}":
+    raise DamagedError(path, f"it was written as {origin}")
   if state is not None and (wrong := integrity.changed(written, integrity.sums(state))):
     raise DamagedError(path, wrong)
   return host
@@ -315,41 +313,41 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readable(path: epath.Path) -> Iterator[None]:
-  """Turns what is raised on reading a checkpoint, but for want of memory, into a DamagedError."""
+  """Turns any error of reading a checkpoint, except lack of memory, into a DamagedError."""
   try:
     yield
   except (MemoryError, jax.errors.JaxRuntimeError):
     raise
-  except Exception as error:  # of Orbax's, TensorStore's or json's kind
+  except Exception as error:  # Orbax, TensorStore and json have various types.
     raise DamagedError(path, reason(error)) from error
 
 
 def require_shapes(
-  what: str, stored: Mapping[str, Any], wanted: Mapping[str, Any], hint: str = ""
+  named: str, stored: Mapping[str, Any], expected: Mapping[str, Any], hint: str = ""
 ) -> None:
-  """Raises ValueError, with both shapes, for the first array that is not as it is wanted."""
-  for name in sorted(wanted.keys() | stored.keys()):
-    if wanted.get(name) != stored.get(name):
+  """Raises ValueError, with both shapes, for the first array of another shape than expected."""
+  for name in sorted(expected.keys() | stored.keys()):
+    if expected.get(name) != stored.get(name):
       raise ValueError(
-        f"{what}: {name} has shape {stored.get(name)}, the configured model wants "
-        f"{wanted.get(name)}{hint}"
+        f"{named}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{expected.get(name)}{hint}"
       )
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  """Shapes by name, of arrays or of what Orbax knows about stored ones."""
+  """Returns shapes by name, of arrays or of Orbax's metadata."""
   leaves = integrity.named(getattr(tree, "tree", tree)).items()
   return {name: tuple(leaf.shape) for name, leaf in leaves if hasattr(leaf, "shape")}
 
 
 def save_state(directory: str | Path, state: Any) -> None:
-  """Writes one state by itself, for `restore_state`."""
-  options = ocp.AsyncOptions(create_directories_asynchronously=False)  # as above
+  """Writes one state alone, for `restore_state`."""
+  options = ocp.AsyncOptions(create_directories_asynchronously=False)
   with ocp.StandardCheckpointer(async_options=options) as writer:
     writer.save(epath.Path(directory), state, force=True)
 
 
 def restore_state(directory: str | Path, like: Any) -> Any:
-  """Reads what `save_state` wrote, laid out as the abstract state `like` says."""
+  """Reads the state of `save_state`, in the layout of the abstract state `like`."""
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)

@@ -1,7 +1,7 @@
-"""Checksums of arrays, taken where they are: before they are written, and after they are read.
+"""Checksums of arrays on their devices: before writing, and after reading.
 
-They are those of the values, whatever the mesh, and no file is read twice for them. On devices they
-cost one pass over the memory.
+They depend on values alone, not on the mesh. They cost one pass over the memory; no file is read
+twice.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ import numpy as np
 
 
 def sums(tree: Any) -> dict[str, str]:
-  """Type and checksum of each array, by name; the same on all processes, which all call it."""
+  """Returns type and checksum of each array, by name, on all processes. All call it."""
   values = jax.device_get(_sums(tree))
   return {name: f"{leaf.dtype} {int(values[name]):08x}" for name, leaf in named(tree).items()}
 
 
 def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
-  """Says which arrays are not what was written; None: all are. Those that were read in another
+  """Names arrays with another checksum; None if there are none. Arrays that were read in another
   type cannot be compared."""
   wrong = [
     name
@@ -30,7 +30,7 @@ def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  """The leaves of a tree, by name."""
+  """Returns the leaves of a tree, by name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -41,7 +41,7 @@ def _sums(tree: Any) -> dict[str, jax.Array]:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-  """The sum, modulo 2^32, of the bits of each value as MurmurHash3 mixes them."""
+  """Returns the sum, modulo 2^32, of all values' bits, mixed as in MurmurHash3."""
   bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
   bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
   bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)

@@ -2,8 +2,8 @@
 
 A metric is a *reduction*, any pytree with `.compute()` (a mean carries its numerator and
 denominator, so merging two of them is never a mean of means), or a plain scalar.
-They stay on the device until the next step has been dispatched (`phase.Phase`), come over in one
-transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
+They stay on the device until the next step is dispatched (`phase.Phase`), are fetched in one
+transfer (`compute`), and go to `metrics.jsonl` and TensorBoard.
 """
 
 import collections
@@ -27,24 +27,25 @@ from gspo_jax.system.files import write_whole, writing
 
 Row = dict[str, Any]
 
-PHASES = ("sft", "rl", "eval")  # a run trains in this order; or it evaluates, and nothing else
+PHASES = ("sft", "rl", "eval")  # The order of training; eval is a job of its own.
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
-  """Fetches the whole dict in one transfer; reductions and arrays become floats, texts and whole
-  numbers stay, and what a `compute` returns None for is left out."""
+  """Fetches metrics in one transfer. Reductions and arrays become floats, strings and integers
+  stay, and None is left out."""
   host = jax.device_get(dict(metrics))
-  # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
+  # Reductions may compute with jnp: fetches again, a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
-  known = {k: v for k, v in values.items() if v is not None}
-  return {k: v if isinstance(v, str | int) else float(v) for k, v in known.items()}
+  return {
+    k: v if isinstance(v, str | int) else float(v) for k, v in values.items() if v is not None
+  }
 
 
 class Stopwatch:
-  """Seconds per stage of a step. A stage inside another one is charged to itself only, and so is
-  `compile`, the time that programs are compiled in.
+  """Measures seconds per stage of a step. A stage inside another one is charged to itself only, as
+  is `compile`, the compilation of programs.
 
-  It measures the host: a stage that only dispatches looks free unless the caller blocks in it.
+  It measures the host: a stage without blocking looks free.
   """
 
   def __init__(
@@ -74,29 +75,29 @@ class Stopwatch:
     return {f"time/{stage}": value for stage, value in seconds.items()}
 
   def _charge(self) -> None:
-    now, compiled = self._clock(), self._compiled()
-    compiling = min(compiled - self._compiled_before, now - self._since)
+    clock, compiled = self._clock(), self._compiled()
+    compiling = min(compiled - self._compiled_before, clock - self._since)
     if self._stack:
-      self._seconds[self._stack[-1]] += now - self._since - compiling
+      self._seconds[self._stack[-1]] += clock - self._since - compiling
     if compiling > 0:
       self._seconds["compile"] += compiling
-    self._since, self._compiled_before = now, compiled
+    self._since, self._compiled_before = clock, compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-  """What a run has cost since its first iteration. A checkpoint has these sums, so that a run that
-  was interrupted counts what is in its result once and nothing else."""
+  """Costs of a run since its first iteration. A checkpoint has these sums: an interrupted run
+  counts each iteration of its result once."""
 
-  tokens: int = 0  # sampled, discarded ones too
-  flops: float = 0.0  # of the model: sampling, passes without gradient and updates
+  tokens: int = 0  # Sampled tokens, discarded ones too.
+  flops: float = 0.0  # Model FLOPs of sampling, passes without gradient and updates.
 
   def plus(self, tokens: int, flops: float) -> "Totals":
-    """The sums after one more iteration."""
+    """Adds one more iteration."""
     return Totals(self.tokens + tokens, self.flops + flops)
 
   def metrics(self) -> dict[str, float]:
-    """By the names of metrics.jsonl."""
+    """Returns the sums by the names of metrics.jsonl."""
     return {f"total/{name}": float(value) for name, value in vars(self).items()}
 
   def get_state(self) -> dict[str, Any]:
@@ -105,8 +106,7 @@ class Totals:
 
 
 def memory() -> dict[str, float]:
-  """Peaks since the start of the process, in GiB: of this host's fullest device, where the device
-  tells, and of the process itself."""
+  """Returns peaks in GiB: of the process, and of the fullest local device if devices report it."""
   memory = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
   peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
   if None not in peaks:
@@ -115,9 +115,9 @@ def memory() -> dict[str, float]:
 
 
 class Writer(contextlib.AbstractContextManager):
-  """Appends rows to `metrics.jsonl` and TensorBoard, and dumps rollouts, under one directory.
+  """Appends rows to `metrics.jsonl` and TensorBoard, and writes samples logs, in one directory.
 
-  On several hosts one process writes: the others pass `active=False` and nothing happens.
+  On several hosts one process writes; the others pass `active=False` and write nothing.
   """
 
   def __init__(
@@ -128,8 +128,11 @@ class Writer(contextlib.AbstractContextManager):
     wandb: str = "",
     config: Mapping[str, Any] | None = None,
   ):
-    """`wandb` is a project of Weights & Biases that rows go to as well, and `config` what is shown
-    with them there.
+    """Opens the files.
+
+    Args:
+      wandb: project of Weights & Biases for the rows; "" for none.
+      config: configuration to show there.
 
     Raises:
       ValueError: a line of metrics.jsonl is damaged.
@@ -138,18 +141,19 @@ class Writer(contextlib.AbstractContextManager):
     self._workdir = Path(workdir)
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
-    self.notes: dict[str, float] = {}  # what holds for the whole run: it is in every row
-    self.count = 0  # rows on file
+    self.notes: dict[str, float] = {}  # Metrics of the whole run, for every row.
+    self.count = 0  # Rows on file.
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
         self._workdir.mkdir(parents=True, exist_ok=True)
         _cut_half_written_line(self._path)
-      self.count = len(read_rows(self._path))  # a damaged one is better found now
+      self.count = len(read_rows(self._path))  # Finds a damaged row now.
       self._open()
-    on = active and wandb
-    self._wandb = tracking.open_wandb(wandb, self._workdir, config or {}) if on else None
+    self._wandb = None
+    if active and wandb:
+      self._wandb = tracking.open_wandb(wandb, self._workdir, config or {})
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null.
@@ -176,40 +180,39 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.log({f"{phase}/step": step} | shown)
 
   def rows(self, *phases: str) -> list[Row]:
-    """Returns what has been written of phases; nothing on hosts that write nothing."""
+    """Returns the written rows of phases; [] on inactive hosts."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
   def truncate(self, phase: str, step: int) -> int:
-    """Drops the rows that a checkpoint of `phase` after `step` does not cover: those of the phase
-    above that step, and of later phases; earlier phases stay whole. Returns how many went.
+    """Drops rows of `phase` above `step`, and rows of later phases; returns their number.
 
-    Call it before the first `write` of a resumed run. For a resumed run to end with the rows of an
-    uninterrupted one, everything that belongs to a step is written before its checkpoint is saved.
+    A resumed run calls it before its first `write`. A run writes everything about a step before it
+    saves the step's checkpoint: so a resumed run ends with the rows of an uninterrupted one.
     """
     if not self._active:
       return 0
     limits = dict.fromkeys(PHASES[: PHASES.index(phase)], math.inf) | {phase: step}
-    kept, dropped = [], []
+    covered, dropped = [], []
     for row in read_rows(self._path):
-      covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
-      (kept if covered else dropped).append(row)
-    # TensorBoard hides what lies at or above the purge step of its own phase.
+      is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
+      (covered if is_covered else dropped).append(row)
+    # TensorBoard hides steps at or above the purge step of their phase.
     self._purge = dict.fromkeys((row.get("phase") for row in dropped), 0)
-    for row in kept:
+    for row in covered:
       if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       for phase in self._purge:
-        self._board(phase)  # hides them before they go, or the next process would not know
+        self._board(phase)  # Hides the rows before they are gone.
       self._file.close()
-      write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
+      write_whole(self._path, (json.dumps(row) + "\n" for row in covered))
       self._open()
-    self.count = len(kept)
+    self.count = len(covered)
     return len(dropped)
 
   def sync(self) -> None:
-    """Returns when the rows so far are on disk: they survive a machine that loses its power.
+    """Waits until the rows are on disk, and survive a loss of power.
 
     Raises:
       WriteError: they cannot be written.
@@ -220,14 +223,14 @@ class Writer(contextlib.AbstractContextManager):
       os.fsync(self._file.fileno())
       folder = os.open(self._workdir, os.O_RDONLY)
       try:
-        os.fsync(folder)  # the name of the file too
+        os.fsync(folder)  # The file's name is on disk too.
       finally:
         os.close(folder)
 
   def dump_rollouts(
     self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"
   ) -> None:
-    """Writes `<folder>/<phase>_<step>.jsonl`, whole or not at all; a redone step overwrites."""
+    """Writes `<folder>/<phase>_<step>.jsonl`, whole or not at all; replaces an older one."""
     if not self._active:
       return
     path = self._workdir / folder / f"{phase}_{step:06d}.jsonl"
@@ -235,7 +238,7 @@ class Writer(contextlib.AbstractContextManager):
       path.parent.mkdir(exist_ok=True)
     stamped = ({"step": step} | dict(record) for record in records)
     lines = (json.dumps(r, ensure_ascii=False, default=lambda x: x.tolist()) for r in stamped)
-    write_whole(path, (line + "\n" for line in lines))  # readable in any script
+    write_whole(path, (line + "\n" for line in lines))
 
   def close(self) -> None:
     """Flushes and closes everything."""
@@ -252,11 +255,11 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.finish()
 
   def _open(self) -> None:
-    with writing(self._path):  # unbuffered, so that nothing of a failed write is left for `close`
+    with writing(self._path):  # Unbuffered: `close` has nothing left of a failed write.
       self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
   def _append(self, line: bytes) -> None:
-    """From here on the line is the kernel's: it survives kill -9."""
+    """Hands a line to the kernel: it survives kill -9."""
     with writing(self._path):
       if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
         raise OSError(errno.ESTALE, "it was replaced while the run went on")
@@ -264,7 +267,7 @@ class Writer(contextlib.AbstractContextManager):
         line = line[self._file.write(line) :]
 
   def _board(self, phase: str) -> tracking.EventFile:
-    """One event directory per phase, so that purging one phase leaves the others alone."""
+    """Returns the event file of a phase, in its own directory: phases are purged separately."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))
@@ -272,7 +275,7 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads JSON lines; an incomplete last line (kill -9 while writing) is left out.
+  """Reads JSON lines, without an incomplete last line (kill -9 while writing).
 
   Raises:
     ValueError: a line is not an object with a step; names it.
@@ -282,7 +285,7 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
     return []
   rows = []
   lines = path.read_bytes().split(b"\n")
-  for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete
+  for number, line in enumerate(lines[:-1], start=1):  # The last item has no newline.
     try:
       row = json.loads(line)
       if not isinstance(row["step"], int):

@@ -31,7 +31,7 @@ class Mirror:
     return has_copy and not (self._workdir / FILE).exists()
 
   def fill(self) -> bool:
-    """Fills a workdir without a run from the copy; False if there is nothing to fill."""
+    """Fills a workdir without a run from the copy; False if there is nothing to do."""
     if not self.can_fill():
       return False
     # config.json, the sign of a run, comes last.
@@ -40,7 +40,7 @@ class Mirror:
     return True
 
   def copy(self) -> None:
-    """Copies what has changed. WriteError: a file of the workdir cannot be copied."""
+    """Copies changed files. WriteError: one cannot be copied."""
     if self.target is None:
       return
     for name in list(_files(self._workdir)):

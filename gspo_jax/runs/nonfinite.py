@@ -1,8 +1,8 @@
-"""NaN and infinity: they stop the run, and leave enough behind to see it happen again.
+"""NaN and infinity: they stop the run, and leave enough behind to reproduce them.
 
 `failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, holds the training state,
-the mini-batches that it met, and the configuration. `python -m gspo_jax.replay <that directory>`
-makes the updates again and says where it comes from.
+the mini-batches and the configuration. `python -m gspo_jax.replay <that directory>` makes the
+updates again and locates the cause.
 """
 
 import collections
@@ -29,7 +29,7 @@ ABOUT = "failure.json"
 
 
 class NonFiniteError(ArithmeticError):
-  """A metric is NaN or infinite; `names` says which."""
+  """Metrics are NaN or infinite; `names` lists them."""
 
   def __init__(self, message: str, names: tuple[str, ...]):
     super().__init__(message)
@@ -37,18 +37,18 @@ class NonFiniteError(ArithmeticError):
 
 
 class Guard:
-  """Looks at every row of metrics, which comes a step late, and meanwhile keeps the batches.
+  """Checks rows of metrics, a step late, and keeps the batches meanwhile.
 
-  The update itself has left out what was not finite (`learner.step`), and with "stop" all
-  that followed: the state is still the one that the offending batch met.
+  The update itself has skipped non-finite gradients (`learner.step`), and with "stop" all later
+  ones: the state is still the one before the offending batch.
 
   Args:
-    home: directory that `failures/` is made in.
-    config: of the run, as JSON.
+    home: directory for `failures/`.
+    config: the run's configuration, as JSON.
     on_nonfinite: "stop" the run | "skip" the update.
     updates: gradient updates per step of the phase.
-    keep: for how many steps the batches are kept: until their metrics are there.
-    limit: left-out updates in a row that end a run with "skip"; 0: any number is fine.
+    keep: steps for which batches are kept, until their metrics are there.
+    limit: skipped updates in a row that end a run with "skip"; 0 for no limit.
   """
 
   def __init__(
@@ -64,80 +64,83 @@ class Guard:
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0
     self._limit, self._in_a_row = limit, 0
-    self._seen = 0  # step of the newest row of updates
-    self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
+    self._checked = 0  # Step of the newest row of updates.
+    self._batches: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(
+      maxlen=keep
+    )
 
   def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
-    """Takes the state that a run begins with or goes on from; returns the one to go on with. What a
-    run with "skip" has left out is forgotten with "stop", which would leave out all that follows.
+    """Starts with a new or restored state; returns the state to train on. With "stop", earlier
+    skipped updates are forgotten: all later ones would be skipped.
 
     Args:
-      reported: whether the row of the last step has been checked.
-      step: the last one.
+      reported: whether the row of `step` has been checked.
+      step: the last step.
     """
-    self._seen = step if reported else step - 1
+    self._checked = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # any of them may be in that row
+    if not reported:  # That row may have all of them.
       self._skipped = 0
     return state
 
-  def hold(self, step: int, batches: Sequence[TrainBatch]) -> None:
-    """Remembers what the updates of a step are made on."""
-    self._held.append((step, batches))
+  def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:
+    """Keeps the mini-batches of a step."""
+    self._batches.append((step, batches))
 
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
-    """Raises `NonFiniteError`, after a dump, for a row that is not finite."""
+    """Raises `NonFiniteError`, after a dump, for a non-finite row."""
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
-    where, row_of_skips = f"{row['phase']} step {row['step']}", ""
+    point, skips = f"{row['phase']} step {row['step']}", ""
     if self._on_nonfinite == "skip":
       if added > 0:
-        what = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
-        sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
+        counts = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
+        sys.stderr.write(f"warning at {point}: of its updates, {counts}\n")
       in_a_row = self._count_in_a_row(row, added)
       if self._limit and in_a_row >= self._limit:
-        row_of_skips = f"; {in_a_row} updates in a row are left out (nonfinite_limit={self._limit})"
+        skips = f"; {in_a_row} updates in a row are left out (nonfinite_limit={self._limit})"
       elif added > 0 or not names:
         return
     if not names and not skipped:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      # The first bad one and all that followed are left out. (`state.step` does not tell where that
-      # was: batches without a token to train on are not in it either.)
+      # The first bad update and all later ones are skipped. (`state.step` does not count them, but
+      # neither does it count batches without a token to train on.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
-    batches = dict(self._held).get(step, ())[index:]
-    what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
-    why = f"not finite at {row['phase']} step {step}: {what}{row_of_skips}"
+    batches = dict(self._batches).get(step, ())[index:]
+    values = ", ".join(f"{name} is {float(row[name])}" for name in names)
+    reason = values or "its update was left out"
+    why = f"not finite at {row['phase']} step {step}: {reason}{skips}"
     try:
       directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
-    except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
-      reason = checkpoint.reason(error)
-      raise NonFiniteError(f"{why}; what led to it cannot be written: {reason}", names) from error
+    except Exception as error:  # Orbax, TensorStore and file systems have various types.
+      failure = checkpoint.reason(error)
+      raise NonFiniteError(f"{why}; what led to it cannot be written: {failure}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
-    """Updates in a row that are left out up to this row, as far as rows tell: of the updates since
-    the row before, one that was made may have been the last."""
+    """Counts skipped updates in a row, up to this row of metrics. A step with any other update ends
+    the count."""
     if "updates_skipped" in row:
-      all_left_out = added >= (row["step"] - self._seen) * self._updates
-      self._in_a_row = self._in_a_row + added if all_left_out else 0
-      self._seen = row["step"]
+      all_skipped = added >= (row["step"] - self._checked) * self._updates
+      self._in_a_row = self._in_a_row + added if all_skipped else 0
+      self._checked = row["step"]
     return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
-    """Raises the same for a state that "stop" has brought to a stand, of which there is no row yet:
-    going on from it would do without the updates that were left out."""
+    """Raises `NonFiniteError` if "stop" has skipped updates of a state without a row yet. A resumed
+    run would lack them."""
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))
       self.check(dict(phase=phase, step=step, updates_skipped=skipped), state)
 
 
 def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:
-  """The names of all metrics that are NaN or infinite."""
+  """Returns the names of NaN and infinite metrics."""
   return tuple(k for k, v in row.items() if isinstance(v, numbers.Real) and not math.isfinite(v))
 
 
@@ -149,7 +152,7 @@ def dump(
   state: TrainState,
   batches: Sequence[TrainBatch],
 ) -> epath.Path:
-  """Writes the directory and returns it. All hosts call it; the first one writes the batches."""
+  """Writes and returns the directory. All hosts call it; the first one writes the batches."""
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
@@ -159,14 +162,14 @@ def dump(
       arrays = {k: np.asarray(v) for k, v in fields.items() if v is not None}
       with (directory / f"batch_{i}.npz").open("wb") as file:
         np.savez(file, **arrays)
-    figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
+    figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN.
     about = dict(phase=row["phase"], step=row["step"], why=why, row=figures, config=config)
     (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
   return directory
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """Reads what `dump` wrote, but for the state. ValueError names the file that is not like that."""
+  """Reads the files of `dump`, except the state. ValueError: names a bad file."""
   directory = epath.Path(directory)
   path = directory / ABOUT
   if not path.exists():
@@ -175,7 +178,7 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
     raise ValueError(f"{path} has no phase sft or rl, or no config: it is not what a run wrote")
   paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
-  return about, [_batch(path) for path in paths]  # 10 after 9: in the order of the updates
+  return about, [_batch(path) for path in paths]  # In the order of the updates: 10 after 9.
 
 
 def _batch(path: epath.Path) -> TrainBatch:

@@ -1,4 +1,4 @@
-"""The paths that a configuration names: what has to be there, and what must not coincide."""
+"""Paths in a configuration: required ones, and ones that must not coincide."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
-  """Where `rl.record` puts the batch of an iteration."""
+  """Returns the file of an iteration's batch, as `rl.record` writes it."""
   return directory / f"{step:06d}.json"
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> None:
-  """Names every path that is still to be set, all at once."""
+  """Checks all paths of a configuration. ValueError: names those to set or change."""
   paths = {
     "weights": (
       config.weights,
@@ -30,11 +30,11 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if not config.samples_prompts:
     del paths["data.train"]
   if config.job == "offline":
-    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
-    paths["offline.data"] = config.offline.data, what
+    description = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
+    paths["offline.data"] = config.offline.data, description
   if config.benchmarks():
     del paths["data.eval"]
-  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
+  missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
   if config.rl.replay and not Path(config.rl.replay).is_dir():
@@ -54,10 +54,10 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if config.checkpoint.directory:
     _check_checkpoints(config.checkpoint.directory, workdir)
   if config.engine.name == "server" and (directory := config.engine.server.directory):
-    what = f"--config.engine.server.directory={directory}"
+    named = f"--config.engine.server.directory={directory}"
     if "://" in directory:
-      raise ValueError(f"{what}: servers read it as a local directory, which all of them see")
-    files.check_writable(what, directory)
+      raise ValueError(f"{named}: servers read it as a local directory, which all of them see")
+    files.check_writable(named, directory)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   check_signals(config.constraints)
@@ -65,17 +65,17 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
     adapter = config.lora.adapter
-    if (now := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+    if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
       raise ValueError(
         f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
-        f"now, {now}"
+        f"now, {pinned}"
       )
     files.located(adapter, "lora.adapter")
     peft.check(adapter, config.model, config.lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
-  """ValueError for what a run is to read and would write itself."""
+  """Raises ValueError for an input in the directory of the run's own files."""
   read = [("distillation.teacher", config.distillation.teacher), ("rl.replay", config.rl.replay)]
   read += [("weights", config.weights)] if config.weights != "random" else []
   read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]
@@ -88,16 +88,17 @@ def _check_apart(config: RunConfig, workdir: Path) -> None:
 
 
 def _check_checkpoints(directory: str, workdir: Path | None) -> None:
-  what = f"--config.checkpoint.directory={directory}"
+  """Raises ValueError unless checkpoints can be written there."""
+  named = f"--config.checkpoint.directory={directory}"
   path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:
     if not Path(directory).is_absolute():
-      raise ValueError(f"{what}: write the whole path, from / on")
-    files.check_writable(what, directory)
+      raise ValueError(f"{named}: write the whole path, from / on")
+    files.check_writable(named, directory)
     if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
       raise ValueError(
-        f"{what} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
+        f"{named} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
         "or leave it unset for WORKDIR/checkpoints"
       )
   elif path.exists() and not path.is_dir():
-    raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
+    raise ValueError(f"{named} is a file: set it to a directory, or to a new name")

@@ -1,4 +1,4 @@
-"""One phase of a run, "sft" or "rl": where it resumes, what it reports and what it saves."""
+"""Phase of a run, "sft" or "rl": resuming, reporting, saving."""
 
 import contextlib
 import sys
@@ -17,23 +17,23 @@ from gspo_jax.system import hosts, preemption
 
 
 class Phase:
-  """The part that the loops of the cold start and of RL have in common.
+  """Common part of the loops of the cold start and of RL.
 
     phase = Phase("rl", iterations, ...)
     step, state, host = phase.resume(...)
-    with phase:  # being told to stop is answered by saving where the phase stands
-      phase.stand(step, state, position)
+    with phase:  # Saves its resume point when it is preempted.
+      phase.set_resume_point(step, state, position)
       for step in phase.steps():
         state, row = ...
-        phase.stand(step, state, position)
+        phase.set_resume_point(step, state, position)
         phase.report(row)
         phase.save(row)
 
   Args:
     total: steps of the phase.
-    alarms: warnings that rows may give rise to; None: none.
-    goodput: of the run.
-    at_most: it may end sooner.
+    goodput: goodput of the run.
+    alarms: thresholds of warnings; None for no warnings.
+    at_most: the phase may end before `total` steps.
   """
 
   def __init__(
@@ -51,19 +51,18 @@ class Phase:
     self._alarm_config, self._alarms = alarms, None
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
     self._goodput = goodput
-    self._held: Row | None = None  # the newest row, on the device
-    self._opened = contextlib.ExitStack()
+    self._row: Row | None = None  # The newest row, on the device.
+    self._stack = contextlib.ExitStack()
     self.stages = Stopwatch()
 
   def resume(
     self, like: Callable[[], TrainState], start: Callable[[], TrainState]
   ) -> tuple[int, TrainState, Row | None]:
-    """Returns the last step that a checkpoint covers, the state after it, and the `position` and
-    `pending` that were saved with it; 0, `start()` and None where there is none. Rows that it does
-    not cover are dropped.
+    """Returns step, state and host's part of the newest checkpoint; 0, `start()` and None without
+    one. Drops rows beyond it. The host's part has `position` and `pending`.
 
     Raises:
-      ValueError: rows that it covers are not there; says what to do.
+      ValueError: rows before the checkpoint are missing; says what to do.
     """
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
@@ -90,34 +89,34 @@ class Phase:
     return step, state, host
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the steps that are left. Raises `Preempted` between them. Warns, once,
-    where a step has taken so long that a notice would come too late."""
+    """Yields the numbers of the remaining steps. Raises `Preempted` between them. Warns once if a
+    step takes longer than the time after a notice."""
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # an interruption of this step goes back to the end of the last one
+      self._pending = None  # An interrupted step is repeated from its start.
       preemption.check()
       warning = preemption.too_long()
-      if warning and not warned and step > self._done + 2:  # the first one compiles
+      if warning and not warned and step > self._done + 2:  # The first step compiles.
         sys.stderr.write(f"{warning}\n")
         warned = True
       yield step
 
-  def hold(self, step: int, batches: Any) -> None:
-    """Keeps the mini-batches of a step until its metrics are known to be finite."""
-    self._guard.hold(step, batches)
+  def keep_batches(self, step: int, batches: Any) -> None:
+    """Keeps the mini-batches of a step until its metrics are checked."""
+    self._guard.keep_batches(step, batches)
 
-  def stand(
+  def set_resume_point(
     self,
     step: int,
     state: TrainState,
     position: Callable[[], Mapping[str, Any]],
     pending: Row | None = None,
   ) -> None:
-    """Says where the phase stands: what to save should the machine go.
+    """Sets the state to save at the next checkpoint or preemption.
 
     Args:
-      position: makes JSON of where the data and the like stood after `step`.
-      pending: the row of a step that is still to be evaluated and reported.
+      position: returns JSON of positions, in the data above all, after `step`.
+      pending: row of the step if it is still to be evaluated and reported; None otherwise.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 
@@ -126,35 +125,35 @@ class Phase:
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the row of the step before, now that the devices are busy with another one: they would
-    have to wait for the host if values were fetched that have just been dispatched."""
+    """Writes the row of the step before, and keeps this one. Fetching it now would make the devices
+    wait for the host."""
     self.flush()
     lap = self.stages.lap()
     row = row | lap | self._goodput.metrics(lap)
-    self._held = dict(phase=self._name) | row | self._checkpoints.metrics()
-    self._pending = None  # whatever saves from here on puts the row on file first
+    self._row = dict(phase=self._name) | row | self._checkpoints.metrics()
+    self._pending = None  # Every save writes the row first.
 
   def flush(self) -> None:
-    """Writes the row that is still held back."""
-    held, self._held = self._held, None
-    if held is None:
+    """Writes the newest row."""
+    newest, self._row = self._row, None
+    if newest is None:
       return
-    row = compute(held)
+    row = compute(newest)
     self._guard.check(row, self._state)
-    warnings, begun = self._alarms(row) if self._alarms else ({}, [])
+    warnings, lines = self._alarms(row) if self._alarms else ({}, [])
     self._writer.write(row | warnings)
-    self._progress.update(row["step"], row, begun)
+    self._progress.update(row["step"], row, lines)
 
   def is_time(self) -> bool:
-    """Whether it is long enough since the last checkpoint. All hosts call it."""
+    """Whether `checkpoint.every_minutes` are over. All hosts call it."""
     return self._checkpoints.is_time()
 
   def save(self, row: Row | None = None) -> None:
-    """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
-    self.flush()  # no checkpoint may cover a step whose row is not on file
+    """Saves the resume point; `row` has the metric for the best checkpoint."""
+    self.flush()  # The rows of a checkpoint's steps are on file before it.
     self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
-    self._writer.sync()  # nor one that a crash of the machine would take back
+    self._writer.sync()  # They also survive a crash of the machine.
     host = dict(position=self._position(), pending=pending, rows=self._writer.count)
     self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
 
@@ -167,18 +166,18 @@ class Phase:
       )
 
   def __enter__(self) -> "Phase":
-    self._opened.enter_context(preemption.watch(self._checkpoints.config.grace_s))
-    preemption.goes_on_from(self._checkpoints.newest)
-    self._opened.enter_context(contextlib.closing(self._progress))
-    self._opened.enter_context(contextlib.closing(self._checkpoints))
-    self._opened.push(self._save_where_it_stands)  # the first thing at the end
+    self._stack.enter_context(preemption.watch(self._checkpoints.config.grace_s))
+    preemption.describe_resume(self._checkpoints.newest)
+    self._stack.enter_context(contextlib.closing(self._progress))
+    self._stack.enter_context(contextlib.closing(self._checkpoints))
+    self._stack.push(self._save_on_preemption)  # The first callback on exit.
     return self
 
   def __exit__(self, *raised: Any) -> None:
-    self._opened.__exit__(*raised)
+    self._stack.__exit__(*raised)
 
-  def _save_where_it_stands(self, kind: object, error: object, trace: object) -> None:
-    if isinstance(error, preemption.Preempted):  # what is being saved is finished in any case
+  def _save_on_preemption(self, kind: object, error: object, trace: object) -> None:
+    if isinstance(error, preemption.Preempted):  # A save in progress is finished in any case.
       self.flush()
       if self._step != self._checkpoints.latest():
         self.save()

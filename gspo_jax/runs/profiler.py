@@ -1,4 +1,4 @@
-"""A window of JAX's profiler on a run: so many steps of one stage of one iteration."""
+"""Traces of JAX's profiler: some steps of one stage of one iteration."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from gspo_jax.settings.training import ProfileConfig
 
 
 class Profiler:
-  """Traces what the section `profile` asks for into `directory`, and serves whom it asks for.
+  """Traces the window of section `profile` into `directory`, and serves live profiles.
 
     with profiler("update", iteration):
       for batch in batches:
@@ -19,13 +19,13 @@ class Profiler:
         profiler.count("update", 1, state)
 
   Raises:
-    ValueError: there is no server to be had at `profile.port`.
+    ValueError: no server can be started at `profile.port`.
   """
 
   def __init__(self, config: ProfileConfig, directory: Path):
     self._config, self._directory = config, directory
-    self._left: int | None = None  # steps that are still to be traced; None: nothing is traced
-    try:  # the server lives as long as what it returns
+    self._remaining: int | None = None  # Steps still to be traced; None while nothing is traced.
+    try:  # The server lives as long as this object.
       self._server = jax.profiler.start_server(config.port) if config.port else None
     except Exception as error:
       raise ValueError(
@@ -34,27 +34,27 @@ class Profiler:
 
   @contextlib.contextmanager
   def __call__(self, stage: str, iteration: int) -> Iterator[None]:
-    """Traces the block if it is this stage of this iteration, until enough steps are counted."""
+    """Traces a block if it is the chosen one, until enough steps are counted."""
     if (stage, iteration) != (self._config.stage, self._config.iteration):
       yield
       return
     jax.profiler.start_trace(str(self._directory))
-    self._left = self._config.steps
+    self._remaining = self._config.steps
     try:
       yield
     finally:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Says that so many steps of a stage were dispatched; `result` is there when they are done."""
-    if self._left is None or stage != self._config.stage or not self._config.steps:
+    """Counts dispatched steps of a stage; `result` is ready when they are done."""
+    if self._remaining is None or stage != self._config.stage or not self._config.steps:
       return
-    self._left -= steps
-    if self._left <= 0:
+    self._remaining -= steps
+    if self._remaining <= 0:
       jax.block_until_ready(result)
       self._stop()
 
   def _stop(self) -> None:
-    if self._left is not None:
-      self._left = None
+    if self._remaining is not None:
+      self._remaining = None
       jax.profiler.stop_trace()

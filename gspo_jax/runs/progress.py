@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines in a log."""
+"""Progress of a run: a bar on a terminal, lines in a log."""
 
 import contextlib
 import sys
@@ -13,10 +13,12 @@ from gspo_jax.system.text import clock_text
 
 
 class Progress(contextlib.AbstractContextManager):
-  """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
-  as for all processes but one, and nothing in the first `delay` seconds.
+  """Shows progress as a bar on a terminal, or as a line every `interval` seconds in a log.
 
-  at_most: the phase may end before `total` steps.
+  Args:
+    active: False on all processes but one, which show nothing.
+    delay: seconds before the first sign.
+    at_most: the phase may end before `total` steps.
   """
 
   def __init__(
@@ -34,11 +36,11 @@ class Progress(contextlib.AbstractContextManager):
   ):
     self._phase, self._total, self._start, self.step = phase, total, start, start
     self._interval, self._clock, self._at_most = interval, clock, at_most
-    self._begun, self._no_waiting = clock(), threading.Event()
-    self._due, self._printed = clock() + delay, False  # the next line of a log
+    self._begin, self._no_waiting = clock(), threading.Event()
+    self._due, self._printed = clock() + delay, False  # Time of the next line in a log.
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
-    self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
+    self._first: tuple[int, float] | None = None  # (step, time) after compilation.
     self._active, self._bar = active, None
     if active and self._stream.isatty():
       self._bar = tqdm(
@@ -48,28 +50,27 @@ class Progress(contextlib.AbstractContextManager):
       )  # fmt: skip
 
   def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
-    """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    """Shows warnings, then `step` steps as done with figures of `row`."""
     self.step = step
     if not self._active:
       return
     for line in warnings:
       tqdm.write(line, file=self._stream)
-    now = self._clock()
+    clock = self._clock()
     if self._first is None and step > self._start:
-      self._first = (step, now)
+      self._first = (step, clock)
       self._no_waiting.set()
     self._accuracy = row.get("eval/accuracy", self._accuracy)
-    text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
+    text = "  ".join([*self._figures(row), f"left {self._remaining(clock)}"])
     if self._bar is not None:
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(step - self._bar.n)
-    elif now >= self._due or (self._printed and step >= self._total):
+    elif clock >= self._due or (self._printed and step >= self._total):
       print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
-      self._due, self._printed = now + self._interval, True
+      self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Says at once, and every `interval` seconds until the first step is done, that its programs
-    are compiled. (How long that will take is not known before.)"""
+    """Shows at once, and every `interval` seconds before the first step, that programs compile."""
     if not self._active or self.step >= self._total:
       return
 
@@ -81,15 +82,15 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Says how long the first step has taken so far."""
-    text = f"compiling, then the first step; {clock_text(self._clock() - self._begun)} so far"
+    """Shows the first step's time so far."""
+    text = f"compiling, then the first step; {clock_text(self._clock() - self._begin)} so far"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
     else:
       print(f"{self._phase} {self.step}/{self._total}  {text}", file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Leaves the bar as it stands."""
+    """Ends the bar."""
     self._no_waiting.set()
     if self._bar is not None:
       self._bar.close()
@@ -110,9 +111,9 @@ class Progress(contextlib.AbstractContextManager):
     if "tokens_per_second" in row:
       yield f"{row['tokens_per_second']:,.0f} tokens/s"
 
-  def _left(self, now: float) -> str:
-    step, since = self._first or (self.step, now)
+  def _remaining(self, clock: float) -> str:
+    step, since = self._first or (self.step, clock)
     if self.step == step:
       return "?"
-    left = clock_text((now - since) / (self.step - step) * max(self._total - self.step, 0))
-    return f"at most {left}" if self._at_most and self.step < self._total else left
+    text = clock_text((clock - since) / (self.step - step) * max(self._total - self.step, 0))
+    return f"at most {text}" if self._at_most and self.step < self._total else text

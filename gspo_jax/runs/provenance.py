@@ -64,7 +64,7 @@ def record(
 
 
 def _changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for keys that make this another run than the recorded one."""
+  """Returns lines `key: old -> new` for keys of the run's identity."""
   old, new = (
     {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
   )
@@ -84,8 +84,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
 
 
 def provenance() -> dict[str, Any]:
-  """Returns JSON: `commit` of the code (None outside a git checkout), `dirty` if it was changed
-  since, `versions` by package, and the `command`."""
+  """Returns JSON of code and packages: `commit` (None outside a git checkout), `dirty` if it was
+  changed since, `versions`, `command`."""
   root = Path(__file__).parents[2]
   versions = dict(python=platform.python_version())
   for name in PACKAGES:
@@ -122,17 +122,16 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 
 
 def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns what a run began with, by part of its provenance; {} if it is not recorded or another
-  one is configured now.
+  """Returns the origins of a run by part of its provenance; {} for an unknown or new one.
 
-  A run that continues keeps to it, even if the weights that its keys name have changed. The first
+  A run that continues keeps to these, even if its keys name newer weights by now. The first
   process's workdir counts. All processes call it.
   """
   recorded = hosts.run_on_first_host(lambda: read(workdir) if workdir is not None else {})
-  before, now = (values.get("distillation", {}) | values for values in (recorded, config))
+  old, new = (values.get("distillation", {}) | values for values in (recorded, config))
   origins = {}
   for part, key in ORIGINS.items():
-    about = recorded.get("provenance", {}).get(part, {}) if before.get(key) == now.get(key) else {}
+    about = recorded.get("provenance", {}).get(part, {}) if old.get(key) == new.get(key) else {}
     origins[part] = dict(directory=about) if isinstance(about, str) else about
   return origins
 

@@ -1,4 +1,4 @@
-"""TensorBoard, and Weights & Biases for those who want it, beside metrics.jsonl."""
+"""TensorBoard and, optionally, Weights & Biases beside metrics.jsonl."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from gspo_jax.system.files import writing
 
 
 def find_wandb(project: str) -> types.ModuleType:
-  """The package of Weights & Biases. ValueError: it is not installed."""
+  """Returns the package of Weights & Biases. ValueError: it is not installed."""
   try:
     import wandb
   except ImportError as error:
@@ -24,11 +24,11 @@ def find_wandb(project: str) -> types.ModuleType:
 
 
 def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
-  """A run of Weights & Biases, which has `log(figures)` and `finish()`.
+  """Opens a run of Weights & Biases, with `log(figures)` and `finish()`.
 
   A workdir has one run of the project: continuing the former continues the latter. Weights & Biases
-  takes steps in rising order only; so each phase has a step of its own, `<phase>/step`, as its
-  x-axis. (After a resume it shows the steps that were made again twice.)
+  takes steps in rising order only. So each phase has its own step, `<phase>/step`, as its x-axis.
+  (After a resume, repeated steps are shown twice.)
 
   Raises:
     ValueError: the package is not installed.
@@ -50,15 +50,15 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  It is what tensorboardX's SummaryWriter writes with, without the thread that it hands scalars to:
-  where the disk is full that thread ends, and the next scalars wait for it forever; so does `close`
-  after Ctrl-C in the middle of a hand-over.
+  It is the writer within tensorboardX's SummaryWriter, without its thread. On a full disk that
+  thread ends, and further scalars wait for it forever; so does `close` after Ctrl-C.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):
-    """Opens a new file. TensorBoard hides what earlier ones hold at or above `purge_step`."""
-    absent = sys.modules.setdefault("torch", None) is None  # or it loads it for the name of a type:
-    try:  # a second and 0.2 GB
+    """Opens a new file. TensorBoard hides older events at or above `purge_step`."""
+    # Without this, tensorboardX loads torch for the name of a type: a second and 0.2 GB.
+    absent = sys.modules.setdefault("torch", None) is None
+    try:
       from tensorboardX import event_file_writer
       from tensorboardX.proto import event_pb2
     finally:
@@ -73,7 +73,7 @@ class EventFile:
       self._append(purge_step, session_log=start)
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """One event, with all scalars of a step by tag."""
+    """Writes one event with all scalars of a step, by tag."""
     values = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
     self._append(step, summary={"value": values})
 

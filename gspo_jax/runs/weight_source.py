@@ -40,7 +40,7 @@ class RunCheckpoint:
 
   @property
   def model(self) -> dict[str, Any]:
-    """Section `model` of that run's configuration, as far as config.json has it."""
+    """Section `model` of config.json; {} without one."""
     return _with_tuples(self.config.get("model", {}))
 
   @property
@@ -51,13 +51,13 @@ class RunCheckpoint:
 
   @property
   def tokenizer(self) -> str:
-    """Name of that run's tokenizer, as for the key `tokenizer`."""
+    """Name of the run's tokenizer, as for the key `tokenizer`."""
     origin = self.config.get("provenance", {})
     return origin.get("tokenizer") or self.config.get("tokenizer") or "bytes"
 
   @property
   def about(self) -> dict[str, Any]:
-    """JSON for the provenance of a run that reads the checkpoint."""
+    """JSON for the provenance of another run."""
     commit = self.config.get("provenance", {}).get("commit")
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=commit)
@@ -155,20 +155,22 @@ class WeightSource:
       return self.checkpoint.tokenizer if self.checkpoint.config else None
     return self.name if self.has_tokenizer else None
 
-  def published_model(self) -> ModelConfig:
-    """Returns the model of a published directory. ValueError: its files are not a whole model."""
+  def published_model(self, named: str, alternatives: str) -> ModelConfig:
+    """Returns the model of a published directory. ValueError: its files are not a whole model.
+
+    Args:
+      named: key and name for the message.
+      alternatives: other values of the key.
+    """
     from gspo_jax.models import hf  # safetensors is only needed here
 
-    alternatives = "or to the workdir of a run"
-    if self.key == "weights":
-      alternatives = "to the workdir of a run, or to random"
     files.located(self.name, self.key)  # Fails for an unknown file system.
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
       problem = "has no config.json" if path.is_dir() else "is not a directory"
       raise ValueError(
-        f"--config.{self.key}={self.name} {problem}: set it to a Hugging Face directory "
-        f"(config.json and *.safetensors) or repository (OWNER/NAME), {alternatives}"
+        f"{named} {problem}: set it to a Hugging Face directory (config.json and *.safetensors) or "
+        f"repository (OWNER/NAME), {alternatives}"
       )
     return hf.check(self.name)
 
@@ -180,12 +182,17 @@ class WeightSource:
     if self.checkpoint:
       stored = self.checkpoint.model
     else:
-      stored = dataclasses.asdict(self.published_model())
-    wanted = dataclasses.asdict(model)
+      named, alternatives = (
+        f"--config.{self.key}={self.name}",
+        "to the workdir of a run, or to random",
+      )
+      stored = dataclasses.asdict(self.published_model(named, alternatives))
+    expected = dataclasses.asdict(model)
+    pairs = [(key, stored[key], expected[key]) for key in stored if key in expected]
     changed = [
-      f"model.{key}={wanted[key]!r} and not {stored[key]!r}"
-      for key in stored
-      if key in wanted and stored[key] != wanted[key] and not _rounded(stored[key], wanted[key])
+      f"model.{key}={new!r} and not {old!r}"
+      for key, old, new in pairs
+      if old != new and not _rounded(old, new)
     ]
     if changed:
       raise ValueError(
@@ -194,8 +201,10 @@ class WeightSource:
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
-    """Loads the parameters in the layout of training, with the types of compute type `dtype`;
-    `seed` initializes random ones.
+    """Loads the parameters in the layout of training; `seed` initializes random ones.
+
+    Args:
+      dtype: compute type; some parameters are float32 at any.
 
     Raises:
       ValueError: they are incomplete, damaged, or of another model.
@@ -223,13 +232,13 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
   Raises:
     ValueError: a run without a checkpoint, an incomplete checkpoint, an unreadable repository.
   """
-  found = hosts.run_on_first_host(lambda: find(name, key))
-  if found is None:
+  newest = hosts.run_on_first_host(lambda: find(name, key))
+  if newest is None:
     name = pin(key, name, recorded)
     return WeightSource(key, name, about={} if name == RANDOM else dict(directory=name))
-  about = recorded if "checkpoint" in recorded else found.about
-  found = dataclasses.replace(found, path=epath.Path(about["checkpoint"]))
-  return WeightSource(key, name, found, about)
+  about = recorded if "checkpoint" in recorded else newest.about
+  source = dataclasses.replace(newest, path=epath.Path(about["checkpoint"]))
+  return WeightSource(key, name, source, about)
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
@@ -258,13 +267,13 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
   # A workdir's checkpoints/, or checkpoint.directory with its copy of the workdir.
   homes = phases.parent, phases / mirror.FOLDER
   config = config or next((c for c in map(_read_config, homes) if c), {})
-  found = RunCheckpoint(path, config, key)
-  found.require_complete(name)
-  return found
+  named = RunCheckpoint(path, config, key)
+  named.require_complete(name)
+  return named
 
 
 def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str) -> epath.Path:
-  """Returns the checkpoints of a run's last phase that has any. ValueError: none has."""
+  """Returns the directory of a run's newest checkpoints. ValueError: there are none."""
   try:
     home = epath.Path(config["checkpoint"]["directory"] or workdir / "checkpoints")
   except (KeyError, TypeError) as error:
@@ -283,24 +292,23 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
   Raises:
     ValueError: the repository cannot be read; names the key.
   """
-  before = recorded.get("directory")
+  old = recorded.get("directory")
   try:
-    now = hub.pinned(name, file)
+    new = hub.pinned(name, file)
   except ValueError as error:
-    if before:
-      return before
+    if old:
+      return old
     raise ValueError(f"--config.{key}={name}: {error}") from error
-  if now == name or before in (None, now):
-    return now
+  if new == name or old in (None, new):
+    return new
   if hosts.is_first():
-    sys.stderr.write(f"warning: {key}={name} is {now} by now; this run goes on with {before}\n")
-  return before
+    sys.stderr.write(f"warning: {key}={name} is {new} by now; this run goes on with {old}\n")
+  return old
 
 
 def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
-  """Returns the name of a tokenizer for `data.tokenizer.load`: the key `tokenizer` if it is set,
-  that of the weights otherwise, "bytes" for random weights. All processes call it. Raises as `pin`.
-  """
+  """Returns the name of the tokenizer: that of the weights if `name` is "". All processes call it.
+  Raises as `pin`."""
   if name or source.name == RANDOM:
     return pin("tokenizer", name or "bytes", recorded, "tokenizer.json")
   return source.checkpoint.tokenizer if source.checkpoint else source.name
@@ -315,7 +323,7 @@ def _read_config(directory: epath.Path) -> dict[str, Any]:
 
 
 def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-  """Turns a section's lists back into the tuples that JSON does not have."""
+  """Turns a section's lists, from JSON, back into tuples."""
   return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
 
 

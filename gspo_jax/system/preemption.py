@@ -55,7 +55,7 @@ class _Watch:
 
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
-    self.goes_on: Callable[[], str] = lambda: "what is on disk"
+    self.describe: Callable[[], str] = lambda: "what is on disk"
     self.first: int | None = None  # signal
     self.due = False  # `check` raises
     self.timer: threading.Timer | None = None
@@ -96,7 +96,7 @@ class _Watch:
     self.end(signal.SIGTERM, late)
 
   def end(self, number: int, why: str) -> NoReturn:
-    stops.end(number, f"{why}; the same command continues from {self.goes_on()}")
+    stops.end(number, f"{why}; the same command continues from {self.describe()}")
 
 
 _watch: _Watch | None = None
@@ -160,10 +160,10 @@ def too_long() -> str:
   )
 
 
-def goes_on_from(where: Callable[[], str]) -> None:
-  """Tells what the same command would continue from, should this process end without saving."""
+def describe_resume(describe: Callable[[], str]) -> None:
+  """Sets the description of the resume point, for a process that ends without saving."""
   if _watch is not None:
-    _watch.goes_on = where
+    _watch.describe = describe
 
 
 def check_alone() -> None:

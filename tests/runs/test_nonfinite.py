@@ -89,7 +89,7 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   step, state = update("stop"), start()
   guard = guard_of(tmp_path, "stop", updates=1, keep=4)
   for number, bad in (1, False), (2, True), (3, False):
-    guard.hold(number, [batch(number, bad)])
+    guard.keep_batches(number, [batch(number, bad)])
     state, _ = step(state, batch(number, bad))
   guard.check(row(1, loss=1.0), state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 2: its update was left") as caught:
@@ -113,7 +113,7 @@ def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
   nothing = batch(0).replace(mask_BT=np.zeros((8, 6), np.float32))
   for number, second in (1, nothing), (2, nothing), (3, batch(3, bad=True)):
     batches = [batch(number), second]
-    guard.hold(number, batches)
+    guard.keep_batches(number, batches)
     state, (_, skipped) = after(step, batches, state)
     if number < 3:
       guard.check(row(number, loss=1.0, updates_skipped=skipped), state)
@@ -145,7 +145,7 @@ def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path,
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
   guard = guard_of(tmp_path, on_nonfinite, updates=1, keep=2)
-  guard.hold(5, [batch(5)])
+  guard.keep_batches(5, [batch(5)])
   guard.check(row(5, loss=1e30), start())
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 5: entropy is inf") as caught:
     guard.check(row(5, loss=1.0, entropy=jnp.inf), start())
@@ -169,7 +169,7 @@ def test_so_many_skips_in_a_row_end_the_run(tmp_path):
     skipped += added
     guard.check(row(step, loss=np.nan if added else 1.0, updates_skipped=skipped), start())
     guard.check(dict(phase="sft", step=step, sampler_logp=0.0), start())
-  guard.hold(5, [batch(5)])
+  guard.keep_batches(5, [batch(5)])
   with pytest.raises(nonfinite.NonFiniteError, match="step 5: loss is nan; 4 updates in a row"):
     guard.check(row(5, loss=np.nan, updates_skipped=skipped + 2), start())
   assert len(nonfinite.load(tmp_path / "failures" / "sft_000005")[1]) == 1
@@ -193,7 +193,7 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
   assert int(state.skipped) == 0 and int(state.step) == 1
   for number, bad in (2, False), (3, False), (4, True):
     batches = [batch(2 * number), batch(2 * number + 1, bad)]
-    guard.hold(number, batches)
+    guard.keep_batches(number, batches)
     state, (_, skipped) = after(stop, batches, state)
     row_of = row(number, updates_skipped=skipped)
     if not bad:
@@ -210,8 +210,8 @@ def test_after_a_skipped_update_the_dump_is_still_of_the_step_that_is_not_finite
   state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
   guard.start(state)
-  guard.hold(2, [batch(2), batch(3)])
-  guard.hold(3, [batch(4), batch(5)])
+  guard.keep_batches(2, [batch(2), batch(3)])
+  guard.keep_batches(3, [batch(4), batch(5)])
   guard.check_saved("sft", 2, state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: entropy is inf"):
     guard.check(dict(phase="sft", step=3, entropy=jnp.inf), state)

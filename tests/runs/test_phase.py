@@ -38,7 +38,7 @@ def phase_with(**parts):
   running = phase.Phase("rl", 2, part, part, part, Nothing())
   running.stages = Stopwatch(compiled=float)
   running.resume(like=None, start=dict)
-  running.stand(0, None, dict)
+  running.set_resume_point(0, None, dict)
   return running
 
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
   running = phase_with(write=rows.append, save=save)
   row = dict(step=1, loss=2.0)
   with pytest.raises(preemption.Preempted), running:  # while it is evaluated
-    running.stand(1, None, dict, row)
+    running.set_resume_point(1, None, dict, row)
     raise preemption.Preempted
   running.report(row)
   running.save(row)  # with its row on file: the step is done
@@ -104,7 +104,7 @@ def test_a_step_that_outlasts_the_grace_is_warned_of_once(capsys):
 def test_a_stop_says_what_was_saved():
   running = phase_with(write=list, save=lambda *_: None)
   with pytest.raises(preemption.Preempted) as stop, running:
-    running.stand(1, None, dict)
+    running.set_resume_point(1, None, dict)
     signal.raise_signal(signal.SIGINT)
     preemption.check()
   assert stop.value.saved == "step 1 of rl" and stop.value.code == 130

@@ -75,7 +75,7 @@ STUCK = """
 import time
 from gspo_jax.system import preemption
 with preemption.watch(grace_s=1.0):
-  preemption.goes_on_from(lambda: "checkpoint 7")
+  preemption.describe_resume(lambda: "checkpoint 7")
   print("ready", flush=True)
   while True:
     time.sleep(0.05)  # never asks
