@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Figures from an experiment's results
 #
-# Everything here comes from the CSV files of a folder of `experiments/`: no run is needed. It wants a clone of the repository, with `pip install -e '.[notebooks,experiments]'`.
+# All figures come from the CSV files of a folder of `experiments/`: no run is needed. You need a clone of the repository, with `pip install -e '.[notebooks,experiments]'`.
 
 # %% tags=["parameters"]
 EXPERIMENT = "e2"  # of which folder; its beginning is enough

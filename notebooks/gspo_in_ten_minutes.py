@@ -11,14 +11,14 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/gspo_in_ten_minutes.ipynb)
 #
-# A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers, first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at what GSPO did: the importance ratio and the clipping, on the data of this very run.
+# A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers, first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at the importance ratio and the clipping, on the data of this very run.
 #
 # It runs on a CPU, a GPU or a TPU alike: about two minutes on two free CPU cores, up to ten on slow or busy ones.
 
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -50,15 +50,15 @@ WORKDIR = "ten_minutes"  # where the run keeps its files; the same cells go on f
 # %% [markdown]
 # ## The task
 #
-# The prompt is a sum, `389+471=`. The model writes the digits of the result in reverse, as one adds on paper, and then the result itself: `068:860`. Only the result counts: the reward is 1 if it is right and 0 if not.
+# The prompt is a sum, `389+471=`. The model writes the digits of the result in reverse, as in addition on paper, and then the result itself: `068:860`. Only the result counts: the reward is 1 if it is right and 0 if not.
 #
-# **Cold start.** Reinforcement learning needs a model that is sometimes right. So the model first imitates a pupil who forgets half of the carries. Nobody can tell from the examples which ones, so the model ends up right in about four sums of ten.
+# **Cold start.** Reinforcement learning needs a model that is sometimes right. So the model first imitates a pupil who forgets half of the carries, and ends up right in about four sums of ten.
 #
 # **GSPO.** In each iteration the model answers 64 sums, 8 times each. An answer that is better than the others to the same sum becomes more likely, a worse one less likely.
 #
 # ## Train
 #
-# The run is one command, the same as in a terminal. While it works, this page reads what it writes: `metrics.jsonl` has a line of figures for each iteration, `rollouts/` has responses. The next cell has the functions that read and draw them.
+# The run is one command, the same as in a terminal. Meanwhile this page reads its files: `metrics.jsonl` has a line of figures for each iteration, `rollouts/` has responses. The next cell has the functions for reading and drawing.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Functions that read and draw
@@ -152,11 +152,11 @@ if process.returncode:
 show(f"Done in {(time.monotonic() - begun) / 60:.1f} minutes.")
 
 # %% [markdown]
-# The blue line is the accuracy on sums that the model is not trained on. No example showed it a right carry more often than a wrong one: what lifts the line is the reward alone.
+# The blue line is the accuracy on held-out sums. The examples had as many wrong carries as right ones, so the reward alone lifts the line.
 #
 # ## One group of responses
 #
-# GSPO compares the responses to one prompt. **Advantage**: how much better than its group a response is; above zero it is to become more likely, below zero less. The run wrote down all 512 responses of the first iteration. Here is one group of eight.
+# GSPO compares the responses to one prompt. A response's **advantage** compares it with its group: above zero it should become more likely, below zero less. The run wrote down all 512 responses of the first iteration. Here is one group of eight.
 
 # %% tags=["hide-input"] cellView="form"
 # @title The group of which most responses were clipped
@@ -191,11 +191,11 @@ table(
 )
 
 # %% [markdown]
-# The colours and ratios are from after the iteration's four updates: orange tokens became more likely since they were sampled, blue ones less. Most often it is a digit that depends on a carry: there the model doubts, and there it learns. (⏎ is the end of the response.)
+# The colours and ratios are from after the iteration's four updates: orange tokens became more likely, blue ones less. Most often these are digits with a carry: there the model doubts, and there it learns. (⏎ is the end of the response.)
 #
 # ## The ratio
 #
-# A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** says how far it has moved:
+# A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** measures its movement:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
 # - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
@@ -224,9 +224,9 @@ print(f"tokens spread {token.std() / sequence.std():.1f} times as wide as respon
 print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5:.1f}")
 
 # %% [markdown]
-# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of eight or nine there, and tokens that moved up and down cancel. If $n$ tokens moved independently of each other, their mean would spread $\sqrt n$ times less than they do, which is about what we see. With responses of thousands of tokens little is left: this is why the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
+# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of eight or nine there, and tokens that moved up and down cancel. If $n$ tokens moved independently, their mean would spread $\sqrt n$ times less, about as seen here. With responses of thousands of tokens little is left. So the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
 #
-# **Why would one want that?** The reward judges the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
+# **What is it good for?** The reward is for the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
 #
 # ## The clipping
 #
@@ -265,7 +265,7 @@ print(f"{silent:.0%} have the advantage 0: all responses of their group are righ
 #
 # GSPO clips more than GRPO and learns well all the same. The paper reports the same at scale: 15 % of tokens against 0.13 %.
 #
-# All of this is from after the four updates. While training, the first update of an iteration sees ratios of exactly 1 and clips nothing; the next ones see what the updates before them did:
+# All of this is from after the four updates. In training, the first update of an iteration sees ratios of exactly 1 and clips nothing. The next ones see the movement by the updates before:
 
 # %% tags=["hide-input"] cellView="form"
 # @title Clipped responses by iteration and update
@@ -282,7 +282,7 @@ for row in rows(run / "metrics.jsonl"):
 # %% [markdown]
 # ## Where to go from here
 #
-# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](https://github.com/OWNER/gspo_jax/blob/main/docs/running.md) says what else a run leaves.
+# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](https://github.com/OWNER/gspo_jax/blob/main/docs/running.md) explains the other files of a run.
 # - Set `--config.objective.name=grpo` in the command, and another `WORKDIR`, to compare.
 # - [The losses in a training loop of your own](losses_in_your_loop.ipynb) uses GSPO without the rest of this project.
 # - [Qwen3 on GSM8K](qwen3_gsm8k.ipynb) does this with a real language model.

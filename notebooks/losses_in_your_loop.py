@@ -11,12 +11,12 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/losses_in_your_loop.ipynb)
 #
-# You have a model and a training loop, and want GSPO in it. This page is such a loop, about 40 lines with a Flax NNX model and Optax. It trains with GSPO and with GRPO, and then shows what the two losses do with the same batch. It takes a minute on a CPU.
+# You have a model and a training loop, and want GSPO in it. This page is such a loop, about 40 lines with a Flax NNX model and Optax. It trains with GSPO and with GRPO, and then compares the two losses on one batch. It takes a minute on a CPU.
 
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -43,7 +43,7 @@ if importlib.util.find_spec("gspo_jax") is None:
 # %% [markdown]
 # ## The task
 #
-# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response that was given, from its beginning up to the first mistake. So responses have 1 to 10 tokens, and a mask says which tokens count.
+# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response before the first mistake. So responses have 1 to 10 tokens, and a mask marks the tokens that count.
 
 # %% tags=["parameters"]
 STEPS = 80  # rollouts of each run, with four updates each
@@ -53,7 +53,7 @@ SEED = 0
 # %% [markdown]
 # ## The loop
 #
-# Everything in the next cell is yours: model, sampler, reward, optimizer. The project gives two functions, `O.group_advantages` and the loss. They take and return arrays, so it makes no difference what the model is.
+# Everything in the next cell is yours: model, sampler, reward, optimizer. The project gives two functions, `O.group_advantages` and the loss. They take and return arrays, whatever the model.
 #
 # One letter names one axis: P prompts, G responses to each, B = P·G responses in all, T tokens.
 
@@ -121,7 +121,7 @@ def train(loss, model):
 # %% [markdown]
 # ## GSPO and GRPO, from the same start
 #
-# Both see the same prompts. GSPO's published clip range, 0.0003 and 0.0004, is for responses of thousands of tokens. A response of ten tokens averages less, and so it wants a range about a hundred times as wide. GRPO has its published range, 0.2 and 0.27.
+# Both see the same prompts. GSPO's published clip range, 0.0003 and 0.0004, is for responses of thousands of tokens. A response of ten tokens averages less, and needs a range about a hundred times as wide. GRPO has its published range, 0.2 and 0.27.
 
 # %%
 from functools import partial
@@ -148,7 +148,7 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# What they have learned, three responses each, against those of a model that has learned nothing:
+# Three responses of each, beside those of an untrained model:
 
 
 # %%
@@ -188,17 +188,17 @@ for key in metrics["GSPO"]:
   print(f"{key:32}" + "".join(f"{float(metrics[name][key]):10.4f}" for name in LOSSES))
 
 # %% [markdown]
-# | metric | what it says |
+# | metric | meaning |
 # | --- | --- |
 # | `loss` | to be minimised. Its value means little, since advantages are relative: watch the reward. |
 # | `ratio/mean`, `min`, `max`, `std` | the importance ratio: GSPO's are of responses, GRPO's of tokens. GSPO's lie closer to 1, because each is a mean over tokens. |
 # | `ratio/deviation` | mean distance of the ratio from 1. On the first update after sampling it is 0, but for rounding. If it is always 0, your old log-probabilities are those of the current model, and nothing is ever clipped. |
-# | `ratio/effective_length` | over how many tokens of a response its change is spread. It does not depend on the loss. |
-# | `clip_fraction/token` | share of the tokens that give no gradient. `high`: good ones, already likelier than the range allows; `low`: bad ones, already less likely. |
+# | `ratio/effective_length` | number of tokens that carry a response's change. It does not depend on the loss. |
+# | `clip_fraction/token` | share of the tokens without a gradient. `high`: good ones, already likelier than the range allows; `low`: bad ones, already less likely. |
 # | `clip_fraction/sequence` | the same, each response counted once. GSPO clips whole responses, GRPO single tokens. |
-# | `kl/k1`, `kl/k3` | two estimates of how far the model is from the one that sampled, in nats per token. |
+# | `kl/k1`, `kl/k3` | two estimates of the distance to the sampling model, in nats per token. |
 #
-# ## What a token is weighed with
+# ## The weight of a token
 #
 # Here is the gradient of both losses for two responses, token by token, times the number of responses and tokens. GSPO gives all tokens of a response the same weight, or none when it is clipped. GRPO gives each token its own.
 
@@ -231,7 +231,7 @@ plt.show()
 # %% [markdown]
 # ## In your own code
 #
-# - `old_logp_BT` is what the sampler gave, and stays as it is for all updates on a rollout.
-# - The mask is 1 on tokens that the model chose, the end token included, and 0 on prompt, padding and tool output.
+# - `old_logp_BT` comes from the sampler, and stays fixed for all updates on a rollout.
+# - The mask is 1 on sampled tokens, the end token included, and 0 on prompt, padding and tool output.
 # - Choose the clip range by the length of your responses; watch `clip_fraction/token`. The paper has about 0.15 with GSPO.
 # - The losses run inside `jit`, on any device. [Objectives](https://github.com/OWNER/gspo_jax/blob/main/docs/objectives.md) has all of them, with options and formulas.

@@ -14,17 +14,17 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/qwen3_gsm8k.ipynb)
 #
-# This notebook takes a real model and trains all of its parameters with GSPO, where the only teacher is a verifier of answers. What it trains depends on what it finds:
+# This notebook trains all parameters of a real model with GSPO, with a verifier of answers as the only teacher. The model depends on the machine:
 #
-# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line that runs on a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's; the run itself we have not made, on no chip: times are estimates, and whether accuracy rises is for you to see.
-# - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems that come with the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
+# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line of a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's. Nobody has made the run itself on a chip: times are estimates, and accuracy is for you to see.
+# - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems of the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
 #
 # The outputs here are of the second, with `ITERATIONS = 10` and the weights in 4 bits (`MODEL` was a directory of `python -m experiments.smollm2 SmolLM2-135M-Instruct`).
 
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -51,7 +51,7 @@ if importlib.util.find_spec("gspo_jax") is None:
 # %% [markdown]
 # ## Settings
 #
-# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the session; the last section says how large they are. `MODEL` may be any checkpoint of the architecture and size of the configuration.
+# With `DRIVE` set, checkpoints go there and the run survives the session; the last section has their sizes. `MODEL` may be any checkpoint of the architecture and size of the configuration.
 
 # %% tags=["parameters"] short={"MODEL": "toy", "CONFIG": "gsm8k:tiny", "DATA": "toy", "HOME": "home", "ITERATIONS": 2, "PROBLEMS": 4, "CHANGES": {"data.max_prompt_tokens": 192, "rl.prompts": 4, "rl.group_size": 2, "sampling.max_new_tokens": 16, "eval.samples": 2}}
 MODEL = "auto"  # of the Hugging Face hub, or a directory; auto: that of the configuration
@@ -66,7 +66,7 @@ CHANGES = {}  # further keys of the configuration, e.g. {"objective.name": "grpo
 # %% [markdown]
 # ## The chip
 #
-# The run is a process of its own, as it is on a pod, and a TPU belongs to one process at a time. So this notebook never touches the chip itself: it asks another process what there is.
+# The run is a process of its own, as on a pod, and a TPU belongs to one process at a time. So this notebook never touches the chip: it asks another process for its kind.
 
 # %%
 import json
@@ -103,13 +103,13 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # %% [markdown]
 # ## Does it fit? The compiler knows beforehand
 #
-# SmolLM2's run takes 9 GiB of memory on two cores. For Qwen3, `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run keeps on the chip meanwhile. This is what
+# SmolLM2's run takes 9 GiB of memory on two cores. For Qwen3, `gspo_jax.aot` compiles every program of a run for an absent TPU, and adds the rest of the run's memory on the chip. The command
 #
 # ```
 # python -m gspo_jax.aot --config=gsm8k:0.6B-v5e --topology=v5e:1x1
 # ```
 #
-# says, in GiB of the 16 of a v5e. It takes minutes, so its answer is printed here; the command works on any machine with the extra `tpu`, and without a TPU.
+# prints GiB of the 16 of a v5e. It takes minutes, so its answer is printed here. It works on any machine with the extra `tpu`.
 #
 # | program | its peak | held by the run meanwhile | together |
 # | --- | --- | --- | --- |
@@ -119,13 +119,13 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # | prefill | 6.4 | 6.7 | **13.1** |
 # | decoding, 64 responses at a time | 5.7 | 6.7 | 12.4 |
 #
-# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and what they do to learning at toy size).
+# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and their learning at toy size).
 #
-# | chip | configuration | what is known |
+# | chip | configuration | status |
 # | --- | --- | --- |
 # | TPU v5e, v6e | `gsm8k:0.6B-v5e`, `-v6e` | compiled for the chip, not run on one |
 # | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the next smaller TPU |
-# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so that by its data sheet an iteration takes two minutes at the very least |
+# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so by its data sheet an iteration takes at least two minutes |
 
 # %% [markdown]
 # ## Weights and data
@@ -162,7 +162,7 @@ else:
 print(f"{example['question']}\n\n{example['answer']}")
 
 # %% [markdown]
-# Of GSM8K, what stands behind `####` is what the verifier compares with; the model never sees the working. This is what it sees, as the chat template of the checkpoint has it. SmolLM2 writes an expression, in a form that a short cold start teaches it, and the verifier evaluates it:
+# The verifier compares with GSM8K's number behind `####`; the model never sees the working. It sees this, in the chat template of the checkpoint. SmolLM2 writes an expression, in the form of a short cold start, and the verifier evaluates it:
 
 # %%
 from gspo_jax.configs import common, smollm2
@@ -178,7 +178,7 @@ print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i i
 # %% [markdown]
 # ## The command
 #
-# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses what the run would refuse, and prints what the run would be. (Its memory is an estimate; the figures above are the compiler's.)
+# This is a whole run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses the same settings as the run, and prints its size. (Its memory is an estimate; the figures above are the compiler's.)
 
 # %%
 workdir = home / "run"
@@ -209,9 +209,9 @@ if dry.returncode:
 # %% [markdown]
 # ## Train
 #
-# The first evaluation and the first iteration compile their programs, which takes minutes; the line under the curves says what goes on, and from the second iteration on what is left.
+# The first evaluation and the first iteration compile their programs, which takes minutes. The line under the curves shows progress, and from the second iteration on the time left.
 #
-# How long does it take? `aot`, with `--mean_response=300`, has from its model of a v5e what an iteration takes at least, if responses have 300 tokens in the mean:
+# How long does it take? `aot`, with `--mean_response=300`, computes the least time of an iteration on a v5e, for responses of 300 tokens in the mean:
 #
 # | | | |
 # | --- | --- | --- |
@@ -222,7 +222,7 @@ if dry.returncode:
 #
 # So 100 iterations take 20 minutes at the very least, and each of the five evaluations half a minute. A chip does not reach its bounds; at a third of them the run takes a bit more than an hour. Responses twice as long take twice the time.
 #
-# To **stop**, interrupt the cell: the run saves what it has. To **go on**, run the cell again: it continues where it stopped, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
+# To **stop**, interrupt the cell: the run saves its state. To **continue**, run the cell again, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Functions that start the run and draw
@@ -353,7 +353,7 @@ print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high
 # %% [markdown]
 # ## Before and after, in words
 #
-# First the first three held-out problems as they come, then, where there are any, two that became right and two that became wrong.
+# The first three held-out problems, then, if there are any, two that became right and two that became wrong.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Functions that write tables
@@ -394,9 +394,9 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
 # %% [markdown]
 # ## What stays
 #
-# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
+# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download this one file from the file browser. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
-# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash keeps what is deleted and counts. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
+# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash counts, too. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
 
 # %%
 for path in sorted(workdir.iterdir()):
