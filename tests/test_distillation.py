@@ -200,43 +200,6 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   inputs.check(student(directory[0]), tmp_path / "new")
 
 
-WRONG = {
-  "a loss by response": (
-    dict(objective__name="gspo", objective__aggregate=None),
-    "objective.name='gspo' does not take; set it to one of gspo_token, segment, ppo_clip",
-  ),
-  "a critic": (dict(critic__name="model"), "critic.name='model': both give each token its adv"),
-  "dynamic sampling": (dict(data__query_set__extra_rounds=1), "extra_rounds=1 leaves out groups"),
-  "constraints that nothing follows": (
-    dict(
-      distillation__reward_weight=0.0,
-      constraints__costs__length__bound="at_most",
-      constraints__costs__length__limit=6.0,
-    ),
-    r"distillation\.reward_weight=0 leaves constraints and costs without effect",
-  ),
-  "nobody": (dict(distillation__teacher=""), r"distillation\.reward_weight=0\.0 has no effect"),
-  "a discount of nothing": (
-    dict(distillation__teacher="", distillation__discount=0.5, distillation__reward_weight=1.0),
-    r"distillation\.discount=0\.5 has no effect without a teacher",
-  ),
-  "responses of others": (
-    dict(job="offline", objective__name="rft", objective__aggregate=None),
-    "rft' does not take",
-  ),
-  "one response and rewards": (
-    dict(rl__group_size=1, distillation__reward_weight=1.0),
-    "rl.group_size=1: advantages are relative",
-  ),
-}
-
-
-@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG.keys())
-def test_what_does_not_go_with_a_teacher_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    student("/t", **changes)
-
-
 # Whole runs.
 
 

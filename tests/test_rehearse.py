@@ -80,7 +80,7 @@ REFUSED = {
   ),
   "answers that do not fit": (
     dict(sampling__max_new_tokens=2),
-    r"sampling\.max_new_tokens=2.*no answer of data\.train fits",
+    r"sampling\.max_new_tokens=2.*no answer of a source fits.*'data\.train': 0",
   ),
 }
 
@@ -130,11 +130,17 @@ def opened(config, workdir):
 
 
 def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):
-  config = config_of(common.base, **RL | dict(rl__epochs=20, data__eval="arithmetic:train"))
+  config = config_of(
+    common.base, **RL | dict(rl_optimizer__learning_rate=1.0, data__eval="arithmetic:train")
+  )
   told = []
   for start in (run.rehearse, opened):
     start(config, tmp_path / "run")
     told.append([line for line in capsys.readouterr().err.splitlines() if "warning" in line])
   assert told[0] == told[1]
-  for part in "rl.epochs=20", "weights='random', job='rl'", "held-out problems are in data.train":
+  for part in (
+    "rl_optimizer.learning_rate=1.0",
+    "weights='random', job='rl'",
+    "held-out problems are in data.train",
+  ):
     assert any(line.startswith("warning: ") and part in line for line in told[0])

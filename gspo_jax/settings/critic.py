@@ -4,7 +4,14 @@ import dataclasses
 from typing import Literal
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, key
+from gspo_jax.settings.ranges import (
+  Fraction,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveFloat,
+  PositiveFraction,
+  key,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +25,7 @@ class CriticConfig:
     "policy", "of a model of its own: policy: its weights before RL"
   )
   warmup_iterations: NonNegativeInt = key(0, "at the start, in which only the critic learns")
-  discount: Fraction = key(
+  discount: PositiveFraction = key(
     1.0, "γ, per token (turn_gae: per turn); 1: a right response is worth the same at any length"
   )
   trace: Fraction = key(

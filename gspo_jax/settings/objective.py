@@ -23,7 +23,7 @@ class AdaptiveClipConfig:
 
   target: FractionBelowOne = key(0.0, "share of tokens; 0: the ranges stay")
   gain: PositiveFloat = key(1.0, "of log range, by iteration and distance to the target")
-  span: Annotated[float, Range(1, 1e9)] = key(
+  span: Annotated[float, Range(1, 1e9, excluded=(1,))] = key(
     100.0, "the largest factor, and the inverse of the smallest"
   )
 
@@ -41,7 +41,7 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 KINDS = dict(
   clip_low=ranges.Fraction,
   clip_high=Annotated[float, Range(0, 1000)],
-  dual_clip=Annotated[float, Range(1, 1000)],
+  dual_clip=Annotated[float, Range(1, 1000, excluded=(1,))],
   entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
@@ -167,7 +167,7 @@ class ObjectiveConfig:
     0.0, "of Σ log π_old/π_ref of a response, taken from its reward before groups are compared"
   )
   correction: CorrectionConfig = CorrectionConfig()
-  off_policy_threshold: NonNegativeFloat | None = key(
+  off_policy_threshold: PositiveFloat | None = key(
     None, "nats per token, beyond which responses with Â < 0 are left out; unset: no such mask"
   )
   adaptive_clip: AdaptiveClipConfig = FIXED

@@ -5,12 +5,9 @@ this list. A pass is an entry here and its program, in train.py's `make_passes`.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from gspo_jax.settings.model import ModelConfig
-
-if TYPE_CHECKING:
-  from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.run import RunConfig
 
 TRAINED = ("policy", "critic")  # parameters that updates change
 
@@ -26,7 +23,7 @@ class Pass:
   model: str = "policy"  # whose operations it does: "policy", "teacher"
 
 
-def of_run(c: "RunConfig") -> tuple[Pass, ...]:
+def of_run(c: RunConfig) -> tuple[Pass, ...]:
   """The passes of an iteration, in their order."""
   passes = []
   # Without one, the old policy is what the sampler said it was.
@@ -45,7 +42,7 @@ def of_run(c: "RunConfig") -> tuple[Pass, ...]:
   return tuple(passes)
 
 
-def anchor(c: "RunConfig") -> str:
+def anchor(c: RunConfig) -> str:
   """Says which policy ratios are to, where it need not be both the one that sampled and the one
   before the updates; "" where it is, or where there are no such ratios."""
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
@@ -58,7 +55,7 @@ def anchor(c: "RunConfig") -> str:
   return f"objective.old_logp={c.objective.old_logp}: ratios and clipping are to {to}{weighed}"
 
 
-def frozen(c: "RunConfig", teacher: ModelConfig | None) -> dict[str, ModelConfig]:
+def frozen(c: RunConfig, teacher: ModelConfig | None) -> dict[str, ModelConfig]:
   """Names and models of the parameters that passes read and no update changes; without a teacher,
   those of the others."""
   models = dict(policy=c.model, teacher=teacher)

@@ -96,8 +96,9 @@ Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
 Temperature = Annotated[float, Range(0.01, 100, also=0)]  # logits are divided by it
-Workers = Annotated[int, Range(0, 4096)]  # processes or threads
+Workers = Annotated[int, Range(0, 1024)]  # processes or threads
 Seconds = Annotated[float, Range(0, 86_400)]
+PositiveSeconds = Annotated[float, Range(0, 86_400, excluded=(0,))]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
@@ -130,22 +131,26 @@ def check_value(kind: Any, value: Any, key: str) -> None:
 
 
 def refuse(section: Any, path: str, wrong: Mapping[str, Any]) -> None:
-  """ValueError with the first message that is wrong of a section; {key} is the key with its value,
-  and `path` leads to the section."""
+  """Raises ValueError with the first message whose condition holds; `path` leads to the section."""
   for message, is_wrong in wrong.items():
     if is_wrong:
-      raise ValueError(told(section, path, message))
+      raise ValueError(fill(section, path, message))
 
 
-def told(section: Any, path: str, message: str, **words: Any) -> str:
-  """A message with the keys in it, {like.this}, as they are set: `like.this='word'`; and words."""
+def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) -> str:
+  """Fills the holes of a message: {key} with `path.key=value`, {key:} with the value alone.
 
-  def value(match: re.Match[str]) -> str:
-    if match[1] in words:
-      return str(words[match[1]])
-    return f"{path}{'.' if path else ''}{match[1]}={at(section, match[1])!r}"
+  others: further objects that holes may begin with, each with its own path.
+  """
 
-  return re.sub(r"\{([\w.]+)\}", value, message)
+  def text(match: re.Match[str]) -> str:
+    first, _, rest = match[1].partition(".")
+    prefix, owner = others.get(first, (path, section))
+    key = rest if first in others else match[1]
+    value = at(owner, key) if key else owner
+    return str(value) if match[2] else f"{'.'.join(filter(None, (prefix, key)))}={value!r}"
+
+  return re.sub(r"\{([\w.]+)(:?)\}", text, message)
 
 
 def at(section: Any, key: str) -> Any:

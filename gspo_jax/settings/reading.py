@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspo_jax.settings import ranges
+from gspo_jax.settings import ranges, rules
 from gspo_jax.settings.objective import ObjectiveConfig, effective
 from gspo_jax.settings.run import RunConfig
 
@@ -17,8 +17,15 @@ FLOAT_MAX = sys.float_info.max
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-  """The configuration. ValueError names a key that is unknown, missing, of a wrong type or out of
-  its range."""
+  """Builds a configuration. ValueError names a key that is unknown, missing, of a wrong type or out
+  of its range, or a rule that is broken."""
+  config = unchecked(values)
+  rules.check(config)
+  return config
+
+
+def unchecked(values: Mapping[str, Any]) -> RunConfig:
+  """Builds a configuration without looking at the relations between its keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
     values = dict(values) | dict(objective=effective(section))

@@ -11,6 +11,7 @@ from gspo_jax.settings.ranges import (
   Name,
   NonNegativeFloat,
   NonNegativeInt,
+  PositiveFloat,
   Range,
   Workers,
   key,
@@ -60,9 +61,8 @@ class RewardConfig:
 
   def __post_init__(self):
     ranges.check(self, "reward")
-    needs_workers = self.name not in ("arithmetic", "recurrence", "string")
     wrong = {
-      "{workers}: {name} needs at least 1": needs_workers and not self.workers,
+      "{workers}: {name} needs at least 1": needs_workers(self.name) and not self.workers,
       "{partial} needs reward.name=recurrence": self.partial and self.name != "recurrence",
       "{format_weight} needs reward.format=think or think_answer": self.format_weight
       and self.format == "none",
@@ -121,7 +121,7 @@ class CostSignal:
   gain: NonNegativeFloat = key(
     2.0, "added to it per standard deviation, against overshooting; 0: dual ascent alone"
   )
-  most: NonNegativeFloat = key(10.0, "of the multiplier")
+  most: PositiveFloat = key(10.0, "of the multiplier")
 
   @property
   def sign(self) -> float:
@@ -191,6 +191,11 @@ class ConstraintConfig:
     return {**self.active_rewards, **self.active_costs}
 
   @property
+  def names(self) -> str:
+    """Lists the names of the signals, separated by commas."""
+    return ", ".join(self.signals)
+
+  @property
   def on(self) -> bool:
     """Whether advantages are anything but those of the reward."""
     return bool(self.signals)
@@ -199,6 +204,11 @@ class ConstraintConfig:
   def verifiers(self) -> list[str]:
     """Names of the verifiers that signals come from."""
     return sorted({one.signal for one in self.signals.values()} - {*SHOWN})
+
+
+def needs_workers(verifier: str) -> bool:
+  """Whether a verifier runs in processes of its own."""
+  return verifier not in ("", "arithmetic", "recurrence", "string", *SHOWN)
 
 
 def _active(one: RewardSignal | CostSignal) -> bool:

@@ -1,7 +1,550 @@
-"""Relations between keys, before any device is touched: one door to all of them."""
+"""Rules between the keys of a configuration: invalid settings, unused keys, and warnings.
 
-from gspo_jax.settings.checks import check, check_devices
-from gspo_jax.settings.doubts import Facts as DataFacts
-from gspo_jax.settings.doubts import check as warnings
+A rule is a row: message, condition, and the failure that shows its need. In a message {rl.prompts}
+stands for `rl.prompts=64`, and {rl.rows:} for the value alone.
+"""
 
-__all__ = ["DataFacts", "check", "check_devices", "warnings"]
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gspo_jax import objectives as O
+from gspo_jax.settings import estimators, ranges
+from gspo_jax.settings.evaluation import EvalConfig
+from gspo_jax.settings.objective import options_of
+from gspo_jax.settings.rewards import VERIFIERS, CostSignal, RewardSignal, needs_workers
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.sampling import MOST_KEPT, SamplingConfig
+from gspo_jax.settings.training import OptimizerConfig
+
+JUDGES = {  # Verifiers of this package that can accept responses to an embedded task.
+  "arithmetic": ("arithmetic", "math", "string"),
+  "calculator": ("arithmetic", "math", "string"),
+  "recurrence": ("recurrence",),
+  "word_problems": ("arithmetic", "math", "string"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFacts:
+  """Facts about data and machine, for rules of INVALID_DATA and DATA_WARNINGS."""
+
+  prompts: int = 0  # Prompts to sample responses to; 0 if nothing is sampled.
+  recorded: int = 0  # Groups of recorded responses, for job=offline.
+  demonstrations: int = 0  # Demonstrations of the cold start; 0 without one.
+  # Share of the answers that fit into a response, by the key of their source.
+  answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  format_tokens: int = 0  # Tokens of the tags of reward.format.
+  memory_mb: int = 2**30
+  processes: int = 1
+  has_tokenizer: bool = False  # Whether the weights come with a tokenizer.
+
+
+class Rule(NamedTuple):
+  """Invalid or doubtful combination of keys."""
+
+  message: str
+  wrong: Callable[[RunConfig], bool]
+  shown_by: str
+
+
+class EntryRule(NamedTuple):
+  """Rule for each entry of `entries`, by its path; {x.limit} in the message is of the entry."""
+
+  message: str
+  entries: Callable[[RunConfig], Mapping[str, Any]]
+  wrong: Callable[[RunConfig, Any], bool]
+  shown_by: str
+
+
+class DataRule(NamedTuple):
+  """Rule that depends on data or machine; {facts.prompts:} is a fact."""
+
+  message: str
+  wrong: Callable[[RunConfig, DataFacts], bool]
+  shown_by: str
+
+
+class Unused(NamedTuple):
+  """Keys that must have their defaults while `off` holds; a section stands for all its keys."""
+
+  keys: str
+  message: str  # Follows `key=value`.
+  off: Callable[[RunConfig], bool]
+  shown_by: str
+
+
+def tasks(spec: str) -> list[str]:
+  """Names the embedded tasks among the sources of data."""
+  return re.findall(rf"(?:^|,)\s*({'|'.join(JUDGES)}):", spec)
+
+
+def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
+  """Sources with judged responses: each with its verifier, by its key."""
+  own = c.environment.name or c.reward.name
+  sources = {key: (b.data, b.reward or own) for name, b, key in c.benchmarks() if name}
+  if c.job != "sft":
+    sources["data.eval"] = c.data.eval, own
+  if c.has_iterations and c.samples_prompts:
+    sources["data.train"] = c.data.train, own
+  return sources
+
+
+def _is_unjudged(c: RunConfig, source: tuple[str, str]) -> bool:
+  """Whether no response to one of the source's tasks can be right."""
+  spec, verifier = source
+  if verifier == "calculator":
+    return "recurrence" in tasks(spec)
+  return verifier in VERIFIERS and any(verifier not in JUDGES[task] for task in tasks(spec))
+
+
+def _lengths(c: RunConfig) -> dict[str, int]:
+  """Lengths that a model's window must hold, by the keys that make them."""
+  new = {"sampling": c.sampling.max_new_tokens, "eval": c.eval.max_new_tokens}
+  names = {f"data.max_prompt_tokens + {key}.max_new_tokens": n for key, n in new.items()}
+  windows = {name: c.data.max_prompt_tokens + n for name, n in names.items()}
+  return windows | {"sft.max_tokens": c.sft.max_tokens}
+
+
+def _closest_figure(c: RunConfig) -> dict[str, str]:
+  """Maps the figure of an evaluation closest to checkpoint.best to that key's value."""
+  best, figures = c.checkpoint.best, c.eval.figures()
+  return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
+
+
+def _is_no_figure(c: RunConfig, best: str) -> bool:
+  """Whether `best` names a figure that no evaluation has; environments may have further ones."""
+  unknown = best not in c.eval.figures() and "/verifier/" not in best
+  return best.startswith("eval/") and unknown and not c.environment.name
+
+
+def _is_greedy(c: RunConfig, sampled: SamplingConfig | EvalConfig) -> bool:
+  """Whether all responses to a prompt are equal."""
+  no_choice = sampled.top_k == 1 or sampled.top_p <= 1 / c.model.vocab_size
+  return not sampled.temperature or no_choice
+
+
+def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
+  """Active entries of `constraints`, by path."""
+  kinds = {"rewards": c.constraints.active_rewards, "costs": c.constraints.active_costs}
+  return {
+    f"constraints.{kind}.{n}": x for kind, signals in kinds.items() for n, x in signals.items()
+  }
+
+
+def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
+  """Whether a cost's limit lies outside the values that its mean can have."""
+  if not isinstance(cost, CostSignal) or not (cost.rate or cost.gain):
+    return False
+  low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
+  at_least = cost.bound == "at_least"
+  return not (low < cost.limit <= high if at_least else low <= cost.limit < high)
+
+
+def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:
+  """Optimizers that are used, with the number of updates in place of schedule_steps=0."""
+  used = {"sft_optimizer": c.sft.steps} if "sft" in c.job else {}
+  if c.has_iterations:
+    used["rl_optimizer"] = (c.rl.iterations - c.critic.warmup) * c.rl.updates
+  sections = {}
+  for name, updates in used.items():
+    section = getattr(c, name)
+    steps = min(section.schedule_steps or updates, updates)
+    sections[name] = dataclasses.replace(section, schedule_steps=steps)
+  return sections
+
+
+def _other_runs(c: RunConfig) -> dict[str, str]:
+  """Paths of weights and teacher, by key."""
+  paths = {"weights": c.weights, "distillation.teacher": c.distillation.teacher}
+  return {key: path for key, path in paths.items() if path}
+
+
+def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
+  """Returns clip_low and clip_high of the loss, each None if the loss has no such bound."""
+  options = options_of(c.objective.name) | c.objective.options()
+  return options.get("clip_low"), options.get("clip_high")
+
+
+def _has_foreign_range(c: RunConfig) -> bool:
+  """Whether a loss with a ratio per response has the range of a ratio per token, or vice versa."""
+  widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
+  if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
+    return widest >= 0.15
+  return name in ("grpo", "dapo", "dr_grpo", "ppo_clip") and 0 < widest < 0.005
+
+
+def _never_finishes(c: RunConfig) -> bool:
+  """Whether the longest response becomes too old before its share of the budget completes it."""
+  if not (c.rl.max_age and c.rl.token_budget):
+    return False
+  iterations = math.ceil(c.rl.rows * c.sampling.max_new_tokens / c.rl.token_budget)
+  return iterations > c.rl.max_age + 1
+
+
+def _is_one_segment(c: RunConfig) -> bool:
+  o = c.objective
+  turns = o.segment_unit in (None, "turn") and not c.environment.name
+  tokens = o.segment_unit == "tokens" and (o.segment_tokens or 0) >= c.sampling.max_new_tokens
+  return o.name == "segment" and (turns or tokens)
+
+
+# fmt: off
+# In shown_by, `trial` is the one of settings without a meaning that runs accepted (CHANGELOG).
+UNUSED = (
+  Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
+  Unused("critic critic_optimizer", "has no effect, since {critic.name}",
+    lambda c: c.critic.name == "none", "CHANGELOG: options of a critic did nothing"),
+  Unused("critic.trunk_coef", "has no effect, since {critic.name}",
+    lambda c: c.critic.name == "model", "CHANGELOG: options of a critic did nothing"),
+  Unused("distillation", "has no effect without a teacher (distillation.teacher)",
+    lambda c: not c.distillation.on, "test_distillation"),
+  Unused("profile.iteration", "is no iteration: {job} has none", lambda c: not c.has_iterations,
+    "a run that ended without its profile"),
+  Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
+    lambda c: not c.profile.iteration, "a run that ended without its profile"),
+  Unused("profile.steps", "counts the steps of sample or update, not of all",
+    lambda c: c.profile.stage == "all", "a profile of a whole iteration"),
+  Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
+    "has no effect with {job} and {offline.fresh}: nothing is sampled", lambda c: not c.samples,
+    "test_pipeline"),
+  Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
+  Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
+    "objective.reward_kl_coef environment.name reward.per_line rl.extra_prompts rl.token_budget "
+    "data.query_set.extra_rounds distillation.teacher",
+    "does not go with {job}: recorded responses are single turns of one reward, and nothing else "
+    "is known of their sampler", lambda c: c.job == "offline", "test_offline"),
+  Unused("rl.max_age", "has no effect, since nothing is carried over", lambda c: not c.rl.partial,
+    "test_partial"),
+  Unused("schedule", "has no effect with {job}, only with job=rl", lambda c: "rl" not in c.job,
+    "test_schedules"),
+  Unused("checkpoint.best_is", "has no effect, since {checkpoint.best}",
+    lambda c: not c.checkpoint.best, "no best checkpoint"),
+  Unused("engine.server", "has no effect, since {engine.name}",
+    lambda c: c.engine.name == "local", "servers without engine.name"),
+  Unused("reward.format_weight reward.overlong_weight reward.false_positive reward.false_negative "
+    "reward.partial reward.per_line", "has no effect, since {environment.name} gives the rewards",
+    lambda c: bool(c.environment.name), "test_rules: an overlong punishment of conversations"),
+  Unused("environment.max_turns environment.workers environment.token_cost environment.call_cost "
+    "environment.charge", "has no effect, since {environment.name} leaves responses of one turn",
+    lambda c: not c.environment.name, "CHANGELOG: max_turns did nothing"),
+  Unused("environment.charge", "has no effect without environment.token_cost or call_cost",
+    lambda c: not c.environment.costs, "test_costs"),
+  Unused("objective.clip_length", "has no effect without objective.clip_exponent",
+    lambda c: not c.objective.clip_exponent, "CHANGELOG: options of a loss did nothing"),
+  Unused("objective.off_policy_threshold", "has no effect: responses with Â < 0 teach nothing here",
+    lambda c: c.objective.advantage == "best" or c.objective.name == "rft", "test_epochs"),
+  Unused("objective.kl_groups", "has no effect without objective.kl_coef",
+    lambda c: not c.objective.kl_coef, "CHANGELOG: options of a loss did nothing"),
+  Unused("objective.adaptive_clip", "has no effect, since {objective.adaptive_clip.target}",
+    lambda c: not c.objective.adaptive_clip.target, "CHANGELOG: options of a loss did nothing"),
+  Unused("objective.load_balance_coef objective.replay",
+    "has no effect, since {model.num_experts} leaves nothing to route",
+    lambda c: not c.model.num_experts, "test_epochs"),
+  Unused("data.checks", "is of the teacher of calculator, and {data.train} has another",
+    lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
+  Unused("data.skipped_work", "is of the teacher of arithmetic, and {data.train} has another",
+    lambda c: bool(c.data.train) and "arithmetic:" not in c.data.train, "as data.checks"),
+)
+
+RECORDED = " and ".join(name for name, loss in O.POLICY_LOSSES.items() if loss.recorded)
+
+INVALID: tuple[Rule | EntryRule, ...] = (
+  # Sizes and lengths.
+  Rule("{rl.prompts} does not divide into {rl.minibatches}: groups stay whole",
+    lambda c: c.rl.prompts % c.rl.minibatches != 0, "test_main: a reshape fails"),
+  Rule("rl.prompts × rl.group_size = {rl.rows:} rows do not divide into {rl.minibatches} × "
+    "{rl.microbatches}", lambda c: c.rl.rows % (c.rl.minibatches * c.rl.microbatches) != 0,
+    "a reshape fails"),
+  Rule("{sft.batch} does not divide into {sft.microbatches}",
+    lambda c: c.sft.batch % c.sft.microbatches != 0, "a reshape fails"),
+  EntryRule("{x} exceed {model.max_position_embeddings}", _lengths,
+    lambda c, length: length > c.model.max_position_embeddings, "test_main"),
+  Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; set it to 0 for all",
+    lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "lax.top_k fails"),
+  Rule("{rl.packed} saves the micro-batches that packing leaves empty; set rl.microbatches above "
+    "1, or packed to False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
+  # Jobs.
+  Rule("{sft.steps}: {job} begins with a cold start; set job=rl to go without",
+    lambda c: "sft" in c.job and not c.sft.steps, "RL of random weights"),
+  Rule("{environment.workers}, {distributed}: hosts would come to different orders; set "
+    "environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
+    "test_rules"),
+  Rule("{rollout_mesh.fsdp}, {distributed}, {engine.name}: a second mesh is of one process and of "
+    "its own engine; set rollout_mesh.fsdp to 0", lambda c: c.rollout_mesh.fsdp != 0
+    and (c.distributed or c.engine.name == "server"), "test_pipeline"),
+  # Verifiers and data.
+  EntryRule("{path:}: no response is right, for source and verifier {x:}; set reward.name to the "
+    "verifier of the task", _sources, _is_unjudged, "trial: rewards of 0"),
+  Rule("{sampling.stop_strings}: an empty text ends every turn at once; leave it out",
+    lambda c: "" in c.sampling.stop_strings, "trial: responses of no token"),
+  # Evaluations and checkpoints.
+  EntryRule("{checkpoint.best} is no figure of the evaluation; did you mean {path:}?",
+    _closest_figure, _is_no_figure, "an error after the first evaluation"),
+  Rule("{eval.temperature}, {eval.top_k}, {eval.top_p}: all greedy responses to a problem are "
+    "equal; set eval.samples (and those of benchmarks) to 1, or temperature above 0",
+    lambda c: c.job != "sft" and _is_greedy(c, c.eval)
+    and any(b.samples > 1 for _, b, _ in c.benchmarks()), "trial: sampled several times"),
+  Rule("{engine.server.directory}, {checkpoint.directory}: weights for servers are removed again, "
+    "and checkpoints stay; name two directories", lambda c: bool(c.checkpoint.directory)
+    and c.engine.server.directory == c.checkpoint.directory, "trial: one directory for both"),
+  EntryRule("{checkpoint.directory} lies in {x}, which has checkpoints of its own; name a "
+    "directory elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
+    and Path(c.checkpoint.directory).is_relative_to(path), "trial: checkpoints of two runs"),
+  # Objectives.
+  Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
+    "is clipped; set rl.minibatches or rl.epochs above 1",
+    lambda c: c.objective.adaptive_clip.target > 0 and c.objective.old_logp == "recompute"
+    and c.rl.updates == 1, "CHANGELOG: options of a loss did nothing"),
+  Rule("{objective.kl} has no effect without objective.kl_coef; set it, or leave kl unset",
+    lambda c: not c.objective.kl_coef
+    and c.objective.kl not in (None, c.objective.loss.options.get("kl")),
+    "CHANGELOG: options of a loss did nothing"),
+  Rule("{objective.kl}: with {job} and {objective.name} there is no ratio to what has sampled; set "
+    "it to k2", lambda c: bool(c.objective.kl_coef) and c.objective.kl == "k3_weighted"
+    and (c.job == "offline" or c.objective.loss.to_reference), "test_epochs"),
+  Rule("{objective.advantage}, {objective.name}: a soft advantage is what the log-ratio of spo has "
+    "to come to, and of no other loss; leave objective.advantage unset",
+    lambda c: (c.objective.name == "spo") != (c.objective.advantage_kind == "soft"),
+    "test_offline"),
+  Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: they "
+    "change or leave out the weight 1, of a trainer that agrees with the sampler; put cap and high "
+    "at 1 or above, and low at 1 or below",
+    lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
+    or (c.objective.correction.high or 1) < 1, "trial: no response left"),
+  Rule("{job}: {objective.name} learns from responses of its own policy; of others learn "
+    + RECORDED, lambda c: c.job == "offline" and not c.objective.loss.recorded, "test_offline"),
+  Rule("{job}: {objective.old_logp}, {objective.replay}: log-probs and experts of the sampler are "
+    "not known; set old_logp to recompute, and replay not to R3", lambda c: c.job == "offline"
+    and (c.objective.old_logp != "recompute" or c.objective.replay == "R3"), "test_offline"),
+  Rule("{offline.fresh} of {rl.prompts} is none of them or all: leave some to both, or set it to 0",
+    lambda c: c.offline.fresh > 0 and round(c.offline.fresh * c.rl.prompts) in (0, c.rl.prompts),
+    "test_offline"),
+  # Schedules.
+  Rule("{schedule.new_tokens} goes on to {schedule.longest:} tokens, and {sampling.max_new_tokens} "
+    "is the most: raise the one or lower the other",
+    lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
+  Rule("{schedule.new_tokens}: the overlong punishment moves with the limit, and "
+    "{reward.overlong_buffer} is more than {schedule.shortest:} tokens; make it smaller",
+    lambda c: c.reward.overlong_weight > 0 and c.overlong_follows
+    and 0 < c.schedule.shortest < c.reward.overlong_buffer, "overlong_penalty raises"),
+  Rule("{schedule.group_size_min}: advantages are relative to a group; make it at least 2, and at "
+    "most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
+    or (c.schedule.group_size_min == 1 and c.needs_group), "test_left_out: groups of one"),
+  Rule("{schedule.group_size_min}, {rl.extra_prompts}: small groups leave room for extra prompts "
+    "from the start, and these would be trained on late; set one of them to 0",
+    lambda c: c.schedule.group_size_min > 0 and c.rl.extra_prompts > 0, "test_schedules"),
+  # Signals of `constraints`.
+  EntryRule("{x.signal} needs a buffer: {reward.overlong_buffer} must lie between 1 and "
+    "{reward.overlong_max}", _active,
+    lambda c, x: x.signal == "overlong" and bool(c.reward.wrong_buffer), "overlong_penalty raises"),
+  EntryRule("{x.signal} has a fixed buffer, and {schedule.new_tokens} moves the limit; leave it "
+    "empty, or take signal=truncated", _active,
+    lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
+  EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
+    lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
+  EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of that; set it between "
+    "the least and the most", _active, _has_no_limit, "multipliers that grow without end"),
+  EntryRule("{x.token} is not below {model.vocab_size}", _active,
+    lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
+  EntryRule("{x.signal}: {reward.workers}: it needs at least 1", _active,
+    lambda c, x: needs_workers(x.signal) and not c.reward.workers, "test_multipliers"),
+)
+
+INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
+  Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:}; set it to 0",
+    lambda c: c.profile.iteration > c.rl.iterations, "a run that ended without its profile"),
+  Rule("{critic.warmup_iterations}, {rl.lag} leave none of {rl.iterations} to updated weights",
+    lambda c: max(c.critic.warmup, c.rl.lag) >= c.rl.iterations, "test_critic: all warm-up"),
+  # No signal.
+  Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: the greedy responses of a "
+    "group are equal and teach nothing", lambda c: _is_greedy(c, c.sampling), "test_main"),
+  Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the tokens "
+    f"that each one was drawn from, of which {MOST_KEPT} are kept; set sampling.top_k to 2 to "
+    f"{MOST_KEPT} too, or set top_p=1 and min_p=0 (evaluation has its own)",
+    lambda c: not c.sampling.whole and not 0 < c.sampling.top_k <= MOST_KEPT,
+    "test_truncated_sampling: ratios off by the mass left out"),
+  Rule("{sampling.top_k}: {engine.name} keeps no record of the tokens that each one was drawn "
+    "from; set top_k=0, top_p=1 and min_p=0",
+    lambda c: not c.sampling.whole and c.engine.name != "local", "test_truncated_sampling"),
+  Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
+    "right ones; let both add up to less than 1",
+    lambda c: c.reward.false_positive + c.reward.false_negative >= 1, "trial: nothing to learn"),
+  Rule("{reward.overlong_max}, {reward.overlong_buffer}: no response of {sampling.max_new_tokens} "
+    "is long enough to be punished; lower overlong_max", lambda c: c.reward.overlong_weight > 0
+    and c.reward.overlong_max - c.reward.overlong_buffer >= c.sampling.max_new_tokens,
+    "trial: DAPO's lengths with a shorter limit"),
+  Rule("{objective.clip_low}, {objective.clip_high}: every ratio but 1 is clipped, and nothing is "
+    "learned after the first update of an iteration; leave them unset",
+    lambda c: _clip_ranges(c) == (0, 0), "trial: one update of four"),
+  Rule("{objective.kl}, {objective.kl_coef}: as a loss k1 has no gradient on policy, in "
+    "expectation, and of responses of an older one a gradient that leads away from that policy; "
+    "set kl to k2 or k3_weighted, or take objective.reward_kl_coef instead, where k1 is right",
+    lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "cosine of -0.99, six tokens"),
+  # Constraints.
+  Rule("distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
+    "or leave out constraints, environment.token_cost and environment.call_cost",
+    lambda c: c.distillation.alone and (c.constraints.on or c.environment.costs),
+    "test_distillation"),
+  Rule("constraints ({constraints.names:}): {job}: multipliers follow what the policy samples; set "
+    "job=rl", lambda c: c.constraints.on and c.job == "offline", "test_multipliers"),
+  Rule("constraints ({constraints.names:}): {rl.mask_truncated} leaves out what the longest "
+    "responses cost; set it to False",
+    lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),
+  Rule("constraints ({constraints.names:}): {objective.advantage}: standardised advantages are "
+    "combined; set it to std",
+    lambda c: c.constraints.on and c.objective.advantage_kind != "std", "test_multipliers"),
+)
+
+WARNINGS: tuple[Rule | EntryRule, ...] = (
+  Rule("{weights}, {job}: a policy that has learned nothing is hardly ever right; begin with a "
+    "cold start or with weights", lambda c: c.weights == "random"
+    and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
+  Rule("{reward.name}: demonstrations of arithmetic write their work before the answer, which this "
+    "verifier does not look behind", lambda c: "sft" in c.job and not c.environment.name
+    and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
+    "trial: rewards of 0"),
+  EntryRule("{x.warmup_steps}: the rate is still rising at the last of {x.schedule_steps:} updates",
+    _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= x.schedule_steps,
+    "trial: a long run's file, shortened"),
+  EntryRule("{x.learning_rate}: an update of Adam moves each weight by as much", _optimizers,
+    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "trial: a sign of an exponent forgotten"),
+)
+
+WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
+  Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
+    "iterations than it may, and is begun again before it is finished", _never_finishes,
+    "test_partial: long responses begun again"),
+  Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut off sooner "
+    "what is trained on", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
+    "trial: accuracy falls as responses grow"),
+  Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer wait for each other, each on devices of "
+    "its own", lambda c: c.samples and c.rollout_mesh.on and not c.rl.lag,
+    "benchmarks/lag.py: devices idle"),
+  Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is evaluated "
+    "and saved, so the best is the last", lambda c: c.checkpoint.best.startswith("eval/")
+    and math.lcm(c.checkpoint.every, c.eval.every) > c.rl.iterations > c.checkpoint.every,
+    "trial: the best is removed"),
+  Rule("{objective.clip_low}, {objective.clip_high}: {objective.name} has another kind of ratio; "
+    "of a response it hardly moves (3e-4 and 4e-4 in the GSPO paper), of a token it moves further "
+    "with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
+  Rule("{objective.reward_kl_coef} with advantages that are standardised by group: where rewards "
+    "are equal the divergence alone counts as much as a right answer; set objective.advantage to "
+    "batch or none", lambda c: c.objective.reward_kl_coef > 0
+    and c.objective.advantage_kind == "std", "test_kl: equal rewards"),
+  Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: a response is one "
+    "segment, with {environment.name} and {sampling.max_new_tokens}", _is_one_segment,
+    "trial: plain GSPO"),
+)
+
+INVALID_DATA = (
+  DataRule("{reward.format}: its tags take {facts.format_tokens:} tokens, and "
+    "{sampling.max_new_tokens}; raise it, or set format to none",
+    lambda c, facts: c.has_iterations and not c.environment.name
+    and facts.format_tokens >= c.sampling.max_new_tokens, "trial: rewards of 0"),
+  DataRule("{sampling.max_new_tokens}, {eval.max_new_tokens}: no answer of a source fits into a "
+    "response (shares that fit: {facts.answers:}); raise them",
+    lambda c, facts: 0 in facts.answers.values(), "trial: rewards of 0"),
+)
+
+DATA_WARNINGS = (
+  DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
+    lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "trial: rewards of 0"),
+  DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
+    "{facts.recorded:}): an iteration has some twice", lambda c, facts: c.has_iterations
+    and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "small files"),
+  DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update has "
+    "some twice", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "small files"),
+  DataRule("{reward.workers} × {reward.memory_mb} are more than the {facts.memory_mb:} MB of "
+    "memory here", lambda c, facts: c.reward.name == "code"
+    and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "killed for its memory"),
+  DataRule("{distributed}: this is the only process",
+    lambda c, facts: c.distributed and facts.processes == 1, "hosts that train alone"),
+  DataRule("{tokenizer}, {weights}: the model was trained with the tokens of its own tokenizer",
+    lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "trial: rewards of 0"),
+)
+# fmt: on
+
+
+def check(c: RunConfig) -> None:
+  """Raises ValueError for invalid settings."""
+  estimators.check(c)
+  for _, message in invalid(c):
+    raise ValueError(message)
+
+
+def warnings(c: RunConfig, facts: DataFacts) -> list[str]:
+  """Returns the warnings, a sentence each; raises ValueError for settings that data rule out."""
+  for _, message in invalid(c, facts):
+    raise ValueError(message)
+  return [message for _, message in doubtful(c, facts)]
+
+
+def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[NamedTuple, str]]:
+  """Yields each rule that makes a configuration invalid, with its message."""
+  yield from _broken(INVALID + (INVALID_RL if c.has_iterations else ()), c)
+  for row in UNUSED:
+    for name, value, default in _changed(c, row.keys.split()) if row.off(c) else ():
+      yield row, f"{name}={value!r} {ranges.fill(c, '', row.message)}; {_remedy(default)}"
+  yield from _broken(INVALID_DATA, c, facts)
+
+
+def doubtful(c: RunConfig, facts: DataFacts) -> Iterator[tuple[NamedTuple, str]]:
+  """Yields each rule of warnings that a configuration breaks, with its message."""
+  yield from _broken(WARNINGS + (WARNINGS_RL if c.has_iterations else ()), c)
+  yield from _broken(DATA_WARNINGS, c, facts)
+
+
+def check_devices(c: RunConfig, batch_shards: int) -> None:
+  """Raises ValueError if the rows of a step do not divide over the devices that share them."""
+  rows = (
+    {"sft.batch / sft.microbatches": c.sft.batch // c.sft.microbatches} if "sft" in c.job else {}
+  )
+  if c.has_iterations:
+    name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
+    rows = {name: c.rl.rows // (c.rl.minibatches * c.rl.microbatches)} | rows
+  for name, count in rows.items():
+    if count % batch_shards:
+      devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
+      raise ValueError(f"{name} = {count} rows do not divide over the {devices}")
+
+
+def _broken(
+  rules: Iterable[Rule | EntryRule | DataRule], c: RunConfig, facts: DataFacts | None = None
+) -> Iterator[tuple[NamedTuple, str]]:
+  """Yields the broken rules with their messages."""
+  for rule in rules:
+    if isinstance(rule, EntryRule):
+      for path, x in rule.entries(c).items():
+        if rule.wrong(c, x):
+          yield rule, ranges.fill(c, "", rule.message, x=(path, x), path=("", path))
+    elif isinstance(rule, Rule):
+      if rule.wrong(c):
+        yield rule, ranges.fill(c, "", rule.message)
+    elif facts is not None and rule.wrong(c, facts):
+      yield rule, ranges.fill(c, "", rule.message, facts=("", facts))
+
+
+def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+  """Yields name, value and default of each key that differs from its default."""
+  defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(c)})
+  for name in keys:
+    value, default = ranges.at(c, name), ranges.at(defaults, name)
+    if dataclasses.is_dataclass(default):
+      yield from _changed(c, [f"{name}.{x.name}" for x in dataclasses.fields(default)])
+    elif value != default:
+      yield name, value, default
+
+
+def _remedy(default: Any) -> str:
+  """Says how to return a key to its default."""
+  if default is None:
+    return "leave it unset"
+  if default in ("", ()):
+    return "leave it empty"
+  return f"set it to {default:g}" if isinstance(default, float) else f"set it to {default}"

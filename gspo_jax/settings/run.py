@@ -5,7 +5,7 @@ import zlib
 from typing import Literal
 
 from gspo_jax import objectives as O
-from gspo_jax.settings import checks, estimators, ranges
+from gspo_jax.settings import ranges
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.data import DataConfig, OfflineConfig
 from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
@@ -82,9 +82,6 @@ class RunConfig:
   alarms: AlarmConfig = AlarmConfig()
   profile: ProfileConfig = ProfileConfig()
 
-  def __post_init__(self):
-    checks.check(self)
-
   def seed_of(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
     return zlib.crc32("/".join(map(str, (self.seed, *names))).encode()) & 0x7FFFFFFF
@@ -130,14 +127,50 @@ class RunConfig:
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
   @property
+  def advantage_sources(self) -> dict[str, str]:
+    """Sources of advantages besides a group's rewards, each with the key that asks for it."""
+    sources, rl = {}, self.has_iterations
+    if rl and self.distillation.on:
+      sources["teacher"] = f"distillation.teacher={self.distillation.teacher!r}"
+    if rl and self.constraints.on:
+      sources["signals"] = f"constraints ({self.constraints.names})"
+    if self.critic.name != "none":
+      sources["critic"] = f"critic.name={self.critic.name!r}"
+    if rl and self.objective.reward_kl_coef:
+      sources["reference"] = f"objective.reward_kl_coef={self.objective.reward_kl_coef}"
+    if self.environment.name:
+      sources["turns"] = f"environment.name={self.environment.name!r}"
+    elif self.reward.per_line:
+      sources["lines"] = "reward.per_line=True"
+    return sources
+
+  @property
   def estimator(self) -> O.Estimator:
-    """What makes the advantages."""
-    return estimators.chosen(self)
+    """Estimator named by `objective.advantage`, unless it is one of a group's rewards; else the
+    first with its needs met."""
+    named = O.ESTIMATORS.get(self.objective.advantage)
+    return named if named and named.of_group is None else self._first_estimator()
 
   @property
   def estimator_of_rewards(self) -> O.Estimator:
-    """What makes them of rewards, on the host."""
-    return estimators.of_rewards(self)
+    """Estimator of the host's part of the advantages, from rewards."""
+    return self._first_estimator(host=True) if self.estimator.on_devices else self.estimator
+
+  def _first_estimator(self, host: bool = False) -> O.Estimator:
+    sources, kind = self.advantage_sources.keys(), self.objective.advantage_kind
+    for estimator in O.ESTIMATORS.values():
+      possible = not (estimator.on_devices and host)
+      met = estimator.needs and estimator.needs <= sources
+      if possible and met and kind in (estimator.kinds or (kind,)):
+        return estimator
+    return O.ESTIMATORS[kind]
+
+  @property
+  def needs_group(self) -> bool:
+    """Whether a response is compared with others to its prompt."""
+    if self.distillation.alone or not self.estimator.of_rewards:
+      return False
+    return self.objective.soft_value is None and self.estimator_of_rewards.group
 
   @property
   def models(self) -> int:

@@ -16,8 +16,8 @@ from gspo_jax.settings.ranges import (
   NonNegativeInt,
   PositiveFloat,
   PositiveInt,
+  PositiveSeconds,
   Range,
-  Seconds,
   key,
 )
 
@@ -206,7 +206,7 @@ class CheckpointConfig:
   keep_every: NonNegativeInt = key(0, "those of steps that this divides are kept as well; 0: none")
   best: str = key("", 'metric of which the best is kept as well; "": none')
   best_is: Literal["largest", "smallest"] = key("largest", "which value of it is the best")
-  grace_s: Seconds | None = key(
+  grace_s: PositiveSeconds | None = key(
     None,
     "from SIGTERM to the end of the process, at the latest; None: 28 under Kubernetes, under Slurm "
     "and on Google's machines, no limit elsewhere",

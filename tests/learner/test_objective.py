@@ -202,60 +202,6 @@ def test_a_configuration_in_json_is_the_same_configuration():
     assert from_dict(values) == config
 
 
-REFUSED = [
-  (dict(name="gsop"), r"objective\.name='gsop' is not one of gspo"),
-  (dict(kl="k4"), r"objective\.kl='k4' is not one of"),
-  (dict(old_logp="none"), r"objective\.old_logp='none' is not one of"),
-  (dict(replay="r2"), r"objective\.replay='r2' is not one of"),
-  (dict(replay="R2", old_logp="sampler"), r"objective\.old_logp='sampler'.*recompute"),
-  (dict(name="gmpo", dual_clip=3.0), r"objective\.dual_clip=3\.0: gmpo has no such option"),
-  (dict(name="sapo", clip_low=0.1), r"sapo has no such option; it has tau_pos, tau_neg, kl"),
-  (
-    dict(name="grpo", aggregate="row"),
-    r"aggregate='row' is not one of sequence, segment, token, constant",
-  ),
-  (
-    dict(name="grpo", aggregate="segment"),
-    r"aggregate='segment' is not one of sequence, token, constant, which grpo",
-  ),
-  (dict(clip_low=-0.1), r"objective\.clip_low=-0\.1 must be at least 0"),
-  (dict(clip_low=float("nan")), r"objective\.clip_low=nan must"),
-  (dict(dual_clip=0.5), r"objective\.dual_clip=0\.5 must be at least 1"),
-  (dict(name="sapo", tau_neg=0.0), r"objective\.tau_neg=0\.0 must be above 0"),
-  (dict(name="luspo", length_exponent=0.5), r"length_exponent=0\.5: luspo has no such option"),
-  (dict(name="vespo", clip_low=0.1), r"vespo has no such option; it has k_pos, lambda_pos, k_neg"),
-  (dict(name="vespo", lambda_neg=0.0), r"objective\.lambda_neg=0\.0 must be above 0"),
-  (dict(name="vespo", adaptive_clip__target=0.1), r"no clip range to move; vespo has none"),
-  (
-    dict(name="vespo", correction__name="masked", correction__level="token"),
-    r"correction\.level='token' is not one of geometric, sequence, which vespo takes",
-  ),
-  (dict(name="opmd", clip_high=0.1), r"clip_high=0\.1: opmd has no such option; it has beta, kl"),
-  (dict(off_policy_threshold=-1.0), r"objective\.off_policy_threshold=-1\.0 must"),
-  (
-    dict(name="segment", segment_unit="word"),
-    r"segment_unit='word' is not one of turn, step, line",
-  ),
-  (dict(name="segment", segment_unit="tokens"), r"segment_tokens=None.*need both"),
-  (dict(name="segment", segment_tokens=4), r"segment_unit='turn'.*need both"),
-  (dict(correction__name="tis"), r"correction\.name='tis' is not one of none, truncated, masked"),
-  (dict(correction__cap=2.0), r"correction\.cap=2\.0: correction 'none' has no such option"),
-  (dict(correction__name="truncated", correction__low=0.1), r"correction\.low=0\.1.*level, cap"),
-  (dict(correction__name="masked", correction__cap=2.0), r"correction\.cap.*level, low, high"),
-  (dict(correction__name="masked", correction__low=6.0), r"high=5\.0 is smaller than .*low=6\.0"),
-  (dict(correction__name="truncated", correction__cap=0.0), r"correction\.cap=0\.0 must be above"),
-  (dict(correction__name="truncated", correction__level="token"), r"geometric, sequence.*gspo"),
-  (
-    dict(old_logp="sampler", correction__name="truncated"),
-    r"correction\.name='truncated'.*objective\.old_logp='sampler'.*set it to recompute",
-  ),
-  (
-    dict(old_logp="behaviour", correction__name="truncated"),
-    r"correction\.name='truncated' multiplies.*old_logp='behaviour' has in its ratio already",
-  ),
-]
-
-
 @pytest.mark.parametrize("level", ["geometric", "sequence", "token"])
 def test_a_ratio_to_what_sampled_is_masked_and_not_weighted_again(level):
   """By the trainer's own pass against the sampler; what is left in counts with its ratio alone."""
@@ -272,23 +218,6 @@ def test_a_ratio_to_what_sampled_is_masked_and_not_weighted_again(level):
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
   assert 0 < metrics["correction/masked"] < 1
-
-
-@pytest.mark.parametrize("changes, message", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(changes, message):
-  with pytest.raises(ValueError, match=message):
-    configured(**dict(old_logp="recompute") | changes)
-
-
-def test_a_files_options_have_to_be_the_losses():
-  for tuned, message in (
-    (dict(gspo=dict(tau_pos=1.0)), r"objective\.tuned\.gspo\.tau_pos: gspo has no such option"),
-    (dict(gsop=dict(clip_low=1.0)), r"objective\.tuned='gsop' is not one of gspo"),
-  ):
-    values = common.base()
-    values.update(objective=dict(tuned=tuned))
-    with pytest.raises(ValueError, match=message):
-      from_dict(values.to_dict())
 
 
 def test_responses_are_divided_by_what_they_have_at_most():

@@ -248,11 +248,6 @@ def test_a_dump_keeps_the_plan(tmp_path):
   chex.assert_trees_all_equal(packing.undo(second), batch)
 
 
-def test_packing_into_one_micro_batch_is_refused():
-  with pytest.raises(ValueError, match=r"rl\.packed=True.*rl\.microbatches"):
-    config_of(tiny.get_config, rl__packed=True)
-
-
 @pytest.mark.slow  # updates, dumps and passes of the old policy are compared above, one by one
 def test_a_packed_run_is_the_run(tmp_path):
   """On one device. The room for prompts lets two or three of their sums into a row."""

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from support.configs import config_of, reward_config
+from support.configs import reward_config
 from support.cost import assert_linear
 from support.prompts import prompts
 
-from configs import common
 from gspo_jax import rewards
 from gspo_jax.rewards import lines
 from gspo_jax.tasks import recurrence
@@ -97,14 +96,6 @@ def test_a_verifier_that_judges_no_lines_is_refused():
   refused = pytest.raises(ValueError, match="per_line=True: reward\\.name='string' judges whole")
   with refused, rewards.open_scorer(section):
     pass
-  with pytest.raises(ValueError, match=r"reward\.per_line=True has no effect, since environment"):
-    config_of(
-      common.base,
-      environment__name="calculator",
-      reward__name="recurrence",
-      reward__per_line=True,
-      reward__workers=1,
-    )
 
 
 @pytest.mark.parametrize("unit", ["\n", "x", "3:00\n", "\ud800\n"])

@@ -352,64 +352,6 @@ def test_without_signals_a_collector_has_nothing_of_them():
   assert not config.constraints.on and not config.constraints.verifiers
 
 
-WRONG = {
-  r"costs\.other\.bound='at_most' needs constraints\.costs\.other\.signal": cost("other"),
-  r"rewards\.extra\.weight=-1\.0 needs constraints\.rewards\.extra\.signal": dict(
-    constraints__rewards__extra__weight=-1.0
-  ),
-  r"costs\.text\.text=''.*signal='text'": cost("text"),
-  r"costs\.length\.text='x'.*signal='length'": cost(text="x"),
-  r"costs\.length\.token=3": cost(token=3),
-  r"costs\.length\.token=264 is not below model\.vocab_size=264": cost(signal="token", token=264),
-  r"costs\.length\.initial=11\.0 is above constraints\.costs\.length\.most=10\.0": cost(
-    initial=11.0
-  ),
-  r"constraints\.reward_weight=0\.0": cost() | dict(constraints__reward_weight=0.0),
-  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": (
-    cost() | dict(sampling__max_new_tokens=4)
-  ),
-  r"length\.limit=4\.0: with signal='length' every mean is at most": (
-    cost(limit=4.0) | dict(sampling__max_new_tokens=4)
-  ),
-  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": (
-    cost("text", "at_least", text="x", limit=1.5)
-  ),
-  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": (
-    cost("truncated", "at_least")
-  ),
-  r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": (
-    cost(signal="overlong") | dict(reward__overlong_buffer=4, schedule__new_tokens="1:4,5:10")
-  ),
-  r"length\.signal='overlong' needs a buffer: reward\.overlong_buffer=0": cost(signal="overlong"),
-  r"length\.signal='format' needs reward\.format": cost("length", "at_least", signal="format"),
-  r"costs\.length\.signal='math': reward\.workers=0": cost(signal="math"),
-}
-WITH = {
-  r"job='offline'": dict(job="offline", objective__name="rft", objective__advantage="std",
-    objective__old_logp="recompute", offline__data="x"),
-  r"environment\.name='calculator'": dict(environment__name="calculator"),
-  r"reward\.per_line=True": dict(reward__name="recurrence", reward__per_line=True),
-  r"critic\.name='model'": dict(critic__name="model", objective__name="ppo_clip"),
-  r"data\.query_set\.extra_rounds=2": dict(data__query_set__extra_rounds=2),
-  r"rl\.mask_truncated=True": dict(rl__mask_truncated=True),
-  r"objective\.advantage='none'": dict(objective__name="dr_grpo"),
-  r"objective\.advantage='leave_one_out'": dict(objective__advantage="leave_one_out"),
-  r"objective\.advantage='best'": dict(objective__name="rft"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_a_bad_entry_is_refused_by_name(message):
-  with pytest.raises(ValueError, match=message):
-    config_of(common.base, **WRONG[message])
-
-
-@pytest.mark.parametrize("message", WITH)
-def test_what_does_not_go_together_is_refused(message):
-  with pytest.raises(ValueError, match=rf"constraints \(length\): {message}"):
-    config_of(common.base, **cost(limit=6.0) | WITH[message])
-
-
 def test_a_fixed_weight_needs_no_limit():
   assert config_of(common.base, **cost(rate=0.0, gain=0.0, initial=0.5)).constraints.on
 

@@ -10,7 +10,7 @@ import pytest
 from support import rollouts
 from support.command_line import SMALL, killed_and_whole, rows_of, run
 from support.configs import config_of
-from support.rollouts import NEW, PARAMS, PROMPTS, G, P, dumped, goes_on, settings
+from support.rollouts import NEW, PARAMS, PROMPTS, G, P, dumped, goes_on
 
 from configs import tiny_offline, tiny_rft
 from gspo_jax.data import recorded
@@ -183,36 +183,6 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
     for response, was in zip(group.responses, responses, strict=True):
       np.testing.assert_array_equal(response.tokens, was.tokens)
       assert (response.reward, response.stopped) == (was.reward, was.stopped)
-
-
-REFUSED = {
-  "objective.name='gspo'.* spo and rft": dict(objective__name="gspo", objective__beta=None),
-  "objective.old_logp='sampler'": dict(objective__old_logp="sampler"),
-  "objective.correction.name='truncated'": dict(objective__correction__name="truncated"),
-  "objective.off_policy_threshold": dict(objective__off_policy_threshold=1.0),
-  "objective.volatility=True": dict(objective__volatility=True),
-  "environment.name='calculator'": dict(environment__name="calculator"),
-  "rl.extra_prompts=2": dict(extra_prompts=2),
-  "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
-  "offline.data='file' has no effect, since job='rl'": dict(job="rl"),
-  "offline.fresh=0.01 is 0 of rl.prompts=4": dict(offline__fresh=0.01),
-  "offline.fresh=0.9 is 4 of rl.prompts=4": dict(offline__fresh=0.9),
-  "drop_after=3 has no effect": dict(data__query_set__drop_after=3),
-  "offline.fresh=1.0": dict(offline__fresh=1.0),
-  "objective.soft_value=0.5": dict(
-    objective__name="rft", objective__beta=None, objective__soft_value=0.5
-  ),
-  "objective.advantage='best'": dict(objective__advantage="best"),
-  "objective.advantage='soft'": dict(
-    objective__name="rft", objective__beta=None, objective__advantage="soft"
-  ),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_has_no_meaning_for_recorded_responses_is_refused(why):
-  with pytest.raises(ValueError, match=why):
-    settings(**OFFLINE | REFUSED[why])
 
 
 def test_the_configurations_choose_what_they_say():

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 from rollouts.test_partial_rollouts import surplus
-from support.configs import config_of
 from support.rollouts import (
   MOE,
   OTHER,
@@ -27,7 +26,6 @@ from support.rollouts import (
   iterate,
 )
 
-from configs import common
 from gspo_jax import sharding
 from gspo_jax.learner.passes import learner_of, log_probs
 from gspo_jax.models import publication, transformer
@@ -450,17 +448,3 @@ def test_meshes_that_are_not_there_are_refused(mesh, rollout, message):
   both = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
   with pytest.raises(ValueError, match=message):
     sharding.make_meshes(*both)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(job="sft", sft__steps=1, rl__lag=1), "rl.lag=1 has no effect.*job='sft'"),
-    (dict(job="eval", rollout_mesh__fsdp=1), "rollout_mesh.fsdp=1.* has no effect.*job='eval'"),
-    (dict(rollout_mesh__fsdp=1, distributed=True), "rollout_mesh.fsdp=1.*distributed=True"),
-    (dict(rl__lag=-1), "rl.lag=-1 must be"),
-  ],
-)
-def test_configurations_without_a_meaning_are_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    config_of(common.base, **changes)

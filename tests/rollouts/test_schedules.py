@@ -558,38 +558,6 @@ def test_what_nobody_can_append_to_is_refused_by_name(name, tmp_path):
 
 # Configurations.
 
-REFUSED = {
-  r"schedule\.new_tokens='6'": dict(schedule__new_tokens="6"),
-  r"schedule\.new_tokens='2:6'.* go up from 1": dict(schedule__new_tokens="2:6"),
-  r"schedule\.new_tokens='1:6,1:8'.* go up": dict(schedule__new_tokens="1:6,1:8"),
-  r"schedule\.new_tokens='1:8,3:6'.*responses grow": dict(schedule__new_tokens="1:8,3:6"),
-  r"schedule\.new_tokens='1:0'.*responses grow": dict(schedule__new_tokens="1:0"),
-  r"sampling\.max_new_tokens=24 is the most": dict(schedule__new_tokens="1:6,2:25"),
-  r"reward\.overlong_buffer=9 is more than 6": dict(
-    schedule__new_tokens="1:6,2:24", reward__overlong_weight=1.0, reward__overlong_buffer=9
-  ),
-  r"schedule\.group_size_min=4 is more than rl\.group_size=3": dict(schedule__group_size_min=4),
-  r"schedule\.group_size_min=1": dict(schedule__group_size_min=1),
-  r"schedule\.group_size_min=2, rl\.extra_prompts=3": dict(
-    schedule__group_size_min=2, rl__extra_prompts=3
-  ),
-  r"schedule\.group_solved=1\.0": dict(schedule__group_solved=1.0),
-  r"schedule\.new_tokens='1:6'.*no effect with job='offline'": dict(
-    job="offline", offline__data="f", schedule__new_tokens="1:6",
-    objective__name="spo", objective__old_logp="recompute",
-  ),
-  r"schedule\.refresh_every=2.*job='sft'.*set it to 0": dict(
-    job="sft", sft__steps=2, schedule__refresh_every=2
-  ),
-  r"schedule\.group_size_min=2.*job='eval'": dict(job="eval", schedule__group_size_min=2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_schedules_that_fit_nothing_are_refused(why):
-  with pytest.raises(ValueError, match=why):
-    settings(**REFUSED[why])
-
 
 def test_groups_of_one_are_for_those_who_need_no_others():
   keys = dict(schedule__group_size_min=1, objective__name="ppo_clip")

@@ -20,8 +20,7 @@ from gspo_jax.sampling.servers.client import (
   version_number,
 )
 from gspo_jax.settings.model import tiny_moe
-from gspo_jax.settings.sampling import SamplingConfig
-from gspo_jax.settings.server import ServerConfig
+from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 
 CALL = Call("a1", (5, 6, 7), 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
 # Eight experts, of which a token takes two, in the last two of three layers.

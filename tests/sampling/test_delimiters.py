@@ -240,18 +240,3 @@ def test_without_tags_the_key_is_named(tmp_path):
   test_tokenizer.write_checkpoint(tmp_path, test_tokenizer.QWEN)
   with pytest.raises(ValueError, match=r"segment_delimiters.*chat template has no such tag"):
     steps.choose(None, tokenizer.load(str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-  "changes",
-  [
-    dict(segment_unit="turn", segment_delimiters=("]",)),
-    dict(segment_delimiters=("]",)),
-    dict(segment_unit="step", segment_delimiters=()),
-    dict(segment_unit="step", segment_delimiters=("]", "")),
-  ],
-)
-def test_delimiters_that_cannot_be(changes):
-  changes = {f"objective__{key}": value for key, value in changes.items()}
-  with pytest.raises(ValueError, match=r"objective\.segment_delimiters=.*segment_unit='step'"):
-    config_of(common.base, objective__name="segment", **changes)

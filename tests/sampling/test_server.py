@@ -22,8 +22,7 @@ from gspo_jax.sampling.requests import workload
 from gspo_jax.sampling.servers import client, pool, probe
 from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.settings.model import REFERENCE
-from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
-from gspo_jax.settings.server import ServerConfig
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig, ServerConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 

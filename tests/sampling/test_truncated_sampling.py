@@ -57,23 +57,6 @@ def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_p
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
 
 
-WRONG = {
-  "top-p alone": (dict(sampling__top_k=0), r"^sampling\.top_p=0\.6, .* sampling\.top_k=0: updates"),
-  "min-p alone": (
-    dict(sampling__top_k=0, sampling__top_p=1.0, sampling__min_p=0.1),
-    r"min_p=0\.1, sampling\.top_k=0: updates .* set sampling\.top_k to 2 to 1024 too",
-  ),
-  "too many": (dict(sampling__top_k=1025), r"top_k=1025: .* 4100 bytes per token; set it to 1024"),
-  "one": (dict(sampling__top_k=1), r"sampling\.top_k=1: the greedy responses of a group are equal"),
-}
-
-
-@pytest.mark.parametrize("changes, match", WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_be_put_on_record_is_refused(changes, match):
-  with pytest.raises(ValueError, match=match):
-    config_of(tiny.get_config, **SMALL | changes)
-
-
 def test_what_is_asked_of_the_engine():
   def asked(**changes):
     return workload(config_of(tiny.get_config, **SMALL | changes), (1,), False)

@@ -13,17 +13,16 @@ import typing
 from typing import Annotated, Literal
 
 import pytest
-from support.configs import values_of
+from support.configs import VARIANTS, values_of
 
-from configs import common, gsm8k, tiny_tools
+from configs import common, tiny_tools
 from gspo_jax import train
 from gspo_jax.models import transformer
-from gspo_jax.settings import checks, ranges
+from gspo_jax.settings import ranges, rules
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
-FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
 BENCHMARK = "eval.benchmarks.aime"
 ENTRIES = {  # of the sections that hold sections by name, one each
   "eval.benchmarks": BENCHMARK,
@@ -249,12 +248,6 @@ def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
   assert refused > 400
 
 
-VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
-SMALL = ("tiny", "smollm2")  # as they are
-VARIANTS = [(file, arg) for file, arg in VARIANTS if arg is None or not file.startswith(SMALL)]
-VARIANTS += [("smollm2", "svamp")] + [("gsm8k", arg) for arg in gsm8k.VARIANTS]
-
-
 @pytest.mark.parametrize("file, arg", VARIANTS)
 def test_every_file_is_a_configuration(file, arg):
   given = importlib.import_module(f"configs.{file}").get_config(arg)
@@ -290,69 +283,6 @@ def test_the_overlong_buffer_is_compared_with_the_length_that_follows():
     from_dict(given)
 
 
-@pytest.mark.parametrize(
-  "key, value, message",
-  [
-    ("environment.max_turns", 0, r"environment\.max_turns=0"),
-    ("environment.max_turn", 1, r"unknown config key environment\.max_turn.*max_turns"),
-    ("reward.overlong_weight", 0.5, r"reward\.overlong_weight=0\.5.*environment\.name"),
-    ("distributed", True, r"environment\.workers=2.*distributed"),
-  ],
-)
-def test_what_does_not_go_with_an_environment(key, value, message):
-  given = values_of(
-    tiny_tools.get_config,
-    reward__overlong_max=36,
-    reward__overlong_buffer=8,
-    environment__workers=2,
-  )
-  assert from_dict(given).environment.name
-  with pytest.raises(ValueError, match=message):
-    from_dict(changed(key, value, given))
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(profile__iteration=301), r"profile\.iteration=301 is no iteration: job='rl' has 300"),
-    (dict(job="eval", profile__iteration=1), r"iteration=1 is no iteration: job='eval' has none"),
-    (dict(profile__steps=3), r"profile\.steps=3 has no effect, since profile\.iteration=0"),
-    (
-      dict(profile__iteration=1, profile__steps=3),
-      r"profile\.steps=3 counts the steps of sample or",
-    ),
-    (
-      dict(
-        profile__iteration=1,
-        profile__stage="sample",
-        engine__name="server",
-        engine__urls=("http://a:1",),
-      ),
-      r"profile\.stage='sample' is not here with engine\.name='server': profile the servers",
-    ),
-    (dict(job="sft+rl"), r"sft\.steps=0: job='sft\+rl'.*set job=rl"),
-    (dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens = 2049.*embeddings=2048"),
-    (dict(sft__max_tokens=2049), r"sft\.max_tokens = 2049 exceed.*embeddings=2048"),
-    (dict(model__mlp_only_layers=(4,)), r"model\.mlp_only_layers=4.*model\.num_layers=4"),
-    (dict(reward__overlong_weight=1.0), r"reward\.overlong_weight=1\.0 needs a buffer"),
-    (dict(objective__tuned=dict(dapo=dict(clip_low=2.0))), r"tuned\.dapo\.clip_low=2\.0 must be"),
-    (dict(objective__tuned=dict(dapo=dict(clip_low="x"))), r"tuned\.dapo\.clip_low='x' must be"),
-    (dict(environment__max_turns=8), r"max_turns=8 has no effect.*environment\.name=''.*to 1"),
-    (dict(environment__workers=2), r"workers=2 has no effect.*set it to 0"),
-    (dict(lora__rank=2, lora__matrices=()), r"lora\.matrices=\(\): name one of them"),
-    (dict(lora__rank=2, lora__matrices=("gate",)), r"matrices='gate' is not one of q_proj, k_proj"),
-    (dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*did you mean eval/accuracy\?"),
-    (dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
-  ],
-)
-def test_what_does_not_go_together_is_named(changes, message):
-  given = common.base()
-  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
-  with pytest.raises(ValueError, match=message) as error:
-    from_dict(values_of(lambda: given, **changes))
-  assert "\n" not in str(error.value)
-
-
 def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
   of_sft = dict(sft__batch=60, sft__microbatches=1)
   of_rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
@@ -360,12 +290,12 @@ def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
   def config(**changes):
     return from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
 
-  checks.check_devices(config(job="rl", **of_sft), 8)
-  checks.check_devices(config(job="sft", **of_rl), 8)
-  checks.check_devices(config(job="eval", **of_rl, **of_sft), 8)
+  rules.check_devices(config(job="rl", **of_sft), 8)
+  rules.check_devices(config(job="sft", **of_rl), 8)
+  rules.check_devices(config(job="eval", **of_rl, **of_sft), 8)
   for changes, message in ((of_sft, "sft.batch"), (of_rl, "rl.prompts")):
     with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
-      checks.check_devices(config(job="sft+rl", **changes), 8)
+      rules.check_devices(config(job="sft+rl", **changes), 8)
 
 
 def test_conversations_share_no_prompts():

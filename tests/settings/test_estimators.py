@@ -3,7 +3,7 @@
 import pytest
 from support.configs import config_of
 
-from configs import common, tiny
+from configs import common
 from gspo_jax import objectives as O
 from gspo_jax.learner import advantages as devices
 from gspo_jax.rollouts import advantages as host
@@ -48,56 +48,11 @@ CHOSEN = {
   "lines": (LINES, "lines", "lines"),
 }
 
-REFUSED = {
-  "no critic": (dict(objective__advantage="gae"), "advantage='gae' needs critic.name="),
-  "no turns of a critic": (
-    CRITIC | dict(objective__advantage="turn_gae"),
-    "'turn_gae' needs environment.name",
-  ),
-  "no teacher": (dict(objective__advantage="distillation"), "needs distillation.teacher"),
-  "no cost": (dict(objective__advantage="constraints"), "needs an entry of constraints"),
-  "no rewards": (dict(objective__advantage="gdpo"), "needs an entry of constraints"),
-  "a teacher, of a named one": (
-    TEACHER | COST | dict(objective__advantage="constraints"),
-    r"/t': constraints \(length\): both give each response its advantage",
-  ),
-  "no price": (dict(objective__advantage="kl_in_reward"), "needs objective.reward_kl_coef"),
-  "a price beside a critic": (CRITIC | PRICE, r"reward_kl_coef=0\.1: both give each response its"),
-  "a price beside turns": (
-    TALK | PRICE,
-    r"environment\.name='calculator': both give each turn its",
-  ),
-  "a price of imitation": (
-    PRICE | dict(objective__name="rft"),
-    r"reward_kl_coef=0\.1 has no effect, since objective\.advantage='best' is of whole",
-  ),
-  "a price and rounds": (
-    PRICE | dict(data__query_set__extra_rounds=1),
-    r"reward_kl_coef=0\.1: data\.query_set\.extra_rounds=1 leaves out groups of equal rewards",
-  ),
-  "no turns": (dict(objective__advantage="turns"), "'turns' needs environment.name"),
-  "two of tokens": (CRITIC | TEACHER, r"/t': critic\.name='model': both give each token"),
-  "named beside another": (
-    CRITIC | TALK | dict(objective__advantage="turns"),
-    r"critic\.name='model': environment\.name='calculator': both give each turn",
-  ),
-  "lines of what has none": (
-    LINES | dict(objective__name="rft"),
-    r"reward\.per_line=True has no effect, since objective\.advantage='best'",
-  ),
-}
-
 
 @pytest.mark.parametrize("changes, chosen, of_rewards", CHOSEN.values(), ids=CHOSEN)
 def test_the_first_whose_needs_are_met_is_taken(changes, chosen, of_rewards):
   c = config_of(common.base, **changes)
   assert (c.estimator.name, c.estimator_of_rewards.name) == (chosen, of_rewards)
-
-
-@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_go_together_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    config_of(tiny.get_config, **changes)
 
 
 @pytest.mark.parametrize("name", O.ESTIMATORS)

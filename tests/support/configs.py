@@ -1,15 +1,24 @@
 """Configurations for the tests."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import common, gsm8k
 from gspo_jax.settings import run as config
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.rewards import RewardConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
+SMALL = ("tiny", "smollm2")  # Files without a variant `tiny`.
+# Every file of configs/ with each of its variants.
+VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
+VARIANTS = [(file, arg) for file, arg in VARIANTS if arg is None or not file.startswith(SMALL)]
+VARIANTS += [("smollm2", "svamp")] + [("gsm8k", arg) for arg in gsm8k.VARIANTS]
 
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from absl import logging
 
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.sampling import SamplingConfig
-from gspo_jax.settings.server import ServerConfig
+from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")

@@ -21,7 +21,7 @@ from absl import logging
 from gspo_jax.sampling.servers import client
 from gspo_jax.sampling.servers.client import Call, Client, Failed, Part
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.server import ServerConfig
+from gspo_jax.settings.sampling import ServerConfig
 
 HEALTH_S = 5.0  # between two health checks of a server with calls
 BUSY_S = 0.5  # before a busy server is asked again
