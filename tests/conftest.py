@@ -16,10 +16,13 @@ os.environ.setdefault(
   " --xla_cpu_parallel_codegen_split_count=1",
 )
 # Tests, and runs that they start, share compiled programs and leave nothing in the user's cache.
-# Processes of pytest-xdist inherit the directory. JAX_COMPILATION_CACHE_DIR names one that stays.
+# Processes of pytest-xdist inherit the directory. GSPO_JAX_TESTS_CACHE names one that stays, for
+# several calls of pytest.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-  os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gspo_jax_tests_")
-  atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+  cache = os.environ.get("GSPO_JAX_TESTS_CACHE")
+  os.environ["XDG_CACHE_HOME"] = cache or tempfile.mkdtemp(prefix="gspo_jax_tests_")
+  if not cache:
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import jax
 import pytest
@@ -29,8 +32,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.config.jax_compilation_cache_dir is None:
-  cache = Path(os.environ["XDG_CACHE_HOME"], "gspo_jax", "compiled")
-  jax.config.update("jax_compilation_cache_dir", str(cache))
+  compiled = Path(os.environ["XDG_CACHE_HOME"], "gspo_jax", "compiled")
+  jax.config.update("jax_compilation_cache_dir", str(compiled))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones
 
 

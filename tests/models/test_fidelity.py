@@ -178,6 +178,14 @@ def test_the_router_chooses_the_same_experts(case):
   assert len(np.unique(expected)) == case.config.num_experts
 
 
+# The sampler reads the same layers: one case for each kind of cache and of layer.
+SAMPLED = "dense_gqa2", "moe_mlp_only_gqa8", "gemma3_bound_gqa8", "gemma2"
+SAMPLED = [
+  name if name in SAMPLED else pytest.param(name, marks=pytest.mark.long) for name in CASES
+]
+
+
+@pytest.mark.parametrize("case", SAMPLED, indirect=True)
 def test_greedy_continuations_are_those_of_transformers(case):
   prompts = [case.tokens[0, :9].tolist(), case.tokens[1, :4].tolist()]
   rollout = generate(

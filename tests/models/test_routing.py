@@ -248,7 +248,9 @@ def test_a_dense_model_has_no_experts():
   assert out.routing is None
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [pytest.param((2, 2, 2, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
+)
 def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):

@@ -142,7 +142,7 @@ def test_gae_against_the_recursion(discount, trace, x64):
   np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
   packed = [x.reshape(4, -1) for x in (*dirty, mask)]
   ids = np.where(packed[2], np.repeat([7, 2], mask.shape[1]), -1)
-  ours = O.gae(*packed, discount, trace, response_BT=ids)
+  ours = jax.jit(O.gae)(*packed, discount, trace, response_BT=ids)
   np.testing.assert_allclose(ours, [x.reshape(4, -1) for x in expected], rtol=1e-12, atol=1e-14)
 
 
@@ -161,9 +161,9 @@ def test_gae_of_turns_against_the_recursion(discount, trace, x64):
   each = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)  # a token to a turn
   for values in last, np.zeros(len(mask)):
     of_tokens = paper.gae(reward, value, mask, discount, trace, values)
-    ours = O.gae(*dirty, mask, discount, trace, last_value_B=values)
+    ours = jax.jit(O.gae)(*dirty, mask, discount, trace, last_value_B=values)
     np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
-    ours = O.turn_gae(*dirty, mask, each, discount, trace, last_value_B=values)
+    ours = jax.jit(O.turn_gae)(*dirty, mask, each, discount, trace, last_value_B=values)
     np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
 
 

@@ -175,6 +175,7 @@ def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64
   old = jax.nn.log_softmax(ref + 0.3 * step)
   logits = old + step
 
+  @functools.partial(jax.jit, static_argnums=0)
   def penalty(kind, logits, sampled):
     """The gradient of E_sampled[KL estimate] by logits, as a loss has it of each token."""
 
@@ -279,12 +280,12 @@ def test_the_effective_length_is_of_the_tokens_that_move(name):
   loss, advantage = O.POLICY_LOSSES[name], np.nan_to_num(CASE["advantage"])
   args = logp, OLD, advantage, MASK
   halves = ([x[rows] for x in args] for rows in (slice(0, 3), slice(3, None)))
-  sums = O.merge(*(loss.sums(*half)[1] for half in halves))
+  sums = O.merge(*(jax.jit(loss.sums)(*half)[1] for half in halves))
   ids = np.repeat([3, 1], MASK.shape[1]) * np.ones((4, 1), int)
   packed = [np.reshape(x * np.ones(MASK.shape[1]), (4, -1)) for x in (advantage[:, None],)]
   long = [x.reshape(4, -1) for x in (logp, OLD)]
-  packed = loss(*long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
-  for metrics in (loss(*args)[1], O.compute(sums), packed):
+  packed = jax.jit(loss)(*long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
+  for metrics in (jax.jit(loss)(*args)[1], O.compute(sums), packed):
     np.testing.assert_allclose(metrics["ratio/effective_length"], each.mean(), rtol=1e-4)
 
 

@@ -165,7 +165,7 @@ def test_packed_turns_and_penalties_equal_unpacked_ones():
     tree_close((loss, metrics, grad.reshape(B, T)), unpacked, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 8])
 @pytest.mark.parametrize("name", SUMS)
 def test_any_number_of_micro_batches_is_the_same(name, parts):
   """Means of means would differ by several per cent."""
@@ -220,7 +220,9 @@ def test_shard_map_over_eight_devices(name):
 
 
 @EXPLICIT
-@pytest.mark.parametrize("spec", [P("data"), P("data", "time")])
+@pytest.mark.parametrize(
+  "spec", [pytest.param(P("data"), marks=pytest.mark.long), P("data", "time")]
+)
 @pytest.mark.parametrize("name", [name for name in SUMS if name != "segment"])
 def test_explicit_sharding_agrees_and_leaves_the_gradient_sharded_as_the_input(name, spec):
   mesh = jax.make_mesh((4, 2), ("data", "time"))

@@ -96,7 +96,7 @@ def test_speed_is_that_of_the_second_half():
 
 def test_constant_metrics_are_marked_and_others_are_not():
   def run(name, rate):
-    rows = [rl(i, **{"grad_norm": i, "learning_rate": rate, "padding": 0.1}) for i in (1, 2)]
+    rows = [rl(i, **{"grad_norm": 1e-7 * i, "learning_rate": rate, "padding": 0.1}) for i in (1, 2)]
     rows[1] |= {"padding": 0.1 + (1e-9 if name == "a" else 0.2)}
     return data.Run(name, rows, {})
 

@@ -115,7 +115,9 @@ hf.save(target, params, config)
 """
 
 
-@pytest.mark.parametrize("mesh_sizes", [(1, 1, 8, 1), (1, 8, 1, 1)])
+@pytest.mark.parametrize(
+  "mesh_sizes", [(1, 1, 8, 1), pytest.param((1, 8, 1, 1), marks=pytest.mark.long)]
+)
 def test_two_hosts_read_half_each(mesh_sizes, server, tmp_path):
   """With experts over all devices, and with every parameter split within its rows."""
   params = saved(tmp_path / "source", MOE)
