@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX with libtpu would look for a TPU.
 
 import jax
 
@@ -57,7 +57,7 @@ def main() -> None:
   for name in names():
     if re.search(options.only, name) and (options.again or name not in rows):
       started = time.perf_counter()
-      rows[name] = (smallest if name.endswith(" least") else one)(name, options.tries)
+      rows[name] = (smallest if name.endswith(" least") else search_row)(name, options.tries)
       print(f"{name}: {time.perf_counter() - started:.0f} s, {'; '.join(cells(rows[name]))}")
       options.rows.write_text(json.dumps(rows, indent=1) + "\n")
       replace(options.docs, markdown(rows))
@@ -66,47 +66,49 @@ def main() -> None:
 
 
 def names() -> list[str]:
-  """Of all rows: a model and a slice, or a model and a chip whose smallest slice is to be found."""
+  """Returns the rows' names: a model with a slice or, to search, "CHIP least"."""
   return [
-    f"{model} {which}"
+    f"{model} {size}"
     for model, slices in MODELS.items()
-    for which in (*(f"{chip} least" for chip in SLICES), *slices)
+    for size in (*(f"{chip} least" for chip in SLICES), *slices)
   ]
 
 
 def smallest(name: str, tries: int) -> dict[str, Any]:
-  """The row of the smallest slice that the model's update fits, with why the next smaller one does
-  not do; of the largest slice if none does."""
+  """Returns the row of the smallest fitting slice, with the reason against the next smaller one.
+
+  If none fits, it is the row of the largest slice.
+  """
   model, chip, _ = name.split(" ")
   below = ""
   for shape in SLICES[chip]:
-    row = one(f"{model} {chip}:{shape}", tries)
+    row = search_row(f"{model} {chip}:{shape}", tries)
     if row["fits"]:
       break
     below = textwrap.shorten(f"{shape}: {row['error']}", 160, placeholder=" ...")
   return row | dict(below=below if row["fits"] else "")
 
 
-def one(name: str, tries: int) -> dict[str, Any]:
+def search_row(name: str, tries: int) -> dict[str, Any]:
   """The best row of a search on one slice."""
   model, topology = name.split(" ")
   devices = len(devices_of(topology))
   case = case_of(model, devices)
   start = search.changed(case, compute=dict(remat="auto"))
   candidates = search.meshes(start, devices)
-  found = search.find("train", [candidates], topology, tries=6, enough=tries)
+  result = search.find("train", [candidates], topology, tries=6, enough=tries)
   row = dict(model=model, slice=topology, sequences=case.sequences)
-  if not found.best:
-    return row | dict(fits=False, error=found.needs())
-  best, measured = found.best, found.rows[found.ranked()[0]]
-  kept = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu", "remat")
+  if not result.best:
+    return row | dict(fits=False, error=result.needs())
+  best, measured = result.best, result.rows[result.ranked()[0]]
+  columns = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu", "remat")
   mesh = [getattr(best.config.mesh, axis) for axis in ("fsdp", "expert", "tensor")]
   settings = dict(mesh=mesh, microbatches=best.microbatches)
-  return row | dict(fits=True, **settings, **{key: measured[key] for key in kept})
+  return row | dict(fits=True, **settings, **{key: measured[key] for key in columns})
 
 
 def case_of(model: str, devices: int) -> Case:
-  """An update of the model as the configurations of its kind have it."""
+  """Makes the case of a model's update in its configuration."""
   config = (moe_aime if PUBLISHED[model].num_experts else dense_math).get_config()
   config.update(model=common.model(PUBLISHED[model]), rl=dict(packed=False))
   read = from_dict(config.to_dict())
@@ -114,16 +116,16 @@ def case_of(model: str, devices: int) -> Case:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-  """The table, in the order of `names`; a slice that is the smallest and named has one row."""
+  """Formats the table in the order of `names`, without repeated slices."""
   lines = [
     "| model | slice | fsdp x expert x tensor | micro-batches | remat | peak GiB of | compute s "
     "| memory s | links s | utilisation at the bound | the next smaller slice |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
   ]
-  seen = set()
+  slices_done = set()
   for name in names():
-    if name in rows and (name.split()[0], rows[name]["slice"]) not in seen:
-      seen.add((name.split()[0], rows[name]["slice"]))
+    if name in rows and (name.split()[0], rows[name]["slice"]) not in slices_done:
+      slices_done.add((name.split()[0], rows[name]["slice"]))
       lines.append(f"| {' | '.join(cells(rows[name]))} |")
   return "\n".join(lines) + "\n"
 

@@ -64,11 +64,11 @@ def check(verifier: CodeVerifier, data: pathlib.Path) -> int:
     "mutant": [row["prompt"] + "    return None\n" for row in rows],
   }
   failures = 0
-  for name, wanted in ("canonical", True), ("mutant", False):
+  for name, expected in ("canonical", True), ("mutant", False):
     start = time.perf_counter()
     outcomes = verifier.score(list(map(fenced, programs[name])), answers)
     elapsed = time.perf_counter() - start
-    bad = [r["task_id"] for r, o in zip(rows, outcomes) if (o == Outcome.RIGHT) != wanted]
+    bad = [r["task_id"] for r, o in zip(rows, outcomes) if (o == Outcome.RIGHT) != expected]
     crashed = outcomes.count(Outcome.CRASH)
     failures += len(bad) + crashed
     print(

@@ -39,7 +39,7 @@ from machine import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), transformers=("torch", "transformers"))
-GPU = ("gpu", "cuda", "rocm")  # what JAX calls the platform
+GPU = ("gpu", "cuda", "rocm")  # JAX's names of the platform.
 MEMORY_ENDS = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "Out of memory")
 
 QWEN3 = dict(vocab_size=151_936, hidden_size=2048, head_dim=128, max_position_embeddings=40_960)
@@ -54,7 +54,7 @@ MODELS = dict(
 TRAIN = dict(rows=32, length=2048, at_once=8, calls=5)
 SAMPLE = dict(prompts=8, group=8, prompt=1024, new=512, calls=3)
 TARGETS = dict(train=dict(dense=0.50, moe=0.35), sample=dict(dense=0.60, moe=0.60))
-RATIO = 2.0  # of ours to transformers' `generate`
+RATIO = 2.0  # Target: our speed over that of transformers' `generate`.
 
 TOY = dict(vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 TOY |= dict(intermediate_size=128)
@@ -89,17 +89,17 @@ def main(arguments: list[str] | None = None) -> None:
     if device["platform"] not in GPU and not options.toy:
       raise SystemExit("JAX finds no GPU here, so nothing was measured; --toy tries the programs")
     if options.toy:
-      where = "on a GPU" if device["platform"] in GPU else "without a GPU"
-      print(f"Toy sizes, {where}: these figures show that the programs run, and no more.")
+      place = "on a GPU" if device["platform"] in GPU else "without a GPU"
+      print(f"Toy sizes, {place}: these figures show that the programs run, and no more.")
     results = []
     for model in options.models.split(","):
       for task in options.tasks.split(","):
         spec = make_spec(model, task, options.toy) | dict(experts=options.experts)
         needed = process("gpu_ours.py", dict(task="count", of=spec), Path(scratch), cpu=True)
         spec["hf_config"] = needed.pop("hf_config")
-        found = {system: measure(system, spec, Path(scratch)) for system in systems}
-        found = {system: record for system, record in found.items() if record}
-        rows = [one_row(model, task, system, found, needed, device) for system in found]
+        records = {system: measure(system, spec, Path(scratch)) for system in systems}
+        records = {system: record for system, record in records.items() if record}
+        rows = [one_row(model, task, system, records, needed, device) for system in records]
         show(rows, needed)
         results += rows
   if options.save:
@@ -108,9 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def describe(device: dict[str, Any]) -> str:
   peak, bandwidth = device["flops"], bandwidth_of(device["kind"])
-  known = [f"{peak / 1e12:.0f} TF/s in bfloat16"] if peak else ["no peak known"]
-  known += [f"{bandwidth / 1e12:.2f} TB/s"] if bandwidth else ["no bandwidth known"]
-  return f"{device['kind']}, {', '.join(known)}; jax {device['jax']}"
+  limits = [f"{peak / 1e12:.0f} TF/s in bfloat16"] if peak else ["no peak known"]
+  limits += [f"{bandwidth / 1e12:.2f} TB/s"] if bandwidth else ["no bandwidth known"]
+  return f"{device['kind']}, {', '.join(limits)}; jax {device['jax']}"
 
 
 def bandwidth_of(kind: str) -> float | None:
@@ -127,7 +127,7 @@ def make_spec(model: str, task: str, toy: bool) -> dict[str, Any]:
 
 
 def measure(system: str, spec: dict[str, Any], scratch: Path) -> dict[str, Any] | None:
-  """What its process says; None if it fails. With less at once if memory does not suffice."""
+  """Returns a process's record; None if it fails. Out of memory, it retries with less."""
   file = dict(ours="gpu_ours.py", transformers="gpu_peers.py")[system]
   while True:
     try:
@@ -142,14 +142,14 @@ def measure(system: str, spec: dict[str, Any], scratch: Path) -> dict[str, Any] 
 
 
 def process(file: str, spec: dict[str, Any], scratch: Path, cpu: bool = False) -> dict[str, Any]:
-  """Runs it to its end, so that the GPU is free for the next.
+  """Runs a process to its end, to free the GPU.
 
   RuntimeError, with what it wrote, if it fails.
   """
   result = scratch / "result.json"
   path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
   variables = dict(PYTHONPATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-  variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"  # by default JAX takes three quarters
+  variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"  # JAX's default is three quarters.
   if cpu:
     variables["JAX_PLATFORMS"] = "cpu"
   child = subprocess.run(
@@ -168,14 +168,14 @@ def one_row(
   model: str,
   task: str,
   system: str,
-  found: dict[str, dict[str, Any]],
+  records: dict[str, dict[str, Any]],
   needed: dict[str, float],
   device: dict[str, Any],
 ) -> dict[str, Any]:
-  """One line of the table; None where something is not known."""
-  record = found[system]
+  """Returns a row of the table; None for unknown values."""
+  record = records[system]
   tokens = needed["tokens"] / record["seconds"]
-  other = found.get("transformers")
+  other = records.get("transformers")
   share, speed = None, None
   if task == "train":
     speed = needed["operations"] / record["seconds"]
@@ -214,18 +214,18 @@ def show(rows: list[dict[str, Any]], needed: dict[str, float]) -> None:
 
 
 def cells(r: dict[str, Any]) -> list[str]:
-  """Of one line, with targets next to what they are for."""
+  """Returns the cells of a row, with targets beside their figures."""
   trains, ours = r["task"] == "train", r["system"] == "ours"
-  found = [r["system"], f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}"]
-  found += [known(r["speed"], 1e12 if trains else 1e9, ".3g"), known(r["share"], 1, ".1%")]
-  found += [f"{TARGETS[r['task']][r['model']]:.0%}" if ours else ""]
-  found += [known(r["ratio"], 1, ".2f") if ours else ""]
-  found += [] if trains else [f"{RATIO:.1f}" if ours else ""]
-  found += [known(r["peak_bytes"], 1e9, ".1f")]
-  return found + ([f"{r['at_once']}"] if trains else [])
+  texts = [r["system"], f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}"]
+  texts += [scaled(r["speed"], 1e12 if trains else 1e9, ".3g"), scaled(r["share"], 1, ".1%")]
+  texts += [f"{TARGETS[r['task']][r['model']]:.0%}" if ours else ""]
+  texts += [scaled(r["ratio"], 1, ".2f") if ours else ""]
+  texts += [] if trains else [f"{RATIO:.1f}" if ours else ""]
+  texts += [scaled(r["peak_bytes"], 1e9, ".1f")]
+  return texts + ([f"{r['at_once']}"] if trains else [])
 
 
-def known(value: float | None, unit: float, form: str) -> str:
+def scaled(value: float | None, unit: float, form: str) -> str:
   return "n/a" if value is None else f"{value / unit:{form}}"
 
 

@@ -41,7 +41,7 @@ def probe(_: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(spec: dict[str, Any]) -> dict[str, Any]:
-  """What the task needs, and the model's config.json."""
+  """Returns the task's operations and bytes, and the model's config.json."""
   spec = spec["of"]
   config = model_of(spec)
   total, active = transformer.count(config)
@@ -51,11 +51,13 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
     operations = flops.work(config, rows, length, length).training()
     return needed | dict(tokens=rows * length, operations=operations)
   rows = spec["prompts"] * spec["group"]
-  seen = spec["prompt"] + (spec["new"] - 1) / 2  # positions of a row, on average over the steps
-  cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * seen
+  positions = (
+    spec["prompt"] + (spec["new"] - 1) / 2
+  )  # positions of a row, on average over the steps
+  cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * positions
   return needed | dict(
     tokens=rows * spec["new"], bytes=2 * (read_weights(config, rows) + cache)
-  )  # of a step
+  )  # Per step.
 
 
 def train(spec: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +117,10 @@ def peak_bytes() -> int | None:
 
 def main() -> None:
   spec = json.load(sys.stdin)
-  one = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
-  with jax.set_mesh(sharding.make_mesh(one, jax.devices()[:1])):
-    found = dict(probe=probe, count=count, train=train, sample=sample)[spec["task"]](spec)
-  Path(sys.argv[1]).write_text(json.dumps(found))
+  mesh_config = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
+  with jax.set_mesh(sharding.make_mesh(mesh_config, jax.devices()[:1])):
+    record = dict(probe=probe, count=count, train=train, sample=sample)[spec["task"]](spec)
+  Path(sys.argv[1]).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -34,25 +34,25 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
   parts = tokens.split(spec["at_once"])
   seconds = []
   for _ in range(spec["calls"] + 1):
-    started = now()
+    started = synchronized_time()
     for part in parts:
       (model(input_ids=part, labels=part, use_cache=False).loss / len(parts)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    seconds.append(now() - started)
+    seconds.append(synchronized_time() - started)
   return dict(seconds=statistics.median(seconds[1:]), peak_bytes=peak_bytes())
 
 
 @torch.no_grad()
 def sample(spec: dict[str, Any]) -> dict[str, Any]:
-  """Every prompt `group` times; the time of a step is what the further tokens took."""
+  """Samples every prompt `group` times; times the tokens after the first."""
   model = network(spec).eval()
   shape = spec["prompts"], spec["prompt"]
   tokens = torch.randint(spec["model"]["vocab_size"], shape, device=DEVICE)
 
   def generate(new: int) -> float:
-    started = now()
+    started = synchronized_time()
     out = model.generate(
       tokens,
       attention_mask=torch.ones_like(tokens),
@@ -64,7 +64,7 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
       eos_token_id=None,
       pad_token_id=0,
     )
-    seconds = now() - started
+    seconds = synchronized_time() - started
     if out.shape != (spec["prompts"] * spec["group"], spec["prompt"] + new):
       raise ValueError(f"sampled {tuple(out.shape)}")
     return seconds
@@ -75,7 +75,7 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
   return dict(seconds=seconds, step_seconds=max(step, 0.0), peak_bytes=peak_bytes())
 
 
-def now() -> float:
+def synchronized_time() -> float:
   if DEVICE == "cuda":
     torch.cuda.synchronize()
   return time.perf_counter()
@@ -87,8 +87,8 @@ def peak_bytes() -> int | None:
 
 def main() -> None:
   spec = json.load(sys.stdin)
-  found = dict(train=train, sample=sample)[spec["task"]](spec)
-  Path(sys.argv[1]).write_text(json.dumps(found))
+  record = dict(train=train, sample=sample)[spec["task"]](spec)
+  Path(sys.argv[1]).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from machine import busy_seconds, environment, installed
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), nopass=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
 OURS = ("ours", "nopass")
-COMPILED = (*OURS, "tunix")  # for the others cold and warm are the same
+COMPILED = (*OURS, "tunix")  # The others start equally fast cold and warm.
 PACKAGES = ("jax", "torch", "transformers", "trl", "google-tunix")
 FOREIGN = 0.1  # share of the machine that other processes may take
 FIRST = 2  # iterations of a process that do not count
@@ -84,22 +84,22 @@ def main() -> None:
   print(about := environment(PACKAGES), flush=True)
   results = []
   for model in options.models.split(","):
-    there = [s for s in systems if s != "tunix" or model != "smollm2"]
+    available = [s for s in systems if s != "tunix" or model != "smollm2"]
     with tempfile.TemporaryDirectory() as scratch:
-      results.append(compare(model, there, Path(scratch), options))
+      results.append(compare(model, available, Path(scratch), options))
     show(results[-1])
   if options.save:
     Path(options.save).write_text(json.dumps(dict(environment=about, results=results), indent=2))
 
 
 def compare(model: str, systems: list[str], scratch: Path, options) -> dict[str, Any]:
-  """Every run of every system on one model, and the speed of the machine meanwhile."""
+  """Runs every system on one model, and measures the machine's speed meanwhile."""
   spec = dict(model=model, directory=str(scratch / "model"), data=str(scratch / "prompts.jsonl"))
   (scratch / "model").mkdir()
   cache = {system: scratch / f"{system}_0" for system in systems}
-  made = process("prepare", spec, scratch, scratch / "none")["record"]
-  useful, per_iteration = made["useful"], made["work"]
-  spec |= dict(config=made["config"])
+  prepared = process("prepare", spec, scratch, scratch / "none")["record"]
+  useful, per_iteration = prepared["useful"], prepared["work"]
+  spec |= dict(config=prepared["config"])
   cold = {system: [] for system in systems}
   for i in reversed(range(options.cold)):  # the last one's cache stays
     for system in systems:
@@ -109,16 +109,16 @@ def compare(model: str, systems: list[str], scratch: Path, options) -> dict[str,
   runs, speeds = {system: [] for system in systems}, []
   for _ in range(options.rounds):
     for system in systems:
-      of_process = spec | dict(iterations=options.iterations)
-      runs[system].append(process(system, of_process, scratch, cache[system]))
+      process_spec = spec | dict(iterations=options.iterations)
+      runs[system].append(process(system, process_spec, scratch, cache[system]))
     speeds.append(process("probe", {}, scratch, scratch / "none")["record"]["matmul"])
-  for system in systems:  # of those that compile nothing, every start is cold
+  for system in systems:  # Systems without compilation always start cold.
     cold[system] = cold[system] or [first_end(run) for run in runs[system]]
   matmul = max(speeds)
   for system in systems:
     check_work(system, runs[system], per_iteration)
-  found = {s: summary(runs[s], cold[s], useful, per_iteration, matmul) for s in systems}
-  return dict(model=model, matmul=matmul, useful=useful, systems=found, runs=runs)
+  results = {s: summary(runs[s], cold[s], useful, per_iteration, matmul) for s in systems}
+  return dict(model=model, matmul=matmul, useful=useful, systems=results, runs=runs)
 
 
 def process(name: str, spec: dict[str, Any], scratch: Path, cache: Path) -> dict[str, Any]:
@@ -162,14 +162,14 @@ def first_end(run: dict[str, Any]) -> float:
 
 
 def counted(run: dict[str, Any]) -> list[dict[str, float]]:
-  """Seconds of the iterations of one process that count: whole, and of its stages."""
-  record, found = run["record"], []
-  begun = record["begun"]
-  for i in range(FIRST, len(begun) - 1):
-    whole, stages = begun[i + 1] - begun[i], record["stages"][i]
+  """Returns seconds of a process's counted iterations, by stage and in total."""
+  record, seconds = run["record"], []
+  starts = record["begun"]
+  for i in range(FIRST, len(starts) - 1):
+    whole, stages = starts[i + 1] - starts[i], record["stages"][i]
     update = whole - stages["sample"] - stages["score"]
-    found.append(dict(whole=whole, sample=stages["sample"], score=stages["score"], update=update))
-  return found
+    seconds.append(dict(whole=whole, sample=stages["sample"], score=stages["score"], update=update))
+  return seconds
 
 
 def summary(
@@ -184,11 +184,11 @@ def summary(
     key: statistics.median(x[key] for run in quiet for x in counted(run))
     for key in ("whole", "sample", "score", "update")
   }
-  of_process = [statistics.median(x["whole"] for x in counted(run)) for run in quiet]
+  process_medians = [statistics.median(x["whole"] for x in counted(run)) for run in quiet]
   last = quiet[-1]["record"]
   return dict(
     seconds=median,
-    spread=(min(of_process), max(of_process)),
+    spread=(min(process_medians), max(process_medians)),
     sampling=work["sampled"] / median["sample"],
     updates=work["trained"] / median["update"],
     bound_update=useful["update"] / matmul / median["update"],
@@ -205,14 +205,14 @@ def summary(
 
 
 def check_work(system: str, runs: list[dict[str, Any]], work: dict[str, int]) -> None:
-  """SystemExit unless every iteration sampled, went through and updated what it should have."""
+  """Raises SystemExit unless every iteration did the expected work."""
   for run in runs:
     record = run["record"]
     iterations = len(record["begun"])
-    found = record["sampled"], record["trained"], record["updates"]
-    wanted = [work["sampled"]] * iterations, [work["trained"]] * iterations
-    if found != (*wanted, work["updates"] * iterations):
-      raise SystemExit(f"{system} did other work: sampled, trained on and updated {found}")
+    actual = record["sampled"], record["trained"], record["updates"]
+    expected = [work["sampled"]] * iterations, [work["trained"]] * iterations
+    if actual != (*expected, work["updates"] * iterations):
+      raise SystemExit(f"{system} did other work: sampled, trained on and updated {actual}")
 
 
 def show(result: dict[str, Any]) -> None:

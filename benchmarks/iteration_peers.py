@@ -53,7 +53,7 @@ def trl(spec: dict[str, Any], record: Record) -> None:
       max_completion_length=work.new,
       temperature=1.0,
       importance_sampling_level="sequence",
-      loss_type="grpo",  # at the sequence level: the mean over sequences
+      loss_type="grpo",  # Mean over sequences.
       epsilon=CLIP["clip_low"],
       epsilon_high=CLIP["clip_high"],
       beta=0.0,
@@ -114,7 +114,7 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
   prompts = [json.loads(row)["question"] for row in rows]
   words = tokenizers.Tokenizer.from_file(str(Path(spec["directory"]) / "tokenizer.json"))
 
-  class Words:  # what it asks of a tokenizer; nothing stops and nothing is padding
+  class Words:  # Interface of a tokenizer, without stop token and padding.
     encode = staticmethod(lambda text, **_: words.encode(text).ids)
     decode = staticmethod(lambda ids, **_: words.decode(ids))
     bos_id = staticmethod(lambda: None)

@@ -47,7 +47,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=work.prompt),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=work.new),
-    engine=dict(steps=16),  # as for the longer responses of configs/dense_math.py
+    engine=dict(steps=16),  # Value of configs/dense_math.py, for longer responses.
     objective=CLIP | dict(old_logp=old_logp),
     rl=dict(
       prompts=work.prompts,
@@ -68,12 +68,12 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
   collect = Collector.collect
 
-  def begun(*arguments):
+  def timed_begin(*arguments):
     record.begin()
     return collect(*arguments)
 
   with (
-    mock.patch.object(Collector, "collect", begun),
+    mock.patch.object(Collector, "collect", timed_begin),
     open_run(config, workdir) as run,
     preemption.watch(config.checkpoint.grace_s),
   ):
@@ -145,7 +145,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
     config=dataclasses.asdict(config),
     useful=dict(
       sample=prefill + decode, update=prompts + responses.training()
-    ),  # of an iteration, as is `work`
+    ),  # Per iteration, like `work`.
     work=dict(sampled=work.rows * work.new, trained=work.rows * length, updates=work.updates),
   )
 
@@ -167,14 +167,14 @@ def main() -> None:
   name, spec, result = sys.argv[1:]
   spec = json.loads(Path(spec).read_text())
   if name in ("prepare", "probe"):
-    found = dict(prepare=prepare, probe=probe)[name](spec)
+    values = dict(prepare=prepare, probe=probe)[name](spec)
   else:
     record = Record()
     nopass = functools.partial(ours, old_logp="sampler")
     systems = dict(ours=ours, nopass=nopass, trl=iteration_peers.trl, tunix=iteration_peers.tunix)
     systems[name](spec, record)
-    found = vars(record)
-  Path(result).write_text(json.dumps(found, default=float))
+    values = vars(record)
+  Path(result).write_text(json.dumps(values, default=float))
 
 
 if __name__ == "__main__":

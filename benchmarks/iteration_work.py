@@ -35,7 +35,7 @@ MODELS = dict(dense=DENSE, moe=MOE)  # the others are published ones
 
 
 def reward(response: str, answer: str) -> float:
-  """Varied, cheap, and the same for every system: the share of words with an even number."""
+  """Returns the share of words with an even number, a cheap varied reward."""
   words = response.split()
   return sum(word[-1] in "02468" for word in words) / max(len(words), 1)
 
@@ -46,7 +46,7 @@ class Record:
   def __init__(self):
     self.begun: list[float] = []  # seconds since the epoch
     self.stages: list[dict[str, float]] = []
-    self.losses: list[list[float]] = []  # of an iteration's updates, as the system reports them
+    self.losses: list[list[float]] = []  # Reported losses of each iteration's updates.
     self.grad_norms: list[float] = []
     self.sampled: list[int] = []  # tokens of responses, by iteration
     self.trained: list[int] = []  # tokens of prompts and responses that the updates went through
@@ -77,12 +77,12 @@ class Record:
     return call
 
 
-def distance(now: Sequence, start: Sequence) -> float:
+def distance(current: Sequence, start: Sequence) -> float:
   """|now - start| / |start| over all arrays together."""
   import numpy as np
 
   def norm(arrays) -> float:
     return float(np.sqrt(sum((x**2).sum() for x in arrays)))
 
-  now, start = ([np.asarray(x) for x in arrays] for arrays in (now, start))
-  return norm(a - b for a, b in zip(now, start, strict=True)) / norm(start)
+  current, start = ([np.asarray(x) for x in arrays] for arrays in (current, start))
+  return norm(a - b for a, b in zip(current, start, strict=True)) / norm(start)

@@ -48,17 +48,19 @@ def rows(devices: int, changes: list[str], iterations: int) -> list[dict[str, fl
     flags = [f"--config.{x}" for x in (*SETTINGS, *changes, f"rl.iterations={iterations}")]
     module = [sys.executable, "-m", "gspo_jax.main", "--config=tiny", f"--workdir={workdir}"]
     xla = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}"
-    own = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices), XLA_FLAGS=xla)
-    subprocess.run([*module, *flags], env=os.environ | own, check=True, stderr=subprocess.DEVNULL)
+    variables = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices), XLA_FLAGS=xla)
+    subprocess.run(
+      [*module, *flags], env=os.environ | variables, check=True, stderr=subprocess.DEVNULL
+    )
     return [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
 
 
-def halves(found: list[Mapping[str, float]], skip: int) -> dict[str, float]:
-  """Medians of the seconds of each half, of the waits, and of whole iterations."""
+def halves(timings: list[Mapping[str, float]], skip: int) -> dict[str, float]:
+  """Returns medians of seconds: each half, waits and whole iterations."""
   parts: dict[str, list[float]] = {}
-  for before, row in itertools.pairwise(found):
+  for before, row in itertools.pairwise(timings):
     # The last iterations of a run with a lag have nothing left to sample.
-    if skip < row["step"] < len(found) - 5:
+    if skip < row["step"] < len(timings) - 5:
       seconds = (row["total/tokens"] - before["total/tokens"]) / row["tokens_per_second"]
       values = {k: sum(row.get(f"time/{x}", 0.0) for x in names) for k, names in HALVES.items()}
       for name, value in (values | dict(iteration=seconds)).items():
@@ -75,10 +77,10 @@ def main() -> None:
   columns = "sampler", "trainer", "waits", "idle", "iteration"
   print(f"{'seconds':<12}" + "".join(f"{name:>11}" for name in columns) + f"{'/ longer':>11}")
   for name, (devices, changes) in ARMS.items():
-    one = halves(rows(devices, changes, arguments.iterations), arguments.skip)
-    longer = max(one["sampler"], one["trainer"])
-    numbers = "".join(f"{one[column]:>11.3f}" for column in columns)
-    print(f"{name:<12}{numbers}{one['iteration'] / longer:>11.2f}", flush=True)
+    result = halves(rows(devices, changes, arguments.iterations), arguments.skip)
+    longer = max(result["sampler"], result["trainer"])
+    numbers = "".join(f"{result[column]:>11.3f}" for column in columns)
+    print(f"{name:<12}{numbers}{result['iteration'] / longer:>11.2f}", flush=True)
 
 
 if __name__ == "__main__":

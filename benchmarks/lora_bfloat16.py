@@ -49,10 +49,10 @@ def decoded_logp(params, model, tokens_BT, targets_BT, compute):
   """The sampler's: one token after the other, with a cache."""
   B, T = tokens_BT.shape
 
-  def step(cache, now):
-    t, tokens_B, targets_B = now
-    at = dict(positions=jnp.full((B, 1), t), cache=cache)
-    out = transformer.forward(params, model, tokens_B[:, None], compute=compute, **at)
+  def step(cache, inputs):
+    t, tokens_B, targets_B = inputs
+    options = dict(positions=jnp.full((B, 1), t), cache=cache)
+    out = transformer.forward(params, model, tokens_B[:, None], compute=compute, **options)
     ends = out.hidden_BTD, targets_B[:, None]
     logp_B1, _ = transformer.token_logp(params, model, *ends, compute=compute)
     return out.cache, logp_B1[:, 0]
@@ -65,7 +65,7 @@ PASSES = dict(trainer=forward_logp, sampler=decoded_logp)
 
 
 def changes(params, model, tokens_BT, targets_BT):
-  """Log-probs [B, T]: of a float32 pass, and of each pass and rounding."""
+  """Log-probs [B, T] in float32, and for each pass and rounding."""
 
   def by_parts(run, params, compute):
     run = jax.jit(run, static_argnums=(1, 4))
@@ -83,7 +83,7 @@ def changes(params, model, tokens_BT, targets_BT):
   return logp
 
 
-def told(name, seen_BT, true_BT):
+def print_correlation(name, seen_BT, true_BT):
   """A line of the table."""
   slope = (seen_BT * true_BT).sum(1), (true_BT**2).sum(1)
   again = np.random.default_rng(0).integers(0, len(true_BT), (1000, len(true_BT)))
@@ -113,7 +113,7 @@ def main():
   params = jax.jit(lambda key: transformer.init(model, key, jnp.bfloat16))(keys[0])
   params = params.replace(final_norm=params.final_norm * SHARP)
   params = with_adapters(params, model, config.lora, "bfloat16", mesh, seed=1)
-  params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)  # of no mesh
+  params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)  # Without a mesh.
   tokens_BT = jax.random.randint(keys[1], (options.rows, options.tokens), 0, model.vocab_size)
 
   @jax.jit
@@ -148,8 +148,8 @@ def main():
     done, after = total, changes(lora.join(trained, frozen), model, tokens_BT, targets_BT)
     print(f"after {total} updates", flush=True)
     for name in [key for key in before if key != "true"]:
-      seen, true = (after[key] - before[key] for key in (name, "true"))
-      print(told(name, seen, true), flush=True)
+      change, true = (after[key] - before[key] for key in (name, "true"))
+      print(print_correlation(name, change, true), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def busy_seconds() -> float:
-  """Processor time of everything since the machine was started, where Linux tells."""
+  """Returns the machine's processor time since its start, on Linux."""
   try:
     with open("/proc/stat") as file:
       user, nice, system, _, _, *interrupts = map(int, file.readline().split()[1:9])
@@ -18,7 +18,7 @@ def busy_seconds() -> float:
 
 
 def environment(packages: Sequence[str]) -> str:
-  """Cores, settings of malloc, and the versions of those packages that are there."""
+  """Describes cores, malloc and versions of installed packages."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
   facts = [f"{cores} cores", f"GLIBC_TUNABLES={os.environ.get('GLIBC_TUNABLES', '')}"]
   for package in packages:
@@ -28,7 +28,7 @@ def environment(packages: Sequence[str]) -> str:
 
 
 def installed(system: str, needs: Sequence[str]) -> bool:
-  """Whether a system that is compared with can run here; says so if not."""
+  """Whether a compared system is installed; prints it if not."""
   missing = [name for name in needs if importlib.util.find_spec(name) is None]
   if missing:
     print(f"{system} is left out: {', '.join(missing)} not installed (benchmarks/peers.txt)")

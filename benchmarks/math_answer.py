@@ -125,7 +125,7 @@ def report(name: str, cases: list[tuple], outcomes: list) -> int:
 
 
 def read_golds(data: pathlib.Path):
-  """Yields (data set, gold answers) for every data set that is there."""
+  """Yields (data set, gold answers) for every available data set."""
   for file, read in [
     ("gsm8k/train.jsonl", lambda row: row["answer"].rpartition("####")[2].strip()),
     ("gsm8k/test.jsonl", lambda row: row["answer"].rpartition("####")[2].strip()),

@@ -21,7 +21,7 @@ SHAPES = {  # tokens, D, E, k, F
   "decode": (32, 512, 32, 4, 256),
   "train-small": (5120, 256, 16, 2, 128),
   "train-few": (1280, 256, 16, 2, 128),
-  "train-wide": (2048, 576, 4, 2, 1536),  # of SmolLM2-135M, upcycled
+  "train-wide": (2048, 576, 4, 2, 1536),  # SmolLM2-135M, upcycled.
   "decode-small": (32, 256, 16, 2, 128),
 }
 
@@ -55,19 +55,20 @@ def main() -> None:
       if trains:
         # With the value: nobody would compute it for the gradient alone.
         passes["fwd+bwd"] = (3, jax.value_and_grad(total, (0, 1, 2)))
-      for what, (times, f) in passes.items():
+      for label, (times, f) in passes.items():
         call = (jax.jit(f), (x, gate, w, index))
         if trains:
           side = 2048
           a = jnp.ones((side, side), dtype)
-          seconds, one = measure([call, (jax.jit(jnp.dot), (a, a))], options.seconds)
-          floor = times * tokens * K * 6 * D * F / (2 * side**3) * one
+          seconds, matmul_seconds = measure([call, (jax.jit(jnp.dot), (a, a))], options.seconds)
+          floor = times * tokens * K * 6 * D * F / (2 * side**3) * matmul_seconds
         else:
           flat = jnp.concatenate([leaf.reshape(-1) for leaf in w])
           read = jax.jit(lambda a: a.astype(jnp.float32).sum())
           seconds, floor = measure([call, (read, (flat,))], options.seconds)
         print(
-          f"{shape:<14}{name:<10}{what:<9}{seconds * 1e3:>9.2f}{floor / seconds:>20.1%}", flush=True
+          f"{shape:<14}{name:<10}{label:<9}{seconds * 1e3:>9.2f}{floor / seconds:>20.1%}",
+          flush=True,
         )
 
 
@@ -84,7 +85,7 @@ def inputs(tokens: int, D: int, E: int, K: int, F: int, dtype):
 
 
 def measure(calls, seconds: float) -> list[float]:
-  """The fastest run of each call, taken in turns: other work on the machine slows all of them."""
+  """Times calls in turns and returns the fastest of each."""
   for f, arguments in calls:
     jax.block_until_ready(f(*arguments))
   fastest, end, rounds = [float("inf")] * len(calls), time.perf_counter() + seconds, 0

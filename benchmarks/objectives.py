@@ -73,8 +73,8 @@ def with_metrics(sums, *args):
 
 def micro_batched(sums, *args):
   parts = [x.reshape(MICRO_BATCHES, -1, *x.shape[1:]) for x in args]
-  grad, both = jax.lax.map(lambda part: gradient(sums, *part), parts)
-  total, metrics = O.collapse(both)
+  grad, results = jax.lax.map(lambda part: gradient(sums, *part), parts)
+  total, metrics = O.collapse(results)
   return total.compute(), O.compute(metrics), grad / total.denominator
 
 
@@ -113,9 +113,9 @@ def main():
   parser.add_argument("--repeats", type=int, default=40)
   parser.add_argument("--only", default="")
   args = parser.parse_args()
-  made = [inputs(jax.random.key(n), args.rows, args.tokens) for n in range(COPIES)]
-  per_token = [arrays for arrays, _ in made]
-  per_row = [[*arrays[:2], advantage_B, arrays[3]] for arrays, advantage_B in made]
+  pairs = [inputs(jax.random.key(n), args.rows, args.tokens) for n in range(COPIES)]
+  per_token = [arrays for arrays, _ in pairs]
+  per_row = [[*arrays[:2], advantage_B, arrays[3]] for arrays, advantage_B in pairs]
 
   unit, median = milliseconds(read, per_token, args.repeats)
   size = sum(x.nbytes for x in per_token[0])

@@ -38,20 +38,20 @@ WRITING = (
 
 
 def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float]]:
-  """Seconds of the blocks in which everything was written, and of those in which nothing was."""
+  """Returns seconds of blocks with everything written, and with nothing."""
   values = tiny.get_config()
   values.job, values.rl.iterations, values.checkpoint.every = "rl", iterations, every
   values.eval.every, values.eval.problems, values.eval.greedy = 10**6, 8, False
   config = from_dict(values.to_dict())
-  begun: list[float] = []
+  starts: list[float] = []
 
   def writes():
-    return (len(begun) + every // 2) // every % 2 == 0
+    return (len(starts) + every // 2) // every % 2 == 0
 
   collect = Collector.collect
 
   def timed(*arguments):
-    begun.append(time.perf_counter())
+    starts.append(time.perf_counter())
     return collect(*arguments)
 
   def sometimes(function):
@@ -64,11 +64,11 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
       stack.enter_context(patched)
     run = stack.enter_context(open_run(config, workdir))
     train.train(run, run.initial_params)
-  found: dict[bool, list[float]] = {True: [], False: []}
-  marks = begun[every // 2 - 1 :: every][1:]  # what comes before compiles
+  seconds_by_writing: dict[bool, list[float]] = {True: [], False: []}
+  marks = starts[every // 2 - 1 :: every][1:]  # Earlier blocks compile.
   for number, (start, end) in enumerate(itertools.pairwise(marks)):
-    found[number % 2 == 0].append(end - start)
-  return found
+    seconds_by_writing[number % 2 == 0].append(end - start)
+  return seconds_by_writing
 
 
 def main() -> None:
@@ -79,12 +79,12 @@ def main() -> None:
   compiled_programs_stay()
   with tempfile.TemporaryDirectory() as folder:
     iterations = (options.blocks + 1) * options.every + options.every // 2 + 1
-    found = iterate(Path(folder), iterations, options.every)
+    results = iterate(Path(folder), iterations, options.every)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-  for writes, seconds in found.items():
-    what = "everything" if writes else "nothing"
-    print(f"{what} written: {', '.join(f'{s:.2f}' for s in seconds)} s per {options.every}")
-  with_, without = (statistics.median(found[writes]) for writes in (True, False))
+  for writes, seconds in results.items():
+    label = "everything" if writes else "nothing"
+    print(f"{label} written: {', '.join(f'{s:.2f}' for s in seconds)} s per {options.every}")
+  with_, without = (statistics.median(results[writes]) for writes in (True, False))
   print(f"medians {with_:.2f} and {without:.2f} s: {100 * (with_ / without - 1):+.1f} %")
   rows = [json.loads(line) for line in lines]
   for name in ("time/save", "time/report", "checkpoint/seconds"):

@@ -20,7 +20,7 @@ from gspo_jax.runs import metrics
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 WORDS = "so we add the two sides and see that x is equal to 7 because of what was said".split()
-METRICS, LAYERS, DUMPS = 150, 48, 50  # of the run; half of the dumps have log-ratios
+METRICS, LAYERS, DUMPS = 150, 48, 50  # Half of the dumps have log-ratios.
 VIEWS = ("overview", "responses", "router", "other")
 
 # Put before the page's own script: when the view is in the page, and when all has its place.
@@ -38,7 +38,7 @@ new MutationObserver(() => {
 
 
 def make_run(folder: Path, steps: int, responses: int, length: int) -> None:
-  """A run of so many steps and responses, of `length` tokens each, in groups of eight."""
+  """Writes a run with responses of `length` tokens, in groups of eight."""
   chance = random.Random(0)
   with metrics.Writer(folder) as writer:
     for step in range(1, steps + 1):
@@ -67,7 +67,7 @@ def make_record(chance: random.Random, n: int, length: int, with_ratios: bool) -
 
 
 def open_in_browser(page: Path, view: str, profile: Path) -> dict[str, float]:
-  """Seconds of the whole browser, and of the page until a view is drawn and laid out."""
+  """Returns seconds of the browser, and of the page until it is drawn."""
   probed = page.with_name("probed.html")
   probed.write_text(page.read_text("utf-8").replace("<body>", "<body>" + PROBE, 1), "utf-8")
   command = [
@@ -77,11 +77,11 @@ def open_in_browser(page: Path, view: str, profile: Path) -> dict[str, float]:
   ]  # fmt: skip
   start = time.perf_counter()
   result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-  found = {"browser": time.perf_counter() - start}
+  seconds = {"browser": time.perf_counter() - start}
   for name, key in (("ready", "data-ready-at"), ("laid out", "data-laid-out-at")):
     match = re.search(rf'{key}="([\d.]+)"', result.stdout[:2000])
-    found[name] = float(match[1]) / 1000 if match else float("nan")
-  return found
+    seconds[name] = float(match[1]) / 1000 if match else float("nan")
+  return seconds
 
 
 def main() -> None:
@@ -103,8 +103,8 @@ def main() -> None:
     empty = folder / "empty.html"
     empty.write_text("<!doctype html><html><body></body></html>")
     for name, opened, view in (("empty page", empty, ""), *((v, page, v) for v in VIEWS)):
-      found = open_in_browser(opened, view, folder / "profile")
-      seconds = "  ".join(f"{what} {s:.2f} s" for what, s in found.items() if s == s)
+      timings = open_in_browser(opened, view, folder / "profile")
+      seconds = "  ".join(f"{label} {s:.2f} s" for label, s in timings.items() if s == s)
       print(f"{name}: {seconds}")
 
 

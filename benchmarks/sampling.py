@@ -52,7 +52,7 @@ class Load:
   prompts: list[list[int]]
   stop_ids: tuple[int, ...] = ()
   group: int = GROUP
-  tokens: int = NEW  # at most
+  tokens: int = NEW  # Maximum.
   temperature: float = 1.0  # 0: greedy
 
 
@@ -62,7 +62,7 @@ class Sampled:
   slot_use: float | None  # useful tokens / (slots x steps); None: not known
 
 
-Sampler = Callable[[Load, int], Sampled]  # of a load and a seed; its result is on the host
+Sampler = Callable[[Load, int], Sampled]  # (load, seed) -> samples on the host
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def transformers(_: ModelConfig, __: transformer.Params, directory: str) -> Samp
   def sample(load: Load, seed: int) -> list[np.ndarray]:
     torch.manual_seed(seed)
     tokens = torch.tensor(load.prompts)
-    how = dict(temperature=load.temperature, top_k=0) if load.temperature else {}
+    options = dict(temperature=load.temperature, top_k=0) if load.temperature else {}
     out = network.generate(
       tokens,
       attention_mask=torch.ones_like(tokens),
@@ -131,8 +131,8 @@ def transformers(_: ModelConfig, __: transformer.Params, directory: str) -> Samp
       num_return_sequences=load.group,
       eos_token_id=list(load.stop_ids) or None,
       pad_token_id=0,
-      do_sample=bool(how),
-      **how,
+      do_sample=bool(options),
+      **options,
     )
     return [until_stop(row, load.stop_ids) for row in out[:, PROMPT:].numpy()]
 
@@ -223,13 +223,13 @@ def compare_greedy(samplers: dict[str, Sampler], load: Load) -> None:
   """SystemExit if the systems do not compute the same model."""
   tokens = {name: np.stack(sample(load, 0).responses) for name, sample in samplers.items()}
   (first, expected), *rest = tokens.items()
-  for name, found in rest:
-    if (found == expected).mean() < 0.9:  # near-ties may differ
-      raise SystemExit(f"{first} and {name} do not agree:\n{expected}\n{found}")
+  for name, actual in rest:
+    if (actual == expected).mean() < 0.9:  # Near-ties may differ.
+      raise SystemExit(f"{first} and {name} do not agree:\n{expected}\n{actual}")
 
 
 def compare(c: ModelConfig, samplers: dict[str, Sampler], load: Load, rounds: int) -> dict:
-  """Every run of every system on one load, and the limits of the machine meanwhile."""
+  """Runs every system on one load, and measures the machine's limits meanwhile."""
   first = {system: timed(sample, load, 0) for system, sample in samplers.items()}
   probe = speed_probe(int(work(c, load, [NEW] * SLOTS)[1] / NEW))
   runs, limits = {system: [] for system in samplers}, []
@@ -261,13 +261,13 @@ def timed(sample: Sampler, load: Load, seed: int) -> dict:
 
 
 def foreign_seconds() -> float:
-  """Processor time that was not this process's, where Linux tells."""
-  own = os.times()
-  return busy_seconds() - own[0] - own[1]
+  """Returns processor time of other processes, on Linux."""
+  times = os.times()
+  return busy_seconds() - times[0] - times[1]
 
 
 def check(load: Load, responses: list[np.ndarray]) -> None:
-  """ValueError unless every response was sampled, to its stop token or to the end."""
+  """Raises ValueError unless every response is complete."""
   if len(responses) != len(load.prompts) * load.group:
     raise ValueError(f"{len(responses)} responses, not {len(load.prompts) * load.group}")
   for response in responses:
@@ -278,7 +278,7 @@ def check(load: Load, responses: list[np.ndarray]) -> None:
 
 
 def work(c: ModelConfig, load: Load, lengths: list[int]) -> tuple[float, float]:
-  """Operations and bytes read that are needed: each prompt once, and never an idle slot."""
+  """Returns minimum operations and bytes: each prompt once, no idle slots."""
   total, active = transformer.count(c)
   table = c.vocab_size * c.hidden_size  # the embedding, which is looked up; the head is as large
   context = sum(PROMPT * n + n * (n + 1) / 2 for n in lengths)  # cache positions that are read
@@ -291,8 +291,10 @@ def work(c: ModelConfig, load: Load, lengths: list[int]) -> tuple[float, float]:
 
 
 def speed_probe(size: int) -> Callable[[], dict[str, float]]:
-  """Operations/s of a large float32 matmul and of one of a decoding step; bytes/s of reading what a
-  decoding step reads, time after time, so that as much of it stays in the caches."""
+  """Measures operations/s of large and decoding matmuls, and bytes/s of reads.
+
+  Reads repeat those of a decoding step, so caches keep as much of it.
+  """
   buffer, square = jnp.ones(size // 4), jnp.ones((1024, 1024))
   dot, read = jax.jit(jnp.dot), jax.jit(jnp.sum)
 

@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
   rows = []
   for name in names:
     points = list(SERIES[name]())
-    found = run(quick(points) if options.quick else points)
-    rows += with_growth(found)
-    print(f"\n{text(found)}", flush=True)
+    new_rows = run(quick(points) if options.quick else points)
+    rows += with_growth(new_rows)
+    print(f"\n{text(new_rows)}", flush=True)
   busy = max(row["foreign"] for row in rows)
   print(f"\nOthers took at most {busy:.0%} of the machine", end="")
   print(f": more than {FOREIGN:.0%}, measure again" if busy > FOREIGN else "")
@@ -141,15 +141,15 @@ def quick(points: list[Point]) -> list[Point]:
 
 
 def run(points: list[Point]) -> list[dict[str, Any]]:
-  """Their rows, with series and size; every number of devices has a process of its own."""
-  found = []
+  """Measures rows with series and size; each number of devices in its own process."""
+  measured = []
   for n in dict.fromkeys(point.devices for point in points):
     batch = [point for point in points if point.devices == n]
     spread = batch[0].series == "devices"
     results = simulated(n, batch) if spread else map(scaling_points.measure, batch)
     for point, rows in zip(batch, results):
-      found += [dict(series=point.series, at=point.x) | row for row in rows]
-  return found
+      measured += [dict(series=point.series, at=point.x) | row for row in rows]
+  return measured
 
 
 def simulated(count: int, points: list[Point]) -> list[list[dict[str, Any]]]:
@@ -172,7 +172,7 @@ def simulated(count: int, points: list[Point]) -> list[list[dict[str, Any]]]:
 
 
 def with_growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Adds, in place, how much each row takes of what the first of its line took."""
+  """Adds each row's growth relative to the first of its line, in place."""
   first = {}
   for row in rows:
     start = first.setdefault(row["line"], row)
@@ -214,7 +214,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-  """A table for each series, its sizes side by side: tokens/s and excess; memory and bytes."""
+  """Formats a table per series: tokens/s and excess, memory and bytes, by size."""
   tables = []
   for series in dict.fromkeys(row["series"] for row in rows):
     chosen = [row for row in rows if row["series"] == series]
@@ -223,15 +223,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines.append(["---", *["---:"] * len(sizes)])
     others = []
     for line in dict.fromkeys(row["line"] for row in chosen):
-      of_line = [row for row in chosen if row["line"] == line]
-      speeds = [f"{row['tokens'] / row['seconds']:,.0f} ({row['excess']:.2f})" for row in of_line]
+      line_rows = [row for row in chosen if row["line"] == line]
+      speeds = [f"{row['tokens'] / row['seconds']:,.0f} ({row['excess']:.2f})" for row in line_rows]
       lines.append([line, *speeds])
       if not line.endswith(("prefill", "decode")):  # whose cache is that of the whole
-        others.append([f"{line}: MB", *(f"{row['memory'] / 1e6:,.0f}" for row in of_line)])
-      if all("whole" in row for row in of_line):
-        others.append([f"{line}: MB, whole", *(f"{row['whole'] / 1e6:,.0f}" for row in of_line)])
-      if line.endswith(("update", "decode")) and of_line[-1]["bytes_growth"] > 1.05:
-        others.append([f"{line}: bytes", *(f"× {row['bytes_growth']:.2f}" for row in of_line)])
+        others.append([f"{line}: MB", *(f"{row['memory'] / 1e6:,.0f}" for row in line_rows)])
+      if all("whole" in row for row in line_rows):
+        others.append([f"{line}: MB, whole", *(f"{row['whole'] / 1e6:,.0f}" for row in line_rows)])
+      if line.endswith(("update", "decode")) and line_rows[-1]["bytes_growth"] > 1.05:
+        others.append([f"{line}: bytes", *(f"× {row['bytes_growth']:.2f}" for row in line_rows)])
     tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines + others))
   return "\n\n".join(tables)
 

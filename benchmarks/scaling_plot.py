@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-WIDTH, HEIGHT = 420, 260  # of a panel
+WIDTH, HEIGHT = 420, 260  # Size of a panel.
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 30, 36
 # Of what a line says after its model; they read on white and on black.
 FIRST = dict(update="#3b7de0", sample="#d2691e", prefill="#0e9a8b", decode="#8b5cf6")
@@ -20,7 +20,7 @@ TITLES = dict(
 
 
 def svg(rows: list[dict[str, Any]]) -> str:
-  """Of every row: series, line, at, tokens, seconds, and `ideal` tokens/s."""
+  """Plots rows with series, line, at, tokens, seconds and `ideal` tokens/s."""
   names = list(dict.fromkeys(row["series"] for row in rows))
   panels = []
   for i, name in enumerate(names):
@@ -58,7 +58,7 @@ def panel(name: str, rows: list[dict[str, Any]]) -> str:
   parts += [label(x(size), HEIGHT - BOTTOM + 16, f"{size:,}", "middle") for size in sizes]
   parts.append(label(LEFT + wide / 2, HEIGHT - 5, TITLES.get(name, name), "middle"))
   lines = list(dict.fromkeys(row["line"] for row in rows))
-  at = LEFT - 26
+  legend_x = LEFT - 26
   for line in lines if len(lines) <= MOST else [line for line in lines if whole(line)]:
     colour = colour_of(line, lines[0])
     chosen = sorted((row for row in rows if row["line"] == line), key=lambda row: row["at"])
@@ -66,8 +66,8 @@ def panel(name: str, rows: list[dict[str, Any]]) -> str:
     parts.append(polyline([(x(row["at"]), y(row["ideal"])) for row in chosen], colour, 1, "3 3"))
     parts.append(polyline(measured, colour, 2))
     parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{colour}"/>' for a, b in measured]
-    parts.append(label(at, TOP - 14, line, "start", colour))
-    at += (WIDTH - LEFT + 16) / MOST
+    parts.append(label(legend_x, TOP - 14, line, "start", colour))
+    legend_x += (WIDTH - LEFT + 16) / MOST
   return "".join(parts)
 
 
@@ -76,8 +76,8 @@ def whole(line: str) -> bool:
 
 
 def colour_of(line: str, first: str) -> str:
-  (model, what), (first_model, _) = line.split(", "), first.split(", ")
-  return (FIRST if model == first_model else SECOND)[what]
+  (model, job), (first_model, _) = line.split(", "), first.split(", ")
+  return (FIRST if model == first_model else SECOND)[job]
 
 
 def polyline(points: list[tuple[float, float]], colour: str, width: int, dashes: str = "") -> str:

@@ -64,8 +64,8 @@ ADAMW = OptimizerConfig(
 class Point:
   series: str
   x: int  # the size that the series varies
-  line: str  # of the table and of the plot: the model and what it does
-  changes: dict[str, Any]  # of `tiny_moe`, as DENSE and MOE
+  line: str  # Line of table and plot: the model and its job.
+  changes: dict[str, Any]  # Changes of `tiny_moe`, like DENSE and MOE.
   trains: bool  # one update; else: sampling
   prompts: int
   group: int
@@ -73,7 +73,7 @@ class Point:
   new: int  # tokens of each response
   devices: int = 1
   whole: bool = False  # also compile the update that holds all scores and logits, for its memory
-  seconds: float = 3.0  # of calls
+  seconds: float = 3.0  # Total time of calls.
 
   @property
   def config(self) -> ModelConfig:
@@ -89,7 +89,7 @@ class Point:
 
 
 def measure(point: Point) -> list[dict[str, Any]]:
-  """A row of the table, or for sampling three: the whole of it, its prefill and its decoding. (Not
+  """Measures a row, or three for sampling: whole, prefill and decoding. (Not
   on simulated devices: some of them decode while others prefill.)
 
   seconds, tokens; operations and bytes: how many are needed, without padding and recomputation;
@@ -119,7 +119,7 @@ def update(point: Point) -> list[dict[str, Any]]:
 
   seconds, foreign = repeat(call, point.seconds)
   total, _ = transformer.count(config)
-  found = dict(
+  measured = dict(
     line=point.line,
     seconds=statistics.median(seconds),
     tokens=point.rows * point.length,
@@ -131,8 +131,8 @@ def update(point: Point) -> list[dict[str, Any]]:
   )
   if point.whole:
     compiled = make_step(config, WHOLE, tx).compile(state, batch).function
-    found["whole"] = compiled.memory_analysis().temp_size_in_bytes
-  return [found]
+    measured["whole"] = compiled.memory_analysis().temp_size_in_bytes
+  return [measured]
 
 
 def sampling(point: Point) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def make_step(config: ModelConfig, compute: ComputeConfig, tx, microbatches: int
 
 
 def random_batch(config: ModelConfig, rows: int, length: int, prompt: int) -> TrainBatch:
-  """Random sequences of one length, of which all but `prompt` tokens are trained on."""
+  """Makes random sequences of one length; the loss skips `prompt` tokens."""
   mask = np.zeros((rows, length), np.float32)
   mask[:, prompt:] = 1
   logp = -np.log(config.vocab_size, dtype=np.float32) * mask
@@ -212,8 +212,10 @@ def random_batch(config: ModelConfig, rows: int, length: int, prompt: int) -> Tr
 
 
 def read_weights(config: ModelConfig, tokens: int) -> float:
-  """Parameters that so many tokens at once reach: of the experts, those that any of them chose, if
-  they choose evenly; of the embedding, which is looked up, next to nothing."""
+  """Returns the number of parameters read for `tokens` tokens at once.
+
+  Chosen experts count, if all are equally likely; the embedding is looked up and does not.
+  """
   total, _ = transformer.count(config)
   expert_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
   experts = expert_layers * 3 * config.hidden_size * config.moe_intermediate_size
@@ -223,7 +225,7 @@ def read_weights(config: ModelConfig, tokens: int) -> float:
 
 
 def reached_experts(config: ModelConfig, tokens: int) -> float:
-  """How many experts of a layer somebody chose, on average."""
+  """Returns the expected number of chosen experts in a layer."""
   if not config.num_experts:
     return 0.0
   left_out = 1 - config.experts_per_token / config.num_experts
@@ -231,15 +233,17 @@ def reached_experts(config: ModelConfig, tokens: int) -> float:
 
 
 def cache_bytes(config: ModelConfig, point: Point) -> tuple[float, float]:
-  """Of float32 keys and values: written by the prefill, and read by decoding, where each token sees
-  the positions up to its own."""
+  """Returns bytes of float32 keys and values written by prefill and read by decoding.
+
+  Each token reads the positions up to its own.
+  """
   position = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-  seen = point.new * point.prompt + point.new * (point.new - 1) / 2
-  return position * point.prompts * point.prompt, position * point.rows * seen
+  positions = point.new * point.prompt + point.new * (point.new - 1) / 2
+  return position * point.prompts * point.prompt, position * point.rows * positions
 
 
 def repeat(call: Callable[[], float], budget: float) -> tuple[list[float], float]:
-  """Seconds of at least three calls, after one that may compile, and the machine's other work."""
+  """Returns seconds of at least three warm calls, and other processor time."""
   call()
   busy, started, seconds = foreign_seconds(), time.perf_counter(), []
   while len(seconds) < 3 or (time.perf_counter() - started < budget and len(seconds) < 50):
@@ -249,8 +253,8 @@ def repeat(call: Callable[[], float], budget: float) -> tuple[list[float], float
 
 
 def foreign_seconds() -> float:
-  own = os.times()
-  return busy_seconds() - own[0] - own[1]
+  times = os.times()
+  return busy_seconds() - times[0] - times[1]
 
 
 def main() -> None:

@@ -49,8 +49,10 @@ def batch(responses: int, room: int, rows: str) -> TrainBatch:
     prompt_B=None if rows == "plain" else prompt_B,
   )
   advantage_B = rng.normal(size=responses).astype(np.float32)
-  made = TrainBatch(inputs, mask_BT, advantage_B, old_logp_BT=logp_BT, sampler_logp_BT=logp_BT)
-  return packing.plan(made, 1, GROUP, NEW) if rows == "packed" else made
+  train_batch = TrainBatch(
+    inputs, mask_BT, advantage_B, old_logp_BT=logp_BT, sampler_logp_BT=logp_BT
+  )
+  return packing.plan(train_batch, 1, GROUP, NEW) if rows == "packed" else train_batch
 
 
 def main() -> None:
@@ -74,12 +76,12 @@ def main() -> None:
   with jax.set_mesh(mesh):
     tx = optimizer.make(ADAMW, 1000)
     state = new_state(init(SMOLLM2, sharding.TRAIN), tx)
-    given = sharding.put_batch(batch(options.responses, options.room, options.rows), mesh)
-    step = train_step.make_rl_step(learner, OBJECTIVE, tx).compile(state, given)
+    batches = sharding.put_batch(batch(options.responses, options.room, options.rows), mesh)
+    step = train_step.make_rl_step(learner, OBJECTIVE, tx).compile(state, batches)
     seconds = []
     for _ in range(options.rounds):
       started = time.process_time()
-      state, metrics = jax.block_until_ready(step(state, given))
+      state, metrics = jax.block_until_ready(step(state, batches))
       seconds.append(time.process_time() - started)
   row = computed(summarize((metrics,)))
   temporary = step.function.memory_analysis().temp_size_in_bytes
