@@ -5,4 +5,4 @@ GSPO = {"objective.name": "gspo", "objective.clip_low": 3e-4, "objective.clip_hi
 GRPO = {"objective.name": "grpo", "objective.clip_low": 0.2, "objective.clip_high": 0.27}
 ARMS = {"gspo": GSPO, "grpo": GRPO}
 SHORT = {"data.lines": (8,), "sampling.max_new_tokens": 48, "sft.batch": 32}
-LEARNED = 0.15  # of held-out accuracy: a cold start with less has not learned the task
+LEARNED = 0.15  # Held-out accuracy: a cold start with less has not learned the task.

@@ -47,17 +47,17 @@ class Experiment:
   """A question, and how it is to be answered; its texts are sentences of the READMEs."""
 
   question: str
-  claim: str  # what is put to the test, and whose claim it is
+  claim: str  # Tested claim and its source.
   hypothesis: str
   statistic: str  # the primary one
-  falsified: str  # what would show the opposite
+  falsified: str  # Observation of the opposite.
   conditions: tuple[Condition, ...]
-  seeds: tuple[int, ...]  # from 10 on: the base config was tuned on smaller ones
+  seeds: tuple[int, ...]  # Seeds from 10 on: the base config was tuned on smaller ones.
   base: str = "configs/tiny_long.py"
   common: Changes = dataclasses.field(default_factory=dict)  # changes of all conditions
   tuning: Tuning | None = None
-  minutes: float = 2.5  # of one run on one core, for estimates
-  start_minutes: float = 2.0  # of one cold start
+  minutes: float = 2.5  # Minutes of one run on one core, for estimates.
+  start_minutes: float = 2.0  # Minutes of one cold start.
   columns: tuple[str, ...] = ()  # regular expressions: more metrics for results.csv and curves.csv
   # "package.module:function" that is called with the open run in the place of training, and writes
   # rows of metrics (phase "rl").
@@ -76,8 +76,8 @@ class Experiment:
 
 def names() -> list[str]:
   """Folders of experiments, e.g. e2_clipped_fractions, by their numbers."""
-  found = [path.parent.name for path in HERE.glob("e*_*/conditions.py")]
-  return sorted(found, key=lambda name: int(name.split("_")[0][1:]))
+  folders = [path.parent.name for path in HERE.glob("e*_*/conditions.py")]
+  return sorted(folders, key=lambda name: int(name.split("_")[0][1:]))
 
 
 def find(name: str) -> str:
@@ -89,6 +89,6 @@ def find(name: str) -> str:
 
 
 def load(folder: str) -> tuple[Experiment, ModuleType]:
-  """The experiment of a folder, and its module, which has the function `report` too."""
+  """Loads a folder's experiment, and its module with the function `report`."""
   module = importlib.import_module(f"experiments.{folder}.conditions")
   return module.EXPERIMENT, module

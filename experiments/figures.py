@@ -34,21 +34,21 @@ def new(width: float = 6.4, height: float = 3.4, columns: int = 1) -> tuple[Figu
     return figure, list(np.atleast_1d(figure.subplots(1, columns)))
 
 
-def band(axes: Axes, x: np.ndarray, of: list[Interval], label: str, number: int) -> None:
+def band(axes: Axes, x: np.ndarray, intervals: list[Interval], label: str, number: int) -> None:
   """A line with its 95 % band."""
   colour = COLOURS[number % len(COLOURS)]
-  values, low, high = np.array([(i.value, i.low, i.high) for i in of]).T
+  values, low, high = np.array([(i.value, i.low, i.high) for i in intervals]).T
   axes.plot(x, values, color=colour, label=label)
   some = np.isfinite(low) & np.isfinite(high)
   axes.fill_between(np.asarray(x)[some], low[some], high[some], color=colour, alpha=0.18, lw=0)
 
 
 def bands(
-  axes: Axes, x: Sequence[float], of: Mapping[str, Sequence[Interval]], under: str, title: str
+  axes: Axes, x: Sequence[float], groups: Mapping[str, Sequence[Interval]], under: str, title: str
 ) -> None:
   """Lines with their bands, by their labels, over a number that the axis is of (`under`); one that
   lacks a point is left out."""
-  for number, (label, points) in enumerate(of.items()):
+  for number, (label, points) in enumerate(groups.items()):
     if all(point.count for point in points):
       band(axes, np.asarray(x, float), points, label, number)
   axes.set_xlabel(under)
@@ -66,32 +66,36 @@ def curves(
   over: str = "step",
   title: str = "",
 ) -> None:
-  """A column of curves.csv over steps, or over another column, for conditions by their labels."""
+  """Draws a column of curves.csv over steps, or over another column, by label."""
   for number, (label, condition) in enumerate(conditions.items()):
-    found = results.curve(condition, column)
-    if found.empty:
+    values = results.curve(condition, column)
+    if values.empty:
       continue
-    x = found.index.to_numpy(float)
+    x = values.index.to_numpy(float)
     if over != "step":
-      at = results.curve(condition, over)
-      x = at.reindex(found.index).mean(axis=1).to_numpy()
-    band(axes, x, [statistics.interval(row.dropna()) for _, row in found.iterrows()], label, number)
+      positions = results.curve(condition, over)
+      x = positions.reindex(values.index).mean(axis=1).to_numpy()
+    band(
+      axes, x, [statistics.interval(row.dropna()) for _, row in values.iterrows()], label, number
+    )
   axes.set_xlabel("iteration" if over == "step" else over)
   axes.set_title(title or column, loc="left")
   if axes.get_legend_handles_labels()[0]:
     axes.legend()
 
 
-def intervals(axes: Axes, of: Mapping[str, Interval], title: str = "", line: float = 0.0) -> None:
-  """Estimates with their intervals, one to a line; those of nothing are left out."""
-  of = {name: interval for name, interval in of.items() if interval.count}
-  for place, interval in enumerate(of.values()):
+def intervals(
+  axes: Axes, groups: Mapping[str, Interval], title: str = "", line: float = 0.0
+) -> None:
+  """Draws estimates with intervals, one per line; skips empty ones."""
+  groups = {name: interval for name, interval in groups.items() if interval.count}
+  for place, interval in enumerate(groups.values()):
     colour = COLOURS[place % len(COLOURS)]
     ends = [x for x in (interval.low, interval.high) if np.isfinite(x)]
     axes.plot(ends, [place] * len(ends), color=colour)
     axes.plot([interval.value], [place], "o", color=colour)
-  axes.set_yticks(range(len(of)), list(of))
-  axes.set_ylim(max(1, len(of)) - 0.5, -0.5)
+  axes.set_yticks(range(len(groups)), list(groups))
+  axes.set_ylim(max(1, len(groups)) - 0.5, -0.5)
   axes.axvline(line, color="#888", lw=1, ls="--")
   axes.set_title(title, loc="left")
 

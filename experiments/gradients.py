@@ -29,7 +29,7 @@ UPDATES = (1, 4, 16)  # after which gradients are looked at
 ON_POLICY = 2  # times rl.prompts groups that the on-policy gradient is made of
 
 
-def of_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.GroupLoss:
+def on_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.GroupLoss:
   """A loss of `objectives` as one of a batch."""
 
   def applied(logp_BT: jax.Array, batch: TrainBatch):
@@ -40,9 +40,9 @@ def of_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.Group
 
 # With their published ranges. On policy all of them have the gradient of the last one.
 LOSSES: dict[str, group_gradients.GroupLoss] = dict(
-  gspo=of_batch(O.gspo_loss),
-  grpo=of_batch(O.grpo_loss),
-  dapo=of_batch(O.dapo_loss),
+  gspo=on_batch(O.gspo_loss),
+  grpo=on_batch(O.grpo_loss),
+  dapo=on_batch(O.dapo_loss),
   raw=group_gradients.raw_product_loss,
 )
 
@@ -53,7 +53,7 @@ def measure(run: Run) -> None:
   c, collector = run.config, run.collector()
   learner, tx = learner_of(c, "rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
   update = make_rl_step(learner, c.objective, tx)
-  of_losses = group_gradients.make_group_moments(learner, [*LOSSES.values()])
+  group_moments = group_gradients.make_group_moments(learner, [*LOSSES.values()])
   on_policy = group_gradients.make_group_moments(learner, [group_gradients.raw_product_loss])
   state = new_state(run.initial_params(), tx)
   run.writer.truncate("sft", -1)  # all rows: nothing is resumed
@@ -61,18 +61,18 @@ def measure(run: Run) -> None:
   total = Totals()
 
   def sampled(params: Any, version: int, parts: int, passes: int) -> Sequence[TrainBatch]:
-    """Groups of these weights, in so many parts, for passes worth so many forward ones."""
+    """Samples groups of these weights in parts; counts `passes` forward passes."""
     nonlocal total
     run.engine.load(params, version)
     collected = collector.collect(version, Stopwatch())
     run.engine.release()
     prompt_B, end_B = collected.rollout.prompt_lengths, collected.rollout.ends
-    one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, end_B)
-    total = total.plus(collected.usage.tokens, collected.usage.flops + passes * one)
+    flops = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, end_B)
+    total = total.plus(collected.usage.tokens, collected.usage.flops + passes * flops)
     whole = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
     sizes = parts, c.rl.prompts, c.rl.group_size
-    found = batches.minibatches(whole, *sizes, run.mesh, packed=False)
-    return [one.replace(old_logp_BT=one.sampler_logp_BT, first_B=None) for one in found]
+    minibatches = batches.minibatches(whole, *sizes, run.mesh, packed=False)
+    return [x.replace(old_logp_BT=x.sampler_logp_BT, first_B=None) for x in minibatches]
 
   looks = sum(number <= c.rl.minibatches for number in UPDATES)
   making = sampled(state.params, 1, c.rl.minibatches, passes=3)
@@ -87,13 +87,13 @@ def measure(run: Run) -> None:
     truth = None
     for _ in range(ON_POLICY):
       version += 1
-      (one,) = sampled(state.params, version, 1, passes=3)
-      one = on_policy(state.params, one)
-      truth = one if truth is None else group_gradients.add(truth, one)
-    found = jax.device_get(group_gradients.compare(of_losses(state.params, probe), truth))
+      (batch,) = sampled(state.params, version, 1, passes=3)
+      part = on_policy(state.params, batch)
+      truth = part if truth is None else group_gradients.add(truth, part)
+    estimates = jax.device_get(group_gradients.compare(group_moments(state.params, probe), truth))
     row = {
-      f"gradient/{loss}/{what}": float(value_X[i])
-      for what, value_X in found.items()
+      f"gradient/{loss}/{statistic}": float(value_X[i])
+      for statistic, value_X in estimates.items()
       for i, loss in enumerate(LOSSES)
     }
     row["gradient/on_policy/snr"] = float(

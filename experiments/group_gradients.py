@@ -27,7 +27,7 @@ class Moments:
   """Sums over groups of their gradients, by loss (the letter X)."""
 
   groups: Array  # float32 []: their number N
-  total_X: Any  # as the parameters, each leaf [X, ...]: Σ_j g_j
+  total_X: Any  # Σ_j g_j, like the parameters with leaves [X, ...].
   square_X: Array  # float32: Σ_j ‖g_j‖²
   metrics_X: dict[str, Array]  # float32: sums of METRICS; 0 where a loss does not have one
 
@@ -35,8 +35,10 @@ class Moments:
 def make_group_moments(
   learner: Learner, losses: Sequence[GroupLoss]
 ) -> Callable[[Any, TrainBatch], Moments]:
-  """A jitted pass over the groups of a batch, one by one: one forward pass each, and a backward
-  pass for each of X losses. With adapters, gradients are of these.
+  """Returns a jitted pass over the groups of a batch, one by one.
+
+  Each group has one forward pass, and a backward pass for each of X losses. With adapters,
+  gradients are of these.
 
   Raises:
     ValueError: the batch is packed or is on several devices, where groups are not apart.
@@ -50,34 +52,34 @@ def make_group_moments(
     single = dataclasses.replace(learner, microbatches=number)
     _, part = parts(batch, single)
 
-    def of_group(i: Any) -> Moments:
+    def group_moments(i: Any) -> Moments:
       group = part(i)
 
       def logp(trained: Any) -> jax.Array:
         return log_probs(lora.join(trained, frozen), group.inputs, single)[0]
 
       logp_BT, pull = jax.vjp(logp, trained)
-      slopes, found = [], []
+      slopes, values = [], []
       for loss in losses:
         slope_BT, metrics = jax.grad(loss, has_aux=True)(logp_BT, group)
         slopes.append(slope_BT)
-        found.append([jnp.float32(metrics.get(name, 0.0)) for name in METRICS])
+        values.append([jnp.float32(metrics.get(name, 0.0)) for name in METRICS])
       gradient_X = jax.lax.map(lambda slope_BT: pull(slope_BT)[0], jnp.stack(slopes))
-      metrics = dict(zip(METRICS, jnp.array(found).T))
+      metrics = dict(zip(METRICS, jnp.array(values).T))
       return Moments(jnp.float32(1), gradient_X, dot(gradient_X, gradient_X), metrics)
 
-    return accumulate(of_group, number, add, number)
+    return accumulate(group_moments, number, add, number)
 
   return jax.jit(moments)
 
 
-def add(one: Moments, other: Moments) -> Moments:
-  """The moments of the groups of both."""
-  return jax.tree.map(jnp.add, one, other)
+def add(first: Moments, other: Moments) -> Moments:
+  """Adds the moments of two sets of groups."""
+  return jax.tree.map(jnp.add, first, other)
 
 
 def dot(a_X: Any, b_X: Any) -> jax.Array:
-  """Inner products of gradients, by loss; one of a single loss goes with all of the other. [X]."""
+  """Inner products of gradients by loss; a single loss broadcasts. [X]."""
   products = jax.tree.map(lambda a, b: (a * b).sum(axis=range(1, a.ndim)), a_X, b_X)
   return jax.tree.reduce(jnp.add, products)
 
@@ -96,7 +98,7 @@ def noise(moments: Moments) -> jax.Array:
 
 @jax.jit
 def compare(moments: Moments, truth: Moments) -> dict[str, jax.Array]:
-  """Estimates, [X] each, from N groups and from those of an independent `truth` of one loss:
+  """Estimates [X] from N groups and an independent `truth` of one loss:
 
   - signal, noise, and snr = signal / noise: the signal-to-noise ratio of a single group;
   - projected: (E g · u)² / noise with u the direction of the true gradient: what of it is of use;
@@ -107,16 +109,16 @@ def compare(moments: Moments, truth: Moments) -> dict[str, jax.Array]:
   NaN where a square is below 0.
   """
   true = signal(truth)
-  of_both = dot(moments.total_X, truth.total_X) / (moments.groups * truth.groups)
+  product = dot(moments.total_X, truth.total_X) / (moments.groups * truth.groups)
   mine, spread = signal(moments), noise(moments)
   return {
     "signal": mine,
     "noise": spread,
     "snr": mine / spread,
-    "projected": of_both * jnp.abs(of_both) / (true * spread),
-    "cosine": of_both / jnp.sqrt(mine * true),
-    "bias": (mine - 2 * of_both + true) / true,
-    "scale": of_both / true,
+    "projected": product * jnp.abs(product) / (true * spread),
+    "cosine": product / jnp.sqrt(mine * true),
+    "bias": (mine - 2 * product + true) / true,
+    "scale": product / true,
     **{name: total_X / moments.groups for name, total_X in moments.metrics_X.items()},
   }
 

@@ -18,14 +18,14 @@ PATHS = {
 
 
 def commands(experiment: Experiment, store: Store) -> str:
-  """One command per run; learning rates are as many times the file's own as they are the toy's."""
+  """Returns one command per run; learning rates scale with the file's as with the toy's."""
   if not experiment.pod:
     return "# This experiment is about toy models or toy tasks: it has no runs at the pod's scale"
   lines = [
     "# WEIGHTS: a cold-start model in Hugging Face's format; TRAIN, AIME: problems with answers.",
     "# Each command goes to all hosts; docs/running.md",
   ]
-  own = runs.applied(CONFIG, {})["rl_optimizer"]["learning_rate"]
+  rate = runs.applied(CONFIG, {})["rl_optimizer"]["learning_rate"]
   toy = runs.applied(experiment.base, experiment.common)["rl_optimizer"]["learning_rate"]
   for job in runs.plan(experiment, store):
     if job.stage == runs.START:
@@ -33,7 +33,7 @@ def commands(experiment: Experiment, store: Store) -> str:
     settings = {"job": "rl", "seed": job.seed} | PATHS
     settings |= {key: v for key, v in job.changes.items() if key.startswith(KEPT)}
     if RATE in settings:
-      settings[RATE] = own * settings[RATE] / toy
+      settings[RATE] = rate * settings[RATE] / toy
     runs.applied(CONFIG, {k: v for k, v in settings.items() if k not in PATHS})  # it has such keys
     workdir = f"$WORKDIR/{job.condition.replace('/', '_')}_{job.seed}"
     lines.append(runs.command(CONFIG, workdir, settings))

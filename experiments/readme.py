@@ -15,34 +15,36 @@ NOTHING = Verdict(OPEN, "no run has been made yet")
 def assess(
   folder: Path, experiment: Experiment, report: Callable[[Results], Report]
 ) -> tuple[Verdict, Report | None]:
-  """The verdict and what it rests on. As long as runs are missing it cannot be told, but for those
-  of secondary conditions."""
+  """Returns the verdict and its report.
+
+  The verdict is open while runs are missing, except those of secondary conditions.
+  """
   store = Store(folder)
   jobs = [job for job in runs.plan(experiment, store) if job.stage != runs.START]
   if not any(store.settled(job) for job in jobs):
     return NOTHING, None
   primary = runs.primary(experiment)
   settled = sum(store.settled(job) for job in jobs if runs.condition_of(job) in primary)
-  found, total = report(store.results(jobs)), runs.number(experiment, primary)
+  results, total = report(store.results(jobs)), runs.number(experiment, primary)
   if settled < total:
-    because = f"{settled} of {total} runs are there; so far, {found.verdict.because}"
-    return Verdict(OPEN, because), found
-  return found.verdict, found
+    because = f"{settled} of {total} runs are there; so far, {results.verdict.because}"
+    return Verdict(OPEN, because), results
+  return results.verdict, results
 
 
 def write(folder: Path, experiment: Experiment, report: Callable[[Results], Report]) -> Verdict:
   """Makes the figures and the generated part of a README anew."""
-  verdict, found = assess(folder, experiment, report)
-  for name, figure in (found.figures if found else {}).items():
+  verdict, results = assess(folder, experiment, report)
+  for name, figure in (results.figures if results else {}).items():
     figures.save(figure, folder / f"{name}.svg")
   path = folder / "README.md"
   text = path.read_text() if path.exists() else f"# {folder.name}\n\n{_marked('outcome', '')}\n"
-  path.write_text(put(text, "outcome", outcome(folder, experiment, verdict, found)))
+  path.write_text(replace_section(text, "outcome", outcome(folder, experiment, verdict, results)))
   return verdict
 
 
-def outcome(folder: Path, experiment: Experiment, verdict: Verdict, found: Report | None) -> str:
-  """The generated part: what was declared, the verdict, tables, figures, and how it was made."""
+def outcome(folder: Path, experiment: Experiment, verdict: Verdict, results: Report | None) -> str:
+  """Formats the generated part: declaration, verdict, tables, figures, runs."""
   e = experiment
   parts = [
     f"**Outcome: {verdict.outcome}.** {_sentence(verdict.because)}",
@@ -58,16 +60,16 @@ def outcome(folder: Path, experiment: Experiment, verdict: Verdict, found: Repor
       ],
     ),
   ]
-  if found:
-    parts += found.tables
-    parts += [f"![{name}]({name}.svg)" for name in found.figures]
-    parts.append(made(e, Store(folder)))
+  if results:
+    parts += results.tables
+    parts += [f"![{name}]({name}.svg)" for name in results.figures]
+    parts.append(count_runs(e, Store(folder)))
   parts.append(f"`python -m experiments.run {folder.name.split('_')[0]}`")
   return "\n\n".join(parts)
 
 
-def made(experiment: Experiment, store: Store) -> str:
-  """How many runs there are, how they ended, with what they were made, and what was not run."""
+def count_runs(experiment: Experiment, store: Store) -> str:
+  """Counts runs by status, with versions and missing conditions."""
   table = store.runs[store.runs.stage != runs.START]
   counts = table.status.value_counts()
   ended = ", ".join(f"{counts[s]} {s}" for s in sorted(counts.index))
@@ -79,8 +81,8 @@ def made(experiment: Experiment, store: Store) -> str:
   ]
   for row in table[~table.status.isin(["done"])].itertuples():
     lines.append(f"- {row.condition}, seed {row.seed}: {row.status}, {row.reason}")
-  begun = {name.split("/")[0] for name in table.condition}
-  if missing := [c.name for c in experiment.conditions if c.name not in begun]:
+  started = {name.split("/")[0] for name in table.condition}
+  if missing := [c.name for c in experiment.conditions if c.name not in started]:
     lines.append(f"\nConditions without a run: {', '.join(missing)}.")
   return "\n".join(lines)
 
@@ -88,16 +90,16 @@ def made(experiment: Experiment, store: Store) -> str:
 def write_overview() -> None:
   """The table of experiments/README.md."""
   path = HERE / "README.md"
-  path.write_text(put(path.read_text(), "experiments", overview()))
+  path.write_text(replace_section(path.read_text(), "experiments", overview()))
 
 
 def overview() -> str:
   rows = []
   for folder in definition.names():
     experiment, module = definition.load(folder)
-    verdict, found = assess(HERE / folder, experiment, module.report)
+    verdict, results = assess(HERE / folder, experiment, module.report)
     number = folder.split("_")[0]
-    figure = next(iter(found.figures), None) if found else None
+    figure = next(iter(results.figures), None) if results else None
     rows.append(
       [
         f"[{number.upper()}]({folder}/README.md)",
@@ -115,13 +117,15 @@ def overview() -> str:
 
 
 def minutes(folder: Path, experiment: Experiment) -> str:
-  """Of all its runs, two at a time: measured where all are there, else estimated. Of the runs of a
-  condition the median counts: some may have been paused, or beside other work."""
+  """Minutes of all runs, two at a time: measured if all are done, else estimated.
+
+  The median of a condition's runs counts: some were paused, or beside other work.
+  """
   store = Store(folder)
-  made = store.runs[store.runs.status.isin(SETTLED)] if len(store.runs) else store.runs
-  final = made[made.stage != runs.START] if len(made) else made
+  settled = store.runs[store.runs.status.isin(SETTLED)] if len(store.runs) else store.runs
+  final = settled[settled.stage != runs.START] if len(settled) else settled
   if len(final) >= runs.number(experiment):
-    alike = made.groupby(["stage", "condition"]).seconds
+    alike = settled.groupby(["stage", "condition"]).seconds
     return f"{alike.transform('median').sum() / 120:.0f}"
   e = experiment
   seeds = {s for c in e.conditions for s in c.seeds or e.seeds}
@@ -136,8 +140,8 @@ def write_all() -> None:
   write_overview()
 
 
-def put(text: str, name: str, content: str) -> str:
-  """The text with other content between the marks of this name. ValueError if they are missing."""
+def replace_section(text: str, name: str, content: str) -> str:
+  """Replaces the content between named marks; ValueError if they are missing."""
   marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
   if len(marks.findall(text)) != 1:
     raise ValueError(f"a README needs the marks <!-- {name} --> and <!-- /{name} --> once")

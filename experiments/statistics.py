@@ -30,7 +30,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-  """The mean of values of several seeds and Student's 95 % interval of it; of a single value the
+  """Returns mean and Student's 95 % interval over seeds; for a single value the
   interval is without bounds.
 
   Not a bootstrap: its percentiles hold the mean of three values in 75 % of cases, of seven in 91 %.
@@ -46,9 +46,11 @@ def interval(values: Sequence[float]) -> Interval:
   return Interval(mean, mean - reach, mean + reach, len(values))
 
 
-def exp(of: Interval) -> Interval:
+def exp(interval: Interval) -> Interval:
   """The interval of a logarithm as one of its argument."""
-  return Interval(*(float(np.exp(x)) for x in (of.value, of.low, of.high)), of.count)
+  return Interval(
+    *(float(np.exp(x)) for x in (interval.value, interval.low, interval.high)), interval.count
+  )
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:

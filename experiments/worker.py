@@ -40,7 +40,7 @@ def main(cores: str) -> None:
 
 
 def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, Any]:
-  """One run by the path of the command line, or by the function `measure`, and how it ended."""
+  """Makes one run like the command line, or by `measure`; returns its end."""
   started = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
   with open(workdir / "log.txt", "a") as log:
@@ -68,8 +68,8 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
 
   logging.set_verbosity(logging.WARNING)
   command_line.compiled_programs_stay()
-  # The workdir's name says that it is the same run: what differs are keys that the code has got
-  # since it was interrupted.
+  # The workdir's name proves that it is the same run: only keys new in the code differ, added since
+  # the interruption.
   config = from_dict(values | dict(resume="force"))
   try:
     with preemption.watch(config.checkpoint.grace_s), open_run(config, workdir) as run:
@@ -86,8 +86,10 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
 
 
 def tidy() -> None:
-  """Lets go of what the last run has left. Compiled programs stay, unless they take more of the
-  65,530 memory mappings that a process has than can be spared."""
+  """Frees the memory of the last run.
+
+  Compiled programs stay, unless they use too many of a process's 65,530 memory mappings.
+  """
   gc.collect()
   if MAPS.exists() and len(MAPS.read_text().splitlines()) > 30_000:
     import jax

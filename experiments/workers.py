@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 
 def own_cores() -> list[int]:
-  """The cores that this process may use."""
+  """Returns the cores available to this process."""
   if hasattr(os, "sched_getaffinity"):  # Linux
     return sorted(os.sched_getaffinity(0))
   return [*range(os.cpu_count() or 1)]
@@ -48,12 +48,12 @@ class Worker:
         text=True,
       )
     self.job, self.since = job, time.monotonic()
-    told = dict(values=values, workdir=str(workdir), measure=job.measure)
-    self.process.stdin.write(json.dumps(told) + "\n")
+    message = dict(values=values, workdir=str(workdir), measure=job.measure)
+    self.process.stdin.write(json.dumps(message) + "\n")
     self.process.stdin.flush()
 
   def answer(self) -> Answer:
-    """What it says; where it has died, that."""
+    """Returns its answer, or how it died."""
     line = self.process.stdout.readline()
     if line:
       answer = json.loads(line)
@@ -61,10 +61,10 @@ class Worker:
         self.process.wait()
       return answer
     code = self.process.wait()
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return dict(
       status="interrupted",
-      reason=f"its process ended: {how}",
+      reason=f"its process ended: {reason}",
       seconds=round(time.monotonic() - self.since, 1),
     )
 
@@ -113,7 +113,7 @@ class Workers:
       worker.job = None
 
   def close(self) -> None:
-    """Lets the processes end, which have nothing to do."""
+    """Ends the idle processes."""
     for worker in self.all:
       if worker.process is not None and worker.process.poll() is None:
         worker.process.stdin.close()

@@ -1,11 +1,11 @@
-"""The mesh, and the rules that turn the letters of an array into its sharding.
+"""The mesh, and rules from the letters of an array to its sharding.
 
 Mesh axes: `data` (replicas, usually across slices), `fsdp` (parameters split over their D axis),
 `expert` (experts split over E; outside the experts it splits the batch like `fsdp`) and `tensor`
 (heads, feed-forward and vocabulary). Any of them may be 1. The mesh is in JAX's explicit mode: the
 sharding is part of an array's type, and a wrong one is an error while tracing.
 
-Every function here also works with no mesh at all, so that a model can be called on plain arrays.
+Every function also works without a mesh, so a model can be called on plain arrays.
 """
 
 import functools
@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, _sizes
 
-BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
+BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
 BY_ROW = P(BATCH)
-PRODUCT = "product"  # name of products with weights, for rematerialisation policies
+PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# All chips of a slice. In this order those of an `expert` group hold neighbours: gathered over
-# "fsdp", their experts are the ones that the group has while training.
+# All chips of a slice. In this order an `expert` group has neighbouring experts: gathered over
+# "fsdp", they are the group's experts while training.
 SLICE = ("expert", "fsdp")
 
 Axes = str | tuple[str, ...]  # a mesh axis, or several
@@ -42,8 +42,13 @@ ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
 def make_meshes(
   config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """The trainer's mesh, and the sampler's: the same one, or one of the devices that follow those of
-  the trainer. ValueError if there are not so many `devices` (default: all)."""
+  """Makes the trainer's mesh and the sampler's: equal, or on the devices after it.
+
+  devices: all available ones if None.
+
+  Raises:
+    ValueError: there are too few devices.
+  """
   devices = jax.devices() if devices is None else devices
   if not rollout.on:
     mesh = make_mesh(config, devices)
@@ -75,20 +80,24 @@ def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Mesh over `devices` (default: all). ValueError if the sizes do not multiply to their number, or
-  if replicas are not whole within TPU slices: `data` runs over these first."""
+  """Makes a mesh over `devices`, or over all if None; `data` is over slices first.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices, or a replica is not within one
+      TPU slice.
+  """
   devices = jax.devices() if devices is None else devices
   sizes, named = _sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
     raise ValueError(f"{named}: at most one may be -1 (what is left)")
   if -1 in sizes:
-    known = -math.prod(sizes)
-    if known > len(devices):
+    fixed = -math.prod(sizes)
+    if fixed > len(devices):
       raise ValueError(
-        f"{named}: without the -1 that is {known} devices, but {len(devices)} are there: make one "
+        f"{named}: without the -1 that is {fixed} devices, but {len(devices)} are there: make one "
         "smaller"
       )
-    sizes[sizes.index(-1)] = len(devices) // known
+    sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices):
     raise ValueError(
       f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
@@ -109,12 +118,12 @@ def make_mesh(
 
 
 def slice_of(device: Any) -> int:
-  """Number of the TPU slice that a device is in. Devices of other kinds count as one slice."""
+  """Number of a device's TPU slice. Devices of other kinds count as one slice."""
   return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Layout of a sampler with so many experts. ValueError if `all` chips do not divide them."""
+  """Returns a sampler's layout; ValueError if `all` chips do not divide the experts."""
   chips = parts(SLICE, mesh.shape)
   if config.rollout_experts == "all" and experts % chips:
     raise ValueError(
@@ -125,17 +134,17 @@ def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> 
 
 
 def each(axes: Axes | None) -> tuple[str, ...]:
-  """The mesh axes that one dimension is split over."""
+  """Returns the mesh axes of one dimension."""
   return axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
 
 def parts(axes: Axes | None, sizes: Mapping[str, int]) -> int:
-  """How many parts a dimension has that is split over `axes`, of these sizes."""
+  """Returns the number of parts of a dimension split over `axes`."""
   return math.prod(sizes[axis] for axis in each(axes))
 
 
 def spec(letters: str, rules: Rules) -> P:
-  """PartitionSpec of an array whose axes are `letters`. ValueError if a mesh axis is used twice."""
+  """PartitionSpec of an array's `letters`; ValueError if a mesh axis repeats."""
   axes = [rules.get(letter) for letter in letters]
   used = [a for split in axes for a in each(split)]
   if len(used) != len(set(used)):
@@ -154,31 +163,31 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-  """What JAX calls the mesh's devices, as `accelerators` knows them; "" without a mesh."""
+  """JAX's name of the mesh's devices, a key of `accelerators`; "" without a mesh."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return "" if device is None else device.device_kind
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  """`x` laid out as `pspec`. Sums that are still to be made in its gradient stay so."""
+  """Reshards `x` to `pspec`; pending sums in its gradient stay pending."""
   if without_mesh():
     return x
   return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Merging a split axis with others that follow it has to say how the result is split."""
+  """Reshapes `x`; merging a split axis needs the result's sharding."""
   if without_mesh():
     return x.reshape(shape)
-  reduced = jax.typeof(x).sharding.spec.reduced  # a weight that `gather` has put together
+  reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
   return jnp.reshape(x, shape, out_sharding=P(*out, reduced=reduced))
 
 
 def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
-  """jnp.einsum in the type that both have.
+  """jnp.einsum in the common dtype.
 
   XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so there the result is
-  rounded afterwards. Elsewhere that would bring nothing, and collectives would send float32.
+  rounded afterwards. Elsewhere that gains nothing, and collectives would send float32.
   """
   dtype = jnp.result_type(x, y)
   wide = jnp.float32 if dtype == jnp.bfloat16 and platform() == "cpu" else None
@@ -188,8 +197,10 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """`product` whose result has sharding `out` (contractions over sharded axes must say so), or the
-  same in `dtype`."""
+  """`product` with a result of sharding `out`, needed to contract sharded axes.
+
+  dtype: dtype of the result. None means that of `product`.
+  """
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -197,11 +208,11 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight, which shares with them what is summed over and no more.
+  """`einsum` of activations with a weight; common letters are contracted.
 
   The gradient of `w` is written with `x` first. JAX would put the other factor first, and XLA on
-  CPU then computes what led to it, such as an activation's derivative, in transposed order: the
-  update of a dense model takes 1.7 times as long.
+  CPU would compute its inputs, such as an activation's derivative, in transposed order: the update
+  of a dense model takes 1.7 times as long.
   """
   return checkpoint_name(_project(equation, x, w, out), PRODUCT)
 
@@ -216,11 +227,11 @@ def _project_forward(equation: str, x: jax.Array, w: jax.Array, out: P):
 
 
 def _project_backward(equation: str, out: P, saved: tuple[jax.Array, jax.Array], g: jax.Array):
-  factors, of_y = equation.split("->")
-  of_x, of_w = factors.split(",")
+  factors, y_axes = equation.split("->")
+  x_axes, w_axes = factors.split(",")
   x, w = saved
-  dx = einsum(f"{of_y},{of_w}->{of_x}", g, w, _cotangent_spec(x))
-  dw = einsum(f"{of_x},{of_y}->{of_w}", x, g, _cotangent_spec(w))
+  dx = einsum(f"{y_axes},{w_axes}->{x_axes}", g, w, _cotangent_spec(x))
+  dw = einsum(f"{x_axes},{y_axes}->{w_axes}", x, g, _cotangent_spec(w))
   return dx, dw
 
 
@@ -228,7 +239,7 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _cotangent_spec(x: jax.Array) -> P:
-  """Sums over the axes that the array is equal on are still to be made in its gradient."""
+  """Spec of a cotangent: sums over the array's replicated axes are pending."""
   pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec.partitions, unreduced=pspec.reduced)
 
@@ -240,10 +251,10 @@ def spec_of(x: jax.Array) -> P:
 
 
 def gather(x: jax.Array, pspec: P) -> jax.Array:
-  """`x` with its "fsdp" parts put together, laid out as `pspec`, which splits no batch axis.
+  """Gathers `x` over "fsdp" into `pspec`, without batch axes.
 
   The transpose reduces a gradient in two steps: it is summed and scattered over "fsdp", and the
-  part that is left is summed over the other batch axes. (In one step it would be summed whole.)
+  local part is summed over the other batch axes. (In one step it would be summed whole.)
   """
   if without_mesh():
     return x
@@ -255,12 +266,12 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def is_per_replica(x: jax.Array) -> bool:
-  """Whether it is a weight whose gradient is left as each replica has it (`learner.replicas`)."""
+  """Whether a weight's gradient stays separate per replica (`learner.replicas`)."""
   return "data" in jax.typeof(x).sharding.spec.reduced
 
 
 def whole(x: jax.Array, pspec: P) -> jax.Array:
-  """The same inside `shard_map`, for an array that came in split as `pspec`."""
+  """Gathers over "fsdp" inside `shard_map`, for an input split as `pspec`."""
   if without_mesh():
     return x
   split = [each(axes) for axes in pspec]
@@ -272,10 +283,10 @@ def whole(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
-  """`f` on each device's part; `f` itself where there is no mesh.
+  """Maps `f` over each device's part; returns `f` itself without a mesh.
 
-  `check=False` where a Pallas kernel runs: those of JAX do not say over which axes their results
-  vary, which the type of every array inside says otherwise.
+  `check=False` for Pallas kernels: JAX's do not declare the axes over which their results vary, a
+  part of every other array's type.
   """
   if without_mesh():
     return f
@@ -302,7 +313,7 @@ def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) ->
 
 
 def _replicas(x: jax.Array) -> jax.Array:
-  """A weight that `is_per_replica` as [replicas, ...]: each device has one, and its gradient."""
+  """Expands an `is_per_replica` weight to [replicas, ...], with separate gradients."""
   split = spec_of(x)
   return jax.shard_map(
     lambda x: jax.lax.pcast(x, "data", to="varying")[None],
@@ -312,13 +323,15 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether a device has nobody to exchange parts with along `axis`. XLA on CPU would copy them all
-  the same, and turn them around for it."""
+  """Whether `axis` has size 1, without communication.
+
+  XLA on CPU would still copy and transpose the parts.
+  """
   return axis_size(axis) == 1
 
 
 def all_gather(x: jax.Array, axis: Axes) -> jax.Array:
-  """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
+  """Concatenates parts along dimension 0 over `axis`, inside `shard_map`."""
   for name in reversed(each(axis)):
     x = x if _alone(name) else jax.lax.all_gather(x, name, tiled=True)
   return x
@@ -329,7 +342,7 @@ def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Arr
 
 
 def psum_scatter(x: jax.Array, axis: Axes) -> jax.Array:
-  """Sum over `axis`, each device keeping its part of dimension 0: the transpose of `all_gather`."""
+  """Sums over `axis` and scatters dimension 0: the transpose of `all_gather`."""
   for name in each(axis):
     if not _alone(name):
       x = x.reshape(axis_size(name), -1, *x.shape[1:])
@@ -346,9 +359,10 @@ def pmax(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
-  """Marks arrays inside `shard_map` as different on every device of `axes`, over which they were
-  known to be equal; so that a custom gradient may return one cotangent per device. The transpose
-  sums over `axes`."""
+  """Marks equal arrays inside `shard_map` as varying over `axes`.
+
+  A custom gradient may then return one cotangent per device. The transpose sums over `axes`.
+  """
   if without_mesh():
     return tree
 
@@ -368,25 +382,26 @@ def axis_index(axis: Axes) -> jax.Array | int:
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-  """Over how many devices a batch of sequences is split."""
+  """Returns the number of devices that split a batch of sequences."""
   return parts(BATCH, mesh.shape)
 
 
 def rows_of_a_device(rows: int) -> int:
-  """Rows of a batch of so many that each device of the mesh in use has."""
+  """Rows per device of a batch of `rows` on the mesh in use."""
   return rows // axis_size(BATCH)
 
 
 def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
-  """Host arrays, the same on every process, onto the devices; axis 0 split over `BATCH`, or as
-  `pspec` says."""
+  """Moves host arrays, equal on every process, to the devices, split as `pspec`."""
   layout = NamedSharding(mesh, pspec)
   return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), tree)
 
 
 def fetch(tree: Any) -> Any:
-  """Arrays to host, whole, on every process: one gather of those that hosts hold different parts
-  of. What a process has to itself, such as an array on the host, is whole already."""
+  """Fetches whole arrays to every process, with one gather of distributed ones.
+
+  Arrays of a single process, such as host arrays, are already whole.
+  """
 
   def gathered(x: Any) -> Any:
     if getattr(x, "is_fully_addressable", True):

@@ -272,7 +272,7 @@ def operations(run: Run, collected: Collected) -> tuple[float, float]:
   c, prompt_B, end_B = run.config, collected.rollout.prompt_lengths, collected.rollout.ends
   prompt_P = prompt_B[:: c.rl.group_size]
   taught = run.teacher and run.teacher.model
-  without_gradient = flops.of_passes(c, taught, prompt_P, prompt_B, end_B)
+  without_gradient = flops.pass_flops(c, taught, prompt_P, prompt_B, end_B)
   forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
   return without_gradient, 3 * c.rl.epochs * c.models * forward
 

@@ -8,10 +8,10 @@ from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
-RESPONSES = 128  # of an iteration
+RESPONSES = 128  # Per iteration.
 GROUPS = (2, 4, 8, 32)
 LEARNED = "eval/final"
-NEGLIGIBLE = 0.02  # of accuracy, per doubling
+NEGLIGIBLE = 0.02  # Accuracy per doubling.
 
 
 def condition(loss: str, group: int) -> Condition:
@@ -42,18 +42,18 @@ def accuracies(results: Results, loss: str) -> pd.DataFrame:
 
 def slopes(results: Results, loss: str) -> pd.Series:
   """Accuracy per doubling of the group, by seed."""
-  found = accuracies(results, loss)
-  return found.apply(lambda row: statistics.slope(np.log2(GROUPS), row), axis=1).astype(float)
+  accuracy = accuracies(results, loss)
+  return accuracy.apply(lambda row: statistics.slope(np.log2(GROUPS), row), axis=1).astype(float)
 
 
 def report(results: Results) -> Report:
   each = {loss: slopes(results, loss) for loss in ARMS}
-  of = {loss.upper(): statistics.interval(found) for loss, found in each.items()}
-  of["GSPO - GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
+  intervals = {loss.upper(): statistics.interval(values) for loss, values in each.items()}
+  intervals["GSPO - GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
   tables = [
     markdown(
       ["accuracy per doubling of G", "seeds", "slope"],
-      [[name, str(found.count), found.text(".4f")] for name, found in of.items()],
+      [[name, str(values.count), values.text(".4f")] for name, values in intervals.items()],
     ),
     results.table(
       [c.name for c in EXPERIMENT.conditions],

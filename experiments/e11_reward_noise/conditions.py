@@ -10,7 +10,7 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 RATES = (0.0, 0.3)
 KINDS = {"positive": "reward.false_positive", "negative": "reward.false_negative"}
 LEARNED = "eval/final"
-NEGLIGIBLE = 0.1  # of accuracy per unit of the rate: 0.03 at the highest one
+NEGLIGIBLE = 0.1  # Accuracy per unit of the rate: 0.03 at the highest one.
 
 
 def name(loss: str, kind: str, rate: float) -> str:
@@ -44,8 +44,8 @@ def accuracies(results: Results, loss: str, kind: str) -> pd.DataFrame:
 
 
 def slopes(results: Results, loss: str, kind: str) -> pd.Series:
-  found = accuracies(results, loss, kind)
-  return found.apply(lambda row: statistics.slope(RATES, row), axis=1).astype(float)
+  accuracy = accuracies(results, loss, kind)
+  return accuracy.apply(lambda row: statistics.slope(RATES, row), axis=1).astype(float)
 
 
 def report(results: Results) -> Report:
@@ -54,8 +54,8 @@ def report(results: Results) -> Report:
     each = {loss: slopes(results, loss, kind) for loss in ARMS}
     each["GSPO - GRPO"] = (each["gspo"] - each["grpo"]).dropna()
     gaps.append(each["GSPO - GRPO"])
-    found = [statistics.interval(x) for x in each.values()]
-    rows.append([f"false {kind}s", str(found[-1].count), *(x.text() for x in found)])
+    intervals = [statistics.interval(x) for x in each.values()]
+    rows.append([f"false {kind}s", str(intervals[-1].count), *(x.text() for x in intervals)])
   gap = statistics.interval(((gaps[0] + gaps[1]) / 2).dropna())
   rows.append(["mean of both", str(gap.count), "", "", gap.text()])
   heads = ["accuracy per unit of the rate", "seeds", "GSPO", "GRPO", "GSPO - GRPO"]
@@ -67,7 +67,7 @@ def report(results: Results) -> Report:
       outcome = HOLDS
     elif gap.high < NEGLIGIBLE:
       outcome = FAILS
-  both, panels = figures.new(9, 3.4, columns=2)
+  figure, panels = figures.new(9, 3.4, columns=2)
   for axes, kind in zip(panels, KINDS):
     points = {
       loss.upper(): [statistics.interval(x) for _, x in accuracies(results, loss, kind).items()]
@@ -75,4 +75,4 @@ def report(results: Results) -> Report:
     }
     figures.bands(axes, RATES, points, "rate", f"final accuracy, false {kind}s")
   because = f"the slopes differ by {gap.text()} of accuracy per unit of the rate"
-  return Report(Verdict(outcome, because), tables, dict(noise=both))
+  return Report(Verdict(outcome, because), tables, dict(noise=figure))

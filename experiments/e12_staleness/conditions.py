@@ -36,22 +36,22 @@ EXPERIMENT = Experiment(
 )
 
 
-def report(found: Results) -> Report:
+def report(results: Results) -> Report:
   costs, rows = {}, []
   for lag in LAGS[1:]:
-    gspo, grpo = (found.paired(name(loss, lag), name(loss, 0), LEARNED) for loss in ARMS)
+    gspo, grpo = (results.paired(name(loss, lag), name(loss, 0), LEARNED) for loss in ARMS)
     costs[lag] = [statistics.interval(x) for x in (gspo, grpo, (gspo - grpo).dropna())]
     rows.append([str(lag), str(costs[lag][-1].count), *(x.text() for x in costs[lag])])
   columns = {"final accuracy": LEARNED, "area": "eval/area", "clipped": "clip_fraction/token"}
   columns |= {"mean |ratio - 1|": "ratio/deviation", "KL (k3)": "kl/k3"}
   conditions = {f"{loss.upper()}, lag {lag}": name(loss, lag) for loss in ARMS for lag in LAGS}
   heads = ["final accuracy, lag - 0", "seeds", "GSPO", "GRPO", "GSPO - GRPO"]
-  tables = [markdown(heads, rows), found.table(conditions, columns, ".4f")]
-  figure, (left, right) = figures.new(9, 3.4, columns=2)
-  points = {x.upper(): [found.interval(name(x, lag), LEARNED) for lag in LAGS] for x in ARMS}
-  figures.bands(left, LAGS, points, "lag, iterations", "final accuracy")
+  tables = [markdown(heads, rows), results.table(conditions, columns, ".4f")]
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
+  points = {x.upper(): [results.interval(name(x, lag), LEARNED) for lag in LAGS] for x in ARMS}
+  figures.bands(left_axes, LAGS, points, "lag, iterations", "final accuracy")
   drawn = {f"{x.upper()}, lag {lag}": costs[lag][i] for i, x in enumerate(ARMS) for lag in costs}
-  figures.intervals(right, drawn, "accuracy, difference to no lag")
+  figures.intervals(right_axes, drawn, "accuracy, difference to no lag")
   gspo, grpo, apart = (x.text() for x in costs[LAGS[-1]])
   because = (
     f"a lag of {LAGS[-1]} iterations changes the accuracy by {gspo} with GSPO and by {grpo} with "

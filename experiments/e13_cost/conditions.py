@@ -14,7 +14,7 @@ from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 from experiments.statistics import Interval
 
-NOTHING = {"objective.volatility": False}  # which would record experts too
+NOTHING = {"objective.volatility": False}  # Volatility would record experts too.
 ARMS = {
   f"{old}_{replay}": {"objective.old_logp": old, "objective.replay": replay} | NOTHING
   for old, replay in (
@@ -25,7 +25,7 @@ ARMS = {
     ("recompute", "R3"),
   )
 }
-LEAST, MOST = "sampler_none", "recompute_R2"  # what GSPO and GRPO need, by the paper
+LEAST, MOST = "sampler_none", "recompute_R2"  # Needs of GSPO and GRPO, by the paper.
 STAGES = ("sample", "logp", "update", "publish")
 WARM = 3  # the first iteration that compiles nothing
 MATTERS = 1.05
@@ -58,7 +58,7 @@ def seconds(results: Results, arm: str, stages: tuple[str, ...] = STAGES) -> pd.
 
 
 def ratio(results: Results, arm: str) -> Interval:
-  """Of an iteration's seconds to those of the cheapest arm."""
+  """Ratio of an iteration's seconds to the cheapest arm's."""
   logs = np.log(seconds(results, arm)) - np.log(seconds(results, LEAST))
   return statistics.exp(statistics.interval(logs.dropna()))
 
@@ -66,16 +66,16 @@ def ratio(results: Results, arm: str) -> Interval:
 def report(results: Results) -> Report:
   ratios, rows = {}, []
   for arm in ARMS:
-    ratios[arm] = found = ratio(results, arm)
+    ratios[arm] = interval = ratio(results, arm)
     each = [statistics.interval(seconds(results, arm, (stage,))) for stage in STAGES]
     flops = results.values(arm, "flops") / results.values(arm, "tokens")
     rows.append(
       [
         arm.replace("_", ", "),
-        str(found.count),
+        str(interval.count),
         statistics.interval(seconds(results, arm)).text(".2f"),
-        *(one.text(".2f") for one in each),
-        found.text(".3f"),
+        *(stage_seconds.text(".2f") for stage_seconds in each),
+        interval.text(".3f"),
         f"{flops.mean() / 1e6:.2f}" if len(flops) else "",
         results.interval(arm, "memory/host_peak_gib").text(".2f"),
       ]
@@ -90,14 +90,14 @@ def report(results: Results) -> Report:
   if primary.count > 1:
     outcome = HOLDS if primary.low > MATTERS else FAILS if primary.high < MATTERS else OPEN
   figure, (axes,) = figures.new(6.4, 2.4)
-  shown = {arm.replace("_", ", "): found for arm, found in ratios.items()}
+  shown = {arm.replace("_", ", "): interval for arm, interval in ratios.items()}
   figures.intervals(axes, shown, "seconds of an iteration, times those of the first", line=1.0)
   because = f"an iteration with R2 and recomputed log-probs takes {primary.text()} times as long"
   return Report(Verdict(outcome, because), tables, dict(cost=figure))
 
 
 def on_pod(table: pd.DataFrame) -> str:
-  """What aot says of the flagship: seconds of a whole iteration, and memory of the programs."""
+  """Formats aot's figures of the flagship: seconds of an iteration, memory of programs."""
   head = ["flagship, compiled for " + table.topology.iloc[0], "s per iteration", "of these update"]
   head += ["log-probs", "GiB per chip: update", "log-probs", "prefill", "decode"]
   rows = [

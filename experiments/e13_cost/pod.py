@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo_jax.settings.reading import from_dict
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX with libtpu would look for a TPU.
 
 import jax
 
@@ -34,33 +34,33 @@ def case_of(arm: str) -> Case:
 
 
 def shared(case: Case, name: str) -> tuple:
-  """What the program of this name depends on: arms that are equal there share it."""
+  """Returns a program's key: arms with equal keys share it."""
   objective = case.config.objective
-  of = {TRAINS: objective.replay, "score": None}
-  return name, of.get(name, objective.needs_sampler_routing)
+  replayed = {TRAINS: objective.replay, "score": None}
+  return name, replayed.get(name, objective.needs_sampler_routing)
 
 
-def compiled(case: Case, mesh: Any, known: dict[tuple, dict]) -> dict[str, dict]:
-  """Rows of aot's report by program; those that are not `known` are compiled."""
-  missing = [name for name in (TRAINS, "score", *SAMPLES) if shared(case, name) not in known]
+def compiled(case: Case, mesh: Any, cache: dict[tuple, dict]) -> dict[str, dict]:
+  """Returns rows of aot's report by program; compiles those not in `cache`."""
+  missing = [name for name in (TRAINS, "score", *SAMPLES) if shared(case, name) not in cache]
   for name, program in programs(case, mesh, missing):
-    known[shared(case, name)] = examine(program, TOPOLOGY, case.config.compute.remat).row
-  return {name: known[shared(case, name)] for name in (TRAINS, "score", *SAMPLES)}
+    cache[shared(case, name)] = examine(program, TOPOLOGY, case.config.compute.remat).row
+  return {name: cache[shared(case, name)] for name in (TRAINS, "score", *SAMPLES)}
 
 
 def main() -> None:
-  known, lines = {}, []
+  cache, lines = {}, []
   for arm in ARMS:
     case = case_of(arm)
     mesh = sharding.make_mesh(case.config.mesh, devices_of(TOPOLOGY))
     check(case, mesh)
     case = resolved(case, mesh)
     with jax.set_mesh(mesh):
-      rows = compiled(case, mesh, known)
-      found = iteration.estimate(case, mesh, chips.parse(TOPOLOGY)[1], rows)
-    seconds = {part.name: part.seconds for part in found.parts}
+      rows = compiled(case, mesh, cache)
+      estimated = iteration.estimate(case, mesh, chips.parse(TOPOLOGY)[1], rows)
+    seconds = {part.name: part.seconds for part in estimated.parts}
     lines.append(
-      {"arm": arm, "topology": TOPOLOGY, "iteration_s": found.seconds}
+      {"arm": arm, "topology": TOPOLOGY, "iteration_s": estimated.seconds}
       | {f"{name}_s": seconds.get(name, 0.0) for name in rows}
       | {f"{name}_gib": row["peak_gib"] for name, row in rows.items()}
     )

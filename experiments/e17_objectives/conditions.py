@@ -29,7 +29,10 @@ CONDITIONS = {
     "critic_optimizer.schedule": "linear",
   },
   "rft": {},
-  "spo": {"objective.beta": 0.3, "objective.soft_value": 0.74},  # as in configs/tiny_offline.py
+  "spo": {
+    "objective.beta": 0.3,
+    "objective.soft_value": 0.74,
+  },  # Values of configs/tiny_offline.py.
 }
 
 ADDED = {  # after the question was asked: no verdict rests on them
@@ -74,13 +77,15 @@ def report(results: Results) -> Report:
   gains, rows = {}, []
   for name in CONDITIONS | ADDED:
     gain = gains[name] = statistics.interval(results.gains(name))
-    of = [results.interval(name, column) for column in (BEFORE, LEARNED)]
+    intervals = [results.interval(name, column) for column in (BEFORE, LEARNED)]
     values = results.values(name, LEARNED)
     least = f"{values.min():.3f}" if len(values) else "no runs"
     clipped = results.interval(name, CLIPPED)
     shown = clipped.text(".4f") if clipped.count else ""
     area = results.interval(name, AREA).text()
-    rows.append([name, str(gain.count), *(x.text() for x in of), gain.text(), least, area, shown])
+    rows.append(
+      [name, str(gain.count), *(x.text() for x in intervals), gain.text(), least, area, shown]
+    )
   head = ["", "seeds", "before", "after", "gain", "least after", "area", "clipped"]
   outcome, judged = OPEN, [gains[name] for name in CONDITIONS]
   if all(gain.count > 1 for gain in judged):

@@ -8,8 +8,8 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 from experiments.statistics import Interval
 
 START, ITERATIONS = 40, 30  # updates of the cold start; iterations of GSPO
-UPDATES = 4  # of an iteration
-LEAST = 0.10  # of held-out accuracy
+UPDATES = 4  # Updates per iteration.
+LEAST = 0.10  # Held-out accuracy.
 BEFORE, LEARNED, GREEDY = "eval/start", "eval/final", "eval/greedy"
 CLIPPED, MISMATCH = "clip_fraction/token", "mismatch/sequence/abs/mean"
 CLIPPED_OF = "by_length/clip_fraction/"
@@ -29,7 +29,7 @@ OLD = {"its own": "sampler", "recomputed": "recompute"}
 
 
 def brief(loss: str, name: str, width: float) -> Condition:
-  """A few iterations with a range so many times as wide as the paper's, for what is clipped."""
+  """A few iterations with `width` times the paper's range, to count clipped tokens."""
   low, high = (ARMS[loss][f"objective.clip_{side}"] for side in ("low", "high"))
   edges = {"objective.clip_low": min(width * low, 1.0), "objective.clip_high": width * high}
   changes = BRIEF | {"objective.name": loss} | edges
@@ -37,7 +37,7 @@ def brief(loss: str, name: str, width: float) -> Condition:
 
 
 def low(old: str) -> Condition:
-  """GSPO with the sampler in bfloat16, and old log-probs from there or from the trainer."""
+  """GSPO with a bfloat16 sampler, and its or the trainer's log-probs."""
   changes = SAMPLER | {"objective.old_logp": old}
   return Condition(f"gspo_bfloat16_{old}", changes, seeds=(11, 12, 13), secondary=True)
 
@@ -90,18 +90,18 @@ def report(results: Results) -> Report:
   clipped = []
   for name, width in WIDTHS.items():
     fractions = [results.interval(f"{loss}_{name}", CLIPPED) for loss in ARMS]
-    clipped.append([f"{width:.3g}", *told(fractions)])
+    clipped.append([f"{width:.3g}", *percentages(fractions)])
   by_length = [
-    [title, *told([results.interval(f"{loss}_one", CLIPPED_OF + name) for loss in ARMS])]
+    [title, *percentages([results.interval(f"{loss}_one", CLIPPED_OF + name) for loss in ARMS])]
     for title, name in LENGTHS.items()
   ]
   sampler = []
   shown = {f"bfloat16, old log-probs {title}": low(old).name for title, old in OLD.items()}
   for title, condition in ({"float32": "gspo"} | shown).items():
     columns = (MISMATCH, ".1e"), (CLIPPED, ".3f"), (LEARNED, ".3f")
-    found = [results.interval(condition, column).text(form) for column, form in columns]
+    cells = [results.interval(condition, column).text(form) for column, form in columns]
     less = statistics.interval(results.paired(condition, "gspo", LEARNED))
-    sampler.append([title, str(less.count), *found, less.text()])
+    sampler.append([title, str(less.count), *cells, less.text()])
   figure, (axes,) = figures.new()
   figures.curves(axes, results, {"GSPO": "gspo"}, "eval/accuracy", title="held-out accuracy")
   because = f"GSPO gains {rise.text()}, and {more.text()} on the cold start alone"
@@ -114,5 +114,5 @@ def report(results: Results) -> Report:
   return Report(Verdict(outcome, because), tables, dict(accuracy=figure))
 
 
-def told(fractions: list[Interval]) -> list[str]:
+def percentages(fractions: list[Interval]) -> list[str]:
   return [str(fractions[0].count), *(x.text(".4f") for x in fractions)]

@@ -7,9 +7,9 @@ from experiments.definition import Condition, Experiment
 from experiments.report import OPEN, Report, Results, Verdict, compare, markdown
 
 BEFORE, AFTER = "eval/start", "eval/final"
-LEAST, PAPER = 0.03, 0.10  # of the experts
+LEAST, PAPER = 0.03, 0.10  # Fractions of the experts.
 VOLATILITY = "minibatch/1/router/volatility/mean"  # one update after the rollout
-ARMS = {  # by their names in tables
+ARMS = {  # Keys are names in tables.
   "GSPO": "gspo",
   "GRPO": "grpo",
   "GRPO with replay": "grpo_R2",
@@ -22,8 +22,8 @@ DIFFERENCES = {
 MODEL = {
   "model.num_experts": smollm2.EXPERTS,
   "model.experts_per_token": 2,
-  "model.moe_intermediate_size": 1536,  # of the dense layers, which experts are copies of
-  "compute.experts": "batched",  # at 352 assignments per expert and this width, on two cores
+  "model.moe_intermediate_size": 1536,  # Width of the copied dense layers.
+  "compute.experts": "batched",  # Best at 352 assignments per expert and this width, on two cores.
 }
 
 EXPERIMENT = Experiment(
@@ -48,7 +48,7 @@ EXPERIMENT = Experiment(
   | {
     "sft.load_balance_coef": 0.01,
     "objective.volatility": True,
-    "objective.old_logp": "recompute",  # which R2 needs; so that all arms have the same
+    "objective.old_logp": "recompute",  # R2 needs it; all arms have the same.
     "rl.iterations": 10,
   },
   minutes=24,
@@ -76,11 +76,11 @@ def report(results: Results) -> Report:
     reward = statistics.interval(results.paired(*pair, "reward/mean"))
     rows.append([title, str(more.count), more.text(), reward.text()])
   differences = markdown(["", "seeds", "final held-out accuracy", "reward of the run"], rows)
-  figure, (left, right) = figures.new(9.6, 3.4, columns=2)
-  figures.curves(left, results, ARMS, VOLATILITY, title="experts that one update changes")
-  left.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts
-  left.set_ylim(bottom=0)
-  figures.curves(right, results, ARMS, "reward/mean", title="reward")
+  figure, (left_axes, right_axes) = figures.new(9.6, 3.4, columns=2)
+  figures.curves(left_axes, results, ARMS, VOLATILITY, title="experts that one update changes")
+  left_axes.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts
+  left_axes.set_ylim(bottom=0)
+  figures.curves(right_axes, results, ARMS, "reward/mean", title="reward")
   because = f"one update of GSPO changes {changed.text()} of a rollout's experts at 30 layers"
   tables = [results.table(ARMS, columns, ".4f"), results.table(ARMS, accuracy), differences]
   return Report(Verdict(outcome, because), tables, dict(volatility=figure))

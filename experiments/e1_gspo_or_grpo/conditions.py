@@ -5,7 +5,7 @@ from experiments.definition import Condition, Experiment, Tuning
 from experiments.report import Report, Results, Verdict, compare, markdown, tuned
 
 FINAL, AREA = "eval/final", "reward/mean"
-NEGLIGIBLE = 0.03  # of held-out accuracy
+NEGLIGIBLE = 0.03  # Held-out accuracy.
 RATES = ("5e-05", "1e-04", "2e-04")
 GRPO = {"objective.name": "grpo", "objective.clip_low": 0.2, "objective.clip_high": 0.27}
 
@@ -49,7 +49,7 @@ def report(results: Results) -> Report:
     "deviation of ratios": "ratio/deviation",
   }
   ends = results.table(SHOWN, columns, ".4f")
-  found = {
+  pairs = {
     title: {c: statistics.interval(results.paired(a, b, c)) for c in (FINAL, AREA)}
     for title, (a, b) in PAIRS.items()
   }
@@ -57,17 +57,17 @@ def report(results: Results) -> Report:
   for title, (a, b) in PAIRS.items():
     each = results.paired(a, b, FINAL)
     better = f"{(each > 0).sum()} of {len(each)}"
-    rows.append([title, found[title][FINAL].text(), better, found[title][AREA].text()])
+    rows.append([title, pairs[title][FINAL].text(), better, pairs[title][AREA].text()])
   head = ["paired difference", "final accuracy", "seeds above 0", "mean training reward"]
-  primary = found["GSPO - GRPO"][FINAL]
+  primary = pairs["GSPO - GRPO"][FINAL]
   outcome = compare(primary, negligible=NEGLIGIBLE)
   verdict = Verdict(outcome, f"GSPO - GRPO is {primary.text()} with {primary.count} seeds")
   curves, (over_steps, over_path) = figures.new(9, 3.4, columns=2)
   figures.curves(over_steps, results, SHOWN, AREA, title="training reward")
   figures.curves(over_path, results, SHOWN, AREA, over="path", title="over nats per token moved")
   differences, (axes,) = figures.new(6.4, 2.2)
-  of = {title: pair[FINAL] for title, pair in found.items()}
-  figures.intervals(axes, of, "difference of final held-out accuracy")
+  finals = {title: pair[FINAL] for title, pair in pairs.items()}
+  figures.intervals(axes, finals, "difference of final held-out accuracy")
   return Report(
     verdict,
     [

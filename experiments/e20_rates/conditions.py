@@ -7,7 +7,7 @@ from experiments.definition import Condition, Experiment, Tuning
 from experiments.report import Report, Results, Verdict, compare, markdown, tuned
 
 FINAL = "eval/final"
-NEGLIGIBLE = 0.03  # of held-out accuracy
+NEGLIGIBLE = 0.03  # Held-out accuracy.
 RATES = ("3e-06", "1e-05", "3e-05")
 SHOWN = {"GSPO": "gspo", "GRPO": "grpo"}
 
@@ -47,9 +47,9 @@ def report(results: Results) -> Report:
   better = f"{(pair[FINAL] > 0).sum()} of {more.count}"
   head = ["GSPO - GRPO", "final accuracy", "seeds above 0", "greedy", "mean training reward"]
   others = [statistics.interval(pair[c]).text() for c in ("eval/greedy", "reward/mean")]
-  figure, (left, right) = figures.new(9.6, 3.4, columns=2)
-  figures.curves(left, results, SHOWN, "reward/mean", title="training reward")
-  figures.curves(right, results, SHOWN, "clip_fraction/token", title="clipped tokens")
+  figure, (left_axes, right_axes) = figures.new(9.6, 3.4, columns=2)
+  figures.curves(left_axes, results, SHOWN, "reward/mean", title="training reward")
+  figures.curves(right_axes, results, SHOWN, "clip_fraction/token", title="clipped tokens")
   tables = [
     tuned(results, SHOWN, RATES, FINAL, "tuning seed, final accuracy"),
     results.table(SHOWN, columns, ".4f"),

@@ -8,7 +8,7 @@ from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import OPEN, Report, Results, Verdict, inside, markdown
 
-TOKENS = 6  # of a line
+TOKENS = 6  # Tokens of a line.
 LINES = (2, 8, 16)
 CLASSES = {12: "le_16", 48: "le_64", 96: "le_128"}  # tokens of a right response -> by_length's
 SPREAD, CLIPPED = "by_length/log_ratio_std/", "by_length/clip_fraction/"
@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
     "data.max_prompt_tokens": 2 * TOKENS,
     "sampling.max_new_tokens": TOKENS * max(LINES),
     "reward.name": "recurrence",
-    "reward.partial": 0.9,  # so that groups have a spread long before a last line is right
+    "reward.partial": 0.9,  # Gives groups a spread long before a last line is right.
     "rl.iterations": 4,
     "eval.every": 1000,
   },
@@ -51,7 +51,7 @@ def by_length(results: Results, loss: str, column: str) -> pd.DataFrame:
 
 
 def slopes(values: pd.DataFrame) -> list[float]:
-  """By seed, the slope of the logarithm over that of the tokens; a seed with a 0 has none."""
+  """Slopes of logarithms over log tokens, by seed; none for seeds with a 0."""
   positive = values[(values > 0).all(axis=1)]
   lengths = np.log(values.columns.to_numpy(float))
   return [statistics.slope(lengths, np.log(row)) for row in positive.to_numpy(float)]
@@ -62,20 +62,22 @@ def report(results: Results) -> Report:
   outcome = OPEN
   if exponent.count >= len(EXPERIMENT.seeds):
     outcome = inside(exponent, EXPONENT - NEAR, EXPONENT + NEAR)
-  tables, of = [], {}
+  tables, intervals = [], {}
   for title, column in {"clipped tokens": CLIPPED, "deviation of log s": SPREAD}.items():
     rows = []
     for loss in ARMS:
       values = by_length(results, loss, column)
-      found = [statistics.interval(values[n].dropna()) for n in CLASSES]
-      of[column, loss] = found
+      fractions = [statistics.interval(values[n].dropna()) for n in CLASSES]
+      intervals[column, loss] = fractions
       slope = statistics.interval(slopes(values))
-      rows.append([loss.upper(), str(found[0].count), *(x.text(".4f") for x in (*found, slope))])
+      rows.append(
+        [loss.upper(), str(fractions[0].count), *(x.text(".4f") for x in (*fractions, slope))]
+      )
     heads = [title, "seeds", *(f"{n} tokens" for n in CLASSES), "exponent of the length"]
     tables.append(markdown(heads, rows))
   figure, panels = figures.new(9.6, 3.4, columns=2)
   for axes, (title, column) in zip(panels, {"clipped": CLIPPED, "deviation": SPREAD}.items()):
-    lines = {loss.upper(): of[column, loss] for loss in ARMS}
+    lines = {loss.upper(): intervals[column, loss] for loss in ARMS}
     figures.bands(axes, [*CLASSES], lines, "tokens of a response", title)
     axes.set_xscale("log", base=2)
   because = f"the deviation of log s goes with T to the {exponent.text()}"

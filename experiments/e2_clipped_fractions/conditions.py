@@ -37,7 +37,7 @@ EXPERIMENT = Experiment(
 
 
 def log_ratios(results: Results, width: str) -> pd.Series:
-  """Of the clipped fractions, GSPO's over GRPO's, by seed."""
+  """Log-ratios of clipped fractions, GSPO over GRPO, by seed."""
   gspo, grpo = (results.values(f"{loss}_{width}", CLIPPED) for loss in RANGES)
   # A run that clips nothing clips less than one token of all that it was trained on.
   least = 1 / results.values(f"grpo_{width}", "tokens")
@@ -52,28 +52,32 @@ def report(results: Results) -> Report:
     fractions = [results.interval(f"{loss}_{name}", CLIPPED).text(".5f") for loss in RANGES]
     rows.append([f"{width:.3g}", str(ratio.count), *fractions, ratio.text(".0f")])
   ratios = {f"{w:.3g}": statistics.exp(statistics.interval(x)) for w, x in logs.items()}
-  found = {width: ratio for width, ratio in ratios.items() if ratio.count > 1}
-  of_seeds = pd.DataFrame(logs).dropna().to_numpy()
-  power = statistics.interval([statistics.slope(np.log([*logs]), of_one) for of_one in of_seeds])
+  measured = {width: ratio for width, ratio in ratios.items() if ratio.count > 1}
+  seed_logs = pd.DataFrame(logs).dropna().to_numpy()
+  power = statistics.interval(
+    [statistics.slope(np.log([*logs]), logs_of_seed) for logs_of_seed in seed_logs]
+  )
   rows.append(["power of the width", str(power.count), "", "", power.text(".2f")])
   table = markdown(["ranges, times the paper's", "seeds", "GSPO", "GRPO", "ratio"], rows)
   outcome = OPEN
-  if any(ratio.high < APART for ratio in found.values()):
+  if any(ratio.high < APART for ratio in measured.values()):
     outcome = FAILS
-  elif len(found) == len(ratios) and power.count > 1:
+  elif len(measured) == len(ratios) and power.count > 1:
     if power.low > 0 or power.high < 0:
       outcome = FAILS
-    elif all(ratio.low >= APART for ratio in found.values()):
+    elif all(ratio.low >= APART for ratio in measured.values()):
       outcome = HOLDS
   because = "there are not two seeds of any width"
-  if found:
-    told = (f"{ratio.text('.0f')} at {width} times the ranges" for width, ratio in found.items())
-    because = f"the ratio is {'; '.join(told)}; it goes with the power {power.text('.2f')} of the "
+  if measured:
+    texts = (
+      f"{ratio.text('.0f')} at {width} times the ranges" for width, ratio in measured.items()
+    )
+    because = f"the ratio is {'; '.join(texts)}; it goes with the power {power.text('.2f')} of the "
     because += "width"
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   shown = {"GSPO": "gspo_one", "GRPO": "grpo_one"}
-  figures.curves(left, results, shown, CLIPPED, title="clipped tokens, the paper's ranges")
-  left.set_yscale("log")
-  figures.intervals(right, ratios, "ratio GSPO / GRPO by width of the ranges", line=APART)
-  right.set_xscale("log")
-  return Report(Verdict(outcome, because), [table], dict(clipped=both))
+  figures.curves(left_axes, results, shown, CLIPPED, title="clipped tokens, the paper's ranges")
+  left_axes.set_yscale("log")
+  figures.intervals(right_axes, ratios, "ratio GSPO / GRPO by width of the ranges", line=APART)
+  right_axes.set_xscale("log")
+  return Report(Verdict(outcome, because), [table], dict(clipped=figure))

@@ -10,9 +10,9 @@ REPLAYS = ("none", "R2", "R3")
 FAR = 16  # mini-batches
 # The share of a rollout's experts that are others by the last of them.
 CHANGED = f"minibatch/{FAR - 1}/router/volatility/mean"
-MATTERS = 0.03  # of held-out accuracy
-VOLATILE = 0.03  # of the experts; where fewer change, that replay does nothing says nothing
-STAKE = 0.05  # of accuracy, gained by the best arm; where nothing is learned, nothing is lost
+MATTERS = 0.03  # Held-out accuracy.
+VOLATILE = 0.03  # Fraction of the experts; with less, an effect of replay is not expected.
+STAKE = 0.05  # Accuracy gained by the best arm; without learning there is nothing to lose.
 # Chosen on seed 0, on which no claim rests: a small model of which enough experts change.
 MODEL = {"model.num_layers": 4, "model.num_experts": 32, "model.experts_per_token": 4}
 
@@ -43,8 +43,8 @@ EXPERIMENT = Experiment(
     "rl_optimizer.learning_rate": 2e-4,
     "rl.iterations": 20,
     "eval.every": 10,
-    "objective.old_logp": "recompute",  # which R2 needs; so that all arms have the same
-    "engine.cache_dtype": "bfloat16",  # or sampler and trainer choose the same experts, and R2 = R3
+    "objective.old_logp": "recompute",  # R2 needs it; all arms have the same.
+    "engine.cache_dtype": "bfloat16",  # Separates sampler from trainer, R2 from R3.
   },
   minutes=2.8,
   start_minutes=4.0,
@@ -53,12 +53,12 @@ EXPERIMENT = Experiment(
 
 
 def gain(results: Results, loss: str, replay: str) -> statistics.Interval:
-  """What replay adds to a loss."""
+  """Returns the gain of a loss by replay."""
   return statistics.interval(results.paired(name(loss, replay), name(loss, "none"), AFTER))
 
 
 def gain_of_both(results: Results, loss: str, column: str = AFTER) -> statistics.Interval:
-  """The mean of what R2 and R3 add to a loss."""
+  """Returns the mean gain of a loss by R2 and R3."""
   r2, r3 = (
     results.paired(name(loss, replay), name(loss, "none"), column) for replay in REPLAYS[1:]
   )
@@ -66,14 +66,14 @@ def gain_of_both(results: Results, loss: str, column: str = AFTER) -> statistics
 
 
 def outcome(results: Results, primary: statistics.Interval) -> str:
-  """Of the declared rule, for GSPO's gain by replay."""
+  """Returns the outcome of the declared rule, for GSPO's gain by replay."""
   plain = name("gspo", "none")
   ends = [results.gains(name(loss, replay)) for loss in ARMS for replay in REPLAYS]
   sound = (
     primary.count > 1
     and results.interval(plain, CHANGED).value >= VOLATILE
     and results.interval(plain, BEFORE).value >= arms.LEARNED
-    and max(of.mean() for of in ends if len(of)) >= STAKE
+    and max(values.mean() for values in ends if len(values)) >= STAKE
   )
   if not sound:
     return OPEN
@@ -98,16 +98,16 @@ def report(results: Results) -> Report:
   head += ["clipped tokens", "gain by replay"]
   gains = {loss: gain_of_both(results, loss) for loss in ARMS}
   second = []
-  for loss, both in gains.items():
+  for loss, mean_gain in gains.items():
     apart = statistics.interval(results.paired(name(loss, "R3"), name(loss, "R2"), AFTER))
     reward = gain_of_both(results, loss, REWARD)
-    second.append([loss.upper(), both.text(), apart.text(), reward.text()])
+    second.append([loss.upper(), mean_gain.text(), apart.text(), reward.text()])
   heads = ["", "final accuracy, mean of R2 and R3 - none", "R3 - R2"]
   heads += ["reward of the run, the same mean"]
   changed = results.interval(name("gspo", "none"), CHANGED)
   because = (
     f"{changed.text('.3f')} of the experts are others by the last of {FAR} mini-batches, and "
-    f"replay gains: {'; '.join(f'{loss.upper()} {of.text()}' for loss, of in gains.items())}"
+    f"replay gains: {'; '.join(f'{loss.upper()} {x.text()}' for loss, x in gains.items())}"
   )
   figure, (axes,) = figures.new(6.4, 3.4)
   figures.intervals(axes, labels, "gain of final held-out accuracy by replay")

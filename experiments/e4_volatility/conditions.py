@@ -35,18 +35,18 @@ EXPERIMENT = Experiment(
     "eval.batch": 64,
   },
   minutes=0.4,
-  start_minutes=3.9,  # in the mean: 1.5 of 2 layers, 6 of 8
+  start_minutes=3.9,  # Mean: 1.5 of 2 layers, 6 of 8.
   columns=(r"minibatch/\d+/router/volatility/.*",),
   pod=False,
 )
 
 
 def slopes(results: Results) -> list[float]:
-  """Of each seed that has learned at all depths, in shares of the experts per doubling."""
+  """Slopes by seed in fractions of experts per doubling, if all depths learned."""
   every = []
   for name in NAMES:
-    begun = results.values(name, "eval/start")
-    every.append(results.values(name, VOLATILITY)[begun[begun >= LEARNED].index])
+    start = results.values(name, "eval/start")
+    every.append(results.values(name, VOLATILITY)[start[start >= LEARNED].index])
   seeds = set.intersection(*(set(values.index) for values in every))
   return [statistics.slope(np.log2(DEPTHS), [v[seed] for v in every]) for seed in sorted(seeds)]
 
@@ -62,8 +62,8 @@ def report(results: Results) -> Report:
   table = results.table(NAMES, columns, ".4f")
   rows = [["slope per doubling of the layers", str(slope.count), slope.text(".5f")]]
   figure, (axes,) = figures.new(6.4, 3.4)
-  of = {name: results.interval(name, VOLATILITY) for name in NAMES}
-  figures.intervals(axes, of, "share of a rollout's experts that one update changes")
+  volatility = {name: results.interval(name, VOLATILITY) for name in NAMES}
+  figures.intervals(axes, volatility, "share of a rollout's experts that one update changes")
   because = f"the slope is {slope.text('.5f')} per doubling of the layers"
   verdict = Verdict(compare(slope, negligible=5e-4), because)
   return Report(verdict, [table, markdown(["", "seeds", "slope"], rows)], dict(volatility=figure))

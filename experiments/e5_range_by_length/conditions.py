@@ -9,11 +9,11 @@ from experiments.definition import Condition, Experiment
 from experiments.report import Report, Results, Verdict, inside, markdown
 from experiments.statistics import Interval
 
-TOKENS = 6  # of a line
+TOKENS = 6  # Tokens of a line.
 LINES = (8, 16, 32)
 WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0, "ten": 10.0}
 RANGE = (3e-4, 4e-4)  # §5.1
-MIDDLE = (16, "one")  # what is clipped there is looked for at the other lengths
+MIDDLE = (16, "one")  # Its clipped fraction is the target at other lengths.
 CLIPPED, LEARNED = "clip_fraction/token", "eval/area"
 EXPONENT = -0.5
 NEAR = 0.25  # how far from it the exponent may lie
@@ -59,39 +59,42 @@ def by_width(results: Results, lines: int, column: str) -> pd.DataFrame:
 
 
 def matching(clipped: pd.Series, fraction: float) -> float:
-  """The width at which a fraction is clipped, by the cubic through what is clipped at four, all in
-  logarithms; NaN beyond them, and where what is clipped does not fall with the width."""
+  """Width for a clipped fraction, interpolated by a cubic of logarithms.
+
+  The cubic goes through the clipped fractions at four widths. The result is NaN beyond them, and if
+  fractions do not fall with the width.
+  """
   logs = np.log(clipped.to_numpy(float).clip(1e-6))
   if (np.diff(logs) >= 0).any() or not logs[-1] <= np.log(max(fraction, 1e-9)) <= logs[0]:
     return np.nan
-  at = np.log(clipped.index.to_numpy(float))
-  fine = np.linspace(at[0], at[-1], 1001)
-  falling = np.minimum.accumulate(BarycentricInterpolator(at, logs)(fine))
+  log_clipped = np.log(clipped.index.to_numpy(float))
+  fine = np.linspace(log_clipped[0], log_clipped[-1], 1001)
+  falling = np.minimum.accumulate(BarycentricInterpolator(log_clipped, logs)(fine))
   return float(np.exp(np.interp(-np.log(fraction), -falling, fine)))
 
 
 def widths(results: Results) -> pd.DataFrame:
-  """By seed (rows) and lines (columns): the width that clips as much as MIDDLE does."""
+  """Widths with MIDDLE's clipped fraction, by seed (rows) and lines (columns)."""
   lines, name = MIDDLE
-  wanted = results.values(f"n{lines}_{name}", CLIPPED)
-  found = {n: by_width(results, n, CLIPPED) for n in LINES}
+  target = results.values(f"n{lines}_{name}", CLIPPED)
+  fractions = {n: by_width(results, n, CLIPPED) for n in LINES}
   return pd.DataFrame(
     {
       n: pd.Series(
-        {s: matching(row, wanted[s]) for s, row in f.iterrows() if s in wanted}, dtype=float
+        {s: matching(row, target[s]) for s, row in f.iterrows() if s in target}, dtype=float
       )
-      for n, f in found.items()
+      for n, f in fractions.items()
     }
   )
 
 
-def of_column(results: Results, column: str) -> pd.DataFrame:
+def by_lines(results: Results, column: str) -> pd.DataFrame:
   """By seed and lines: a column with the paper's range."""
   return pd.DataFrame({n: results.values(f"n{n}_one", column) for n in LINES})
 
 
 def exponent(values: pd.DataFrame, over: pd.DataFrame | None = None) -> Interval:
-  """Of values by seed and lines, over the number of tokens, or over other values."""
+  """Exponents of values by seed and lines, over tokens or other values."""
   slopes = []
   for seed, row in values.dropna().iterrows():
     x = [TOKENS * n for n in LINES] if over is None else over.reindex([seed]).iloc[0]
@@ -100,24 +103,24 @@ def exponent(values: pd.DataFrame, over: pd.DataFrame | None = None) -> Interval
   return statistics.interval(slopes)
 
 
-def verdict(of: Interval) -> Verdict:
-  because = f"the range that clips a given fraction goes with T to the {of.text()}"
-  return Verdict(inside(of, EXPONENT - NEAR, EXPONENT + NEAR), because)
+def verdict(estimate: Interval) -> Verdict:
+  because = f"the range that clips a given fraction goes with T to the {estimate.text()}"
+  return Verdict(inside(estimate, EXPONENT - NEAR, EXPONENT + NEAR), because)
 
 
 def report(results: Results) -> Report:
   same = widths(results)
-  lengths = of_column(results, "ratio/effective_length")
+  lengths = by_lines(results, "ratio/effective_length")
   fits = {
     "range that clips the same fraction, over T": exponent(same),
     "the same, over the effective length": exponent(same, lengths),
-    "std of the ratios (the paper's range), over T": exponent(of_column(results, "ratio/std")),
+    "std of the ratios (the paper's range), over T": exponent(by_lines(results, "ratio/std")),
     "effective length, over T": exponent(lengths),
   }
   tables = [
     markdown(
       ["exponent of", "seeds", "95 % interval"],
-      [[name, str(found.count), found.text()] for name, found in fits.items()],
+      [[name, str(fit.count), fit.text()] for name, fit in fits.items()],
     )
   ]
   for title, column, form in (
@@ -130,19 +133,19 @@ def report(results: Results) -> Report:
     ]
     rows.append(["mixed", "", results.interval(MIXED.name, column).text(form), "", ""])
     tables.append(markdown([title, *(f"{w:.3g} times" for w in WIDTHS.values())], rows))
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   tokens = np.array([TOKENS * n for n in LINES], float)
-  of = [statistics.interval(same[n].dropna()) for n in LINES]
-  if all(interval.count for interval in of):
-    figures.band(left, tokens, of, "clips the same fraction", 0)
-  left.plot(
+  intervals = [statistics.interval(same[n].dropna()) for n in LINES]
+  if all(interval.count for interval in intervals):
+    figures.band(left_axes, tokens, intervals, "clips the same fraction", 0)
+  left_axes.plot(
     tokens, (tokens / (TOKENS * MIDDLE[0])) ** EXPONENT, "--", color="#888", label="T^(-1/2)"
   )
-  left.set_xscale("log")
-  left.set_yscale("log")
-  left.set_xlabel("tokens")
-  left.set_title("range, times the paper's", loc="left")
-  left.legend()
-  figures.intervals(right, fits, "exponents", line=EXPONENT)
-  found = verdict(fits["range that clips the same fraction, over T"])
-  return Report(found, tables, dict(exponents=both))
+  left_axes.set_xscale("log")
+  left_axes.set_yscale("log")
+  left_axes.set_xlabel("tokens")
+  left_axes.set_title("range, times the paper's", loc="left")
+  left_axes.legend()
+  figures.intervals(right_axes, fits, "exponents", line=EXPONENT)
+  result = verdict(fits["range that clips the same fraction, over T"])
+  return Report(result, tables, dict(exponents=figure))

@@ -9,7 +9,7 @@ from experiments.gradients import LOSSES, UPDATES
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 from experiments.statistics import Interval
 
-LINES = (8, 16, 32)  # of 6 tokens each
+LINES = (8, 16, 32)  # Lines have 6 tokens each.
 TITLES = dict(gspo="GSPO", grpo="GRPO", dapo="DAPO", raw="raw product")
 
 EXPERIMENT = Experiment(
@@ -44,16 +44,16 @@ NEGLIGIBLE = 1.1
 
 def gaps(results: Results, a: str, b: str) -> dict[int, pd.Series]:
   """Logarithms of the ratio of two losses' signal-to-noise ratios, by length and seed."""
-  found = {}
+  differences = {}
   for n in LINES:
     mine, other = (results.values(f"n{n}", f"gradient/{x}/snr") for x in (a, b))
     # A mean that is lost in the noise may have a square below 0: there is no ratio then.
-    found[n] = (np.log(mine.where(mine > 0)) - np.log(other.where(other > 0))).dropna()
-  return found
+    differences[n] = (np.log(mine.where(mine > 0)) - np.log(other.where(other > 0))).dropna()
+  return differences
 
 
 def slope(gap: dict[int, pd.Series]) -> Interval:
-  """Of the logarithm over doublings of the length, by seeds that have all lengths."""
+  """Slopes of the logarithm per doubling of length, for complete seeds."""
   table = pd.DataFrame(gap).dropna()
   return statistics.interval([statistics.slope(np.log2(LINES), row) for row in table.to_numpy()])
 
@@ -72,19 +72,26 @@ def report(results: Results) -> Report:
     f"the ratio is {longest.text()} at {6 * LINES[-1]} tokens and its logarithm changes by "
     f"{grows.text()} with each doubling"
   )
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   x = [6 * n for n in LINES]
   for number, (loss, title) in enumerate(TITLES.items()):
-    of = {what: [results.interval(f"n{n}", f"gradient/{loss}/{what}") for n in LINES] for what in
-          ("snr", "cosine")}  # fmt: skip
-    figures.band(left, np.array(x), of["snr"], title, number)
-    figures.band(right, np.array(x), of["cosine"], title, number)
-  for axes, title in (left, "signal-to-noise ratio of a group"), (right, "cosine to on-policy"):
+    intervals = {
+      metric: [results.interval(f"n{n}", f"gradient/{loss}/{metric}") for n in LINES]
+      for metric in ("snr", "cosine")
+    }
+    figures.band(left_axes, np.array(x), intervals["snr"], title, number)
+    figures.band(right_axes, np.array(x), intervals["cosine"], title, number)
+  for axes, title in (
+    (left_axes, "signal-to-noise ratio of a group"),
+    (right_axes, "cosine to on-policy"),
+  ):
     axes.set_xlabel("tokens of a response")
     axes.set_xticks(x)
     axes.set_title(title, loc="left")
-  left.legend()
-  return Report(Verdict(outcome, because), [ratios(ratio, results), table(results)], dict(snr=both))
+  left_axes.legend()
+  return Report(
+    Verdict(outcome, because), [ratios(ratio, results), table(results)], dict(snr=figure)
+  )
 
 
 def ratios(ratio: dict[int, Interval], results: Results) -> str:
@@ -97,7 +104,7 @@ def ratios(ratio: dict[int, Interval], results: Results) -> str:
 
 
 def table(results: Results) -> str:
-  """All that was measured, after each number of updates."""
+  """Formats all measurements, after each number of updates."""
   rows = []
   columns = {"SNR": "snr", "cosine": "cosine", "bias": "bias", "scale": "scale"}
   columns |= {"clipped": "clip_fraction/token"}
@@ -105,10 +112,10 @@ def table(results: Results) -> str:
     for loss in LOSSES:
       for updates in UPDATES:
         cells = []
-        for what in columns.values():
-          curve = results.curve(f"n{n}", f"gradient/{loss}/{what}")
-          there = len(curve) and updates in curve.index
-          values = curve.loc[updates].dropna() if there else []
+        for metric in columns.values():
+          curve = results.curve(f"n{n}", f"gradient/{loss}/{metric}")
+          measured = len(curve) and updates in curve.index
+          values = curve.loc[updates].dropna() if measured else []
           cells.append(statistics.interval(values).text(".3g"))
         rows.append([str(6 * n), TITLES[loss], str(updates), *cells])
   return markdown(["tokens", "loss", "updates", *columns], rows)

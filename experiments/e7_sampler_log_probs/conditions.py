@@ -15,7 +15,7 @@ LEARNED, MISMATCH, FIRST = (
   "mismatch/sequence/abs/mean",
   "minibatch/0/clip_fraction/token",
 )
-LOSS = 0.03  # of held-out accuracy, beyond which it would matter
+LOSS = 0.03  # Loss of held-out accuracy above this would matter.
 
 
 def name(precision: str, old: str) -> str:
@@ -65,8 +65,10 @@ def report(results: Results) -> Report:
       outcome = HOLDS
   because = "sampler - recompute of GSPO: "
   because += "; ".join(f"{precision} {gap.text()}" for precision, gap in gaps.items())
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   shown = {old: name("bfloat16", old) for old in OLD}
-  figures.curves(left, results, shown, "reward/mean", title="GSPO, sampler in bfloat16: reward")
-  figures.intervals(right, gaps, "accuracy, sampler - recompute", line=-LOSS)
-  return Report(Verdict(outcome, because), tables, dict(log_probs=both))
+  figures.curves(
+    left_axes, results, shown, "reward/mean", title="GSPO, sampler in bfloat16: reward"
+  )
+  figures.intervals(right_axes, gaps, "accuracy, sampler - recompute", line=-LOSS)
+  return Report(Verdict(outcome, because), tables, dict(log_probs=figure))

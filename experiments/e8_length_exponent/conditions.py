@@ -4,22 +4,24 @@ from experiments import figures, statistics
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
-TOKENS = 6  # of a line
+TOKENS = 6  # Tokens of a line.
 SETTINGS = {
   "n8": {"data.lines": (8,), "sampling.max_new_tokens": TOKENS * 8},
   "n32": {"data.lines": (32,), "sampling.max_new_tokens": TOKENS * 32},
   "mixed": {},
 }
 EXPONENTS = {"zero": 0.0, "half": 0.5, "one": 1.0}
-TARGET = 0.15  # of tokens: the paper's fraction
+TARGET = 0.15  # Fraction of tokens, the paper's.
 CLIPPED, LEARNED = "clip_fraction/token", "eval/final"
 NEGLIGIBLE = 0.03
 ALIKE = 1.5  # how far the fractions may be apart, as a factor
 
 
 def ratio(exponent: float) -> dict:
-  """GSPO with |y|^exponent in the place of |y|; the range finds itself, from the paper's at 96
-  tokens, where log s is 96^(1 - exponent) times as large."""
+  """GSPO with |y|^exponent in the place of |y| and an adapted range.
+
+  The range starts at the paper's for 96 tokens, scaled like log s by 96^(1 - exponent).
+  """
   times = 96 ** (1 - exponent)
   return {
     "objective.length_exponent": exponent,
@@ -59,12 +61,14 @@ EXPERIMENT = Experiment(
 def report(results: Results) -> Report:
   gains, rows, apart = {}, [], []
   for setting in SETTINGS:
-    one = f"{setting}_one"
+    baseline = f"{setting}_one"
     for name in ("zero", "half"):
-      found = statistics.interval(results.paired(f"{setting}_{name}", one, LEARNED))
-      gains[f"{setting}: {name} - one"] = found
-      fractions = [results.interval(c, CLIPPED) for c in (f"{setting}_{name}", one)]
-      rows.append([setting, name, str(found.count), found.text(), *(f.text() for f in fractions)])
+      interval = statistics.interval(results.paired(f"{setting}_{name}", baseline, LEARNED))
+      gains[f"{setting}: {name} - one"] = interval
+      fractions = [results.interval(c, CLIPPED) for c in (f"{setting}_{name}", baseline)]
+      rows.append(
+        [setting, name, str(interval.count), interval.text(), *(f.text() for f in fractions)]
+      )
       if name == "half" and all(f.count for f in fractions):
         low, high = sorted(f.value for f in fractions)
         apart.append(high / low if low > 0 else float("inf"))
@@ -73,18 +77,18 @@ def report(results: Results) -> Report:
   columns = {"final accuracy": LEARNED, "area": "eval/area", "clipped": CLIPPED}
   tables = [markdown(heads, rows), results.table(conditions, columns)]
   halves = {s: gains[f"{s}: half - one"] for s in SETTINGS}
-  because = "1/2 - 1: " + "; ".join(f"{s} {found.text()}" for s, found in halves.items())
+  because = "1/2 - 1: " + "; ".join(f"{s} {interval.text()}" for s, interval in halves.items())
   outcome = OPEN
-  if all(found.count > 1 for found in halves.values()):
+  if all(interval.count > 1 for interval in halves.values()):
     if max(apart, default=float("inf")) > ALIKE:
       because += "; the clipped fractions do not match"
-    elif any(found.low > 0 for found in halves.values()):
+    elif any(interval.low > 0 for interval in halves.values()):
       outcome = FAILS
-    elif all(found.high < NEGLIGIBLE for found in halves.values()):
+    elif all(interval.high < NEGLIGIBLE for interval in halves.values()):
       outcome = HOLDS
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   shown = {f"exponent {value:g}": f"mixed_{name}" for name, value in EXPONENTS.items()}
   shown |= {"DAPO": "mixed_dapo", "Dr. GRPO": "mixed_dr_grpo"}
-  figures.curves(left, results, shown, "reward/mean", title="reward, lengths mixed")
-  figures.intervals(right, gains, "accuracy, difference to exponent 1")
-  return Report(Verdict(outcome, because), tables, dict(exponents=both))
+  figures.curves(left_axes, results, shown, "reward/mean", title="reward, lengths mixed")
+  figures.intervals(right_axes, gains, "accuracy, difference to exponent 1")
+  return Report(Verdict(outcome, because), tables, dict(exponents=figure))

@@ -51,9 +51,9 @@ def report(results: Results) -> Report:
     results.table([c.name for c in EXPERIMENT.conditions], columns),
     markdown(["paired difference of final accuracy", "seeds", ""], rows),
   ]
-  curves, (left, right) = figures.new(9, 3.4, columns=2)
+  curves, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   arms = {"GSPO, terminal": "gspo_terminal", "GSPO, process": "gspo_process"}
   arms |= {"GSPO-token, process": "token_process"}
-  figures.curves(left, results, arms, "eval/accuracy", title="held-out accuracy")
-  figures.intervals(right, gains, "final accuracy, GSPO-token - GSPO")
+  figures.curves(left_axes, results, arms, "eval/accuracy", title="held-out accuracy")
+  figures.intervals(right_axes, gains, "final accuracy, GSPO-token - GSPO")
   return Report(Verdict(outcome, because), tables, dict(shapes=curves))

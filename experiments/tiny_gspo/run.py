@@ -70,16 +70,16 @@ def curve(workdir: Path) -> Result:
   )
 
 
-def make_all(wanted: list[tuple[str, int]], workdir: Path, jobs: int, results: Path) -> None:
+def make_all(entries: list[tuple[str, int]], workdir: Path, jobs: int, results: Path) -> None:
   """Makes the runs that have no line in `results` yet; a line follows each."""
-  have = {(r["dtype"], r["seed"]) for r in read(results)}
+  finished = {(r["dtype"], r["seed"]) for r in read(results)}
   linux = hasattr(os, "sched_getaffinity")
   cores = sorted(os.sched_getaffinity(0)) if linux else [*range(os.cpu_count() or 1)]
   shares: queue.Queue[set[int]] = queue.Queue()
   for job in range(jobs):
     shares.put(set(cores[job % len(cores) :: jobs]))
 
-  def one(dtype: str, seed: int) -> Result:
+  def run_one(dtype: str, seed: int) -> Result:
     share = shares.get()
     try:
       return make(workdir / f"{dtype}_{seed}", dtype, seed, share)
@@ -87,8 +87,10 @@ def make_all(wanted: list[tuple[str, int]], workdir: Path, jobs: int, results: P
       shares.put(share)
 
   with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-    left = [entry for entry in wanted if entry not in have]
-    for future in concurrent.futures.as_completed([pool.submit(one, *entry) for entry in left]):
+    remaining = [entry for entry in entries if entry not in finished]
+    for future in concurrent.futures.as_completed(
+      [pool.submit(run_one, *entry) for entry in remaining]
+    ):
       with open(results, "a") as file:
         file.write(json.dumps(future.result()) + "\n")
       print(outcome(future.result()), flush=True)
@@ -132,8 +134,8 @@ def table(results: list[Result]) -> str:
       continue
     columns = [spread([r["updates"] for r in runs], "d"), spread([ends(r)[0] for r in runs], ".2f")]
     for step in (10, 20, 40):
-      at = [next((p[1] for p in r["points"] if p[0] == step), 0.0) for r in runs]
-      columns.append(spread(at, ".2f"))
+      values = [next((p[1] for p in r["points"] if p[0] == step), 0.0) for r in runs]
+      columns.append(spread(values, ".2f"))
     count = f"{sum(map(good, runs))} of {len(runs)}"
     lines.append("| " + " | ".join([f"{dtype}, {len(runs)} seeds", *columns, count]) + " |")
   return "\n".join(lines)
@@ -203,9 +205,9 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
   parser.add_argument("--results", type=Path, default=RESULTS)
   args = parser.parse_args(argv)
-  wanted = [("float32", seed) for seed in range(args.seeds)]
-  wanted += [("bfloat16", seed) for seed in range(args.bfloat16)]
-  make_all(wanted, args.workdir.absolute(), args.jobs, args.results)
+  entries = [("float32", seed) for seed in range(args.seeds)]
+  entries += [("bfloat16", seed) for seed in range(args.bfloat16)]
+  make_all(entries, args.workdir.absolute(), args.jobs, args.results)
   results = read(args.results)
   show(results, ROOT / "README.md", ROOT / "docs" / "tiny_curve.svg")
   bad = [r for r in results if not good(r)]

@@ -112,7 +112,7 @@ def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # "none" saves more.
   with jax.set_mesh(mesh):
-    saved = remat.kept(model, policy, itemsize)
+    saved = remat.saved_bytes(model, policy, itemsize)
   return saved + model.hidden_size * model.num_layers * itemsize
 
 

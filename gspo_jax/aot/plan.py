@@ -135,7 +135,7 @@ def iteration(
   end_B = prompt_B + c.sampling.max_new_tokens
   forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
   total = (c.sampled_share + 3 * rl.epochs * c.models) * forward  # Sampling and updates.
-  total += flops.of_passes(c, taught and taught.model, prompt_P, prompt_B, end_B)
+  total += flops.pass_flops(c, taught and taught.model, prompt_P, prompt_B, end_B)
   peak, basis = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()

@@ -1,4 +1,4 @@
-"""A critic: a value head, on the policy's trunk or on a model of its own."""
+"""Critic: a value head on the policy's trunk or on a separate model."""
 
 from typing import Any
 
@@ -14,21 +14,20 @@ from gspo_jax.sharding import BATCH, P
 
 @flax.struct.dataclass
 class Critic:
-  trunk: Any  # Params without a head; None: the policy's
+  trunk: Any  # Params without a head. None means the policy's trunk.
   weight: Any  # D
   bias: Any  # []
 
 
 def table(config: ModelConfig, has_trunk: bool) -> Critic:
-  """Every weight, declared once. The head begins at 0, so that the first values are 0 whatever the
-  trunk says."""
-  w = weights.of_sizes(config)
+  """Declares every weight once. The head starts at 0, so the first values are 0."""
+  w = weights.weight_factory(config)
   trunk = transformer.table(config).replace(head=None) if has_trunk else None
   return Critic(trunk, w("D", wide=True), w("", wide=True))
 
 
 def values(critic: Critic, hidden_BTD: jax.Array) -> jax.Array:
-  """V = w · h + b of each position's hidden state, float32 [B, T]."""
+  """Values V = w · h + b of hidden states, float32 [B, T]."""
   weight_D = sharding.reshard(critic.weight.astype(jnp.float32), P())
   hidden_BTD = hidden_BTD.astype(jnp.float32)
   value_BT = sharding.einsum("BTD,D->BT", hidden_BTD, weight_D, out=P(BATCH, None))

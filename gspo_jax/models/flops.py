@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, by part, and how much of the devices' speed they use."""
+"""Floating-point operations of a model by part, and utilisation of the devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,21 +17,23 @@ from gspo_jax.system.accelerators import peak_flops
 class Work:
   """Floating-point operations of one pass over the whole batch, by part of the model."""
 
-  dense: float  # projections and dense feed-forward layers
+  dense: float  # Projections and dense feed-forward layers.
   experts: float
-  attention: float  # scores and their sum over values
+  attention: float  # Scores and the weighted sum of values.
   head: float
 
   def forward(self) -> float:
     return self.dense + self.experts + self.attention + self.head
 
   def training(self) -> float:
-    """Forward and backward without recomputation, as utilisation counts them."""
+    """Forward and backward without recomputation, as counted for utilisation."""
     return 3 * self.forward()
 
   def executed(self, remat: str) -> float:
-    """With recomputation. Experts and the head recompute their own; attention's backward pass has
-    five products to the forward pass's two."""
+    """Forward and backward with recomputation.
+
+    Experts and the head always recompute; attention has two products forward and five backward.
+    """
     again = 0 if remat in ("none", "dots", "both") else 1
     scores = 0 if remat in ("none", "attention", "both") else 1
     dense, attention = 3 + again, 3.5 + scores
@@ -39,9 +41,9 @@ class Work:
 
 
 def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: int = 0) -> Work:
-  """Work for `queries` new tokens of each sequence, the last of which sees `keys` positions.
+  """Work of `queries` new tokens per sequence, up to position `keys`.
 
-  `heads`: at how many positions logits are needed; 0: at all.
+  `heads`: number of positions with logits; 0: all.
   """
   tokens = sequences * queries
   _, active = transformer.count(config)
@@ -63,10 +65,10 @@ def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: in
 
 
 def _pairs(queries, keys, window: int | None = None):
-  """Pairs of a query and a key that it sees, of the last `queries` of `keys` positions."""
+  """Counts pairs of query and visible key, for the last queries."""
 
   def up_to(n):
-    near = n if window is None else np.minimum(n, window)  # from there on as many for each query
+    near = n if window is None else np.minimum(n, window)  # Later queries see `window` keys each.
     return near * (near + 1) / 2 + (n - near) * near
 
   return up_to(keys) - up_to(keys - queries)
@@ -75,20 +77,23 @@ def _pairs(queries, keys, window: int | None = None):
 def forward_flops(
   config: ModelConfig, prompt_P: np.ndarray, prompt_B: np.ndarray, end_B: np.ndarray
 ) -> float:
-  """Model FLOPs of a forward pass over responses from `prompt_B` to `end_B` and each prompt once,
-  without padding; logits are those of responses. An update takes three times as many."""
+  """Model FLOPs of a forward pass over prompts and responses.
+
+  Prompts count once. Responses go from `prompt_B` to `end_B`, without padding, with logits there
+  only. An update takes three times as many.
+  """
   prompts, responses = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
   return float(np.sum(prompts.forward() - prompts.head) + np.sum(responses.forward()))
 
 
-def of_passes(
+def pass_flops(
   c: RunConfig,
   teacher: ModelConfig | None,
   prompt_P: np.ndarray,
   prompt_B: np.ndarray,
   end_B: np.ndarray,
 ) -> float:
-  """Model FLOPs of an iteration's passes without gradient, as `forward_flops` counts them."""
+  """Model FLOPs of an iteration's passes without gradient; see `forward_flops`."""
   models = dict(policy=c.model, teacher=teacher)
   return sum(
     forward_flops(models[declared.model], prompt_P, prompt_B, end_B)
@@ -99,8 +104,10 @@ def of_passes(
 def utilisation(
   operations: float, seconds: float, devices: Sequence[jax.Device]
 ) -> dict[str, float]:
-  """Model FLOPs per second of the updates, and their share of the devices' peak where it is
-  known; what is calculated twice counts once."""
+  """Model FLOPs per second of updates, and utilisation if known.
+
+  Recomputation does not count.
+  """
   speed = operations / seconds
   row = {"flops_per_second/update": speed}
   peak = peak_flops(devices[0].device_kind)

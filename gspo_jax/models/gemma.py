@@ -1,7 +1,7 @@
 """Gemma 2 and 3: norms before and after each part of a layer, GeGLU, a scaled embedding.
 
-Sliding windows, their rotary base, the scale of queries and the soft bounds are numbers of
-`ModelConfig`, which attention and the head read for every family.
+Sliding windows, their rotary base, the scale of queries and soft bounds are fields of
+`ModelConfig`, read by attention and head for every family.
 """
 
 import functools
@@ -32,8 +32,8 @@ def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers, stacked; ValueError for experts."""
   if is_moe:
     raise ValueError(f"model.num_experts={c.num_experts}: model.family='gemma' has no experts")
-  w = weights.of_sizes(c, l=layers, F=c.intermediate_size)
-  norm = w("lD", constant=0.0, wide=True)  # scales are 1 + weight, all of it in float32
+  w = weights.weight_factory(c, l=layers, F=c.intermediate_size)
+  norm = w("lD", constant=0.0, wide=True)  # Scales are 1 + weight, in float32.
   return Block(
     attention_norm=norm,
     attention=weights.attention_table(c, w, norm=0.0, wide_norm=True),
@@ -49,7 +49,7 @@ def layer(x_BTD: jax.Array, block: Block, config: ModelConfig, attend: Callable,
   norm = functools.partial(rms_norm_around_one, eps=config.rms_norm_eps)
   y_BTD, cache = attend(norm(x_BTD, block.attention_norm), block.attention, rms_norm_around_one)
   x_BTD = x_BTD + norm(y_BTD, block.attention_post_norm)
-  gelu = functools.partial(jax.nn.gelu, approximate=True)  # with tanh
+  gelu = functools.partial(jax.nn.gelu, approximate=True)  # The tanh form.
   y_BTD = feed_forward(norm(x_BTD, block.ffn_norm), block.ffn, gelu)
   return x_BTD + norm(y_BTD, block.ffn_post_norm), cache, None, None
 

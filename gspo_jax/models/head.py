@@ -10,14 +10,14 @@ from gspo_jax.models.attention.blocks import softcap
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
-NO_TOKEN = -1  # in the place of a token of a support
+NO_TOKEN = -1  # Padding of a support.
 
 
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-  """Rows of the embedding, [B, T, D].
+  """Looks up rows of the embedding, [B, T, D].
 
-  Where the table is split over D, tokens travel to its parts and the parts of the vectors back:
-  less than gathering the table, and its gradient stays split.
+  With a table split over D, tokens are sent to its parts and parts of the vectors back: less than
+  gathering the table, and its gradient stays split.
   """
 
   def on_each_device(table_VD, tokens_BT):
@@ -42,7 +42,7 @@ def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
 
 
 def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
-  """[D, V] in the compute type, split over V, and over D as the parameter is."""
+  """Casts the head [D, V] to the compute dtype, split over both."""
   head_DV = params.embed.T if params.head is None else params.head
   split = P(sharding.spec_of(head_DV)[0], "tensor")
   return sharding.reshard(head_DV.astype(jnp.dtype(compute.dtype)), split)
@@ -51,7 +51,7 @@ def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
 def head_logits(
   params: Any, config: ModelConfig, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
 ) -> jax.Array:
-  """float32 logits [B, T, V], split over V; call it for a few time steps at once."""
+  """float32 logits [B, T, V], split over V; meant for few time steps."""
   logits_BTV = sharding.einsum(
     "BTD,DV->BTV",
     hidden_BTD,
@@ -72,22 +72,22 @@ def token_logp(
   compute: ComputeConfig = REFERENCE,
   support_BTX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
+  """log softmax(logits / temperature) of targets, and entropy in nats, [B, T].
 
-  With a support, both are of the distribution over its tokens alone, renormalised:
+  With a support, both describe the distribution over its tokens alone, renormalised:
 
   log π(y | S) = z_y − log Σ_{v∈S} exp z_v.
 
-  Only logits of S have a gradient then. A target outside of its support gets what the equation
-  says, which is no log-probability.
+  Only logits of S have a gradient then. For a target outside its support the equation gives no
+  log-probability.
 
   Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
-  logit is a masked sum over V, which needs no gather where V is split over the mesh. The gradient
-  of the head adds up over the chunks on each device, in float32, and over devices once.
+  logit is a masked sum over V, without a gather if V is split over the mesh. The gradient of the
+  head adds up over the chunks on each device, in float32, and over devices once.
 
   Args:
-    support_BTX: int32, token ids that each target was drawn from, NO_TOKEN where there are fewer;
-      a row of nothing else stands for the whole vocabulary.
+    support_BTX: int32, candidate token ids of each target, padded with NO_TOKEN. A row of padding
+      alone means the whole vocabulary, and so does None.
   """
 
   def on_each_device(hidden_BTD, targets_BT, support_BTX, head_DV):
@@ -113,9 +113,9 @@ def token_logp(
       if support_BtX is None:
         return target_Bt - lse_Bt, entropy_Bt
       supported_Bt = (support_BtX != NO_TOKEN).any(-1)
-      of_support = _over_support(logits_BtV, support_BtX, first)
+      supported = _over_support(logits_BtV, support_BtX, first)
       lse_Bt, entropy_Bt = (
-        jnp.where(supported_Bt, x, y) for x, y in zip(of_support, (lse_Bt, entropy_Bt))
+        jnp.where(supported_Bt, x, y) for x, y in zip(supported, (lse_Bt, entropy_Bt))
       )
       return target_Bt - lse_Bt, entropy_Bt
 
@@ -145,21 +145,24 @@ def token_logp(
 def _over_support(
   logits_BtV: jax.Array, support_BtX: jax.Array, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-  """log Σ exp of the logits of a support, and the entropy there; `first` is the id of the first
-  logit on this device, over which V may be split. Finite where there is no token, too."""
+  """Returns log Σ exp of a support's logits, and its entropy.
+
+  V may be split over devices; `first` is the id of this device's first logit. Results without any
+  token are finite.
+  """
   V = logits_BtV.shape[-1]
   place_BtX = support_BtX - first
-  here_BtX = (support_BtX != NO_TOKEN) & (place_BtX >= 0) & (place_BtX < V)
-  kept_BtX = jnp.take_along_axis(logits_BtV, jnp.clip(place_BtX, 0, V - 1), axis=-1)
+  local_BtX = (support_BtX != NO_TOKEN) & (place_BtX >= 0) & (place_BtX < V)
+  logit_BtX = jnp.take_along_axis(logits_BtV, jnp.clip(place_BtX, 0, V - 1), axis=-1)
 
   def over(x_BtX):
-    return sharding.psum(jnp.where(here_BtX, x_BtX, 0).sum(-1), "tensor")
+    return sharding.psum(jnp.where(local_BtX, x_BtX, 0).sum(-1), "tensor")
 
-  most_Bt = jax.lax.stop_gradient(jnp.where(here_BtX, kept_BtX, -jnp.inf).max(-1))
+  most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # What is not kept may lie above `most`, and must not overflow on its way to a factor of 0.
-  shifted_BtX = jnp.where(here_BtX, kept_BtX - most_Bt[..., None], 0)
+  # Logits outside the support may exceed `most`: they must not overflow before the factor of 0.
+  shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
   p_BtX = jnp.exp(shifted_BtX - lse_Bt[..., None])
@@ -168,7 +171,7 @@ def _over_support(
 
 @jax.custom_vjp
 def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Array:
-  """float32 logits; the gradient of the head goes to `sink_DV`, in float32 whatever head's type."""
+  """float32 logits; the head's gradient goes to `sink_DV`, always in float32."""
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a layer that families share, and the record of functions that makes a family."""
+"""Common parts of layers, and the record of functions of a family."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,14 +20,14 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """Functions in which families of models differ; `transformer` has what they share.
+  """Functions that differ between families of models; `transformer` has the rest.
 
   block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
     for a run of layers, stacked on l. It has a field `attention_norm`.
   layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
     None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
-    weights of a MoE layer)` know the setting of the pass: positions, cache, precision.
-  norm: of queries and keys, of each layer and of the last hidden states.
+    weights of a MoE layer)` are bound to the pass: positions, cache, precision.
+  norm: norm of queries and keys, of each layer and of the last hidden states.
   embed_scale: (config) -> factor on rows of the embedding.
   """
 
@@ -38,13 +38,13 @@ class Family:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean x² + eps) · scale over the last axis, statistics in float32."""
+  """x / sqrt(mean x² + eps) · scale, with statistics in float32."""
   normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
   return _with_each_token(jnp.multiply, normalised, scale)
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean x² + eps) · (1 + scale) over the last axis, all of it in float32."""
+  """x / sqrt(mean x² + eps) · (1 + scale), all in float32."""
 
   def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * (1 + scale)
@@ -63,17 +63,17 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """A sum or product with a weight that all tokens share, in the type that both have.
+  """Sum or product of activations with a weight common to all tokens.
 
-  It is made in float32, which rounds to the same number: so the gradient of the weight, a sum over
-  all tokens, adds up in float32 and not in bfloat16.
+  Computed in float32 and rounded to the common dtype, with equal results. So the gradient of the
+  weight, a sum over all tokens, adds up in float32 and not in bfloat16.
   """
   wide = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return wide.astype(x.dtype)
 
 
 def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """combine(x, weight), element by element, of activations and a vector that all rows share."""
+  """combine(x, weight), elementwise, for activations and a vector common to all rows."""
   if not sharding.is_per_replica(weight):
     return combine(x, weight)
   split = sharding.spec_of(x)
@@ -89,23 +89,23 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 
 
 def gather(table: Any, block: Any, dtype: Any) -> Any:
-  """FSDP: the weights of one layer, cast and gathered over D just before they are used.
+  """Casts and gathers a layer's weights over D before use (FSDP).
 
-  They stay split over heads and F; the transpose reduces and scatters their gradients. What is read
-  in float32 is small, and whole on every device. Experts gather theirs where they multiply, or have
-  been taken out.
+  They stay split over heads and F; the transpose reduces and scatters their gradients. Weights read
+  in float32 are small, and whole on every device. Experts gather theirs at their products, or are
+  not in the block.
   """
 
   def read(weight: Weight, w: Any) -> Any:
     if w is None or isinstance(w, InStack):
       return w
     w = w.astype(weight.read_as(dtype))
-    if weight.of_experts:
+    if weight.is_expert:
       return w
-    together = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
-    # Not for norms and biases; a router's gradient is small, and summed in one step within a slice.
+    gathered = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
+    # Norms and biases are only resharded. So are routers: small gradients, summed in one step.
     gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
-    return (sharding.gather if gathers else sharding.reshard)(w, together)
+    return (sharding.gather if gathers else sharding.reshard)(w, gathered)
 
   return jax.tree.map(read, table, block)
 
@@ -125,11 +125,11 @@ def attend(
   tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Grouped-query attention with its projections, [B, T, D], and the cache with the new ones.
+  """Grouped-query attention with projections; [B, T, D] and the new cache.
 
   Args:
-    kv: of all layers of the run, as `block` of a cache returns it, or None.
-    layer: its number in the run, where `kv` is written.
+    kv: cache of all layers of the run, from `block` of a cache, or None.
+    layer: number of the layer in the run, and in `kv`.
     local: whether the layer has the sliding window.
     from_start: nothing in the cache is older than these tokens.
   """
@@ -148,7 +148,7 @@ def attend(
   tree, paths = (None, tree) if isinstance(tree, Paths) else (tree, None)
   run = _on_each_device(compute, scores_of(config, local), kv, tree, from_start)
   y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT, paths)
-  # Heads as one axis: left to itself, XLA may turn the weight around, at every step.
+  # Heads as one axis: otherwise XLA may transpose the weight at every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
@@ -156,7 +156,7 @@ def attend(
 
 
 def scores_of(config: ModelConfig, local: bool) -> Scores:
-  """Scores of a global layer, or of a local one."""
+  """Returns the scores of a global or a local layer."""
   return Scores(
     scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,
@@ -165,10 +165,10 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
 
 
 def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start) -> Callable:
-  """Attention as a function of new queries, keys and values [B, T, ...], per device.
+  """Returns attention per device, a function of new queries, keys and values.
 
-  With a cache the new keys and values are written into it first. From position 0 on there is
-  nothing else to look at, so prefilling reads none of it.
+  With a cache the new keys and values are written into it first. Prefilling from position 0 reads
+  none of it: there are no other keys.
   """
 
   def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT, paths):

@@ -1,4 +1,4 @@
-"""Parameters of a model as whole trees: their shapes, the types that they are read in, adapters."""
+"""Parameters of a model as whole trees: shapes, compute dtypes, adapters."""
 
 import functools
 from typing import Any
@@ -23,8 +23,9 @@ def with_adapters(
   mesh: jax.sharding.Mesh,
   seed: int,
 ) -> Any:
-  """The parameters, frozen and with adapters; as they are if the rank is 0. With new ones the model
-  is the same; those of `config.adapter` are read.
+  """Freezes the parameters and adds adapters, new or read from `config.adapter`.
+
+  New adapters do not change the model. With rank 0 the parameters are returned unchanged.
 
   Raises:
     FileNotFoundError, CheckpointError: as `peft.check`.
@@ -36,22 +37,24 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    fresh = weights.init(declared, key, jnp.float32)  # what is not an adapter is never made
+    fresh = weights.init(declared, key, jnp.float32)  # Only the adapters are computed.
     return lora.adapt(as_read(params, model, dtype), fresh)
 
   params = adapt(params, jax.random.key(seed))
   if not config.adapter:
     return params
-  from gspo_jax.models.hf import peft  # safetensors is only needed here
+  from gspo_jax.models.hf import peft  # Needs safetensors.
 
   return peft.load(config.adapter, params, model, config)
 
 
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
-  """The parameters in the types in which passes of that compute type read them: what is needed of
-  those that are never updated. Adapters are merged."""
+  """Casts parameters to a pass's dtypes, if they are never updated.
+
+  Adapters are merged.
+  """
   read = transformer.dtypes(model, compute_dtype)
-  # What is so already stays.
+  # Arrays of the right dtype are not copied.
   return jax.tree.map(lambda x, dtype: x.astype(dtype), lora.dithered(params), read)
 
 
@@ -62,8 +65,7 @@ def abstract_params(
   compute_dtype: Any,
   adapters: LoraConfig = NO_ADAPTERS,
 ) -> Any:
-  """Shapes, shardings and types of a model's parameters, as a pass of that compute type reads
-  them; with adapters if there are any."""
+  """Returns shapes, shardings and dtypes of parameters as read by a pass."""
   declared = lora.table(transformer.table(model), adapters)
   return abstract_table(declared, mesh, rules, compute_dtype)
 
@@ -71,16 +73,16 @@ def abstract_params(
 def abstract_table(
   declared: Any, mesh: jax.sharding.Mesh, rules: sharding.Rules, compute_dtype: Any
 ) -> Any:
-  """The same of a table of weights."""
+  """Returns abstract arrays for a table of weights."""
 
-  def of_weight(weight: weights.Weight, layout: NamedSharding) -> jax.ShapeDtypeStruct:
+  def abstract_weight(weight: weights.Weight, layout: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(weight.shape, weight.read_as(compute_dtype), sharding=layout)
 
-  return jax.tree.map(of_weight, declared, weights.shardings(declared, rules, mesh))
+  return jax.tree.map(abstract_weight, declared, weights.shardings(declared, rules, mesh))
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """ShapeDtypeStructs on real devices: `jax.eval_shape` leaves them on an abstract mesh."""
+  """Moves ShapeDtypeStructs of `jax.eval_shape` from an abstract mesh to real devices."""
 
   def concrete(x):
     pspec = getattr(x.sharding, "spec", jax.P())

@@ -1,4 +1,4 @@
-"""The trainer's weights for the sampler: another layout, and the types in which they are read."""
+"""Publication of the trainer's weights to the sampler: layout and dtypes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,11 @@ from gspo_jax.sharding import P
 def publisher(
   shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
 ) -> Callable[[Any], Any]:
-  """A jitted copy of parameters from the training layout to `shardings`, each cast to its own of
-  `dtypes`: those in which the trainer reads them, or sampler and trainer are two networks.
+  """Returns a jitted copy of parameters to `shardings`, cast to `dtypes`.
 
-  Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
-  a second time, in the order in which the parts arrive.
-
-  `merge` makes the parameters that these are of those that are trained.
+  With the dtypes of the trainer's reads, sampler and trainer are the same network. Stacked layers
+  split over "fsdp" are gathered one by one: XLA would otherwise store all of them twice, the second
+  time in order of arrival. `merge` merges adapters into the parameters.
   """
 
   def cast(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
@@ -36,6 +34,6 @@ def publisher(
 def publisher_to(
   shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
 ) -> Callable[[Any], Any]:
-  """The same for `shardings` of other devices of this process; in place when it returns."""
+  """Returns a copy to other devices of this process, complete on return."""
   cast = jax.jit(lambda params: jax.tree.map(jnp.astype, merge(params), dtypes))
   return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))

@@ -30,9 +30,11 @@ class Block:
 
 def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers of one kind, stacked."""
-  w = weights.of_sizes(c, l=layers, F=c.moe_intermediate_size if is_moe else c.intermediate_size)
+  w = weights.weight_factory(
+    c, l=layers, F=c.moe_intermediate_size if is_moe else c.intermediate_size
+  )
   sparse = Moe(
-    # Rounded, it would choose other experts; and every device chooses for its own tokens.
+    # Rounding would change the chosen experts; every device routes its own tokens.
     router=w("lDE", fan_in="D", wide=True, whole=True),
     gate=w("lEDF", fan_in="D"),
     up=w("lEDF", fan_in="D"),

@@ -1,12 +1,11 @@
-"""Rematerialisation: what the backward pass keeps of each layer besides its input, and what it
-computes again.
+"""Rematerialisation: activations of each layer saved for the backward pass, beside its input.
 
-  full       keeps nothing
-  attention  the outputs of attention, whose recomputation costs T²
-  dots       every product with a weight outside the experts
-  both       the last two
+  full       saves none
+  attention  saves outputs of attention: recomputing them costs T²
+  dots       saves every product with a weight outside the experts
+  both       saves those of the last two
 
-`auto` is the one of these that recomputes least and fits.
+`auto` is the policy with the least recomputation that fits.
 """
 
 import jax
@@ -24,33 +23,34 @@ POLICIES = dict(
   dots=_keep(sharding.PRODUCT),
   both=_keep(sharding.PRODUCT, attention.RESIDUAL),
 )
-ROOM = 0.6  # of a device's memory, for what lasts; the rest is for what a layer and the head need
-STATE = 16  # bytes per parameter: itself, its gradient and Adam's two moments in float32
+ROOM = 0.6  # Fraction of memory for persistent arrays; the rest is for a layer and the head.
+STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments in float32.
 
 
 def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters: float) -> str:
-  """The policy that `compute.remat` names; on the mesh in use, each of whose devices has so many
-  tokens and parameters.
+  """Returns the policy of `compute.remat` on the mesh in use.
 
-  auto: the first of both, attention and full with which the training state, the layers' inputs and
-  what is kept of the layers take at most `ROOM` of the memory. full, where the memory is unknown.
+  auto: the first of both, attention and full for which the training state, the layers' inputs and
+  the saved activations take at most `ROOM` of the memory; full if the memory is unknown.
+
+  tokens, parameters: numbers per device.
   """
   if compute.remat != "auto":
     return compute.remat
   memory = accelerators.memory(sharding.device_kind())
   if not memory:
     return "full"
-  left = ROOM * memory - STATE * parameters - prefetched(config, compute)
+  available = ROOM * memory - STATE * parameters - prefetched(config, compute)
   itemsize = jnp.dtype(compute.dtype).itemsize
   inputs = config.num_layers * config.hidden_size * itemsize
   for policy in ("both", "attention"):
-    if tokens * (inputs + kept(config, policy, itemsize)) <= left:
+    if tokens * (inputs + saved_bytes(config, policy, itemsize)) <= available:
       return policy
   return "full"
 
 
-def kept(config: ModelConfig, policy: str, itemsize: int) -> float:
-  """Bytes that a device keeps of a token, over all layers, besides their inputs."""
+def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
+  """Bytes saved per token and device over all layers, beside their inputs."""
   heads = config.num_heads * config.head_dim
   both_ways = 2 * config.num_kv_heads * config.head_dim
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
@@ -62,13 +62,13 @@ def kept(config: ModelConfig, policy: str, itemsize: int) -> float:
     bytes_ += (config.num_layers - moe_layers) * 2 * config.intermediate_size * itemsize
   bytes_ /= sharding.axis_size("tensor")
   if policy in ("dots", "both"):
-    whole = config.num_layers * 2 - moe_layers  # outputs of attention and of dense blocks
+    whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense blocks.
     bytes_ += whole * config.hidden_size * itemsize + moe_layers * config.num_experts * 4
   return bytes_
 
 
 def prefetched(config: ModelConfig, compute: ComputeConfig) -> float:
-  """Bytes that a device keeps of the experts' gathered weights, with `compute.prefetch`."""
+  """Bytes per device of the experts' gathered weights with `compute.prefetch`."""
   if not compute.prefetch:
     return 0.0
   layers = sum(number for kind, number in config.runs() if kind.moe and number > 1)

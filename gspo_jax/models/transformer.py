@@ -1,7 +1,7 @@
-"""The Transformer that a config describes, as pure functions over a pytree of parameters.
+"""The Transformer of a config, as pure functions over a pytree of parameters.
 
 One `forward` serves training, scoring, prefill and decoding. Families of models differ in the
-functions that `FAMILIES` names; `config.family` chooses.
+functions of `FAMILIES`; `config.family` chooses.
 """
 
 import functools
@@ -27,19 +27,19 @@ from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
 
 FAMILIES = dict(qwen3=qwen3.FAMILY, gemma=gemma.FAMILY)
-UNROLLED = 8  # layers at most that are unrolled on CPU
+UNROLLED = 8  # Maximum of layers unrolled on CPU.
 
 
 def family(config: ModelConfig) -> layers.Family:
-  """The functions in which this model differs from others."""
+  """Returns the functions of the model's family."""
   if config.family not in FAMILIES:
     raise ValueError(f"model.family={config.family!r} is not one of {', '.join(FAMILIES)}")
   return FAMILIES[config.family]
 
 
 def table(config: ModelConfig) -> Params:
-  """Every weight of the model, declared once."""
-  w = weights.of_sizes(config)
+  """Declares every weight of the model once."""
+  w = weights.weight_factory(config)
   block_table = family(config).block_table
   blocks = tuple(block_table(config, kind.moe, number) for kind, number in config.runs())
   norm = blocks[0].attention_norm
@@ -52,10 +52,9 @@ def table(config: ModelConfig) -> Params:
 
 
 def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
-  """ValueError where the attention that `compute` names lacks what the model's layers need, or is
-  not for these devices.
+  """Raises ValueError if attention does not support model or devices.
 
-  shared_prompts: whether updates take `tree`s.
+  shared_prompts: whether updates have `tree`s.
   """
   if compute.attention == "cudnn" and sharding.platform() not in ("gpu", "cuda"):
     raise ValueError(
@@ -69,22 +68,22 @@ def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> 
 
 
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
-  """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
+  """Returns NamedShardings of all parameters; ValueError names an indivisible weight."""
   return weights.shardings(table(config), rules, mesh)
 
 
 def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
-  """The type in which `forward` and the head read each parameter: what the sampler is given."""
+  """Returns each parameter's dtype in `forward`, head and sampler."""
   return jax.tree.map(lambda w: w.read_as(compute_dtype), table(config))
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-  """Random parameters. Jit it with `out_shardings=shardings(...)`: nothing exists unsharded."""
+  """Initialises parameters. Jit it with `out_shardings=shardings(...)` to keep them sharded."""
   return weights.init(table(config), key, dtype)
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Number of parameters: (all, active for one token)."""
+  """Counts parameters: (all, active for one token)."""
   total = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)))
   expert = 3 * config.hidden_size * config.moe_intermediate_size
   unused = config.num_experts - config.experts_per_token
@@ -93,7 +92,7 @@ def count(config: ModelConfig) -> tuple[int, int]:
 
 
 def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
-  """The policy, one of `remat.POLICIES` or none, for a pass over so many tokens on all devices."""
+  """Returns the remat policy of a pass over `tokens` tokens."""
   parameters, mesh = 0, jax.sharding.get_abstract_mesh()
   if compute.remat == "auto" and not mesh.empty:
     layout = shardings(config, sharding.TRAIN, mesh)
@@ -103,24 +102,24 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
 
 
 def unstack(params: Params) -> Params:
-  """The same parameters in blocks of one layer each.
+  """Splits the parameters into blocks of one layer each.
 
-  Where a loop over layers would copy the weights of each one out of the stack, as on CPU, decoding
-  is faster without it.
+  On CPU a loop over layers would copy each layer's weights out of the stack: decoding is faster
+  without it.
   """
-  each = [(block, i) for block in params.blocks for i in range(len(block.attention_norm))]
-  return params.replace(blocks=tuple(_layer_of(block, i) for block, i in each))
+  layers = [(block, i) for block in params.blocks for i in range(len(block.attention_norm))]
+  return params.replace(blocks=tuple(_layer_of(block, i) for block, i in layers))
 
 
 @jax.jit
 def _layer_of(block: Any, i: int) -> Any:
-  """Layer `i` of a block as a block; of alike ones, one program for all layers."""
+  """Slices layer `i` of a block; one program for equal blocks."""
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), block)
 
 
 @flax.struct.dataclass
 class Output:
-  hidden_BTD: jax.Array  # after the final norm: what the head reads
+  hidden_BTD: jax.Array  # After the final norm: input of the head.
   cache: Cache | Pages | None
   routing_lBTk: jax.Array | None  # int32, experts chosen, over the MoE layers
   stats: RouterStats | None  # stacked over the MoE layers
@@ -138,20 +137,20 @@ def forward(
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,
 ) -> Output:
-  """Final hidden states of every position.
+  """Computes final hidden states of every position.
 
   Args:
     tokens_BT: int32 token ids.
     positions: int32 [B, T], default 0..T-1: the rotary position and, with a cache, the slot.
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
-    tree: how the rows hold sequences that begin alike; needs `positions`.
+    tree: layout of sequences with shared prefixes; needs `positions`. None for plain rows.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
       Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
     routing: int32 [l, B, T, k], replayed experts: instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
   B, T = tokens_BT.shape
-  from_start = positions is None  # nothing in the cache is older than these tokens
+  from_start = positions is None  # The cache has no earlier tokens.
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
   if segments is None:
@@ -164,7 +163,7 @@ def forward(
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := kind.embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
-  kept = remat_of(config, compute, B * T)
+  policy = remat_of(config, compute, B * T)
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
   caches, experts_of, stats_of, first, moe_layers = [], [], [], 0, 0
@@ -181,8 +180,8 @@ def forward(
       tree=tree,
       from_start=from_start,
     )
-    if kept != "none" and cache is None:
-      layer = jax.checkpoint(layer, policy=remat.POLICIES[kept], prevent_cse=False)
+    if policy != "none" and cache is None:
+      layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
     if cache is not None:
       block, layer = _experts_in_stack(
         kind.block_table(config, config.is_moe(first), 1), block, layer
@@ -192,14 +191,14 @@ def forward(
       replayed_experts = routing[moe_layers : moe_layers + number]
       moe_layers += number
     kv = None if cache is None else cache.block(i)
-    # The cache of all layers is carried, and written in place: as an input and an output of the
-    # scan it would exist twice.
+    # The cache of all layers is carried, and written in place: as input and output of the scan it
+    # would exist twice.
     carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts)
     if compute.prefetch and cache is None and number > 1 and config.is_moe(first):
       declared = kind.block_table(config, True, 1)
       stack, thin = _experts_of(declared, block), _without_experts(declared, block)
-      layer, now, following = _with_experts_ahead(layer, stack, compute)
-      carry, inputs = (*carry, now), (np.arange(number), thin, replayed_experts, following)
+      layer, gathered, following = _prefetch_experts(layer, stack, compute)
+      carry, inputs = (*carry, gathered), (np.arange(number), thin, replayed_experts, following)
     (x_BTD, kv, *_), (experts, stats) = _over_layers(
       lambda carry, inputs, layer=layer: layer(*carry, *inputs), carry, inputs, unroll
     )
@@ -219,11 +218,11 @@ def forward(
 
 
 def _experts_in_stack(table, block, layer):
-  """`block` without the experts, and `layer` that finds them where they lie."""
+  """Returns `block` without experts, and `layer` reading them from the stack."""
 
   def with_experts(x_BTD, kv, number, thin, replayed_experts_BTk):
     whole = jax.tree.map(
-      lambda w, x, stack: InStack(stack, number) if w.of_experts else x, table, thin, block
+      lambda w, x, stack: InStack(stack, number) if w.is_expert else x, table, thin, block
     )
     return layer(x_BTD, kv, number, whole, replayed_experts_BTk)
 
@@ -231,22 +230,23 @@ def _experts_in_stack(table, block, layer):
 
 
 def _without_experts(table, block):
-  return jax.tree.map(lambda w, x: None if w.of_experts else x, table, block)
+  return jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
 
 
 def _experts_of(table, block) -> ExpertWeights:
-  """The experts' weights of a block."""
+  """Returns the experts' weights of a block."""
   weights, whole = jax.tree.flatten(table)
   pairs = zip(weights, whole.flatten_up_to(block), strict=True)
-  return ExpertWeights(*(x for w, x in pairs if w.of_experts))
+  return ExpertWeights(*(x for w, x in pairs if w.is_expert))
 
 
-def _with_experts_ahead(layer, stack: ExpertWeights, compute: ComputeConfig):
-  """`layer` that carries its experts' weights, gathered, and gathers those of the next one while it
-  computes; the weights of layer 0, and of what each layer gathers, the last one those of layer 0
-  again. In the backward pass, gradients of a layer's experts are scattered during the one before.
+def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
+  """Prefetches experts' weights: a layer gathers the next one's while it computes.
 
-  The gathered weights of all layers are kept for the backward pass.
+  Returns the layer, which carries its gathered weights, the gathered weights of layer 0, and the
+  weights to gather in each layer (in the last one those of layer 0 again). In the backward pass,
+  gradients of a layer's experts are scattered during the layer before. The gathered weights of all
+  layers are saved for the backward pass.
   """
 
   def gather(w: ExpertWeights) -> moe.Gathered:
@@ -254,20 +254,20 @@ def _with_experts_ahead(layer, stack: ExpertWeights, compute: ComputeConfig):
     w = jax.tree.map(lambda x: x.astype(compute.dtype), w)
     return moe.gather(w, compute.experts)
 
-  def ahead(x_BTD, kv, now, number, block, replayed_experts_BTk, following):
-    after = gather(following)
-    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_experts_BTk, now)
-    return (x_BTD, kv, after), outputs
+  def prefetching(x_BTD, kv, gathered, number, block, replayed_experts_BTk, following):
+    prefetched = gather(following)
+    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_experts_BTk, gathered)
+    return (x_BTD, kv, prefetched), outputs
 
   first = gather(jax.tree.map(lambda w: w[0], stack))
-  return ahead, first, jax.tree.map(lambda w: jnp.roll(w, -1, axis=0), stack)
+  return prefetching, first, jax.tree.map(lambda w: jnp.roll(w, -1, axis=0), stack)
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """`jax.lax.scan`; a single layer is called as it is, with its weights where they lie.
+  """Scans over layers; calls a single layer directly, without copying its weights.
 
-  The loop stacks what the backward pass needs, which on CPU takes a tenth to a fifth of an update.
-  All or nothing is unrolled: of several turns of several layers, on a mesh, JAX has no gradient.
+  The loop stacks residuals, on CPU a tenth to a fifth of an update's time. It is unrolled fully or
+  not at all: JAX has no gradient of partly unrolled loops on a mesh.
   """
   if len(inputs[0]) > 1:
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
@@ -288,9 +288,9 @@ def _layer(
   is_moe,
   **setting,
 ):
-  """One layer of the family, in the setting of this pass.
+  """Computes one layer of the family.
 
-  gathered: the weights of the experts, which `block` then lacks.
+  gathered: prefetched weights of the experts, missing in `block`. None if `block` has them.
   """
 
   def experts(y_BTD, w):
@@ -298,8 +298,9 @@ def _layer(
     gate_BTk, experts_BTk, stats = moe.route(
       y_BTD, w.router, config, valid_BT, replayed_experts_BTk
     )
-    held = gathered or ExpertWeights(w.gate, w.up, w.down)
-    y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, held, compute.experts, compute.expert_chunk)
+    expert_w = gathered or ExpertWeights(w.gate, w.up, w.down)
+    chunk = compute.expert_chunk
+    y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, expert_w, compute.experts, chunk)
     return y_BTD, experts_BTk, stats
 
   attend = functools.partial(
@@ -315,7 +316,7 @@ def _layer(
 
 
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:
-  """Plain causal forward: float32 logits [B, T, V] of every position."""
+  """Computes float32 logits [B, T, V] of every position, causally."""
   hidden_BTD = forward(params, config, jnp.asarray(tokens_BT)).hidden_BTD
   return head_logits(params, config, hidden_BTD)
 

@@ -1,4 +1,4 @@
-"""Sparse upcycling: a Mixture of Experts out of a dense model (arXiv:2212.05055, §2.1)."""
+"""Sparse upcycling of a dense model to a Mixture of Experts (arXiv:2212.05055, §2.1)."""
 
 import dataclasses
 
@@ -19,22 +19,22 @@ def upcycle(
   per_token: int = 2,
   noise: float = 0.0,
 ) -> tuple[Params, ModelConfig]:
-  """Makes `experts` copies of every feed-forward layer, and a router at random.
+  """Copies every feed-forward layer to `experts` experts and adds a random router.
 
-  Gate weights of the chosen experts sum to 1, so without noise the model computes what it did,
-  whatever the router chooses. With noise each weight w of each copy becomes w (1 + noise · ε),
-  ε ~ N(0, 1): experts that are equal get equal gradients but for their gates.
+  Gate weights of the chosen experts sum to 1, so without noise the model's function is unchanged,
+  for any choice of the router. With noise each weight w of each copy becomes w (1 + noise · ε),
+  ε ~ N(0, 1): equal experts would get equal gradients except for their gates.
 
   Args:
-    params, config: of a dense model of the family qwen3 (Qwen2, Qwen3, Llama).
-    key: of the router and the noise.
+    params, config: a dense model of the family qwen3 (Qwen2, Qwen3, Llama).
+    key: random key of the router and the noise.
     experts, per_token: E and k.
 
   Returns:
-    Parameters and their configuration: layers, vocabulary and attention as before.
+    Parameters and configuration, with layers, vocabulary and attention unchanged.
 
   Raises:
-    ValueError: the model has experts already, or is of another family.
+    ValueError: the model already has experts, or is of another family.
   """
   if config.num_experts or config.family != "qwen3":
     raise ValueError(
@@ -57,8 +57,8 @@ def upcycle(
     return w_lE * (1 + noise * jax.random.normal(key, w_lE.shape, w_lE.dtype))
 
   def moe(dense: Dense, table: qwen3.Moe, key: jax.Array) -> qwen3.Moe:
-    of_router, *keys = jax.random.split(key, 4)
-    router = table.router.init(of_router, jnp.float32)
+    router_key, *keys = jax.random.split(key, 4)
+    router = table.router.init(router_key, jnp.float32)
     return qwen3.Moe(router, *map(copies, (dense.gate, dense.up, dense.down), keys))
 
   keys = jax.random.split(key, len(params.blocks))

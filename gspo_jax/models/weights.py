@@ -1,6 +1,6 @@
-"""The parameters of a model: one table declares each weight once, by letters.
+"""Parameters of a model: one table declares each weight once, by letters.
 
-Shape, initialiser, sharding and the type that it is read in derive from it.
+Shape, initialiser, sharding and compute dtype derive from it.
 """
 
 import functools
@@ -20,9 +20,9 @@ from gspo_jax.sharding import Rules
 @flax.struct.dataclass
 class Params:
   embed: Any  # V D
-  blocks: tuple[Any, ...]  # of the family, one per run of layers of one kind, stacked on l
+  blocks: tuple[Any, ...]  # One of the family's per run of equal layers, stacked on l.
   final_norm: Any  # D
-  head: Any  # D V; None: the transposed embedding
+  head: Any  # D V. None means the transposed embedding.
 
 
 @flax.struct.dataclass
@@ -46,8 +46,10 @@ class Dense:
 
 
 class InStack(NamedTuple):
-  """A weight of one layer, to be read where it lies: in the stack of those of all layers. On TPU a
-  slice that is not part of a product is a copy, made at every step."""
+  """A layer's weight, to be read in place from the stack of all layers.
+
+  On TPU a slice outside a product is a copy at every step.
+  """
 
   stack: jax.Array  # [l, ...]
   layer: Any
@@ -57,9 +59,12 @@ class InStack(NamedTuple):
 
 
 class Weight:
-  """One line of the table: letters, their sizes, which of them are inputs, whether the weight is
-  read in float32 whatever the compute type is (small ones that much depends on), and whether it is
-  whole on every device but for D."""
+  """One line of the table: letters, sizes, inputs, and dtype and sharding options.
+
+  fan_in: letters of the inputs.
+  wide: whether passes read it in float32 with any compute dtype (small, sensitive weights).
+  whole: whether it is whole on every device except over D.
+  """
 
   def __init__(
     self,
@@ -76,22 +81,22 @@ class Weight:
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 
   @property
-  def of_experts(self) -> bool:
+  def is_expert(self) -> bool:
     return "E" in self.letters and not self.wide
 
   def init(self, key: jax.Array, dtype: Any) -> jax.Array:
-    """Normal of standard deviation fan_in^(-1/2), or a constant where there is no fan-in."""
+    """Draws from a normal of standard deviation fan_in^(-1/2), or fills a constant."""
     if self.fan_in is None:
       return jnp.full(self.shape, self.constant, dtype)
     return jax.random.normal(key, self.shape, dtype) * self.fan_in**-0.5
 
   def read_as(self, compute_dtype: Any) -> jnp.dtype:
-    """The type in which a pass with this compute type reads the weight: trainer and sampler."""
+    """Returns the weight's dtype in passes of trainer and sampler."""
     return jnp.dtype(jnp.float32 if self.wide else compute_dtype)
 
 
-def of_sizes(c: ModelConfig, **further: int) -> functools.partial:
-  """`Weight` of the model's letters, and of `further` ones."""
+def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
+  """Returns a constructor of `Weight` with the model's sizes and `further` ones."""
   sizes = dict(V=c.vocab_size, D=c.hidden_size, H=c.head_dim, E=c.num_experts)
   sizes |= dict(N=c.num_heads, K=c.num_kv_heads) | further
   return functools.partial(Weight, sizes=sizes)
@@ -100,7 +105,7 @@ def of_sizes(c: ModelConfig, **further: int) -> functools.partial:
 def attention_table(
   c: ModelConfig, w: functools.partial, norm: float, wide_norm: bool = False
 ) -> Attention:
-  """Projections of grouped-query attention; scales of norms begin at `norm`."""
+  """Declares projections of grouped-query attention; norm scales start at `norm`."""
   scale = w("lH", constant=norm, wide=wide_norm) if c.qk_norm else None
   return Attention(
     q=w("lDNH", fan_in="D"),
@@ -116,12 +121,12 @@ def attention_table(
 
 
 def dense_table(w: functools.partial) -> Dense:
-  """A gated feed-forward layer."""
+  """Declares a gated feed-forward layer."""
   return Dense(gate=w("lDF", fan_in="D"), up=w("lDF", fan_in="D"), down=w("lFD", fan_in="F"))
 
 
 def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
-  """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
+  """Returns NamedShardings of all parameters; ValueError names an indivisible weight."""
 
   def layout(path, w: Weight) -> NamedSharding:
     used = {letter: rules[letter] for letter in rules if letter == "D" or not w.whole}
@@ -140,7 +145,7 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
 
 
 def init(table: Params, key: jax.Array, dtype: Any) -> Params:
-  """Random parameters, each weight from a key of its own."""
+  """Initialises parameters, each weight from its own key."""
   leaves, treedef = jax.tree.flatten(table)
   keys = jax.random.split(key, len(leaves))
   return jax.tree.unflatten(treedef, [w.init(k, dtype) for w, k in zip(leaves, keys)])

@@ -54,26 +54,26 @@ def quick():
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, quick):
   """The lines of the first conditions, and their curves; one process makes their runs."""
-  home, found = tmp_path_factory.mktemp("experiments"), {}
-  one = workers.Workers(1).all[0]
+  home, cached = tmp_path_factory.mktemp("experiments"), {}
+  worker = workers.Workers(1).all[0]
 
-  def of(folder):
-    if folder not in found:
+  def folder_rows(folder):
+    if folder not in cached:
       experiment, _ = definition.load(folder)
       for job in runs.plan(first(experiment), Store(home / "none")):
         workdir, values = job.workdir(home), {**job.values, "weights": job.weights(home)}
         if not (workdir / "checkpoints").exists():  # experiments share cold starts
-          one.begin(job, values, workdir)
-          answer = one.answer()
+          worker.begin(job, values, workdir)
+          answer = worker.answer()
           assert answer["status"] == "done", answer | dict(log=(workdir / "log.txt").read_text())
         phase = "sft" if job.stage == runs.START else "rl"
         about, curve = results.collect(workdir, phase, experiment.columns)
       texts = dict(experiment=folder, status="done", reason="", start="x", changes="", seconds=60.0)
-      found[folder] = about | texts, curve
-    return found[folder]
+      cached[folder] = about | texts, curve
+    return cached[folder]
 
-  yield of
-  one.stop()
+  yield folder_rows
+  worker.stop()
 
 
 @pytest.mark.slow
@@ -112,14 +112,14 @@ def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
   for part in (store.runs.iloc[:1], store.runs):
     whole, store.runs = store.runs, part
     store.save()
-    verdict, found = readme.assess(tmp_path, experiment, module.report)
+    verdict, report = readme.assess(tmp_path, experiment, module.report)
     outcomes.append(verdict.outcome)
     store.runs = whole
-    assert found.tables and verdict.because
+    assert report.tables and verdict.because
   assert outcomes[0] == OPEN and outcomes[1] in (HOLDS, FAILS, OPEN)
   assert "are there" not in verdict.because
-  assert found.figures
-  for name, figure in found.figures.items():
+  assert report.figures
+  for name, figure in report.figures.items():
     figures.save(figure, tmp_path / f"{name}.svg")
     text = (tmp_path / f"{name}.svg").read_text()
     again = module.report(store.results(jobs)).figures[name]
@@ -131,16 +131,20 @@ def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
 def test_every_number_of_a_readme_is_that_of_its_results(folder, tmp_path):
   """All that is generated, tables and verdict included, is generated again from the files."""
   experiment, module = definition.load(folder)
-  verdict, found = readme.assess(HERE / folder, experiment, module.report)
+  verdict, report = readme.assess(HERE / folder, experiment, module.report)
   text = (HERE / folder / "README.md").read_text()
-  made = readme.outcome(HERE / folder, experiment, verdict, found)
-  assert readme.put(text, "outcome", made) == text, f"python -m experiments.run {folder} --report"
-  for name in found.figures if found else ():
+  outcome = readme.outcome(HERE / folder, experiment, verdict, report)
+  assert readme.replace_section(text, "outcome", outcome) == text, (
+    f"python -m experiments.run {folder} --report"
+  )
+  for name in report.figures if report else ():
     assert (HERE / folder / f"{name}.svg").exists()
 
 
 @pytest.mark.long
 def test_the_table_of_experiments_is_that_of_their_results():
   text = (HERE / "README.md").read_text()
-  made = readme.overview()
-  assert readme.put(text, "experiments", made) == text, "python -m experiments.run all --report"
+  table = readme.overview()
+  assert readme.replace_section(text, "experiments", table) == text, (
+    "python -m experiments.run all --report"
+  )

@@ -29,11 +29,11 @@ LOSSES = dict(gspo=gspo, grpo=grpo, raw=group_gradients.raw_product_loss)
 @pytest.fixture(scope="module")
 def batch():
   """Half of the sequences have moved beyond GSPO's range."""
-  params, made = initial(SMALLER_MOE), make_batch(SMALLER_MOE)
-  made = with_inputs(made, tokens_BT=made.inputs.tokens_BT % 32)
-  logp_BT = log_probs(params, made.inputs, LEARNER)[0]
+  params, inputs = initial(SMALLER_MOE), make_batch(SMALLER_MOE)
+  inputs = with_inputs(inputs, tokens_BT=inputs.inputs.tokens_BT % 32)
+  logp_BT = log_probs(params, inputs.inputs, LEARNER)[0]
   drift_BT = 0.02 * np.sin(np.arange(logp_BT.size)).reshape(logp_BT.shape)
-  return made.replace(old_logp_BT=(logp_BT - drift_BT) * made.mask_BT)
+  return inputs.replace(old_logp_BT=(logp_BT - drift_BT) * inputs.mask_BT)
 
 
 def flat(tree):
@@ -42,32 +42,33 @@ def flat(tree):
 
 def test_moments_are_those_of_one_gradient_after_the_other(batch):
   params = initial(SMALLER_MOE)
-  found = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, batch)
-  assert found.groups == len(batch.mask_BT) / G
+  actual = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, batch)
+  assert actual.groups == len(batch.mask_BT) / G
   for i, loss in enumerate(LOSSES.values()):
     gradient = jax.jit(
       jax.grad(
-        lambda p, one, loss=loss: loss(log_probs(p, one.inputs, LEARNER)[0], one), has_aux=True
+        lambda p, group, loss=loss: loss(log_probs(p, group.inputs, LEARNER)[0], group),
+        has_aux=True,
       )
     )
     total, square, clipped = 0.0, 0.0, 0.0
     for j in range(0, len(batch.mask_BT), G):
-      one, metrics = gradient(params, jax.tree.map(lambda x, j=j: x[j : j + G], batch))
-      total, square = total + flat(one), square + (flat(one) ** 2).sum()
+      group, metrics = gradient(params, jax.tree.map(lambda x, j=j: x[j : j + G], batch))
+      total, square = total + flat(group), square + (flat(group) ** 2).sum()
       clipped += float(metrics.get("clip_fraction/token", 0))
-    mine = flat(jax.tree.map(lambda x, i=i: x[i], found.total_X))
+    mine = flat(jax.tree.map(lambda x, i=i: x[i], actual.total_X))
     np.testing.assert_allclose(mine, total, rtol=0, atol=1e-5 * abs(total).max())
-    assert found.square_X[i] == pytest.approx(square, rel=1e-4)
-    assert found.metrics_X["clip_fraction/token"][i] == pytest.approx(clipped, rel=1e-5)
-  assert clipped == 0 and found.metrics_X["clip_fraction/token"][0] > 0
+    assert actual.square_X[i] == pytest.approx(square, rel=1e-4)
+    assert actual.metrics_X["clip_fraction/token"][i] == pytest.approx(clipped, rel=1e-5)
+  assert clipped == 0 and actual.metrics_X["clip_fraction/token"][0] > 0
 
 
 def test_on_policy_all_losses_have_one_gradient(batch):
   params = initial(SMALLER_MOE)
   same = batch.replace(old_logp_BT=log_probs(params, batch.inputs, LEARNER)[0])
-  found = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, same)
+  actual = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, same)
   gspo_X, *others = (
-    flat(jax.tree.map(lambda x, i=i: x[i], found.total_X)) for i in range(len(LOSSES))
+    flat(jax.tree.map(lambda x, i=i: x[i], actual.total_X)) for i in range(len(LOSSES))
   )
   for other in others:
     np.testing.assert_allclose(other, gspo_X, rtol=0, atol=1e-4 * abs(gspo_X).max())
@@ -83,21 +84,24 @@ def test_estimates_are_without_bias():
   """Of gradients whose mean and covariance are known, and far below their noise."""
   rng = np.random.default_rng(0)
   true, other = np.array([0.3, 0, 0, 0.1, 0, 0, 0, 0]), np.array([0.3, 0.2, 0, 0.1, 0, 0, 0, 0])
-  found = []
+  estimates = []
   for _ in range(400):
     draw = rng.normal(size=(32, 2, 8)) + np.stack([2 * true, other])
     independent = rng.normal(size=(64, 1, 8)) + true
-    found.append(group_gradients.compare(moments(draw), moments(independent)))
-  mean = {name: np.mean([one[name] for one in found], axis=0) for name in ("signal", "noise")}
+    estimates.append(group_gradients.compare(moments(draw), moments(independent)))
+  mean = {
+    name: np.mean([estimate[name] for estimate in estimates], axis=0)
+    for name in ("signal", "noise")
+  }
   np.testing.assert_allclose(mean["signal"], [0.4, 0.14], rtol=0.1)
   np.testing.assert_allclose(mean["noise"], [8, 8], rtol=0.02)
   many = rng.normal(size=(200_000, 2, 8)) * 0.1 + np.stack([2 * true, other])
-  found = group_gradients.compare(moments(many), moments(many[:, :1] / 2))
-  np.testing.assert_allclose(found["snr"], np.array([0.4, 0.14]) / 0.08, rtol=1e-2)
-  np.testing.assert_allclose(found["scale"], [2, 1], rtol=1e-2)
-  np.testing.assert_allclose(found["bias"], [1, 0.4], rtol=2e-2)
-  np.testing.assert_allclose(found["cosine"], [1, 0.1 / np.sqrt(0.1 * 0.14)], rtol=1e-2)
-  np.testing.assert_allclose(found["projected"], [0.4 / 0.08, 0.1 / 0.08], rtol=2e-2)
+  estimates = group_gradients.compare(moments(many), moments(many[:, :1] / 2))
+  np.testing.assert_allclose(estimates["snr"], np.array([0.4, 0.14]) / 0.08, rtol=1e-2)
+  np.testing.assert_allclose(estimates["scale"], [2, 1], rtol=1e-2)
+  np.testing.assert_allclose(estimates["bias"], [1, 0.4], rtol=2e-2)
+  np.testing.assert_allclose(estimates["cosine"], [1, 0.1 / np.sqrt(0.1 * 0.14)], rtol=1e-2)
+  np.testing.assert_allclose(estimates["projected"], [0.4 / 0.08, 0.1 / 0.08], rtol=2e-2)
 
 
 def test_groups_that_are_not_apart_are_refused(batch):

@@ -13,11 +13,11 @@ from experiments.results import Store
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "experiment_figures.py"
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_the_notebook(there, tmp_path, monkeypatch):
+@pytest.mark.parametrize("results", [False, True])
+def test_the_notebook(results, tmp_path, monkeypatch):
   folder = tmp_path / definition.find("e2")
   folder.mkdir()
-  if there:
+  if results:
     experiment, _ = definition.load(folder.name)
     job = next(job for job in runs.plan(experiment, Store(folder)) if job.stage == runs.FINAL)
     key = dict(stage=job.stage, condition=job.condition, seed=job.seed)
@@ -35,6 +35,6 @@ def test_the_notebook(there, tmp_path, monkeypatch):
   for cell in jupytext.read(NOTEBOOK).cells:
     if cell.cell_type == "code":
       exec(cell.source, scope)
-  assert len(scope["axes"].lines) == there
-  assert len(shown) == there and all("</svg>" in x._repr_svg_() for x in shown)
+  assert len(scope["axes"].lines) == results
+  assert len(shown) == results and all("</svg>" in x._repr_svg_() for x in shown)
   assert scope["verdict"].outcome == "cannot be told"

@@ -19,21 +19,21 @@ ROW = re.compile(r"\| \[?`(\w+)`.*?\|.*\| (?:(0\.\d\d) → (0\.\d\d)|—) \|")
 def rows():
   """Before and after of each objective, None without runs, by the names of E17's conditions."""
   lines = PAGE[: PAGE.index("Around any of them")].splitlines()
-  found = {}
+  table = {}
   for line in lines:
     if match := ROW.match(line):
-      found[match[1] + " with a critic" * ("with a critic" in line)] = match[2], match[3]
-  return found
+      table[match[1] + " with a critic" * ("with a critic" in line)] = match[2], match[3]
+  return table
 
 
 def test_every_objective_has_a_row():
-  found = rows()
-  assert {name.split()[0] for name in found} == {*O.POLICY_LOSSES}
+  table = rows()
+  assert {name.split()[0] for name in table} == {*O.POLICY_LOSSES}
   experiment, _ = load(find("e17"))
   store = Store(HERE / find("e17"))
   results = store.results(plan(experiment, store))
   names = [condition.name for condition in experiment.conditions if not condition.secondary]
-  assert {*found} == {name for name in names if len(results.values(name, "eval/final"))}
+  assert {*table} == {name for name in names if len(results.values(name, "eval/final"))}
 
 
 def test_the_figures_are_those_of_e17():

@@ -62,10 +62,10 @@ E = Experiment(
 )  # fmt: skip
 
 
-def report(found):
-  of = found.paired("gspo", "grpo", "eval/final")
-  table = found.table(["gspo", "grpo"], {"after": "eval/final"})
-  return Report(Verdict(HOLDS, f"{of.mean():.3f}"), [table], {})
+def report(results):
+  difference = results.paired("gspo", "grpo", "eval/final")
+  table = results.table(["gspo", "grpo"], {"after": "eval/final"})
+  return Report(Verdict(HOLDS, f"{difference.mean():.3f}"), [table], {})
 
 
 class Home:
@@ -74,8 +74,8 @@ class Home:
   def __init__(self, path):
     self.path, self.store = path, Store(path / "e1_test")
 
-  def fates(self, **what):
-    for name, fate in what.items():
+  def fates(self, **counts):
+    for name, fate in counts.items():
       (self.path / name).write_text(fate)
 
   def run(self, experiment=E, jobs=2, **options):
@@ -90,8 +90,8 @@ class Home:
 
   def lines(self):
     """Status by stage, condition and seed."""
-    found = Store(self.store.folder).runs
-    return {(r.stage, r.condition, r.seed): (r.status, r.reason) for r in found.itertuples()}
+    runs = Store(self.store.folder).runs
+    return {(r.stage, r.condition, r.seed): (r.status, r.reason) for r in runs.itertuples()}
 
   def statuses(self):
     return {f"{c} {s}": status for (stage, c, s), (status, _) in self.lines().items()}
@@ -156,18 +156,18 @@ def test_a_run_that_is_interrupted_keeps_its_checkpoint_and_one_that_failed_begi
   marks = {seed: jobs["final", "gspo", seed].workdir(home.path) / "checkpoints" for seed in (0, 1)}
   for mark in marks.values():
     (mark / "5").touch()
-  seen = []
+  messages = []
   begin = run.Runner.begin
 
   def look(self, job):
-    told = begin(self, job)
-    seen.append((job.seed, (marks[job.seed] / "5").exists()))
-    return told
+    message = begin(self, job)
+    messages.append((job.seed, (marks[job.seed] / "5").exists()))
+    return message
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(run.Runner, "begin", look)
     home.run(retry=True)
-  assert dict(seen) == {0: True, 1: False}
+  assert dict(messages) == {0: True, 1: False}
 
 
 def test_a_signal_saves_what_is_under_way(home):
@@ -310,12 +310,12 @@ def test_all_runs_are_made_again_and_the_verdict_is_compared(home, monkeypatch, 
     assert run.main(["e1", f"--workdir={work}", *flags]) == 0
     return len((home.path / "calls.txt").read_text().splitlines()), capsys.readouterr()
 
-  calls, said = command()
-  assert calls == 0 and "e1_test/results.csv has all runs; --again makes them anew" in said.err
+  calls, output = command()
+  assert calls == 0 and "e1_test/results.csv has all runs; --again makes them anew" in output.err
   home.fates(rl_gspo_0="nan")
-  calls, said = command("--again")
+  calls, output = command("--again")
   assert calls == 6
-  assert said.out == "e1_test: holds: -0.200\non file is the same: holds: 0.200\n"
+  assert output.out == "e1_test: holds: -0.200\non file is the same: holds: 0.200\n"
   assert command("--again")[0] == 0  # the same command continues
   assert len(Store(work / "again/e1_test").runs) == 6
   assert (clone / "e1_test/results.csv").read_text() == before
@@ -334,8 +334,8 @@ def test_lines_of_other_seeds_are_no_results(home):
   assert verdict.because == "0 1"
 
 
-def report_of_seeds(found):
-  seeds = found.values("gspo", "eval/final").index
+def report_of_seeds(results):
+  seeds = results.values("gspo", "eval/final").index
   return Report(Verdict(HOLDS, " ".join(map(str, seeds))), [], {})
 
 

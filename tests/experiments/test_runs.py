@@ -41,11 +41,11 @@ def test_a_change_of_the_model_has_a_cold_start_of_its_own(tmp_path):
   jobs = plan(tmp_path, conditions=(GSPO, deep), seeds=(0,))
   starts = {job.condition: job for job in jobs if job.stage == runs.START}
   assert [*starts] == ["cold start", "cold start model.num_layers=8"]
-  own = starts["cold start model.num_layers=8"]
-  assert own.values["model"]["num_layers"] == 8 and own.values["objective"]["name"] == "gspo"
+  start = starts["cold start model.num_layers=8"]
+  assert start.values["model"]["num_layers"] == 8 and start.values["objective"]["name"] == "gspo"
   assert {job.condition: job.start.run for job in jobs if job.start} == {
     "gspo": starts["cold start"].run,
-    "deep": own.run,
+    "deep": start.run,
   }
 
 
@@ -80,10 +80,10 @@ def test_the_best_setting_of_the_first_stage_makes_the_second(tmp_path):
     high = job.condition.endswith("high")
     # GRPO diverges at the high rate with one seed, after it has been the best.
     status = "nan" if (job.condition, job.seed) == ("grpo/high", 8) else "done"
-    store.put(settled(job, status=status) | {"eval/final": 0.9 if high else 0.5})
+    store.add_row(settled(job, status=status) | {"eval/final": 0.9 if high else 0.5})
   final = [job for job in runs.plan(e, store) if job.stage == runs.FINAL]
   assert {job.condition for job in final} == {"gspo"}, "grpo's last tuning run is missing"
-  store.put(settled(first[-1]) | {"eval/final": 0.9})
+  store.add_row(settled(first[-1]) | {"eval/final": 0.9})
   final = {job.condition: job for job in runs.plan(e, store) if job.stage == runs.FINAL}
   assert final["gspo"].changes[RATE] == 1e-3 and final["grpo"].changes[RATE] == 1e-5
 
@@ -121,7 +121,7 @@ def test_commands_are_those_of_the_command_line(tmp_path):
 def test_commands_for_a_pod(folder, tmp_path):
   experiment, _ = definition.load(folder)
   lines = pod.commands(experiment, Store(tmp_path)).splitlines()
-  made = [line for line in lines if not line.startswith("#")]
-  assert bool(made) == experiment.pod
-  for line in made:
+  commands = [line for line in lines if not line.startswith("#")]
+  assert bool(commands) == experiment.pod
+  for line in commands:
     assert "--config=configs/moe_aime.py " in line and "recurrence" not in line

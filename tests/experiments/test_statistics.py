@@ -13,29 +13,29 @@ from experiments.statistics import Interval
 
 def test_the_interval_of_two_values_is_known():
   """One degree of freedom: t is tan(0.475 π), 12.7 standard errors of 1/2."""
-  found = statistics.interval([0.0, 1.0])
-  assert (found.value, found.count) == (0.5, 2)
-  assert found.high - found.value == pytest.approx(math.tan(0.475 * math.pi) / 2)
+  interval = statistics.interval([0.0, 1.0])
+  assert (interval.value, interval.count) == (0.5, 2)
+  assert interval.high - interval.value == pytest.approx(math.tan(0.475 * math.pi) / 2)
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 7])
 def test_the_interval_covers_the_mean_as_often_as_it_says_of_few_seeds(seeds):
   samples = np.random.default_rng(1).normal(3, 2, (2000, seeds))
-  found = [statistics.interval(sample) for sample in samples]
-  assert np.mean([i.low <= 3 <= i.high for i in found]) == pytest.approx(0.95, abs=0.015)
+  intervals = [statistics.interval(sample) for sample in samples]
+  assert np.mean([i.low <= 3 <= i.high for i in intervals]) == pytest.approx(0.95, abs=0.015)
 
 
 def test_few_values():
-  one = statistics.interval([0.3])
-  assert (one.value, one.low, one.high) == (0.3, -math.inf, math.inf)
+  single = statistics.interval([0.3])
+  assert (single.value, single.low, single.high) == (0.3, -math.inf, math.inf)
   assert statistics.interval([]).text() == "no runs"
   same = statistics.interval([0.5, 0.5, 0.5])
   assert (same.low, same.high) == (0.5, 0.5)
 
 
 def test_the_interval_of_a_ratio_is_of_its_logarithm():
-  of = statistics.exp(Interval(*np.log([100.0, 10.0, 1000.0]), 2))
-  assert (of.value, of.low, of.high) == pytest.approx((100, 10, 1000))
+  ratio = statistics.exp(Interval(*np.log([100.0, 10.0, 1000.0]), 2))
+  assert (ratio.value, ratio.low, ratio.high) == pytest.approx((100, 10, 1000))
 
 
 def test_area_is_the_mean_height():
@@ -48,8 +48,8 @@ def test_area_is_the_mean_height():
   [(0.01, 0.1, HOLDS), (-0.02, 0.02, FAILS), (-0.2, -0.1, FAILS), (-0.1, 0.1, OPEN)],
 )
 def test_verdicts(low, high, outcome):
-  of = Interval((low + high) / 2, low, high, 5)
-  assert report.compare(of, negligible=0.03) == outcome
+  estimate = Interval((low + high) / 2, low, high, 5)
+  assert report.compare(estimate, negligible=0.03) == outcome
   assert report.compare(Interval(0.5, -math.inf, math.inf, 1)) == OPEN
 
 

@@ -27,7 +27,7 @@ if seed == 3:
 
 
 @pytest.fixture
-def made(monkeypatch, tmp_path):
+def runs(monkeypatch, tmp_path):
   """Seeds that the stand-in was called for."""
   calls = []
 
@@ -39,29 +39,29 @@ def made(monkeypatch, tmp_path):
   return calls
 
 
-def test_runs_that_fail_or_do_not_learn_are_counted(made, tmp_path):
+def test_runs_that_fail_or_do_not_learn_are_counted(runs, tmp_path):
   results = tmp_path / "results.jsonl"
   experiment.make_all([("float32", seed) for seed in range(4)], tmp_path, 2, results)
-  found = experiment.read(results)
-  assert [r["seed"] for r in found] == [0, 1, 2, 3]
-  assert [experiment.good(r) for r in found] == [True, True, False, False]
-  assert found[3]["returncode"] == 1 and found[3]["failure"] == "gspo_jax: the disk is full"
-  assert experiment.ends(found[3])[1] == 0.0
-  row = experiment.table(found).splitlines()[-1]
+  rows = experiment.read(results)
+  assert [r["seed"] for r in rows] == [0, 1, 2, 3]
+  assert [experiment.good(r) for r in rows] == [True, True, False, False]
+  assert rows[3]["returncode"] == 1 and rows[3]["failure"] == "gspo_jax: the disk is full"
+  assert experiment.ends(rows[3])[1] == 0.0
+  row = experiment.table(rows).splitlines()[-1]
   assert row.startswith("| float32, 4 seeds | 200 · **201** · 203 |") and "| 2 of 4 |" in row
   assert "| 0.00 · **0.70** · 0.91 |" in row  # at the end
 
 
-def test_a_run_on_file_is_not_made_again(made, tmp_path):
+def test_a_run_on_file_is_not_made_again(runs, tmp_path):
   results = tmp_path / "results.jsonl"
   experiment.make_all([("float32", 0)], tmp_path, 1, results)
   experiment.make_all([("float32", 0), ("float32", 1), ("bfloat16", 0)], tmp_path, 1, results)
-  assert made == [("float32", 0), ("float32", 1), ("bfloat16", 0)]
+  assert runs == [("float32", 0), ("float32", 1), ("bfloat16", 0)]
   order = [("float32", 0), ("float32", 1), ("bfloat16", 0)]
   assert [(r["dtype"], r["seed"]) for r in experiment.read(results)] == order
 
 
-def test_the_table_goes_between_its_marks(made, tmp_path):
+def test_the_table_goes_between_its_marks(runs, tmp_path):
   results, readme = tmp_path / "results.jsonl", tmp_path / "README.md"
   experiment.make_all([("float32", 0)], tmp_path, 1, results)
   readme.write_text("before\n<!-- tiny_gspo -->\nold\n<!-- /tiny_gspo -->\nafter\n")

@@ -34,9 +34,9 @@ def replay(gain, volatility=0.05, before=0.4, learned=0.2):
   "gain, outcome", [(0.0, HOLDS), (-0.1, HOLDS), (0.1, FAILS), (0.03, FAILS)]
 )
 def test_e3_tells_whether_gspo_gains_by_replay(gain, outcome):
-  found = verdicts.report("e3", replay(gain))
-  assert found.verdict.outcome == outcome, found.verdict
-  (line,) = [text for text in found.tables[1].splitlines() if text.startswith("| GSPO |")]
+  report = verdicts.report("e3", replay(gain))
+  assert report.verdict.outcome == outcome, report.verdict
+  (line,) = [text for text in report.tables[1].splitlines() if text.startswith("| GSPO |")]
   assert float(line.split(" | ")[1].split()[0]) == pytest.approx(gain, abs=0.01)
 
 
@@ -66,8 +66,8 @@ def test_e4_leaves_out_seeds_of_which_a_model_has_learned_nothing():
       "eval/start": 0.02 if idle else 0.4,
     }
 
-  found = verdicts.report("e4", value)
-  assert found.verdict.outcome == HOLDS and "| 3 | 0.01" in found.tables[1]
+  report = verdicts.report("e4", value)
+  assert report.verdict.outcome == HOLDS and "| 3 | 0.01" in report.tables[1]
 
 
 @pytest.mark.parametrize("share, outcome", [(0.05, HOLDS), (0.03, OPEN), (0.01, FAILS)])
@@ -82,7 +82,7 @@ def test_e19_finds_the_share_of_experts_that_change(share, outcome):
       "eval/final": 0.3 + gain,
     }
 
-  found = verdicts.report("e19", value)
-  assert found.verdict.outcome == outcome
-  gains = [line.split(" | ")[2].split()[0] for line in found.tables[2].splitlines()[2:]]
+  report = verdicts.report("e19", value)
+  assert report.verdict.outcome == outcome
+  gains = [line.split(" | ")[2].split()[0] for line in report.tables[2].splitlines()[2:]]
   assert gains == ["0.100", "0.000", "-0.100"]

@@ -28,17 +28,21 @@ def test_e6_wants_a_gap_that_grows(at_most, exponent, outcome):
     n = int(name[1:])
     wobble = 1 + 0.03 * np.sin(7 * seed + 3 * n)
     snr = dict(gspo=0.1 * at_most * (n / 32) ** exponent * wobble, grpo=0.1, dapo=0.1, raw=-0.01)
-    return {f"gradient/{loss}/{what}": snr[loss] for loss in LOSSES for what in ("snr", "cosine")}
+    return {
+      f"gradient/{loss}/{metric}": snr[loss] for loss in LOSSES for metric in ("snr", "cosine")
+    }
 
   def curve(name, seed):
-    one = value(name, seed)
+    final = value(name, seed)
     names = ("snr", "cosine", "bias", "scale", "clip_fraction/token")
-    return {f"gradient/{x}/{what}": one[f"gradient/{x}/snr"] for x in LOSSES for what in names}
+    return {
+      f"gradient/{x}/{metric}": final[f"gradient/{x}/snr"] for x in LOSSES for metric in names
+    }
 
-  found = report("e6", value, curve)
-  assert found.verdict.outcome == outcome, found.verdict
-  assert "no runs (0 seeds)" in found.tables[0], "there is no ratio to a square below 0"
-  assert found.tables[1].count("| GSPO |") == 9
+  result = report("e6", value, curve)
+  assert result.verdict.outcome == outcome, result.verdict
+  assert "no runs (0 seeds)" in result.tables[0], "there is no ratio to a square below 0"
+  assert result.tables[1].count("| GSPO |") == 9
 
 
 @pytest.mark.parametrize(
@@ -57,5 +61,5 @@ def test_e9_wants_a_gain_from_process_rewards_alone(gain, outcome):
       noise = 0.08 * (-1) ** seed
     return {"eval/start": 0.5, "eval/final": 0.6 + (gain.get(name) or 0.0) + noise}
 
-  found = report("e9", value)
-  assert found.verdict.outcome == outcome, found.verdict
+  result = report("e9", value)
+  assert result.verdict.outcome == outcome, result.verdict

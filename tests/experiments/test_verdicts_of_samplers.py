@@ -32,9 +32,9 @@ def test_e7_tells_what_the_samplers_log_probs_cost(lost, outcome):
     mine = c.name == "gspo_bfloat16_sampler"
     return {"eval/final": 0.6 - lost * mine, "mismatch/sequence/abs/mean": 1e-4}
 
-  found = report("e7", value)
-  assert found.verdict.outcome == outcome, found.verdict
-  (line,) = [text for text in found.tables[0].splitlines() if text.startswith("| bfloat16")]
+  result = report("e7", value)
+  assert result.verdict.outcome == outcome, result.verdict
+  (line,) = [text for text in result.tables[0].splitlines() if text.startswith("| bfloat16")]
   assert float(line.split(" | ")[4].split()[0]) == pytest.approx(-lost, abs=0.005)
 
 
@@ -51,9 +51,9 @@ def test_e13_compares_warm_iterations(more, outcome):
   def value(c):
     return {"flops": 2e9, "tokens": 1e3, "memory/host_peak_gib": 1.0}
 
-  found = report("e13", value, curve)
-  assert found.verdict.outcome == outcome, found.verdict
-  (line,) = [text for text in found.tables[0].splitlines() if text.startswith("| recompute, R2")]
+  result = report("e13", value, curve)
+  assert result.verdict.outcome == outcome, result.verdict
+  (line,) = [text for text in result.tables[0].splitlines() if text.startswith("| recompute, R2")]
   assert float(line.split(" | ")[7].split()[0]) == pytest.approx(1 + more / 3.12, abs=0.01)
 
 

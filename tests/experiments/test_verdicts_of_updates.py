@@ -34,9 +34,9 @@ def ranges(exponent):
   "exponent, outcome", [(-0.5, HOLDS), (-0.1, FAILS), (-1.0, FAILS), (-0.25, OPEN)]
 )
 def test_e5_finds_the_exponent_of_the_range(exponent, outcome):
-  found = verdicts.report("e5", ranges(exponent))
-  assert found.verdict.outcome == outcome, found.verdict
-  table = found.tables[0].splitlines()
+  result = verdicts.report("e5", ranges(exponent))
+  assert result.verdict.outcome == outcome, result.verdict
+  table = result.tables[0].splitlines()
   fitted = {line.split(" | ")[0][2:]: line.split(" | ")[2] for line in table[2:]}
   same = fitted["range that clips the same fraction, over T"]
   assert float(same.split()[0]) == pytest.approx(exponent, abs=0.02)
@@ -85,12 +85,12 @@ def test_e12_shows_what_a_lag_costs_each_loss_and_gives_no_verdict():
     gspo, lag = c.changes["objective.name"] == "gspo", c.changes.get("rl.lag", 0)
     return {"eval/final": 0.5 - (0.03 if gspo else 0.01) * lag + noise(c, seed)}
 
-  found = verdicts.report("e12", value)
-  assert found.verdict.outcome == OPEN and "-0.12" in found.verdict.because
+  result = verdicts.report("e12", value)
+  assert result.verdict.outcome == OPEN and "-0.12" in result.verdict.because
   costs = [[float(cell.split()[0]) for cell in line[1:-1].split(" | ")]
-           for line in found.tables[0].splitlines()[2:]]  # fmt: skip
-  wanted = [[lag, 3, -0.03 * lag, -0.01 * lag, -0.02 * lag] for lag in (1, 2, 4)]
-  np.testing.assert_allclose(costs, wanted, atol=0.01)
+           for line in result.tables[0].splitlines()[2:]]  # fmt: skip
+  expected = [[lag, 3, -0.03 * lag, -0.01 * lag, -0.02 * lag] for lag in (1, 2, 4)]
+  np.testing.assert_allclose(costs, expected, atol=0.01)
 
 
 @pytest.mark.parametrize("gain, outcome", [(0.2, HOLDS), (0.0, FAILS)])
@@ -101,15 +101,15 @@ def test_e17_wants_each_objective_to_gain(gain, outcome):
     mine = gain if c.name == "gmpo" else 0.3
     return {"eval/start": 0.4 - noise(c, seed), "eval/final": 0.4 + mine + noise(c, seed)}
 
-  found = verdicts.report("e17", value).verdict
-  assert found.outcome == outcome
-  assert ("gmpo" in found.because) == (gain < 0.3)
+  result = verdicts.report("e17", value).verdict
+  assert result.outcome == outcome
+  assert ("gmpo" in result.because) == (gain < 0.3)
 
   def diverged(c, seed):
     return value(c, seed) | {"status": "nan" if c.name == "dapo" else "done"}
 
-  found = verdicts.report("e17", diverged).verdict
-  assert found.outcome == FAILS and "dapo, -0.4" in found.because
+  result = verdicts.report("e17", diverged).verdict
+  assert result.outcome == FAILS and "dapo, -0.4" in result.because
 
 
 def test_e17_does_not_wait_for_what_was_added_to_it():
@@ -117,9 +117,9 @@ def test_e17_does_not_wait_for_what_was_added_to_it():
     status = "failed" if c.name == "gspo batch" else "done"
     return {"eval/start": 0.4, "eval/final": 0.7 + noise(c, seed), "status": status}
 
-  found = verdicts.report("e17", value)
-  assert found.verdict.outcome == HOLDS
-  assert not any("gspo batch" in table for table in found.tables)
+  result = verdicts.report("e17", value)
+  assert result.verdict.outcome == HOLDS
+  assert not any("gspo batch" in table for table in result.tables)
 
 
 @pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12", "e17"])

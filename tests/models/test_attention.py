@@ -33,7 +33,7 @@ def segments(kind, B, T):
 
 
 def values_and_gradients(attend, q, k, v, real):
-  """Of the real tokens: what padding looks at is nobody's business."""
+  """Values and gradients of real tokens, without padding."""
 
   def scalar(q, k, v):
     y = attend(q, k, v) * real[..., None, None]
@@ -45,7 +45,7 @@ def values_and_gradients(attend, q, k, v, real):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_heads_turn_on_tpu_as_elsewhere(dtype, monkeypatch):
-  """There their halves change places in a product, which no policy of rematerialisation keeps."""
+  """There a product swaps their halves; no remat policy saves it."""
   x, position_BT = inputs(H=32, dtype=dtype)[0], jnp.arange(37)[None] + jnp.array([[0], [1000]])
 
   def turned(x, policy=None):
@@ -54,7 +54,7 @@ def test_heads_turn_on_tpu_as_elsewhere(dtype, monkeypatch):
 
     return jax.checkpoint(turn, policy=policy)(x)
 
-  def kept(policy):
+  def residuals(policy):
     backward = jax.eval_shape(lambda x: jax.vjp(lambda x: turned(x, policy), x)[1], x)
     return [leaf.shape for leaf in jax.tree.leaves(backward)]
 
@@ -65,7 +65,7 @@ def test_heads_turn_on_tpu_as_elsewhere(dtype, monkeypatch):
   np.testing.assert_array_equal(y, expected)
   (actual,), (gradient,) = backward_on_tpu(y), backward(y)
   np.testing.assert_allclose(np.float32(actual), np.float32(gradient), rtol=0, atol=0.02)
-  assert all(kept(policy) == kept(None) for policy in remat.POLICIES.values())
+  assert all(residuals(policy) == residuals(None) for policy in remat.POLICIES.values())
 
 
 ALL = Scores(0.3)
@@ -87,13 +87,13 @@ def by_hand(q, k, v, visible, scores):
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = np.zeros(q.shape)
   for n in range(q.shape[2]):
-    of_key = n * k.shape[2] // q.shape[2]
-    score = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, of_key]) * scores.scale
+    key_head = n * k.shape[2] // q.shape[2]
+    score = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, key_head]) * scores.scale
     if scores.cap:
       score = scores.cap * np.tanh(score / scores.cap)
     weight = np.where(visible, np.exp(score), 0)
     weight /= weight.sum(-1, keepdims=True)
-    out[:, :, n] = np.einsum("bts,bsh->bth", weight, v[:, :, of_key])
+    out[:, :, n] = np.einsum("bts,bsh->bth", weight, v[:, :, key_head])
   return out
 
 
@@ -103,7 +103,7 @@ def by_hand(q, k, v, visible, scores):
   "name, block", [("plain", 0), ("blockwise", 8), ("blockwise", 256), ("splash", 0)]
 )
 def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeypatch):
-  """And has the gradients of one [T, T] array; over several slabs and blocks."""
+  """Values and gradients equal those of one [T, T] array, over several slabs and blocks."""
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
   T = 2 * attention.SLAB + 5
   q, k, v = inputs(T=T)
@@ -143,9 +143,9 @@ def test_a_tree_is_its_paths(name, scores, monkeypatch):
     position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
   ids, position = (jnp.asarray(x.reshape(4, 32)) for x in (ids, position))
   options = dict(tree=tree, implementation=name, scores=scores, position_BT=position)
-  of_tree = functools.partial(attention.attend_tree, segment_BT=ids, **options)
+  attend_tree = functools.partial(attention.attend_tree, segment_BT=ids, **options)
 
-  def of_paths(q, k, v):
+  def attend_paths(q, k, v):
     y_RX = jnp.zeros((2, 64, *q.shape[2:]))
     q, k, v = (x.reshape(2, 64, *x.shape[2:]) for x in (q, k, v))
     for row, prompt in enumerate(prompts):
@@ -157,7 +157,8 @@ def test_a_tree_is_its_paths(name, scores, monkeypatch):
     return y_RX.reshape(4, 32, *y_RX.shape[2:])
 
   actual, expected = (
-    values_and_gradients(attend, *inputs(B=4, T=32), ids > 0) for attend in (of_tree, of_paths)
+    values_and_gradients(attend, *inputs(B=4, T=32), ids > 0)
+    for attend in (attend_tree, attend_paths)
   )
   chex.assert_trees_all_close(actual, expected, atol=2e-5, rtol=1e-4)
 
@@ -189,7 +190,7 @@ def top_left(q, k, v, is_causal, scale, **_):
 
 
 def test_padding_between_tokens_keeps_cudnn_from_its_causal_mask(monkeypatch):
-  """As in the trunk of a tree: the kernel, for which the plain one stands, knows no segments."""
+  """Such as in a tree's trunk: the kernel (here the plain one) has no segments."""
   monkeypatch.setattr(jax.nn, "dot_product_attention", top_left)
   q, k, v = inputs(T=12)
   for ids in ([1] * 12, [1] * 9 + [0] * 3, [1] * 4 + [0] * 3 + [1] * 5, [1] * 5 + [2] * 7):
@@ -222,7 +223,7 @@ def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
 @pytest.mark.parametrize("scores", [ALL, LOCAL, BOTH], ids=["all", "window", "both"])
 @pytest.mark.parametrize("length", [1, 6, 200])
 def test_queries_to_a_cache(length, scores, monkeypatch):
-  """As the cache keeps them: keys across the slots, values along them. Long ones go by blocks."""
+  """In the cache's layout: keys across slots, values along them; long ones in blocks."""
   monkeypatch.setattr(attention, "PLAIN", 64)
   q, k, v = inputs(T=length, S=240)
   position = jnp.array([[3], [30]]) + jnp.arange(length)[None]

@@ -17,24 +17,26 @@ MODEL = dataclasses.replace(tiny_moe(32), num_layers=l, num_kv_heads=K, head_dim
 allocate = functools.partial(cache.allocate, MODEL, layers=[l])
 
 
-def step(to, new_B1KH, position_B1):
-  return to.with_blocks([cache.write(to.block(0), jnp.int32(1), new_B1KH, new_B1KH, position_B1)])
+def step(target, new_B1KH, position_B1):
+  return target.with_blocks(
+    [cache.write(target.block(0), jnp.int32(1), new_B1KH, new_B1KH, position_B1)]
+  )
 
 
-def rows_of(to, new_lrTKH):
-  rows = allocate(new_lrTKH.shape[1], new_lrTKH.shape[2], to.dtype)
+def rows_of(target, new_lrTKH):
+  rows = allocate(new_lrTKH.shape[1], new_lrTKH.shape[2], target.dtype)
   for layer, new_rTKH in enumerate(new_lrTKH):
     block = cache.write(rows.block(0), layer, new_rTKH, new_rTKH, jnp.zeros((2, 1), jnp.int32))
     rows = rows.with_blocks([block])
   return rows
 
 
-def insert(to, new_lrTKH, index_r):
-  return cache.insert(to, rows_of(to, new_lrTKH), index_r)
+def insert(target, new_lrTKH, index_r):
+  return cache.insert(target, rows_of(target, new_lrTKH), index_r)
 
 
-def copy_row(to, new_lrTKH, index_r):
-  return cache.copy_row(to, index_r[0], rows_of(to, new_lrTKH), 1)
+def copy_row(target, new_lrTKH, index_r):
+  return cache.copy_row(target, index_r[0], rows_of(target, new_lrTKH), 1)
 
 
 def arguments(write):
@@ -53,9 +55,9 @@ def test_a_write_does_not_widen_the_cache(write):
 
 @pytest.mark.parametrize("write", [step, insert, copy_row])
 def test_what_is_written_is_the_rounded_number(write):
-  new, where = arguments(write)
-  narrow = write(allocate(B, S, jnp.bfloat16), new, where)
-  wide = write(allocate(B, S, jnp.float32), new.astype(jnp.bfloat16).astype(np.float32), where)
+  new, positions = arguments(write)
+  narrow = write(allocate(B, S, jnp.bfloat16), new, positions)
+  wide = write(allocate(B, S, jnp.float32), new.astype(jnp.bfloat16).astype(np.float32), positions)
   assert narrow.dtype == jnp.bfloat16 and wide.dtype == jnp.float32
   for layer in range(l):
     ours = cache.read(narrow.block(0), layer, jnp.float32)

@@ -37,8 +37,8 @@ def cached(params, tokens):
   B, T = tokens.shape
   cache, outputs = kv_cache.allocate(MOE, B, T, jnp.float32), []
   for piece in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
-    at = jnp.broadcast_to(jnp.arange(T)[None, piece], tokens[:, piece].shape)
-    out = transformer.forward(params, MOE, tokens[:, piece], positions=at, cache=cache)
+    positions = jnp.broadcast_to(jnp.arange(T)[None, piece], tokens[:, piece].shape)
+    out = transformer.forward(params, MOE, tokens[:, piece], positions=positions, cache=cache)
     cache = out.cache
     outputs.append((out.hidden_BTD, out.routing_lBTk))
   return outputs
@@ -67,7 +67,7 @@ def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
   shape, rules, form, few, monkeypatch
 ):
   monkeypatch.setattr(moe, "FEW", few)
-  if form == "one_hot":  # as on TPU
+  if form == "one_hot":  # The form of TPUs.
 
     def one_hot(_, load):
       return functools.partial(decode.apply_one_hot, load=load)

@@ -22,7 +22,7 @@ def visits(tm, empty):
 
 
 def fetched(blocks, size):
-  """Bytes of a sequence of blocks: one that is the same as before is there already."""
+  """Bytes of a sequence of blocks; repeated ones are not fetched again."""
   return size * sum(1 for _ in itertools.groupby(blocks))
 
 
@@ -66,7 +66,7 @@ def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
 
 
 def test_of_tiles_that_move_as_much_those_that_multiply_fewer_rows_are_taken():
-  """A tile of rows that two groups share is multiplied for each of them."""
+  """A tile of rows of two groups is multiplied for each."""
   (tm, tk, tn), _ = tiles.product_tiles(4096, 768, 2048, 32, 2, 2)
   assert (tm, tk, tn) == (256, 768, 2048)
   (tm, _, _), _ = tiles.outer_tiles(2048, 4096, 768, 32, 2, 2)
@@ -91,6 +91,6 @@ def test_a_total_in_bfloat16_is_the_one_in_float32_rounded_once():
   )
   np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
   total = groups._megablox_outer(x, y, count, jnp.dtype("float32"), wide)
-  np.testing.assert_array_equal(total, 2 * wide)  # and 0 for the expert without rows
+  np.testing.assert_array_equal(total, 2 * wide)  # Includes 0 for the expert without rows.
   exact = np.float64(x[200:450]).T @ np.float64(y[200:450])
   np.testing.assert_allclose(wide[2], exact, rtol=1e-5, atol=1e-4)

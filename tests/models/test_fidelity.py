@@ -34,7 +34,7 @@ BASE = dict(
 MOE = BASE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 MIXTRAL = BASE | dict(num_local_experts=6, num_experts_per_tok=2)
 NEW_TOKENS = 64
-LOGIT_TOLERANCE = 2e-5  # of the largest logit
+LOGIT_TOLERANCE = 2e-5  # Relative to the largest logit.
 
 
 def config(kind, base, theta, tied=False, **changes):
@@ -99,7 +99,7 @@ SAVE = dict(  # other ways in which transformers writes a directory
 
 
 def random_model(hf_config, seed=4):
-  """A transformers model whose every weight matters; activations keep a scale of about 1.
+  """A random transformers model with all weights in effect and activations near 1.
 
   The seed is one with which no two best next tokens of a greedy continuation come nearer than 5e-4:
   a choice between equals would be round-off's.
@@ -127,7 +127,7 @@ def hf_logits(model, tokens):
 
 @contextlib.contextmanager
 def recorded_routing(model):
-  """Fills a list with the experts [B·T, k] that each MoE layer's router chose."""
+  """Fills a list with each MoE layer's chosen experts [B·T, k]."""
   chosen = []
   hooks = [
     module.register_forward_hook(lambda _module, _inputs, out: chosen.append(out[2].numpy()))
@@ -191,7 +191,7 @@ def test_greedy_continuations_are_those_of_transformers(case):
   rollout = generate(
     case.params, case.config, prompts, group_size=1, max_new_tokens=NEW_TOKENS, temperature=0
   )
-  seen = set()
+  sampled = set()
   for row, prompt in enumerate(prompts):
     expected = case.model.generate(
       torch.tensor([prompt]),
@@ -201,8 +201,8 @@ def test_greedy_continuations_are_those_of_transformers(case):
     )[0, len(prompt) :].tolist()
     assert rollout.response(row) == expected
     assert len(expected) == NEW_TOKENS
-    seen |= set(expected)
-  assert len(seen) > 8  # else the continuation would say little
+    sampled |= set(expected)
+  assert len(sampled) > 8  # else the continuation would say little
 
 
 def test_what_is_saved_opens_in_transformers(case, tmp_path):

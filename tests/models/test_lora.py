@@ -101,7 +101,7 @@ def test_a_weight_is_the_frozen_one_and_the_scaled_product():
   w = block.ffn.down
   product = np.einsum("lefr,lerd->lefd", w.a, w.b) * (LORA.alpha / RANK)
   np.testing.assert_allclose(total.ffn.down, w.frozen + product, atol=1e-6)
-  assert total.ffn.router is block.ffn.router  # which is read in float32
+  assert total.ffn.router is block.ffn.router  # Read in float32.
 
 
 def test_gradients_of_adapters_are_those_of_the_weight_by_the_chain_rule():
@@ -119,12 +119,12 @@ def test_gradients_of_adapters_are_those_of_the_weight_by_the_chain_rule():
       return jax.grad(lambda x: loss(lora.join(x, frozen)))(trained), jax.grad(loss)(plain)
 
     grads, plain = gradients(trained, frozen)
-    w, of_w = trained.blocks[0].attention.o, plain.blocks[0].attention.o
+    w, w_gradient = trained.blocks[0].attention.o, plain.blocks[0].attention.o
     scale = LORA.alpha / RANK
-    of_a = np.einsum("lnhd,lrd->lnhr", of_w, w.b) * scale
-    of_b = np.einsum("lnhd,lnhr->lrd", of_w, w.a) * scale
-  np.testing.assert_allclose(grads.blocks[0].attention.o.a, of_a, rtol=1e-3, atol=1e-6)
-  np.testing.assert_allclose(grads.blocks[0].attention.o.b, of_b, rtol=1e-3, atol=1e-6)
+    a_gradient = np.einsum("lnhd,lrd->lnhr", w_gradient, w.b) * scale
+    b_gradient = np.einsum("lnhd,lnhr->lrd", w_gradient, w.a) * scale
+  np.testing.assert_allclose(grads.blocks[0].attention.o.a, a_gradient, rtol=1e-3, atol=1e-6)
+  np.testing.assert_allclose(grads.blocks[0].attention.o.b, b_gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_network():
@@ -134,7 +134,9 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     trained, frozen = lora.split(params)
     assert {x.dtype.name for x in jax.tree.leaves(trained)} == {"float32"}
     assert params.embed.dtype == jnp.bfloat16
-    assert frozen.blocks[0].ffn.router.dtype == jnp.float32  # or other experts would be chosen
+    assert (
+      frozen.blocks[0].ffn.router.dtype == jnp.float32
+    )  # Otherwise other experts would be chosen.
     params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
     read = transformer.dtypes(model, "bfloat16")
@@ -143,13 +145,15 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
     run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))
     tokens = np.arange(48).reshape(8, 6)
-    of_trainer, of_sampler = (run(x, tokens_BT=tokens).hidden_BTD for x in (params, sampler))
-  np.testing.assert_array_equal(of_trainer, of_sampler)
+    trainer_hidden, sampler_hidden = (
+      run(x, tokens_BT=tokens).hidden_BTD for x in (params, sampler)
+    )
+  np.testing.assert_array_equal(trainer_hidden, sampler_hidden)
 
 
 @functools.cache
-def of_small_change(name):
-  """Frozen weights in bfloat16, and products that are some hundredths of what it resolves."""
+def small_change(name):
+  """Frozen weights in bfloat16, with products of some hundredths of its resolution."""
   model, mesh = MODELS[name], make_mesh(ONE)
   with jax.set_mesh(mesh):
     trained, frozen = lora.split(adapted(model, mesh, "bfloat16"))
@@ -164,30 +168,30 @@ def each_matrix(params):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16_a_small_change_arrives_in_the_mean(name):
-  matrices = each_matrix(of_small_change(name))
+  matrices = each_matrix(small_change(name))
 
   def arrives(round_sum):
-    """The slope of the change of the rounded weights over that of the weights."""
+    """Slope of rounded changes over true changes."""
     changes = [(lora.merged(w, jnp.float32) - w.frozen, round_sum(w) - w.frozen) for w in matrices]
-    true, seen = (
+    true, rounded = (
       np.concatenate([np.ravel(x) for x in side]).astype("f8") for side in zip(*changes)
     )
-    return (true * seen).sum() / (true * true).sum()
+    return (true * rounded).sum() / (true * true).sum()
 
   assert arrives(lora.merged) < 0.3
   assert arrives(lora.dithered) == pytest.approx(1, abs=0.15)
 
 
 def test_dithered_weights_are_the_frozen_ones_without_a_change_and_the_gradient_is_the_sums():
-  w = each_matrix(of_small_change("moe"))[0]
+  w = each_matrix(small_change("moe"))[0]
   same = lora.dithered(w.replace(b=jnp.zeros_like(w.b)))
   np.testing.assert_array_equal(same, w.frozen)
 
   def total(a):
     return lora.dithered(w.replace(a=a)).astype("f4").sum()
 
-  of_b = w.scale * w.b.sum((2, 3))[:, None]
-  np.testing.assert_allclose(jax.grad(total)(w.a), np.broadcast_to(of_b, w.a.shape), rtol=1e-2)
+  b_sum = w.scale * w.b.sum((2, 3))[:, None]
+  np.testing.assert_allclose(jax.grad(total)(w.a), np.broadcast_to(b_sum, w.a.shape), rtol=1e-2)
 
 
 def layers_of(block):
@@ -196,7 +200,7 @@ def layers_of(block):
 
 
 def test_a_layer_is_rounded_alike_by_itself_and_in_the_stack():
-  block = of_small_change("moe").blocks[0]
+  block = small_change("moe").blocks[0]
   stack = lora.dithered(block)
   layers = [lora.dithered(layer) for layer in layers_of(block)]
   jax.tree.map(np.testing.assert_array_equal, layers, layers_of(stack))
@@ -219,8 +223,8 @@ def test_saved_weights_are_merged(tmp_path):
 
 
 def test_saved_weights_are_rounded_once(tmp_path):
-  """A sum in bfloat16, which is then written as float32, would be another number."""
-  params = of_small_change("dense")
+  """Rounding the sum to bfloat16 before float32 would change it."""
+  params = small_change("dense")
   hf.save(tmp_path, params, MODELS["dense"], dtype="float32")
   loaded, _ = hf.load(tmp_path)
   exact = lora.merged(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))

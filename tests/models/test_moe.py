@@ -74,7 +74,7 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
 
 @pytest.mark.parametrize("name", ["ragged", "megablox"])
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
-  """A device that gets more than a little over its share goes round the loop again."""
+  """A device with more than its share loops again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = expert_inputs(tokens=256)
   assert groups._pieces(index, 8)[1] == 128
@@ -83,7 +83,7 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
 
 
 def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
-  """Rows are added up in the type that they are sent in; products, in float32."""
+  """Rows add up in the dtype of their transfer, products in float32."""
 
   def narrow(tree):
     return jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
@@ -136,18 +136,18 @@ def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
   index = expert_inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
   layout = blocks.block_layout(index, 8, R, C)
-  kept = layout.choice_Z[layout.choice_Z < index.size]
-  assert sorted(kept.tolist()) == list(range(index.size))
+  choices = layout.choice_Z[layout.choice_Z < index.size]
+  assert sorted(choices.tolist()) == list(range(index.size))
   expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
-  seen = np.zeros(8, int)
+  counts = np.zeros(8, int)
   for a, expert in enumerate(np.ravel(index)):
     slot = int(layout.slot_A[a])
     assert layout.choice_Z[slot] == a
-    if seen[expert] < C:
-      assert slot == expert * C + seen[expert]
+    if counts[expert] < C:
+      assert slot == expert * C + counts[expert]
     else:
       assert expert_of_block[(slot - 8 * C) // R] == expert
-    seen[expert] += 1
+    counts[expert] += 1
 
 
 def test_router_gates_are_the_softmax_over_the_chosen():

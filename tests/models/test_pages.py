@@ -22,7 +22,7 @@ B, N, K, H, S, WIDTH, LAYERS, POOL = 4, 8, 4, 128, 16, 3, 2, 13
 
 
 def filled(dtype):
-  """Pages with numbers in them, of which each row has its own, in any order."""
+  """Pages with numbers, owned by rows in any order."""
   kv = jnp.asarray(RNG.normal(size=(LAYERS, POOL, K, 2, S, H)), dtype)
   table = jnp.asarray(RNG.permutation(POOL)[: B * WIDTH].reshape(B, WIDTH), jnp.int32)
   return pages.Block(kv, table.at[1].set(pages.NONE))
@@ -118,8 +118,8 @@ def test_rows_get_pages_in_turn_until_there_are_none():
     page = got.kv_lpK2SH[0][:, table[0, position // 4], :, :, position % 4]
     np.testing.assert_array_equal(page[:, :, 0], rows.k_lBKHS[0][:, 0, :, :, position])
     np.testing.assert_array_equal(page[:, :, 1], rows.v_lBKSH[0][:, 0, :, position])
-  kept = np.array([0, 2, 4])
-  np.testing.assert_array_equal(got.kv_lpK2SH[0][:, kept], cache.kv_lpK2SH[0][:, kept])
+  rows_kept = np.array([0, 2, 4])
+  np.testing.assert_array_equal(got.kv_lpK2SH[0][:, rows_kept], cache.kv_lpK2SH[0][:, rows_kept])
 
 
 @pytest.mark.parametrize("position, shared, copied", [(9, 2, True), (8, 2, False), (0, 0, False)])

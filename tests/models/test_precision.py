@@ -21,7 +21,7 @@ MODELS = MODELS | dict(dense=dataclasses.replace(MODELS["dense"], attention_bias
 
 
 def passes(params, model, tokens_BT):
-  """What the trainer computes, and what the sampler does."""
+  """Returns the trainer's pass and the sampler's."""
   out = transformer.forward(params, model, tokens_BT, compute=BFLOAT16)
   logp_BT, _ = transformer.token_logp(params, model, out.hidden_BTD, tokens_BT, compute=BFLOAT16)
   logits_BTV = transformer.head_logits(params, model, out.hidden_BTD, BFLOAT16)
@@ -30,7 +30,7 @@ def passes(params, model, tokens_BT):
 
 @functools.cache
 def case(name):
-  """A model with weights of which none is a bfloat16, published weights, tokens."""
+  """A model without bfloat16 weights, its published weights, and tokens."""
   model = MODELS[name]
   leaves, structure = jax.tree.flatten(initial(model))
   keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -44,10 +44,10 @@ def case(name):
 
 
 @functools.cache
-def compiled(name, which):
+def compiled(name, mode):
   model, params, published, tokens = case(name)
   lowered = jax.jit(passes, static_argnums=1).lower(
-    published if which == "published" else params, model, tokens
+    published if mode == "published" else params, model, tokens
   )
   return lowered.compile(OPTIONS)
 
@@ -65,7 +65,7 @@ def test_the_published_network_is_the_trainers_to_the_bit(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
-  """Rounded to that type, a weight changes nothing; one in float32 is there for a reason."""
+  """Rounding a weight to that dtype changes nothing; float32 ones need it."""
   _, params, published, tokens = case(name)
   run, wide = compiled(name, "trainer"), []
   expected = run(params, tokens)
@@ -75,10 +75,10 @@ def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
     leaves = [x if i == j else leaf for j, (_, leaf) in enumerate(paths)]
     return run(jax.tree.unflatten(structure, leaves), tokens)
 
-  for i, ((path, x), of_sampler) in enumerate(zip(paths, jax.tree.leaves(published))):
+  for i, ((path, x), published_x) in enumerate(zip(paths, jax.tree.leaves(published))):
     label = jax.tree_util.keystr(path, simple=True, separator=".")
-    assert same(run_with(i, of_sampler.astype(jnp.float32)), expected), label
-    if of_sampler.dtype == jnp.float32:
+    assert same(run_with(i, published_x.astype(jnp.float32)), expected), label
+    if published_x.dtype == jnp.float32:
       wide.append(label.rsplit(".")[-1])
       rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
       assert not same(run_with(i, rounded), expected), label
@@ -88,7 +88,7 @@ def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
 
 
 def test_gradients_of_norms_and_biases_are_as_exact_as_those_of_matrices():
-  """They are sums over all tokens, which bfloat16 has no digits for."""
+  """They are sums over all tokens, too long for bfloat16's digits."""
   model = dataclasses.replace(MODELS["dense"], num_layers=1)
   params = initial(model)
   tokens = jax.random.randint(jax.random.key(2), (64, 256), 0, model.vocab_size)
@@ -104,12 +104,15 @@ def test_gradients_of_norms_and_biases_are_as_exact_as_those_of_matrices():
     return jax.grad(loss)(params)
 
   exact, rough = gradient(params, REFERENCE), gradient(params, BFLOAT16)
-  of_vectors, of_matrices = {}, {}
+  vector_errors, matrix_errors = {}, {}
   for (path, x), y in zip(jax.tree.leaves_with_path(exact), jax.tree.leaves(rough)):
     label = jax.tree_util.keystr(path, simple=True, separator=".")
-    errors = of_vectors if label.endswith(("norm", "bias")) else of_matrices
+    errors = vector_errors if label.endswith(("norm", "bias")) else matrix_errors
     errors[label] = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
-  assert max(of_vectors.values()) < 1.5 * max(of_matrices.values()), (of_vectors, of_matrices)
+  assert max(vector_errors.values()) < 1.5 * max(matrix_errors.values()), (
+    vector_errors,
+    matrix_errors,
+  )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -129,6 +132,6 @@ def test_on_cpu_products_of_bfloat16_are_made_in_float32_and_rounded(platform, m
   (_, y), gradients = jax.jit(step)(x, w)
   assert {a.dtype for a in (y, *gradients)} == {jnp.dtype(jnp.bfloat16)}
   wide = (a.astype(jnp.float32) for a in (x, w))
-  (_, exact), of_exact = jax.jit(step)(*wide)
-  for a, b in zip((y, *gradients), (exact, *of_exact), strict=True):
+  (_, exact), exact_gradients = jax.jit(step)(*wide)
+  for a, b in zip((y, *gradients), (exact, *exact_gradients), strict=True):
     np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.01, atol=0.05 * jnp.abs(b).max())

@@ -41,8 +41,8 @@ def step(remat, attention):
   )
 
 
-def kept(remat, attention):
-  """How many arrays of each shape wait for the backward pass, for all layers together."""
+def saved_names(remat, attention):
+  """Counts saved arrays by shape, over all layers."""
 
   def backward(params):
     return jax.vjp(functools.partial(loss, remat=remat, attention=attention), params)[1]
@@ -64,7 +64,7 @@ def test_every_policy_gives_the_same_loss_and_gradients(remat, attention):
 
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 def test_full_keeps_the_input_of_a_layer_and_its_weights(attention):
-  shapes = kept("full", attention)
+  shapes = saved_names("full", attention)
   params = jax.eval_shape(lambda: transformer.init(CONFIG, jax.random.key(0)))
   weights = collections.Counter(x.shape for x in jax.tree.leaves(params.blocks))
   activations = shapes - weights - collections.Counter([(LAYERS,)])  # the number of the layer
@@ -72,30 +72,33 @@ def test_full_keeps_the_input_of_a_layer_and_its_weights(attention):
 
 
 def test_attention_keeps_what_its_backward_pass_needs_besides():
-  extra = kept("attention", "blockwise") - kept("full", "blockwise")
+  extra = saved_names("attention", "blockwise") - saved_names("full", "blockwise")
   output, logsumexp = (LAYERS, 1, B, T, K, N // K, H), (LAYERS, 1, B, K, N // K, T)  # one block
   assert extra == {output: 1, logsumexp: 1}
   # Where the scores are held, they are computed again whatever is kept of their result.
-  assert kept("attention", "plain") == kept("full", "plain")
+  assert saved_names("attention", "plain") == saved_names("full", "plain")
 
 
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 def test_dots_keeps_products_with_weights_and_no_scores(attention):
-  extra = kept("dots", attention) - kept("full", attention)
+  extra = saved_names("dots", attention) - saved_names("full", attention)
   router, output = (LAYERS, B, T, E), (LAYERS, B, T, D)
   queries, keys_and_values = (LAYERS, B, T, N, H), (LAYERS, B, T, K, H)
   assert extra == {queries: 1, keys_and_values: 2, output: 1, router: 1}
 
 
 def test_both_keeps_what_attention_and_dots_keep():
-  extra = kept("both", "blockwise") - kept("full", "blockwise")
-  each = (kept(name, "blockwise") - kept("full", "blockwise") for name in ("attention", "dots"))
+  extra = saved_names("both", "blockwise") - saved_names("full", "blockwise")
+  each = (
+    saved_names(name, "blockwise") - saved_names("full", "blockwise")
+    for name in ("attention", "dots")
+  )
   assert extra == sum(each, collections.Counter())
 
 
 def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
   for remat in ("attention", "dots", "both"):
-    extra = kept(remat, "blockwise") - kept("full", "blockwise")
+    extra = saved_names(remat, "blockwise") - saved_names("full", "blockwise")
     numbers = sum(number * math.prod(shape) for shape, number in extra.items())
     assert numbers * 4 == B * T * remat_policies.kept(CONFIG, remat, 4)
 
@@ -103,9 +106,11 @@ def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
 @pytest.mark.parametrize("memory, chosen", [(1.05, "both"), (0.95, "attention"), (0.1, "full")])
 def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypatch):
   compute, inputs = dataclasses.replace(REFERENCE, remat="auto"), LAYERS * D * 4
-  assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"  # of a CPU nothing is known
-  of_both = inputs + remat_policies.kept(CONFIG, "both", 4)
-  needed = 10_000 * remat_policies.STATE + 1000 * of_both
+  assert (
+    remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"
+  )  # A CPU has no known memory.
+  both_bytes = inputs + remat_policies.kept(CONFIG, "both", 4)
+  needed = 10_000 * remat_policies.STATE + 1000 * both_bytes
   monkeypatch.setattr(accelerators, "memory", lambda kind: memory * needed / remat_policies.ROOM)
   with jax.set_mesh(sharding.make_mesh(MeshConfig(1, 8, 1, 1))):
     assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == chosen
@@ -113,6 +118,6 @@ def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypa
 
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 def test_none_keeps_more_than_any_policy(attention):
-  everything = kept("none", attention)
+  everything = saved_names("none", attention)
   for remat in POLICIES:
-    assert kept(remat, attention).total() < everything.total()
+    assert saved_names(remat, attention).total() < everything.total()

@@ -165,7 +165,7 @@ def test_gradients_reach_the_router_under_replay_and_are_right():
     shifted = []
     for move in (step * along, -step * along):
       params = jax.tree.map_with_path(
-        lambda at, p, path=path, move=move: p + move if at == path else p, PARAMS
+        lambda key, p, path=path, move=move: p + move if key == path else p, PARAMS
       )
       shifted.append(float((forward(params, routing=old).hidden_BTD * direction).mean()))
     slope = (shifted[0] - shifted[1]) / (2 * step)
@@ -177,8 +177,8 @@ def test_gradients_reach_the_router_under_replay_and_are_right():
 
 def test_router_statistics_as_values():
   stats = forward(PARAMS, segments=jnp.ones(TOKENS.shape).at[:, 5:].set(0)).stats
-  own = np.asarray(own_experts())[:, :, :5]
-  counts = np.stack([np.bincount(layer.reshape(-1), minlength=8) for layer in own])
+  router_experts = np.asarray(own_experts())[:, :, :5]
+  counts = np.stack([np.bincount(layer.reshape(-1), minlength=8) for layer in router_experts])
   np.testing.assert_array_equal(stats.load_E, counts)
   values = reductions.compute(router_metrics(stats, MODEL))
   assert 0 < values["router/entropy"] < np.log(8) and values["router/z"] > 0
@@ -261,7 +261,9 @@ def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
     for leaf in jax.tree.leaves(types):
       assert leaf.sharding.spec == kv_cache.spec(leaf)
     step = jax.jit(
-      lambda p, t, c, at: transformer.forward(p, MODEL, t, positions=at, cache=c).cache
+      lambda p, t, c, positions: (
+        transformer.forward(p, MODEL, t, positions=positions, cache=c).cache
+      )
     )
     for first, new in ((0, tokens), (7, tokens[:, :1])):
       position = jnp.broadcast_to(jnp.arange(first, first + new.shape[1])[None], new.shape)

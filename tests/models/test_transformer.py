@@ -117,7 +117,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 @pytest.mark.long
 def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
-  """Few layers are unrolled on CPU: with a mesh and without, the loop is what a pod runs."""
+  """Few layers are unrolled on CPU; a pod runs the loop."""
   params, tokens = initial(config), tokens_of(config)
   expected = single_device(config)
   monkeypatch.setattr(transformer, "UNROLLED", 0)
@@ -174,15 +174,15 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
 def test_arrays_of_numpy_are_taken_everywhere():
   params, tokens = initial(MOE), np.asarray(tokens_of(MOE))
   B, T = tokens.shape
-  given = dict(
+  arrays = dict(
     segments=1 + np.tile(np.arange(T, dtype=np.int32) * 2 // T, (B, 1)),
     positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     routing=np.zeros((MOE.num_layers, B, T, MOE.experts_per_token), np.int8) + np.int8([0, 1]),
   )
-  run = jax.jit(lambda p, t, given: transformer.forward(p, MOE, t, **given).hidden_BTD)
-  expected = run(params, tokens, given)
-  for keys in (["segments"], ["positions"], ["routing"], list(given)):
-    options = {key: given[key] for key in keys}
+  run = jax.jit(lambda p, t, arrays: transformer.forward(p, MOE, t, **arrays).hidden_BTD)
+  expected = run(params, tokens, arrays)
+  for keys in (["segments"], ["positions"], ["routing"], list(arrays)):
+    options = {key: arrays[key] for key in keys}
     hidden = transformer.forward(params, MOE, tokens, **options).hidden_BTD
     assert hidden.shape == expected.shape
   np.testing.assert_allclose(hidden, expected, atol=1e-5)

@@ -74,4 +74,4 @@ def test_the_passes_of_a_run(get_config, changes, names, frozen):
   policy, teacher = (flops.forward_flops(m, *lengths) for m in (DENSE, SMALLER_DENSE))
   forward = {name: policy for name in names} | dict(teacher=teacher)
   counted = sum(forward[name] for name in names)
-  assert flops.of_passes(c, SMALLER_DENSE, *lengths) == counted
+  assert flops.pass_flops(c, SMALLER_DENSE, *lengths) == counted

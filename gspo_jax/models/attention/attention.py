@@ -1,8 +1,8 @@
 """Rotary positions and grouped-query attention.
 
-Four formulations of the same sum, chosen by `ComputeConfig.attention`:
+Four formulations of one sum, chosen by `ComputeConfig.attention`:
 
-  plain      holds the [T, S] scores: short sequences, and one query at a time against a cache
+  plain      stores the [T, S] scores: short sequences, and one query at a time against a cache
   blockwise  online softmax over blocks of keys: anywhere, any length, no [T, S] array
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
   cudnn      the flash attention of cuDNN, through jax.nn.dot_product_attention: GPU, 16 bit
@@ -28,8 +28,8 @@ from gspo_jax.models.attention.blocks import (
 )
 from gspo_jax.system import accelerators
 
-PLAIN = 128  # up to so many queries kernels bring nothing; blocks, up to twice as many
-SLAB = 64  # queries of `plain` that share a product: about half of the scores are never made
+PLAIN = 128  # Queries up to which kernels bring no gain; blocks, up to twice as many.
+SLAB = 64  # Queries per product in `plain`: skips about half of the scores.
 
 
 def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
@@ -39,15 +39,15 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   position · theta^(-2i/H).  RoFormer, arXiv:2104.09864, eq. 34.
   """
   half = x_BTNH.shape[-1] // 2
-  # NumPy rounds as Hugging Face does, whatever the device's power function: at position 30,000 the
-  # last bit of a frequency is a visible turn.
+  # NumPy rounds like Hugging Face, independently of the device's power function: at position 30,000
+  # the last bit of a frequency is a visible angle.
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   frequency_h = np.float32(1) / np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
   position_BT11 = position_BT.astype(jnp.float32)[..., None, None]
   if sharding.platform() == "tpu":
     signed_H = np.concatenate([-frequency_h, frequency_h])
     angle_BT1H = position_BT11 * signed_H[None, None, None]
-    swapped_BTNH = _halves_swapped(x_BTNH)
+    swapped_BTNH = _swap_halves(x_BTNH)
     turned = x_BTNH.astype(jnp.float32) * jnp.cos(angle_BT1H) + swapped_BTNH * jnp.sin(angle_BT1H)
     return turned.astype(x_BTNH.dtype)
   angle_BT1h = position_BT11 * frequency_h[None, None, None]
@@ -57,10 +57,12 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   return turned.astype(x_BTNH.dtype)
 
 
-def _halves_swapped(x_BTNH: jax.Array) -> jax.Array:
-  """(x1, x2) -> (x2, x1) for the two halves of H, in float32: a product with zeros and ones, which
-  is exact, and part of what reads it. TPUs cut and join parts of 128 lanes through float32 copies
-  in memory."""
+def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
+  """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
+
+  The product with zeros and ones is exact and fused into its reader. Slices of 128 lanes would go
+  through float32 copies in memory on TPUs.
+  """
   H = x_BTNH.shape[-1]
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
   wide = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -75,16 +77,16 @@ def choose(
   gaps: bool = False,
   width: int = 128,
 ) -> str:
-  """Names the formulation: the one asked for, or what suits the length and the mesh's platform.
+  """Returns the named formulation; "auto" depends on length and platform.
 
   Args:
     implementation: as `ComputeConfig.attention`.
-    scores: None: without window and bound.
+    scores: kind of scores. None means without window and soft bound.
     gaps: whether padding may lie between the keys of a segment.
     width: H, of one head.
 
   Raises:
-    ValueError: a formulation by name that does not have such scores or heads.
+    ValueError: the named formulation does not support such scores or heads.
   """
   if missing := lacks(implementation, dtype, scores, gaps, width):
     raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
@@ -101,9 +103,9 @@ def choose(
 def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
-  """Names what of such scores and heads a kernel does not have; "": it has all."""
+  """Returns the first feature missing in a kernel, or ""."""
   window, cap = (scores.window, scores.cap) if scores else (0, 0.0)
-  if implementation == "splash" and window and gaps:  # it measures by places in the row
+  if implementation == "splash" and window and gaps:  # Its window counts places in the row.
     return "sliding window where responses share their prompt"
   if implementation != "cudnn":
     return ""
@@ -119,9 +121,9 @@ def lacks(
 
 
 def _widest_head() -> int:
-  """Of cuDNN's attention on these devices."""
+  """Widest head of cuDNN's attention on these devices."""
   capability = getattr(jax.local_devices()[0], "compute_capability", "0")
-  return 256 if float(capability) >= 9 else 128  # Hopper
+  return 256 if float(capability) >= 9 else 128  # 9 is Hopper.
 
 
 def attend_self(
@@ -133,11 +135,11 @@ def attend_self(
   scores: Scores | None = None,
   position_BS: jax.Array | None = None,
 ) -> jax.Array:
-  """Causal attention of the last T of S tokens, of all as a rule; [B, T, N, H].
+  """Causal attention of the last T of S tokens, [B, T, N, H].
 
-  softmax(q kᵀ / √H) v over the keys at or before the query and of its segment, softmax in float32;
-  N/K queries share each key. `scores` says what else there is to a score, `position_BS` what its
-  window is measured by; default: the place in the row.
+  softmax(q kᵀ / √H) v over earlier keys of the query's segment and its own, softmax in float32; N/K
+  queries share each key. `scores` adds scale, window and soft bound. Its window is measured by
+  `position_BS`, or by the place in the row if None.
   """
   (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
   scores, first = scores or Scores(H**-0.5), S - T
@@ -155,7 +157,7 @@ def attend_self(
       q_BTNH, k_BSKH, v_BSKH, order_BS[:, first:], segments, scores, positions
     )
   order_S, parts = np.arange(S), []
-  for begin in range(0, T, SLAB):  # to no key that comes after all of a slab's queries
+  for begin in range(0, T, SLAB):  # Keys after all of a slab's queries are skipped.
     rows, keys = slice(begin, begin + SLAB), slice(first + begin + SLAB)
     visible = (order_S[first:][rows, None] >= order_S[None, keys])[None]
     visible &= segment_BT[:, rows, None] == segment_BS[:, None, keys]
@@ -166,14 +168,16 @@ def attend_self(
 
 
 class Tree(NamedTuple):
-  """Layout of each `branches` rows read as one, [trunk, branch, branch, ...]: a branch continues
-  the trunk and knows of no other."""
+  """Layout of each `branches` rows read as one, [trunk, branch, branch, ...].
 
-  trunk: int  # positions, a multiple of `branches`
+  A branch attends to the trunk and itself.
+  """
+
+  trunk: int  # Positions, a multiple of `branches`.
   branches: int
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The trunks [R, S, ...] and the branches [B, U, ...] of rows [B, T, ...]."""
+    """Splits rows [B, T, ...] into trunks [R, S, ...] and branches [B, U, ...]."""
     x_RX = x_BT.reshape(-1, self.branches * x_BT.shape[1], *x_BT.shape[2:])
     return x_RX[:, : self.trunk], x_RX[:, self.trunk :].reshape(len(x_BT), -1, *x_BT.shape[2:])
 
@@ -193,33 +197,35 @@ def attend_tree(
   scores: Scores | None = None,
   position_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """`attend_self` of every path, which is the trunk and one of its branches; [B, T, N, H].
+  """`attend_self` over trunk and branch of every path, [B, T, N, H].
 
-  Queries of a trunk attend once; only its keys and values are there for each branch. Between a
-  short trunk and its branches lies padding: a window needs `position_BT`.
+  Queries of a trunk attend once; its keys and values are repeated for each branch. A short trunk
+  is padded before its branches: a window needs `position_BT`.
   """
 
   def path(x_RS, x_BU):
     return jnp.concatenate([jnp.repeat(x_RS, tree.branches, axis=0), x_BU], axis=1)
 
-  (q_RSNH, q_BUNH), *of_keys = map(tree.split, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
+  (q_RSNH, q_BUNH), *keys = map(tree.split, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
   position_RS = position_BX = None
   if position_BT is not None:
     position_RS, position_BU = tree.split(position_BT)
     position_BX = path(position_RS, position_BU)
-  of_trunk, of_path = [x_RS for x_RS, _ in of_keys], itertools.starmap(path, of_keys)
-  y_RSNH = attend_self(q_RSNH, *of_trunk, implementation, scores, position_RS)
-  y_BUNH = attend_self(q_BUNH, *of_path, implementation, scores, position_BX)
+  trunk_keys, path_keys = [x_RS for x_RS, _ in keys], itertools.starmap(path, keys)
+  y_RSNH = attend_self(q_RSNH, *trunk_keys, implementation, scores, position_RS)
+  y_BUNH = attend_self(q_BUNH, *path_keys, implementation, scores, position_BX)
   return tree.join(y_RSNH, y_BUNH)
 
 
 class Paths(NamedTuple):
-  """Layout of rows whose sequences share beginnings: a path is such a beginning and what continues
-  it, wherever they are, as one stretch of another row, of F positions. Per device."""
+  """Layout of packed rows with shared prefixes, per device.
 
-  read_RF: jax.Array  # int32: the place in rows [R, T], as one list, of each; beyond the end: none
+  A path is a prefix and its continuation, contiguous in another row of F positions.
+  """
+
+  read_RF: jax.Array  # int32: source in the flattened rows [R, T]; out of range: none
   segment_RF: jax.Array  # int32: the path; 0 is padding
-  back_RT: jax.Array  # int32: the place in rows [R, F] of each token, in any path that has it
+  back_RT: jax.Array  # int32: each token's place in the flattened rows [R, F], in any of its paths
 
 
 def attend_paths(
@@ -230,16 +236,19 @@ def attend_paths(
   implementation: str = "plain",
   scores: Scores | None = None,
 ) -> jax.Array:
-  """`attend_self` of every path, [R, T, N, H], by any implementation, since a path is a segment.
-  What paths share is read once for each of them, here alone."""
+  """`attend_self` over every path; [R, T, N, H].
 
-  def taken(x_RX: jax.Array, place_RY: jax.Array) -> jax.Array:
+  A path is a segment, so any implementation works. Shared prefixes are repeated for each path, here
+  only.
+  """
+
+  def gather(x_RX: jax.Array, place_RY: jax.Array) -> jax.Array:
     x_Z = x_RX.reshape(-1, *x_RX.shape[2:])
     return x_Z.at[place_RY].get(mode="fill", fill_value=0)
 
-  of_paths = (taken(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
-  y_RFNH = attend_self(*of_paths, paths.segment_RF, implementation, scores)
-  return taken(y_RFNH, paths.back_RT)
+  inputs = (gather(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
+  y_RFNH = attend_self(*inputs, paths.segment_RF, implementation, scores)
+  return gather(y_RFNH, paths.back_RT)
 
 
 def attend_cache(
@@ -249,7 +258,7 @@ def attend_cache(
   position_BT: jax.Array,
   scores: Scores | None = None,
 ) -> jax.Array:
-  """Queries at `position_BT` to the slots 0..position of a cache; [B, T, N, H]."""
+  """Attends from `position_BT` to earlier slots of a cache, [B, T, N, H]."""
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
   slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
@@ -276,7 +285,10 @@ def attend(
   visible_BTS: jax.Array,
   scores: Scores | None = None,
 ) -> jax.Array:
-  """softmax(q kᵀ / √H) v over the visible keys, softmax in float32; N/K queries share each key."""
+  """softmax(q kᵀ / √H) v over the visible keys.
+
+  Softmax in float32; N/K queries share each key.
+  """
   B, T, N, H = q_BTNH.shape
   K, scores = k_BSKH.shape[2], scores or Scores(H**-0.5)
   q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
@@ -289,24 +301,23 @@ def attend(
 def attend_splash(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """The Pallas kernel of JAX for TPU; interpreted on other platforms.
+  """JAX's Pallas kernel for TPU; interpreted on other platforms.
 
-  T and S are padded to whole blocks, with a segment of its own, and H to the 128 lanes of the
-  hardware.
+  T and S are padded to whole blocks, in a separate segment, and H to the hardware's 128 lanes.
   """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
   (_, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
-  of_queries, of_keys = (512 if n >= 512 else 128 for n in (T, S))
+  q_block, k_block = (512 if n >= 512 else 128 for n in (T, S))
   segments = splash.SegmentIds(
-    pad(segment_BS[:, S - T :], of_queries, -1), pad(segment_BS, of_keys, -1)
+    pad(segment_BS[:, S - T :], q_block, -1), pad(segment_BS, k_block, -1)
   )
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
   q, k, v = (
-    jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # heads first
-    for x, block in ((q_BTNH * scores.scale, of_queries), (k_BSKH, of_keys), (v_BSKH, of_keys))
+    jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # Heads first.
+    for x, block in ((q_BTNH * scores.scale, q_block), (k_BSKH, k_block), (v_BSKH, k_block))
   )
-  shape, blocks = (q.shape[2], k.shape[2]), (of_queries, of_keys)
+  shape, blocks = (q.shape[2], k.shape[2]), (q_block, k_block)
   interpret = sharding.platform() != "tpu"
   kernel = _splash_kernel(N, shape, q.shape[3], blocks, S - T, scores, interpret)
   y_BNTH = jax.vmap(kernel)(q, k, v, segments)
@@ -322,17 +333,17 @@ def _splash_kernel(
   scores: Scores,
   interpret: bool,
 ):
-  """For queries and keys of `shape` in these `blocks`; query 0 is the token of key `first`."""
+  """Builds the kernel; query 0 is at key `first`."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   mask = splash.CausalMask(shape, offset=first)
   if scores.window:
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
-  # Of queries and keys that stay in vector memory; scores exist for a block of keys. All keys are
-  # read again for each block of queries, and the other way round: 32 heads of 32,768 positions on
-  # v5p move 22 GB a layer so, and 36 with half of these. More do not fit there; twice as many do
-  # where a kernel has twice the memory.
-  (queries, keys), (of_queries, of_keys) = shape, blocks
+  # Blocks in vector memory; scores exist for one block of keys. All keys are read again for each
+  # block of queries, and vice versa: 32 heads of 32,768 positions on v5p move 22 GB a layer this
+  # way, and 36 with half the size. Larger blocks do not fit there; a kernel with twice the memory
+  # takes twice the size.
+  (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
@@ -341,12 +352,12 @@ def _splash_kernel(
     block_sizes=splash.BlockSizes(
       block_q=math.gcd(queries, most),
       block_kv=math.gcd(keys, 1024),
-      block_kv_compute=of_keys,
-      block_q_dkv=of_queries,
+      block_kv_compute=k_block,
+      block_q_dkv=q_block,
       block_kv_dkv=math.gcd(keys, most * 2 if width <= 128 else most),
-      block_kv_dkv_compute=of_keys,
+      block_kv_dkv_compute=k_block,
       block_q_dq=math.gcd(queries, most),
-      block_kv_dq=of_keys,
+      block_kv_dq=k_block,
     ),
     attn_logits_soft_cap=scores.cap or None,
     residual_checkpoint_name=RESIDUAL,
@@ -357,12 +368,12 @@ def _splash_kernel(
 def attend_cudnn(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """cuDNN's flash attention, for rows of one segment that may be followed by padding.
+  """cuDNN's flash attention, for rows of one segment and padding.
 
-  There a causal mask is enough: padding comes last, so that no token sees it. cuDNN takes no
-  segments without a [T, T] array, so other rows, seen at run time, go through `attend_blockwise`:
-  packed ones, and prompts that are shared by responses and shorter than their place. Its causal
-  mask begins with the first key, so that fewer queries than keys have padding before them.
+  For these a causal mask suffices: padding comes last and no token sees it. cuDNN needs a [T, T]
+  array for segments, so other rows go through `attend_blockwise`, chosen at run time: packed ones,
+  and short prompts shared by responses. Its causal mask begins with the first key, so fewer queries
+  than keys are padded at the front.
   """
   missing = k_BSKH.shape[1] - q_BTNH.shape[1]
 

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries and keys: an online softmax of any length, no [T, S] array."""
+"""Attention in blocks of queries and keys: an online softmax without a [T, S] array."""
 
 import functools
 import math
@@ -11,24 +11,24 @@ from jax.ad_checkpoint import checkpoint_name
 from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
-NEGATIVE = -1e30  # finite: a query that may look at nothing gets a mean, not NaN
-BLOCK = 512  # queries and keys whose scores exist at once; on CPU at most
-RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialisation policies
+NEGATIVE = -1e30  # Finite: a query without visible keys gets a mean, not NaN.
+BLOCK = 512  # Queries and keys of a block of scores; the maximum on CPU.
+RESIDUAL = "attention"  # Name of the backward pass's residuals, for rematerialisation policies.
 
 
 class Scores(NamedTuple):
   """Scores of queries and keys: cap · tanh(q kᵀ · scale / cap), of the last `window` keys."""
 
-  scale: float  # H^(-1/2), as a rule
-  window: int = 0  # positions, the query's own included; 0: all
-  cap: float = 0.0  # soft bound on a score; 0: none
+  scale: float  # Usually H^(-1/2).
+  window: int = 0  # Positions, the query's own included; 0: all.
+  cap: float = 0.0  # Soft bound on a score; 0: none.
 
 
 _wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def softcap(x: jax.Array, cap: float) -> jax.Array:
-  """cap · tanh(x / cap), and x itself for cap = 0."""
+  """cap · tanh(x / cap), or x if cap is 0."""
   return cap * jnp.tanh(x / cap) if cap else x
 
 
@@ -41,22 +41,22 @@ def attend_blockwise(
   scores: Scores,
   positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Attention of query t to key s if s <= order_t and their segments are equal; [B, T, N, H].
+  """Attention of query t to keys s <= order_t of its segment; [B, T, N, H].
 
-  Scores exist for one block of queries and one of keys at a time, forward and backward, and blocks
-  before the first and beyond the last visible key are skipped. FlashAttention, arXiv:2205.14135,
+  Scores exist for one block of queries and one of keys at a time, forward and backward. Blocks
+  before the first and after the last visible key are skipped. FlashAttention, arXiv:2205.14135,
   algorithms 1 and 4.
 
   Args:
     segments: of queries [B, T] and keys [B, S].
-    positions: the same, by which `scores.window` is measured. Between the keys of a segment lies
-      nothing but padding (segment 0).
+    positions: of queries and keys, to measure `scores.window`; needed with a window. Between the
+      keys of a segment there may only be padding (segment 0).
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
   block = block_size(B * N)
   R, C = _even(T, block), _even(S, block)
-  # Padded queries see no block of keys, and padded keys are of no segment.
+  # Padded queries see no block of keys; padded keys have no segment.
   segment_BT, segment_BS = segments
   query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))
   key = Keys(pad(segment_BS, C, -2))
@@ -74,20 +74,23 @@ def attend_blockwise(
 class Queries(NamedTuple):
   """Blocks of queries, [i, B, R] each."""
 
-  last: jax.Array  # key that one may see
+  last: jax.Array  # Last visible key.
   segment: jax.Array
-  first: jax.Array | None = None  # key that one may see, or one before it; with a window only
-  position: jax.Array | None = None  # with a window only
+  first: jax.Array | None = None  # Lower bound of the visible keys; None without a window.
+  position: jax.Array | None = None  # None without a window.
 
 
 class Keys(NamedTuple):
   segment: jax.Array  # [B, S]
-  position: jax.Array | None = None  # with a window only
+  position: jax.Array | None = None  # None without a window.
 
 
 def block_size(rows: int) -> int:
-  """A power of two. On CPU, scores of `rows` heads that stay in a core's cache, about a megabyte:
-  blocks of 512 take twice as long."""
+  """Returns a block size, a power of two.
+
+  On CPU the scores of `rows` heads then fit a core's cache, about a megabyte: blocks of 512 take
+  twice as long.
+  """
   if sharding.platform() != "cpu":
     return BLOCK
   fits = math.isqrt(max(2**18 // rows, 64**2))
@@ -95,13 +98,13 @@ def block_size(rows: int) -> int:
 
 
 def _even(length: int, block: int) -> int:
-  """About `block`, so that blocks of equal size have little padding; a multiple of 8 if several."""
+  """Returns a block size near `block` with little padding."""
   parts = round(length / block)
   return length if parts <= 1 else -(-length // parts // 8) * 8
 
 
 def pad(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
-  """Axis 1 to a multiple of `size`."""
+  """Pads axis 1 to a multiple of `size`."""
   width = [(0, 0), (0, -x_BT.shape[1] % size)] + [(0, 0)] * (x_BT.ndim - 2)
   return jnp.pad(x_BT, width, constant_values=value)
 
@@ -117,8 +120,10 @@ def _slice(j, C, arrays):
 
 
 def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
-  """Float32 scores [B, K, n, R, C] of one block of queries and block j of keys: masked, and before
-  they are."""
+  """Scores of a block of queries and block j of keys, masked and unmasked.
+
+  Both are float32 [B, K, n, R, C].
+  """
   score = _wide("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH)
   score, C = softcap(score, scores.cap), k_BCKH.shape[1]
   visible = query.last[:, :, None] >= (j * C + jnp.arange(C))[None, None]
@@ -129,7 +134,7 @@ def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
 
 
 def _range(query: Queries, C: int, S: int):
-  """Blocks of keys that a block of queries may see any of."""
+  """Range of key blocks visible to a block of queries."""
   first = 0 if query.first is None else query.first.min() // C
   return first, jnp.minimum(query.last.max() // C + 1, S // C)
 
@@ -140,10 +145,10 @@ def _flash(q, k, v, query, key, C, scores):
 
 
 def _flash_forward(q, k, v, query, key, C, scores):
-  """q [i, B, R, K, n, H]; k, v [B, S, K, H] -> float32 output like q, and residuals."""
+  """Returns output and residuals for q [i,B,R,K,n,H] and k, v [B,S,K,H]."""
   _, B, R, K, n, H = q.shape
 
-  def of_queries(block):
+  def query_block(block):
     q_BRKnH, query = block
 
     def body(j, carry):
@@ -165,7 +170,7 @@ def _flash_forward(q, k, v, query, key, C, scores):
     y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
     return y, most + jnp.log(total)
 
-  y, lse = jax.lax.map(of_queries, (q, query))
+  y, lse = jax.lax.map(query_block, (q, query))
   y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
   return y, (q, k, v, query, key, y, lse)
 
@@ -173,7 +178,7 @@ def _flash_forward(q, k, v, query, key, C, scores):
 def _flash_backward(C, scores, residuals, dy):
   q, k, v, query, key, y, lse = residuals
 
-  def of_queries(carry, block):
+  def query_block(carry, block):
     q_BRKnH, query, y_BRKnH, lse_BKnR, dy_BRKnH = block
     delta_BRKn = jnp.sum(dy_BRKnH.astype(jnp.float32) * y_BRKnH, axis=-1)
     delta_BKnR = jnp.moveaxis(delta_BRKn, 1, 3)
@@ -203,7 +208,7 @@ def _flash_backward(C, scores, residuals, dy):
     return (dk, dv), dq.astype(q.dtype)
 
   zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
-  (dk, dv), dq = jax.lax.scan(of_queries, zeros, (q, query, y, lse, dy))
+  (dk, dv), dq = jax.lax.scan(query_block, zeros, (q, query, y, lse, dy))
   return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -1,5 +1,7 @@
-"""Key/value cache, the dense form: one slot per position, one row per sequence. pages.py is the
-other one, for TPUs and for longer windows than there is memory for."""
+"""Dense key/value cache: one slot per position, one row per sequence.
+
+`pages` has the paged form, for TPUs and for windows larger than memory.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +16,20 @@ from gspo_jax.sharding import BATCH, P
 
 
 def spec(x: Any) -> P:
-  """PartitionSpec of an array of a cache, in either form."""
+  """PartitionSpec of an array of a dense or paged cache."""
   return P(None, BATCH, "tensor", *[None] * (x.ndim - 3))
 
 
 @flax.struct.dataclass
 class Cache:
-  """Slot s of a row holds the key and value of position s, so no lengths are kept: a query at
-  position p reads slots 0..p, and whatever a padded prefill left further on is overwritten before
-  it can be read. Layers are stacked as in the blocks of the parameters.
+  """Keys and values by position: slot s of a row holds position s.
+
+  No lengths are stored: a query at position p reads slots 0..p, and padding of a prefill is
+  overwritten before it can be read. Layers are stacked as in the blocks of the parameters.
 
   One query reads both arrays along their last axis: keys lie across the slots, values along them.
-  On CPU bfloat16 is held as its bits, in uint16: XLA would widen a whole array to float32, and
-  narrow it again, for each write into a part of it.
+  On CPU bfloat16 is stored as bits in uint16: XLA would convert a whole array to float32 and back
+  for each partial write.
   """
 
   k_lBKHS: tuple[jax.Array, ...]
@@ -34,11 +37,11 @@ class Cache:
 
   @property
   def dtype(self) -> Any:
-    held = self.v_lBKSH[0].dtype
-    return jnp.dtype(jnp.bfloat16) if held == jnp.uint16 else held
+    stored = self.v_lBKSH[0].dtype
+    return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 
   def block(self, i: int) -> tuple[jax.Array, jax.Array]:
-    """What the i-th block of layers reads and writes."""
+    """Returns the keys and values of the i-th block of layers."""
     return self.k_lBKHS[i], self.v_lBKSH[i]
 
   def with_blocks(self, blocks: Sequence[tuple[jax.Array, jax.Array]]) -> "Cache":
@@ -50,7 +53,7 @@ def allocate(
 ) -> Cache:
   """An empty cache for `batch` rows of up to `length` positions.
 
-  layers: how many each block of the parameters stacks; default: as `transformer.table` does.
+  layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
   layers = [count for _, count in config.runs()] if layers is None else layers
   K, H = config.num_kv_heads, config.head_dim
@@ -73,8 +76,9 @@ def write(
   v_BTKH: jax.Array,
   position_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes new keys and values of one layer: one of each row, or several that follow each other,
-  from the same position in all rows. For use on each device's part.
+  """Writes new keys and values of one layer: one per row, or several.
+
+  Several are consecutive, from the same position in all rows. For use on each device's part.
   """
   k_lBKHS, v_lBKSH = block
   k_BTKH, v_BTKH = _encoded(k_BTKH, k_lBKHS.dtype), _encoded(v_BTKH, v_lBKSH.dtype)
@@ -84,7 +88,7 @@ def write(
       k_lBKHS.at[layer, row, :, :, position_BT].set(k_BTKH),
       v_lBKSH.at[layer, row, :, position_BT].set(v_BTKH),
     )
-  # One slice: XLA would bring the whole cache into another order, and back, for a scatter.
+  # One slice: a scatter would make XLA transpose the whole cache, and back.
   zero, first = jnp.zeros((), jnp.int32), position_BT[0, 0]
   k_1BKHT, v_1BKTH = jnp.moveaxis(k_BTKH, 1, 3)[None], jnp.swapaxes(v_BTKH, 1, 2)[None]
   return (
@@ -96,15 +100,15 @@ def write(
 def read(
   block: tuple[jax.Array, jax.Array], layer: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """Keys [B, K, H, S] and values [B, K, S, H] of one layer."""
+  """Returns keys [B, K, H, S] and values [B, K, S, H] of a layer."""
   k_BKHS, v_BKSH = (_decoded(x[layer]).astype(dtype) for x in block)
   return k_BKHS, v_BKSH
 
 
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
-  """Row j of `rows`, which may be shorter, to row index_j; one that is out of range is dropped.
+  """Writes row j of `rows` to row index_j; drops indices out of range.
 
-  For use on each device's part.
+  `rows` may be shorter. For use on each device's part.
   """
   T = rows.v_lBKSH[0].shape[3]
   keys, values = zip(cache.k_lBKHS, rows.k_lBKHS), zip(cache.v_lBKSH, rows.v_lBKSH)
@@ -115,9 +119,9 @@ def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
 
 
 def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array) -> Cache:
-  """One row of `source`, which may be shorter, to the start of a row of `cache`, in place.
+  """Copies a row of `source` to a row's start, in place.
 
-  For use on each device's part.
+  `source` may be shorter. For use on each device's part.
   """
 
   def copy(x, s):
@@ -128,12 +132,12 @@ def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array)
 
 
 def decoded(cache: Cache) -> Cache:
-  """The same with arrays of its type."""
+  """Returns the cache with arrays of its dtype, not bits."""
   return jax.tree.map(_decoded, cache)
 
 
 def _encoded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Numbers as an array of a cache, of this type, holds them."""
+  """Converts numbers to the stored dtype of a cache."""
   if dtype != jnp.uint16:
     return x.astype(dtype)
   return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)

@@ -1,9 +1,9 @@
 """One query per row against its pages of a cache, for TPU: a Pallas kernel.
 
-JAX ships two. `ragged_paged_attention` leaves one of the two cores of a v4 or v5p chip idle, reads
-whole blocks of pages, does not say how many bytes, and cannot be checked without a TPU: neither of
-Pallas' interpreters takes it (JAX 0.10). `paged_attention` has no windows, and its order of pages
-is not one in which a token can be written in place.
+JAX has two. `ragged_paged_attention` leaves one of the two cores of a v4 or v5p chip idle, reads
+whole blocks of pages, has no cost estimate, and cannot be checked without a TPU: neither of Pallas'
+interpreters supports it (JAX 0.10). `paged_attention` has no windows, and its layout of pages does
+not allow writing a token in place.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 
-ROWS = 16  # rows of the batch that one core goes through without a pause, at most
-TILE = 16  # positions that are written back together: a tile of the narrowest type of cache
+ROWS = 16  # Maximum of batch rows per grid step of one core.
+TILE = 16  # Positions written back together: a tile of the narrowest cache dtype.
 
 
 def attend(
@@ -29,19 +29,19 @@ def attend(
   scores: Scores,
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes one new key and value per row and attends from there; [B, N, H] and the cache, in place.
+  """Writes one new key and value per row and attends; [B, N, H] and cache.
 
-  A row's pages up to its position are read once, in a window those that it touches; of the last
-  one `TILE` positions are written back. Pages are fetched ahead, across rows.
+  The cache is updated in place. A row's pages up to its position, or in its window, are read once;
+  `TILE` positions of the last one are written back. Pages are prefetched, across rows.
 
   Args:
-    q_BNH: multiplied with the scale already.
-    layer: whose pages they are.
+    q_BNH: queries, already scaled.
+    layer: index of the layer in the cache.
     table_Bn: pages of each row.
-    position_B: of the new token; -1: nothing is written, and the result means nothing.
+    position_B: position of the new token; -1 writes nothing and returns an undefined result.
   """
   (B, N, H), (l, p, K, _, S, _) = q_BNH.shape, kv_lpK2SH.shape
-  kv_LK2SH = kv_lpK2SH.reshape(l * p, K, 2, S, H)  # a slice of a layer would be a copy of it
+  kv_LK2SH = kv_lpK2SH.reshape(l * p, K, 2, S, H)  # A slice would copy the layer.
   rows = next(r for r in range(min(ROWS, max(1, B // 2)), 0, -1) if B % r == 0)
 
   def block(*shape):
@@ -49,7 +49,7 @@ def attend(
 
   pages = pl.BlockSpec(memory_space=pl.ANY)
   q_BKnH = q_BNH.reshape(B, K, N // K, H)
-  # Of rows that are full, or have a full window: how many positions there are, nobody knows here.
+  # Assumes full rows or windows: the number of positions is unknown while tracing.
   width = table_Bn.shape[1]
   read = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
   y_BKnH, kv_LK2SH = pl.pallas_call(
@@ -89,63 +89,63 @@ def attend(
   return y_BKnH.reshape(B, N, H), kv_LK2SH.reshape(kv_lpK2SH.shape)
 
 
-def _kernel(position, table, q, new, _, y, kv, held, fetched, written, *, width, scores):
-  """Rows of one grid step. `held` has two pages: one that is looked at, and the next one."""
-  rows, S = q.shape[0], held.shape[-2]
+def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, width, scores):
+  """Attends from rows of a grid step; `buffer` has current and next page."""
+  rows, S = q.shape[0], buffer.shape[-2]
   row0 = pl.program_id(0) * rows
 
   def pages_of(row):
-    at = jnp.maximum(position[row0 + row], 0)
-    begin = jnp.maximum(at - scores.window + 1, 0) // S if scores.window else 0
-    return begin, at // S
+    last = jnp.maximum(position[row0 + row], 0)
+    begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
+    return begin, last // S
 
   def fetch(row, i, side):
     page = table[(row0 + row) * width + i]
-    return pltpu.make_async_copy(kv.at[page], held.at[side], fetched.at[side])
+    return pltpu.make_async_copy(kv.at[page], buffer.at[side], fetched.at[side])
 
-  def one_row(row, side):
-    at = position[row0 + row]
+  def attend_row(row, side):
+    newest = position[row0 + row]
     begin, last = pages_of(row)
     query = q[row]
     K, n, H = query.shape
 
-    def one_page(i, carry):
+    def attend_page(i, carry):
       side, largest, total, sums = carry
-      goes_on = i < last
-      following = jnp.where(goes_on, row, row + 1)
+      has_more = i < last
+      following = jnp.where(has_more, row, row + 1)
       begin_of_next, _ = pages_of(jnp.minimum(row + 1, rows - 1))
 
       @pl.when(following < rows)
       def _():
-        fetch(following, jnp.where(goes_on, i + 1, begin_of_next), 1 - side).start()
+        fetch(following, jnp.where(has_more, i + 1, begin_of_next), 1 - side).start()
 
       fetch(row, i, side).wait()
-      tile = pl.multiple_of(jnp.maximum(at, 0) % S // TILE * TILE, TILE)
-      held_tile = held.at[side, :, :, pl.ds(tile, TILE), :]
+      tile = pl.multiple_of(jnp.maximum(newest, 0) % S // TILE * TILE, TILE)
+      buffer_tile = buffer.at[side, :, :, pl.ds(tile, TILE), :]
       page = table[(row0 + row) * width + i]
-      write = pltpu.make_async_copy(held_tile, kv.at[page, :, :, pl.ds(tile, TILE), :], written)
-      writes = (i == last) & (at >= 0)
+      write = pltpu.make_async_copy(buffer_tile, kv.at[page, :, :, pl.ds(tile, TILE), :], written)
+      writes = (i == last) & (newest >= 0)
 
       @pl.when(writes)
       def _():
         place = jax.lax.broadcasted_iota(jnp.int32, (K, 2, TILE, H), 2) + tile
-        old = held[side, :, :, pl.ds(tile, TILE), :]
-        held[side, :, :, pl.ds(tile, TILE), :] = jnp.where(
-          place == at % S, new[row][:, :, None, :], old
+        old = buffer[side, :, :, pl.ds(tile, TILE), :]
+        buffer[side, :, :, pl.ds(tile, TILE), :] = jnp.where(
+          place == newest % S, new[row][:, :, None, :], old
         )
         write.start()
 
-      k_KSH, v_KSH = held[side, :, 0].astype(query.dtype), held[side, :, 1].astype(query.dtype)
+      k_KSH, v_KSH = buffer[side, :, 0].astype(query.dtype), buffer[side, :, 1].astype(query.dtype)
       score = jax.lax.dot_general(
         query, k_KSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
       )
       slot = jax.lax.broadcasted_iota(jnp.int32, score.shape, 2) + i * S
-      visible = slot <= at
+      visible = slot <= newest
       if scores.window:
-        visible &= at - slot < scores.window
+        visible &= newest - slot < scores.window
       score = jnp.where(visible, softcap(score, scores.cap), NEGATIVE)
-      now = jnp.maximum(largest, score.max(-1, keepdims=True))
-      weight, old = jnp.exp(score - now), jnp.exp(largest - now)
+      highest = jnp.maximum(largest, score.max(-1, keepdims=True))
+      weight, old = jnp.exp(score - highest), jnp.exp(largest - highest)
       value = jax.lax.dot_general(
         weight.astype(v_KSH.dtype),
         v_KSH,
@@ -155,15 +155,15 @@ def _kernel(position, table, q, new, _, y, kv, held, fetched, written, *, width,
 
       @pl.when(writes)
       def _():
-        write.wait()  # before the place that it is read from is fetched into
+        write.wait()  # The next fetch overwrites its source.
 
-      return 1 - side, now, old * total + weight.sum(-1, keepdims=True), old * sums + value
+      return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
-    nothing = jnp.zeros((K, n, 1), jnp.float32)
-    carry = (side, nothing + NEGATIVE, nothing, jnp.zeros((K, n, H), jnp.float32))
-    side, _, total, sums = jax.lax.fori_loop(begin, last + 1, one_page, carry)
+    zeros = jnp.zeros((K, n, 1), jnp.float32)
+    carry = (side, zeros + NEGATIVE, zeros, jnp.zeros((K, n, H), jnp.float32))
+    side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)
     y[row] = (sums / total).astype(y.dtype)
     return side
 
   fetch(0, pages_of(0)[0], 0).start()
-  jax.lax.fori_loop(0, rows, one_row, jnp.int32(0))
+  jax.lax.fori_loop(0, rows, attend_row, jnp.int32(0))

@@ -1,11 +1,10 @@
-"""Key/value cache in pages: a pool that rows take pages from as they grow.
+"""Paged key/value cache: rows take pages from a pool as they grow.
 
-Memory is for the positions that are in use, not for as many as every row might come to have, and
-a prefix that several rows begin with is there once. The dense form (cache.py) reads and writes the
-same numbers.
+Memory is needed for positions in use, not for the longest possible rows, and a common prefix is
+stored once. The dense form (cache.py) reads and writes the same numbers.
 
-Who has which page is in the tables and nowhere else: a page that no table names is free. All
-functions but `allocate` are for use on each device's part, whose pages have numbers of their own.
+The tables alone say which rows have which pages: a page in no table is free. All functions except
+`allocate` are for use on each device's part, with its own page numbers.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ NONE = -1  # no page
 
 @flax.struct.dataclass
 class Pages:
-  """Position s of row b lies in page table[b, s // S], at s % S, keys and values side by side."""
+  """Position s of row b is in page table[b, s // S] at s % S, keys beside values."""
 
-  kv_lpK2SH: tuple[jax.Array, ...]  # of p pages of S positions, as the parameters stack layers
-  table_Bn: jax.Array  # int32: pages of a row, in the order of its positions
+  kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions, stacked like the parameters.
+  table_Bn: jax.Array  # int32: pages of a row, in order of positions.
 
   @property
   def dtype(self) -> Any:
@@ -65,9 +64,11 @@ def allocate(
   dtype: Any,
   layers: Sequence[int] | None = None,
 ) -> Pages:
-  """`pages` free pages, over all devices, of `page` positions, and `batch` rows that have none.
+  """Allocates free pages and `batch` rows without pages.
 
-  layers: how many each block of the parameters stacks; default: as `transformer.table` does.
+  pages: number of pages, over all devices.
+  page: positions of a page.
+  layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
   layers = [count for _, count in config.runs()] if layers is None else layers
   K, H = config.num_kv_heads, config.head_dim
@@ -80,24 +81,24 @@ def allocate(
 
 
 def no_pages(rows: int, width: int) -> jax.Array:
-  """A table of rows that have no pages."""
+  """Returns a table of rows without pages."""
   return sharding.reshard(jnp.full((rows, width), NONE, jnp.int32), P(BATCH))
 
 
 def free(cache: Pages, *tables: jax.Array) -> jax.Array:
-  """Bool [p]: pages that neither the cache's table names nor any of `tables`."""
-  named = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
+  """Bool [p]: pages neither in the cache's table nor in `tables`."""
+  used = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
   page_p = jnp.arange(cache.kv_lpK2SH[0].shape[1])
-  return ~(named[:, None] == page_p[None]).any(0)
+  return ~(used[:, None] == page_p[None]).any(0)
 
 
 def insert(
   cache: Pages, rows: Cache, length_r: jax.Array, *tables: jax.Array
 ) -> tuple[Pages, jax.Array, jax.Array]:
-  """Puts dense rows, of the first `length` positions each, into free pages.
+  """Copies dense rows, the first `length` positions of each, into free pages.
 
   Returns:
-    The cache; the rows' table [r, n]; bool [r]: for which of them there were pages enough.
+    The cache; the rows' table [r, n]; bool [r]: whether there were enough pages for a row.
   """
   free_p, rows = free(cache, *tables), decoded(rows)
   S, n = cache.page, -(-rows.v_lBKSH[0].shape[3] // cache.page)
@@ -108,22 +109,24 @@ def insert(
   index_rn = (end_r - count_r)[:, None] + place_n[None]
   page_rn = order_p[jnp.minimum(index_rn, len(order_p) - 1)]
   table_rn = jnp.where((place_n[None] < count_r[:, None]) & fits_r[:, None], page_rn, NONE)
-  to_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # where it is dropped
+  to_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # Out of range: dropped.
 
-  def put(kv_lpK2SH, k_lrKHT, v_lrKTH):
+  def write(kv_lpK2SH, k_lrKHT, v_lrKTH):
     l, r, K, T, H = v_lrKTH.shape
     new_lrK2TH = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
     new_lrK2XH = jnp.pad(new_lrK2TH, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
     new_lrnK2SH = jnp.moveaxis(new_lrK2XH.reshape(l, r, K, 2, n, S, H), 4, 2)
     return kv_lpK2SH.at[:, to_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
 
-  kv = tuple(map(put, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
+  kv = tuple(map(write, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
   return cache.replace(kv_lpK2SH=kv), table_rn, fits_r
 
 
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
-  """Has a row go on from `position` after a prefix: whole pages are shared with it, and of the
-  one that is not full the row gets a copy, in `page`, which is free."""
+  """Starts a row at `position` after a prefix.
+
+  The row shares the prefix's full pages and copies the partial one into the free page `page`.
+  """
   width = cache.table_Bn.shape[1]
   last = position // cache.page
   missing = max(0, width - len(prefix_n))
@@ -148,11 +151,11 @@ def attend(
   scores: Scores,
   implementation: str,
 ) -> tuple[jax.Array, Block]:
-  """Writes one key and value of every row and attends from there: [B, 1, N, H] and the cache.
+  """Writes one key and value per row and attends; [B, 1, N, H] and cache.
 
-  Rows without a page for their position write nothing, and what they get means nothing.
+  Rows without a page for their position write nothing, and their results are undefined.
 
-  implementation: "kernel" (TPU; interpreted elsewhere) | "plain", which collects the pages first.
+  implementation: "kernel" (TPU; interpreted elsewhere) or "plain", with pages collected first.
   """
   if q_BTNH.shape[1] != 1:
     raise ValueError(f"{q_BTNH.shape[1]} queries of a row: pages take one, prefill into dense rows")
@@ -162,7 +165,7 @@ def attend(
   page_B = jnp.take_along_axis(table_Bn, position_B[:, None] // S, axis=1)[:, 0]
   new_BK2H = jnp.stack([k_BTKH[:, 0], v_BTKH[:, 0]], axis=2).astype(kv.dtype)
   if implementation == "kernel":
-    from gspo_jax.models.attention import paged  # slow to import
+    from gspo_jax.models.attention import paged  # Slow import.
 
     y_BNH, kv = paged.attend(
       q_BTNH[:, 0] * scores.scale,
@@ -186,7 +189,7 @@ def attend(
 
 
 def choose(cache: Block, implementation: str) -> str:
-  """Names the formulation of `attend` for `ComputeConfig.attention`."""
+  """Returns the implementation of `attend` for `ComputeConfig.attention`."""
   S, H = cache.kv_lpK2SH.shape[-2:]
   kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"
   return "kernel" if kernel and S % 16 == 0 and H % 128 == 0 else "plain"

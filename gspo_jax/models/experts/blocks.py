@@ -1,7 +1,7 @@
-"""Expert products without a kernel: SwiGLU experts on blocks of rows that share an expert.
+"""Expert products without a kernel: SwiGLU experts on blocks of rows of one expert.
 
 `apply_blocks` loops over all blocks; `apply_batched` multiplies C rows of every expert at once and
-loops over what is left. `moe` says what they take and return.
+loops over the rest. `moe` documents their arguments and results.
 """
 
 import functools
@@ -22,7 +22,7 @@ class ExpertWeights(NamedTuple):
 
 
 def share(experts_Xk: jax.Array, w: ExpertWeights) -> float:
-  """Assignments per expert if all are chosen equally often, of this and of other devices."""
+  """Mean assignments per expert, over this and other devices."""
   return experts_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
 
 
@@ -33,21 +33,21 @@ def take(table: jax.Array, rows: jax.Array) -> jax.Array:
 class Layout(NamedTuple):
   """Assignments (token, choice) grouped by expert."""
 
-  slot_A: jax.Array  # where assignment a went; len(choice_Z) for one that no local expert takes
-  choice_Z: jax.Array  # assignment (token · k + choice) in slot z; A for padding
-  end_E: jax.Array  # blocks up to and with those of each expert
+  slot_A: jax.Array  # Slot of assignment a; len(choice_Z) without a local expert.
+  choice_Z: jax.Array  # Assignment (token · k + choice) in slot z; A for padding.
+  end_E: jax.Array  # Cumulative number of blocks by expert.
 
 
 def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
-  """The first C assignments of expert e in the slots from e·C on, the others behind all of these in
-  whole blocks of R rows. Index `num_experts` means: held by another device.
+  """Lays out assignments: C per expert first, the rest in blocks of R rows.
 
-  An expert's last block may be all padding but for one row, so there are at most A/R + E blocks; at
-  most A/R if C ≥ R, the assignments before an expert's blocks making up for that.
+  Expert e has the slots from e·C on; blocks follow after all of these. Index `num_experts` means an
+  expert of another device. An expert's last block may have a single row, so there are at most
+  A/R + E blocks; at most A/R if C ≥ R, since an expert with blocks has C assignments before them.
   """
   A, E = experts_Xk.size, num_experts
   takes_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
-  # A running count is several times as fast as sorting: there are few experts.
+  # With few experts, a running count is several times as fast as sorting.
   place_AE = jnp.cumsum(takes_AE, axis=0, dtype=jnp.int32)
   blocks_E = -(-jnp.maximum(place_AE[-1] - C, 0) // R)
   end_E = jnp.cumsum(blocks_E)
@@ -61,13 +61,16 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 
 
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
-  """Rows per block, a power of two: enough that XLA computes a product on several cores, but at
-  most half of an expert's fair share, or padding costs more than it brings. The backward pass adds
-  to all of an expert's gradient for every block, and so takes 64 at least."""
+  """Returns rows per block, a power of two.
+
+  They are enough for XLA to compute a product on several cores, but at most half of an expert's
+  mean load, or padding costs more than it gains. The backward pass adds to an expert's whole
+  gradient for every block, so it takes at least 64.
+  """
   most = 1 << max(3, int(share(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
   if not backward and most * D * F < 2**23:
-    return min(most, 16)  # one core has it anyway
+    return min(most, 16)  # Small products use one core anyway.
   return min(most, 1 << max(6 if backward else 3, 24 - (D * F - 1).bit_length()))
 
 
@@ -75,7 +78,7 @@ def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) 
 def apply_blocks(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """SwiGLU experts one after the other, each as a loop over its blocks; only used blocks run.
+  """Applies SwiGLU experts in turn, looping over their used blocks.
 
   `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
   """
@@ -83,7 +86,7 @@ def apply_blocks(
 
 
 def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
-  """Scans `expert(carry, first block, end, weights)`: a weight is read once, not once per block."""
+  """Scans `expert(carry, first block, end, weights)`; reads each weight once."""
   start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
   start = sharding.vary(start, AXES)
   return jax.lax.scan(lambda carry, x: expert(carry, *x), start, (start_E, layout.end_E, w))
@@ -93,20 +96,20 @@ _times = functools.partial(sharding.product, "...RD,...DF->...RF")
 
 
 def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
-  """gate · expert(x) of rows that share an expert; with a leading axis, of each expert's rows."""
+  """gate · expert(x) for rows of one expert, or several."""
   h_RF = jax.nn.silu(_times(x_RD, w.gate)) * _times(x_RD, w.up)
   return _times(h_RF * gate_R[..., None], w.down)
 
 
 def hidden_gradients(a_RF, u_RF, dh_RF):
-  """h = silu(a) · u, and the gradients of a and u for that of h."""
+  """Returns h = silu(a) · u and the gradients of a and u."""
   sigmoid = jax.nn.sigmoid(a_RF)
   da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
   return a_RF * sigmoid * u_RF, da_RF, dh_RF * a_RF * sigmoid
 
 
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Gradients of `_swiglu` for x, gate and, in a `dtype` of their own, the weights."""
+  """Gradients of `_swiglu` for x, gate and weights, the latter in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _times(dy_RD, w.down.mT)
   a_RF, u_RF = _times(x_RD, w.gate), _times(x_RD, w.up)
@@ -118,23 +121,25 @@ def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
 
 
 def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
-  """Rows of each array for the tokens of these assignments, and last their gates; 0 for padding,
-  which is out of range: A // k = X."""
+  """Gathers rows of assignments' tokens from each array, then gates.
+
+  Padding is out of range (A // k = X) and gives 0.
+  """
   rows = (take(a, choice // gate_Xk.shape[1]) for a in arrays_XD)
   return *rows, take(gate_Xk.reshape(-1), choice)
 
 
-def _of_tokens(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
-  """The sum over each token's k assignments, [X, D]."""
+def _sum_choices(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
+  """Sums over each token's k assignments, [X, D]."""
   return take(y_ZD, layout.slot_A).reshape(-1, k, y_ZD.shape[1]).sum(1)
 
 
-def _gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk):
+def _token_gradients(dx_ZD, dgate_Z, layout, experts_Xk):
   dgate_Xk = take(dgate_Z, layout.slot_A).reshape(experts_Xk.shape)
-  return _of_tokens(dx_ZD, layout, experts_Xk.shape[1]), dgate_Xk
+  return _sum_choices(dx_ZD, layout, experts_Xk.shape[1]), dgate_Xk
 
 
-def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+def _update_rows(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
 
@@ -145,13 +150,13 @@ def _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink):
   def expert(y_ZD, start, end, w):
     def body(i, y_ZD):
       choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
-      return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), i * R)
+      return _update_rows(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), i * R)
 
     return jax.lax.fori_loop(start, end, body, y_ZD), None
 
   y_ZD = jnp.zeros((len(layout.choice_Z), x_XD.shape[1]), x_XD.dtype)
   y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
-  return _of_tokens(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
+  return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _blocks_backward(residuals, dy_XD):
@@ -167,7 +172,7 @@ def _blocks_backward(residuals, dy_XD):
       rows = _rows(choice_R, gate_Xk, x_XD, dy_XD)
       dx_RD, dgate_R, dw_of_rows = _swiglu_gradients(*rows, w, sink.gate.dtype)
       dw = jax.tree.map(jnp.add, dw, dw_of_rows)
-      return _put(dx_ZD, dx_RD, i * R), _put(dgate_Z, dgate_R, i * R), dw
+      return _update_rows(dx_ZD, dx_RD, i * R), _update_rows(dgate_Z, dgate_R, i * R), dw
 
     dw = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), sink)
     *carry, dw = jax.lax.fori_loop(start, end, body, (*carry, sharding.vary(dw, AXES)))
@@ -175,15 +180,17 @@ def _blocks_backward(residuals, dy_XD):
 
   zeros = jnp.zeros((Z, x_XD.shape[1]), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
   (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
-  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
+  return *_token_gradients(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
 
 
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
-  """Rows of every expert that are multiplied at once, C: a little more than a fair share; and rows
-  per block of what is left over, R ≤ C."""
+  """Returns rows per expert at once, C, and per further block, R ≤ C.
+
+  C is slightly above the mean load.
+  """
   C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * share(experts_Xk, w)) // 8) * 8))
   return C, min(C, 1 << max(3, min(6, C.bit_length() - 2)))
 
@@ -192,31 +199,33 @@ def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
 def apply_batched(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """SwiGLU experts all at once with C rows each, and a loop over blocks of what is left over.
+  """Applies all SwiGLU experts to C rows each, then further blocks.
 
   `sink` as in `apply_blocks`.
   """
   return _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
-def _left_over(layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, of: Callable) -> Any:
-  """carry = of(carry, first slot, assignments, expert, its weights) of each block behind E·C."""
+def _each_block(
+  layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, step: Callable
+) -> Any:
+  """Loops `step(carry, first slot, assignments, expert, weights)` over blocks after E·C."""
 
   def body(i, carry):
-    expert = jnp.sum(layout.end_E <= i)  # the first that has more
+    expert = jnp.sum(layout.end_E <= i)  # The expert of block i.
     start = len(w.gate) * C + i * R
     choice_R = jax.lax.dynamic_slice(layout.choice_Z, (start,), (R,))
-    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
-    return of(carry, start, choice_R, expert, of_expert)
+    w_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
+    return step(carry, start, choice_R, expert, w_expert)
 
   return jax.lax.fori_loop(0, layout.end_E[-1], body, carry)
 
 
 def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
-  """The first E·C slots, with zeros for those behind them; [Z] and whatever axes follow E and C."""
+  """Pads the first E·C slots with zeros to [Z, ...]."""
   part = part_EC.reshape(-1, *part_EC.shape[2:])
-  behind = len(layout.choice_Z) - len(part)
-  return jnp.pad(part, ((0, behind), *[(0, 0)] * (part.ndim - 1)))
+  rest = len(layout.choice_Z) - len(part)
+  return jnp.pad(part, ((0, rest), *[(0, 0)] * (part.ndim - 1)))
 
 
 def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
@@ -224,11 +233,11 @@ def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
   layout = block_layout(experts_Xk, E, R, C)
 
   def block(y_ZD, start, choice_R, expert, w):
-    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), start)
+    return _update_rows(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), start)
 
   y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
-  y_ZD = _left_over(layout, C, R, w, _slots(layout, y_ECD), block)
-  return _of_tokens(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
+  y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
+  return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _batched_backward(residuals, dy_XD):
@@ -243,12 +252,12 @@ def _batched_backward(residuals, dy_XD):
     dx_ZD, dgate_Z, dw = carry
     dx_RD, dgate_R, dw_of_rows = gradients(choice_R, w)
     dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, dw_of_rows)
-    return _put(dx_ZD, dx_RD, start), _put(dgate_Z, dgate_R, start), dw
+    return _update_rows(dx_ZD, dx_RD, start), _update_rows(dgate_Z, dgate_R, start), dw
 
   dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
   carry = _slots(layout, dx_ECD), _slots(layout, dgate_EC), dw
-  dx_ZD, dgate_Z, dw = _left_over(layout, C, R, w, carry, block)
-  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
+  dx_ZD, dgate_Z, dw = _each_block(layout, C, R, w, carry, block)
+  return *_token_gradients(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
 
 
 apply_batched.defvjp(_batched_forward, _batched_backward)

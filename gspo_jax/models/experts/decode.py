@@ -1,7 +1,7 @@
-"""Experts while sampling: few tokens, no gradients, weights that are read where they lie.
+"""Experts while sampling: few tokens, no gradients, weights read in place.
 
-Reading its experts takes a chip longer than the tokens of a decoding step do on their way between
-chips. So the tokens travel, to all chips that the experts are split over; `moe` says for how many.
+Reading its experts takes a chip longer than sending the tokens of a decode step between chips. So
+the tokens are sent to all chips with experts; `moe` has the largest number.
 """
 
 import math
@@ -16,7 +16,7 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-ROWS = 128  # of an expert at once, at least: fewer take a TPU as long
+ROWS = 128  # Minimum of rows per expert: fewer take a TPU as long.
 
 
 def experts_of_few(
@@ -27,31 +27,33 @@ def experts_of_few(
   apply: Callable,
   check: bool = True,
 ) -> jax.Array:
-  """Σ_k gate_k · expert_{index_k}(x), [B, T, D]: tokens of all chips that share the experts out are
-  gathered, each chip applies the experts that it holds, and the sums are scattered back.
+  """Σ_k gate_k · expert_{index_k}(x), [B, T, D], for few tokens.
+
+  Gathers the tokens of all chips that share the experts, applies each chip's local experts, and
+  scatters the sums back.
 
   Args:
     weights: each an `InStack`, whole over D.
     apply: as `apply_one_hot`.
-    check: False where `apply` is a Pallas kernel; see `sharding.shard_map`.
+    check: False if `apply` is a Pallas kernel; see `sharding.shard_map`.
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
-  chips = tuple(a for a in AXES if a in over)  # in the mesh's order, or XLA sends twice as much
+  chips = tuple(a for a in AXES if a in over)  # In another order XLA sends twice as much.
   split = ExpertWeights(*[P(None, over, None, "tensor")] * 2, P(None, over, "tensor"))
   stacks = jax.tree.map(sharding.reshard, ExpertWeights(*[w.stack for w in weights]), split)
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, stacks, layer):
-    held = stacks.gate.shape[1]
+    num_local = stacks.gate.shape[1]
     tokens = [a.reshape(-1, a.shape[-1]) for a in (x_BTD, gate_BTk, experts_BTk)]
     x_XD, gate_Xk, experts_Xk = gather_tokens(*tokens, chips)
-    local_Xk = experts_Xk - held * sharding.axis_index(over)
-    local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
+    local_Xk = experts_Xk - num_local * sharding.axis_index(over)
+    local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < num_local), local_Xk, num_local)
     tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
 
     def read():
       return ExpertWeights(*[InStack(w, layer).read(x_XD.dtype) for w in stacks])
 
-    y_XD = apply(*tokens, held, read)
+    y_XD = apply(*tokens, num_local, read)
     return sharding.psum(sharding.psum_scatter(y_XD, chips), "tensor").reshape(x_BTD.shape)
 
   batch = P(BATCH)
@@ -62,13 +64,15 @@ def experts_of_few(
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """The mesh axes that experts are split over."""
+  """Returns the mesh axes of the experts."""
   return sharding.each(sharding.spec_of(weight.stack)[1]) or ("expert",)
 
 
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
-  """The tokens of all devices on `over`, as bits of one array: what takes time is the number of
-  collectives. For use inside `shard_map`."""
+  """Gathers tokens of all devices on `over`, packed in one array.
+
+  Time depends on the number of collectives. For use inside `shard_map`.
+  """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk
   dtype, (D, k) = x_XD.dtype, (x_XD.shape[1], experts_Xk.shape[1])
@@ -84,30 +88,29 @@ def apply_one_hot(
   x_XD: jax.Array,
   gate_Xk: jax.Array,
   experts_Xk: jax.Array,
-  held: int,
+  num_local: int,
   read: Callable[[], ExpertWeights],
   load: float,
 ) -> jax.Array:
-  """SwiGLU experts all at once with C rows each, which products with matrices of zeros and ones
-  take out of the tokens and put back: on a TPU, where sorting and scattering are slow.
+  """Applies all SwiGLU experts to C rows each, gathered by one-hot products.
 
-  If an expert has more than C tokens there are more rounds, and the weights are read again: as
-  many as the routing needs.
+  This suits a TPU: sorting and scattering are slow there. If an expert has more than C tokens,
+  there are further rounds, each reading the weights again.
 
   Args:
-    experts_Xk: `held` means: of another device.
-    held: experts of this device, E.
+    experts_Xk: expert indices; `num_local` means an expert of another device.
+    num_local: experts of this device, E.
     read: returns their weights.
-    load: assignments per expert if all are chosen equally often; C is twice as much.
+    load: mean assignments per expert; C is twice as much.
   """
   X, dtype = len(x_XD), x_XD.dtype
-  of_XkE = experts_Xk[..., None] == jnp.arange(held)[None, None]
-  gate_EX = jnp.where(of_XkE, gate_Xk[..., None], 0).sum(1).T
-  mine_XE = of_XkE.any(1)
-  place_XE = jnp.cumsum(mine_XE, axis=0, dtype=jnp.int32)
-  place_EX = jnp.where(mine_XE, place_XE - 1, -1).T
+  chosen_XkE = experts_Xk[..., None] == jnp.arange(num_local)[None, None]
+  gate_EX = jnp.where(chosen_XkE, gate_Xk[..., None], 0).sum(1).T
+  local_XE = chosen_XkE.any(1)
+  place_XE = jnp.cumsum(local_XE, axis=0, dtype=jnp.int32)
+  place_EX = jnp.where(local_XE, place_XE - 1, -1).T
   C = min(-(-X // 8) * 8, ROWS * max(1, math.ceil(2 * load / ROWS)))
-  exact = dict(precision=jax.lax.Precision.HIGHEST)  # float32 too is taken out as it is
+  exact = dict(precision=jax.lax.Precision.HIGHEST)  # Copies float32 exactly, too.
 
   def one_round(i, result=dtype):
     w = read()
@@ -126,6 +129,6 @@ def apply_one_hot(
 
   if C >= X:
     return one_round(0)
-  # The sum of several rounds goes through memory in float32, which that of one need not.
+  # Several rounds add up in float32 through memory; a single one need not.
   rounds = -(-place_XE[-1].max() // C)
   return jax.lax.cond(rounds > 1, all_rounds, lambda: one_round(0))

@@ -1,6 +1,6 @@
 """Expert products by grouped kernels: rows sorted by expert, each group times its own matrix.
 
-`moe` says what `apply_ragged` and `apply_megablox` take and return.
+`moe` documents the arguments and results of `apply_ragged` and `apply_megablox`.
 """
 
 import functools
@@ -16,18 +16,18 @@ from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
 
-ROOM = 1.25  # rows of a piece, as a multiple of a device's fair share of the assignments
+ROOM = 1.25  # Rows of a piece relative to a device's mean assignments.
 
 
 class GroupedWeights(NamedTuple):
-  """What the kernels multiply by; gradients come in the same structure."""
+  """Weights for the kernels, and structure of their gradients."""
 
-  into: tuple[jax.Array, ...]  # gate and up [E, D, F], or both side by side [E, D, 2F]
+  into: tuple[jax.Array, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
   down: jax.Array  # [E, F, D]
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
-  """Gate and up as one matrix: rows are read once for both. A copy, to be made of few weights."""
+  """Copies gate and up into one matrix, to read rows once."""
   return GroupedWeights((jnp.concatenate([w.gate, w.up], axis=-1),), w.down)
 
 
@@ -37,13 +37,13 @@ def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 
 
 def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
-  """xᵀ y over the rows of each group, added to the total: [E, D, F]."""
+  """Adds xᵀ y over the rows of each group to the total, [E, D, F]."""
   numbers = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  # Beyond the groups there may be anything, and 0 times it may be NaN.
+  # Rows beyond the groups are undefined, and 0 times them may be NaN.
   real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
   x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
   product_EDF = jax.lax.ragged_dot_general(
@@ -85,9 +85,9 @@ def _interpreted() -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
-  """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills.
+  """Applies experts to rows sorted by expert, in pieces of a fixed size.
 
-  kernels: the rows of each group times its matrix, and their outer products, added to a total.
+  kernels: products of each group's rows with its matrix, and their outer products added to a total.
   """
   return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
@@ -95,48 +95,48 @@ def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
 class Pieces(NamedTuple):
   """Assignments sorted by expert, those of other devices last, padded to whole pieces of R."""
 
-  choice_Z: jax.Array  # assignment (token · k + choice); A for padding
-  end_E: jax.Array  # where each expert's assignments end
+  choice_Z: jax.Array  # Assignment (token · k + choice); A for padding.
+  end_E: jax.Array  # End of each expert's assignments.
 
 
-def _pieces(experts_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
-  """The pieces, and R: `ROOM` times a device's fair share, so that one piece is the rule."""
+def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
+  """Returns pieces of R rows, `ROOM` times the mean load: usually one."""
   A = experts_Xk.size
   expert_A = experts_Xk.reshape(A)
   R = min(A, math.ceil(ROOM * A / sharding.axis_size("expert")))
   R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
-  count_E = jnp.sum(expert_A[:, None] == jnp.arange(held)[None], axis=0, dtype=jnp.int32)
+  count_E = jnp.sum(expert_A[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
   order_A = jnp.argsort(expert_A, stable=True)
   return Pieces(jnp.pad(order_A, (0, -A % R), constant_values=A), jnp.cumsum(count_E)), R
 
 
 def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
-  """Piece i: token of each row (X where there is none), assignment, rows per expert."""
+  """Returns tokens (X: none), assignments and rows per expert of piece i."""
   position_R = i * R + jnp.arange(R)
   choice_R = jax.lax.dynamic_slice(pieces.choice_Z, (i * R,), (R,))
   choice_R = jnp.where(position_R < pieces.end_E[-1], choice_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
-  edge_E = edge_E.at[-1].max(1)  # kernels want a row: of padding, with a gate of 0
+  edge_E = edge_E.at[-1].max(1)  # Kernels need a row: padding, with a gate of 0.
   return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
 def _each_piece(body, number: jax.Array, carry):
-  """`fori_loop` over pieces. The first is not in a loop, so that collectives can run beside it."""
+  """Loops over pieces, with the first outside, to overlap collectives."""
   carry = body(0, carry)
 
-  def go_on(carry):
+  def loop(carry):
     return jax.lax.fori_loop(1, number, body, carry)
 
-  return jax.lax.cond(number > 1, go_on, lambda carry: carry, carry)
+  return jax.lax.cond(number > 1, loop, lambda carry: carry, carry)
 
 
 def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
-  """Rows of the table; any of them where there is none, since no group has that row."""
+  """Gathers rows of the table; arbitrary ones for padding, outside all groups."""
   return table.at[row_R].get(mode="clip")
 
 
 def _hidden(times, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
-  """x gate and x up."""
+  """Returns x gate and x up."""
   parts = [times(x_RD, into_EDF, count_E) for into_EDF in w.into]
   return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
 
@@ -150,7 +150,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
     row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
     a_RF, u_RF = _hidden(times, _rows(x_XD, row_R), w, count_E)
     h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, choice_R)[:, None]
-    # Rows beyond the last group hold anything, and are dropped.
+    # Rows beyond the last group are undefined, and are dropped.
     y_RD = times(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
@@ -176,7 +176,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
     hidden = hidden if len(w.into) == 2 else [jnp.concatenate(hidden, axis=1)]
     parts = [times(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.into)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
-    dw = dw or GroupedWeights((None,) * len(hidden), None)  # the first piece has no total
+    dw = dw or GroupedWeights((None,) * len(hidden), None)  # The first piece has no total.
     into = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.into)]
     dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down))
     return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw

@@ -1,18 +1,18 @@
 """Mixture of experts: routing, dropless dispatch, expert parallelism.
 
 The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
-`expert` axis gather each other's tokens, every device applies the experts it holds to whichever of
-these tokens chose them, and the sum over devices is scattered back. No buffer depends on the
-routing, so no token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
+`expert` axis gather each other's tokens, every device applies its local experts to the tokens that
+chose them, and the sum over devices is scattered back. No buffer depends on the routing, so no
+token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
 
-  blocks    a loop over blocks of rows that share an expert: on CPU for many tokens
+  blocks    a loop over blocks of rows of one expert: on CPU for many tokens
   batched   one batched product with some rows of every expert: the fastest on CPU for few tokens
   ragged    `lax.ragged_dot` on rows sorted by expert
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-All take x [X, D], gate weights and experts [X, k], and the weights of the E experts that
-this device holds; index E means: held by another device. They return, in x's dtype, [X, D]:
-Σ_k gate_k · expert_{index_k}(x) over the held experts.
+All take x [X, D], gate weights and experts [X, k], and the weights of the E local experts; index E
+means an expert of another device. They return, in x's dtype, [X, D]:
+Σ_k gate_k · expert_{index_k}(x) over the local experts.
 """
 
 import functools
@@ -36,22 +36,22 @@ from gspo_jax.sharding import BATCH, P
 FORMS = dict(
   blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
 )
-FEW = 256  # assignments per expert up to which all experts are multiplied at once
+FEW = 256  # Assignments per expert up to which all experts are multiplied at once.
 
 
 @flax.struct.dataclass
 class RouterStats:
-  """Sums over the real tokens of a batch, per layer where stacked; divided once, when reported."""
+  """Sums over the real tokens of a batch, stacked by layer; divided when reported."""
 
-  load_E: jax.Array  # assignments to each expert
-  probability_E: jax.Array  # router probability of each expert
-  entropy: jax.Array  # of the router distribution, nats
+  load_E: jax.Array  # Assignments to each expert.
+  probability_E: jax.Array  # Router probability of each expert.
+  entropy: jax.Array  # Entropy of the router distribution, nats.
   z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
   tokens: jax.Array
-  dropped: jax.Array  # assignments that no expert computes: 0, since dispatch is dropless
-  # With replay only:
-  overridden: jax.Array | None = None  # share of the router's own choices that replay replaced
-  replayed_tokens: jax.Array | None = None  # tokens that had experts to replay
+  dropped: jax.Array  # Assignments without a computing expert: 0, since dispatch is dropless.
+  # None without replay:
+  overridden: jax.Array | None = None  # Share of the router's choices replaced by replay.
+  replayed_tokens: jax.Array | None = None  # Tokens with experts to replay.
 
 
 def route(
@@ -61,14 +61,13 @@ def route(
   valid_BT: jax.Array,
   replayed_experts_BTk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
-  """Gate weights and expert indices of every token, [B, T, k] each, and router statistics.
+  """Returns gate weights and expert indices [B, T, k], and router statistics.
 
   Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
   Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`,
-  of any integer type, replaces the choice of the tokens that have experts in it (-1: none). Only
-  indices are replayed. The gate weights are always those of the current router, gathered from the
-  dense probabilities: gathered from its own top-k, those of other experts would be 0 without a
-  gradient.
+  of any integer type, replaces the choice of tokens with experts in it (-1: none). Only indices are
+  replayed. Gate weights always come from the current router's dense probabilities: from its own
+  top-k, those of other experts would be 0 without a gradient.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -88,7 +87,7 @@ def route(
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
   if config.norm_topk_prob:
-    # The current router may have given up on what is replayed: all of it may round to 0.
+    # The current router's probabilities of replayed experts may all round to 0.
     gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
 
   z_BT = jax.nn.logsumexp(logit_BTE, axis=-1) ** 2
@@ -116,8 +115,10 @@ def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
 
 
 def choose(implementation: str, load: float = math.inf):
-  """The named form, or for "auto" what suits the platform of the mesh and the load: assignments
-  per expert."""
+  """Returns the named form; "auto" depends on platform and load.
+
+  load: assignments per expert.
+  """
   if implementation == "auto":
     on_cpu = "batched" if load <= FEW else "blocks"
     implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "ragged")
@@ -125,25 +126,27 @@ def choose(implementation: str, load: float = math.inf):
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """The same for `experts_of_few`."""
+  """Returns the form for `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   form = choose(implementation, load)
-  return lambda x_XD, gate_Xk, experts_Xk, held, read: form(
+  return lambda x_XD, gate_Xk, experts_Xk, num_local, read: form(
     x_XD, gate_Xk, experts_Xk, w := read(), w
   )
 
 
 @flax.struct.dataclass
 class Gathered:
-  """Weights of experts whose parts over D have been put together. [copies, E, ...]: each device of
-  "data" and "fsdp" has a copy of its own, and the gradient of that."""
+  """Weights of experts gathered over D, [copies, E, ...].
+
+  Each device of "data" and "fsdp" has its own copy and gradient.
+  """
 
   weights: ExpertWeights | GroupedWeights
 
 
 def gather(weights: ExpertWeights, implementation: str) -> Gathered:
-  """What `experts` would gather by itself, made earlier; the transpose scatters the gradients."""
+  """Gathers the weights ahead of `experts`; the transpose scatters the gradients."""
   split, joins = _layout(weights, implementation)
   layout = _joined_layout(split) if joins else split
 
@@ -159,8 +162,8 @@ def gather(weights: ExpertWeights, implementation: str) -> Gathered:
 
 
 def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
-  """How each weight is split over the mesh, and whether gate and up are joined."""
-  E, D, _ = sharding.spec_of(weights.gate)  # D: "fsdp" while training
+  """Returns each weight's sharding, and whether gate and up are joined."""
+  E, D, _ = sharding.spec_of(weights.gate)  # D is "fsdp" while training.
   E = E or "expert"
   split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
   return split, D is not None and choose(implementation) in (apply_megablox, apply_ragged)
@@ -171,8 +174,8 @@ def _joined_layout(split: ExpertWeights) -> GroupedWeights:
 
 
 def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
-  """Inside `shard_map`: what a device multiplies by."""
-  if joins:  # what is on this device, before the rest is gathered
+  """Gathers a device's factors, inside `shard_map`."""
+  if joins:  # Local parts are joined before gathering.
     return jax.tree.map(sharding.whole, joined(weights), _joined_layout(split))
   return jax.tree.map(sharding.whole, weights, split)
 
@@ -185,16 +188,15 @@ def experts(
   implementation: str,
   chunk: int = 0,
 ) -> jax.Array:
-  """Σ_k gate_k · expert_{index_k}(x), [B, T, D], with the experts split over the mesh.
+  """Σ_k gate_k · expert_{index_k}(x), [B, T, D], over a mesh.
 
-  Weights that are split over D too are gathered here, and their gradients scattered, unless
-  `gather` has done it.
+  Weights split over D are gathered here, and their gradients scattered, unless `gather` did it.
   `chunk` tokens of each device are gathered and computed at once (0: all), again in the backward
   pass. That bounds memory: if every token of every device chooses the experts of one device, that
   device works longer, in the same buffers.
 
-  While sampling, weights are `InStack`, and perhaps split over more chips than the axis "expert".
-  Of few tokens `experts_of_few` sends the tokens to them; for many, the weights come to the tokens.
+  While sampling, weights are `InStack`, perhaps split over more chips than the axis "expert". Few
+  tokens are sent to the weights (`experts_of_few`); for many, the weights are gathered.
   """
   check = choose(implementation) is not apply_megablox
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
@@ -211,34 +213,34 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    held = len(weights.down)
-    # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
-    # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
+    num_local = len(weights.down)
+    # Gradients of chunks add up in float32, through an unread copy of the weights. A kernel itself
+    # adds up in float32: the gradient of a single chunk has the dtype of its reduction.
     once = joins and not 0 < chunk < B * T
     sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
-    def of_tokens(x_XD, gate_Xk, experts_Xk):
+    def apply_experts(x_XD, gate_Xk, experts_Xk):
       x_XD, gate_Xk, experts_Xk = (
         sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, experts_Xk)
       )
-      local_Xk = experts_Xk - held * sharding.axis_index("expert")
-      local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
+      local_Xk = experts_Xk - num_local * sharding.axis_index("expert")
+      local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < num_local), local_Xk, num_local)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = choose(implementation, experts_Xk.size / (held * sharding.axis_size("expert")))
+      apply = choose(implementation, experts_Xk.size / (num_local * sharding.axis_size("expert")))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
     tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, experts_BTk)]
     if not 0 < chunk < B * T:
-      return of_tokens(*tokens).reshape(B, T, D)
+      return apply_experts(*tokens).reshape(B, T, D)
     pad = -(B * T) % chunk
     parts = [
       jnp.pad(a, ((0, pad), (0, 0)), constant_values=value).reshape(-1, chunk, a.shape[1])
-      for a, value in zip(tokens, (0, 0, -1))  # padding goes to no expert
+      for a, value in zip(tokens, (0, 0, -1))  # Padding has no expert.
     ]
-    of_tokens = jax.checkpoint(of_tokens, prevent_cse=False)
-    _, y = jax.lax.scan(lambda _, part: (None, of_tokens(*part)), None, tuple(parts))
+    apply_experts = jax.checkpoint(apply_experts, prevent_cse=False)
+    _, y = jax.lax.scan(lambda _, part: (None, apply_experts(*part)), None, tuple(parts))
     return y.reshape(-1, D)[: B * T].reshape(B, T, D)
 
   batch = P(BATCH)

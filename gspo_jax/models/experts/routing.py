@@ -1,8 +1,8 @@
-"""Chosen experts as data: which ones a token used, and how far two policies differ in that.
+"""Chosen experts as data: storage, and the difference between two policies.
 
-The experts of one token in one layer are k indices; their order means nothing. -1 in all k places
-says that none are recorded: padding, or a position that nobody looked at. (Not expert 0, which
-would be replayed as if somebody had chosen it.)
+The experts of one token in one layer are k indices in any order. -1 in all k places means that none
+are recorded: padding, or a position without a forward pass. (Expert 0 would be replayed as a
+choice.)
 """
 
 import jax
@@ -15,32 +15,31 @@ Array = jax.Array | np.ndarray
 
 
 def storage_dtype(num_experts: int) -> np.dtype:
-  """The smallest signed integer that holds -1 .. num_experts - 1: int8 up to 128 experts."""
+  """Smallest signed integer type for -1 to num_experts - 1."""
   return np.min_scalar_type(-max(num_experts, 1))
 
 
 def recorded(experts_k: Array) -> Array:
-  """True for tokens whose experts are recorded: [..., k] -> bool [...]."""
+  """Whether a token has recorded experts: [..., k] -> bool [...]."""
   return (experts_k >= 0).all(-1)
 
 
 def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
-  """Share of a token's experts that are not among the old ones: 1 - |A ∩ B| / k.
+  """Share of a token's experts not among the old ones: 1 - |A ∩ B| / k.
 
-  Shapes: [..., k] ×2 -> float32 [...], 0 where either is not recorded, and bool [...], where both
-  are.
+  Shapes: [..., k] ×2 -> float32 [...], 0 unless both are recorded, and bool [...]: both are.
   """
-  known = recorded(experts_k) & recorded(old_k)
+  valid = recorded(experts_k) & recorded(old_k)
   k = experts_k.shape[-1]
   same_kk = experts_k.astype(jnp.int32)[..., :, None] == old_k.astype(jnp.int32)[..., None, :]
   missing = k - same_kk.any(-1).sum(-1)
-  return jnp.where(known, missing / k, 0.0).astype(jnp.float32), known
+  return jnp.where(valid, missing / k, 0.0).astype(jnp.float32), valid
 
 
 def volatility_sums(
   new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Per layer: Σ over tokens of 1 - |A ∩ B| / k, and the number of tokens; see `volatility`."""
+  """Σ of 1 - |A ∩ B| / k over tokens, and their number, per layer."""
   share_lBT, known_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
   if where_BT is not None:
     known_lBT = known_lBT & (where_BT[None] > 0)
@@ -49,17 +48,17 @@ def volatility_sums(
 
 
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
-  """Expert-activation volatility of each layer: share of the activated experts that differ.
+  """Expert-activation volatility by layer: share of differing experts.
 
   v_l = 1 − 1/(T·k) Σ_t |A_lt ∩ B_lt|
 
-  for T tokens, the experts A that one policy activates for a token and B that another one activates
-  for the same token. 0: the same experts everywhere; 1: no expert in common. Two independent
-  uniform choices of k out of E differ by 1 - k/E. GSPO, arXiv:2507.18071, §5.3, reports about 0.10
-  after one gradient update of a 48-layer model; it gives no formula, this is ours.
+  for T tokens and the experts A and B activated by two policies for a token. 0: the same experts
+  everywhere; 1: no expert in common. Two independent uniform choices of k out of E differ by
+  1 - k/E. GSPO, arXiv:2507.18071, §5.3, reports about 0.10 after one gradient update of a 48-layer
+  model; it gives no formula, this is ours.
 
-  Tokens are compared where both sides are recorded and `where_BT` is not 0; a layer without any
-  such token has 0.
+  Tokens count if both sides are recorded and `where_BT` is not 0; a layer without such tokens has
+  0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].
   """
@@ -68,12 +67,12 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
 
 
 def by_layer(experts_BTlk: Array | None) -> Array | None:
-  """[B,T,l,k], as batches are split over devices, to [l,B,T,k], as `forward` scans over layers."""
+  """Transposes [B,T,l,k] of a batch to [l,B,T,k] for `forward`; None stays None."""
   return None if experts_BTlk is None else jnp.moveaxis(experts_BTlk, 2, 0)
 
 
 def by_row(experts_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
-  """[l,B,T,k] to [B,T,l,k] in the storage type, -1 where `valid_BT` is 0."""
+  """Transposes [l,B,T,k] to [B,T,l,k] in storage type, -1 at invalid tokens."""
   experts_BTlk = jnp.moveaxis(experts_lBTk, 0, 2)
   experts_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], experts_BTlk, NO_EXPERT)
   return experts_BTlk.astype(storage_dtype(num_experts))

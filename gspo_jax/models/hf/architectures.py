@@ -8,7 +8,7 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def _keys(alike: str, **renamed: str) -> dict[str, str]:
-  """ModelConfig field -> key of config.json, which has the same name for those that are `alike`."""
+  """Maps ModelConfig fields to keys of config.json; `alike` names are equal."""
   return dict(zip(alike.split(), alike.split())) | renamed
 
 
@@ -37,13 +37,13 @@ class Architecture:
 
   name: str
   fields: Mapping[str, str]
-  implied: Mapping[str, Any]  # ModelConfig fields without a key, where not the default
-  fixed: Mapping[str, Any]  # keys of which one value is supported
-  # Of keys that may be left out: those of transformers' configuration class.
+  implied: Mapping[str, Any]  # ModelConfig fields without a key, unless default.
+  fixed: Mapping[str, Any]  # Keys with a single supported value.
+  # Defaults of optional keys, from transformers' configuration class.
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-ARCHITECTURES = {  # by model_type
+ARCHITECTURES = {  # Keys are values of model_type.
   "qwen3_moe": Architecture(
     "Qwen3MoeForCausalLM",
     _FIELDS | _MOE_FIELDS,
@@ -83,15 +83,15 @@ ARCHITECTURES = {  # by model_type
     "LlamaForCausalLM",
     _FIELDS,
     implied=dict(family="qwen3", qk_norm=False),
-    # A bias would also be on the output projection; Qwen2's are not.
+    # With this key the output projection has a bias too, unlike Qwen2's.
     fixed=dict(hidden_act=_SILU, mlp_bias=False) | _NO_BIAS,
-    defaults=dict(rope_theta=1e4),  # Llama 1 and 2 were published without
+    defaults=dict(rope_theta=1e4),  # Missing in Llama 1 and 2.
   ),
   "gemma3_text": Architecture(
     "Gemma3ForCausalLM",
     _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta="rope_local_base_freq"),
     implied=dict(family="gemma", qk_norm=True),
-    # A bound on scores is read by transformers, and then left out.
+    # transformers reads a bound on scores and ignores it.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS
     | dict(
@@ -105,7 +105,7 @@ ARCHITECTURES = {  # by model_type
     "Gemma2ForCausalLM",
     _FIELDS | _GEMMA_FIELDS | _keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
     implied=dict(family="gemma", qk_norm=False),
-    # Its class reads no other pattern than that of layer_types.
+    # Its class reads the pattern from layer_types only.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, sliding_window_pattern=2) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS
     | dict(
@@ -116,7 +116,7 @@ ARCHITECTURES = {  # by model_type
     ),
   ),
 }
-# Keys of any architecture that change what is calculated, with the value under which they do not.
+# Keys of any architecture that would change the computation, with their neutral values.
 FIXED = dict(
   use_sliding_window=False,
   use_bidirectional_attention=False,
@@ -127,8 +127,8 @@ FIXED = dict(
 )
 
 _LAYER = "model.layers.{l}."
-# Parameter -> (name in the files, axes there). Letters that share an axis are merged into it, as
-# N and H are in q_proj; a letter in braces is in the name: one tensor per layer and expert.
+# Parameter -> (name in the files, axes there). Letters of one axis are merged, such as N and H in
+# q_proj; a letter in braces is part of the name: one tensor per layer and expert.
 _NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (_LAYER + "input_layernorm.weight", "D"),
@@ -172,15 +172,15 @@ NAMES = dict(
 
 
 def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
-  """Names and axes in published files of every parameter that a model may have."""
+  """Returns names and axes of a model's parameters in published files."""
   is_mixtral = config.num_experts and not config.qk_norm
   return NAMES["mixtral" if is_mixtral else config.family]
 
 
-# How transformers 5 holds experts in memory, and writes them on request (save_original_format=
-# False): all of a layer in one tensor, gate and up as the halves of one axis, "2".
+# Experts in memory in transformers 5, and in its files on request (save_original_format=False): one
+# tensor per layer, gate and up as the halves of one axis, "2".
 FUSED = {
-  "Moe.router": _NAMES["Moe.router"],  # of Mixtral too
+  "Moe.router": _NAMES["Moe.router"],  # Mixtral's has this name too.
   "Moe.gate": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.up": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),

@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig, for the architectures of Hugging Face that a family here has."""
+"""config.json <-> ModelConfig, for supported architectures of Hugging Face."""
 
 import dataclasses
 import json
@@ -15,11 +15,11 @@ TYPES = {field: ranges.plain(kind) for field, kind in ranges.kinds(ModelConfig).
 
 
 class CheckpointError(ValueError):
-  """A directory that does not hold exactly a model that can be computed here."""
+  """A directory without exactly one supported model."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """A JSON object from a file; errors name the file."""
+  """Reads a JSON object; errors name the file."""
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
   try:
@@ -29,14 +29,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:
-  """The hyper-parameters in `directory`/config.json, as published or as transformers 5 writes it.
+  """Reads hyper-parameters from config.json, as published or written by transformers 5.
 
   Args:
     directory: a path, `gs://` too, or a repository of the Hugging Face hub.
 
   Raises:
     FileNotFoundError: no config.json.
-    CheckpointError: a key that is missing, of the wrong type, or asks for what is not supported.
+    CheckpointError: a missing key, a value of the wrong type, or an unsupported value.
     ValueError: a repository that cannot be read.
   """
   path = hub.directory(os.fspath(directory)) / "config.json"
@@ -52,10 +52,10 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
 def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   architecture = ARCHITECTURES.get(raw.get("model_type"))
   if architecture is None:
-    known = ", ".join(ARCHITECTURES)
-    raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {known}")
+    supported = ", ".join(ARCHITECTURES)
+    raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {supported}")
   _check_supported(raw, architecture)
-  heads = raw.get("num_attention_heads")  # what null means, where transformers takes it
+  heads = raw.get("num_attention_heads")  # transformers' meaning of null.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
   raw = {key: null.get(key) if value is None else value for key, value in raw.items()}
   whole, local = _ropes(raw, architecture)
@@ -74,10 +74,10 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   types = raw.get("layer_types")
   if types is None or types == layer_types(config):
     return config
-  # The pattern of these layers is not the usual one.
+  # An unusual pattern of layers.
   first = types.index(_GLOBAL) if _GLOBAL in types else len(types)
   if "sliding_window_pattern" in values:
-    window = config.sliding_window if first else 0  # every layer is global
+    window = config.sliding_window if first else 0  # 0: every layer is global.
     changes = dict(sliding_window=window, sliding_window_pattern=first + 1)
     config = dataclasses.replace(config, **changes)
   if "sliding_window_pattern" not in values or types != layer_types(config):
@@ -90,16 +90,17 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-  """Kinds of attention by layer, as config.json names them."""
+  """Returns the kind of attention of each layer, in words of config.json."""
   return [_LOCAL if config.is_local(layer) else _GLOBAL for layer in range(config.num_layers)]
 
 
 def _ropes(
   raw: dict[str, Any], architecture: Architecture
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-  """Rotary parameters of global layers, from each place that may hold them, and of local ones.
+  """Returns rotary parameters of global layers, by place, and local ones.
 
-  Where local layers have their own, transformers reads nothing but those by kind of layer."""
+  If local layers have separate ones, transformers reads them by kind of layer only.
+  """
   whole, local = raw.get("rope_parameters") or {}, {}
   if "rope_local_base_freq" in architecture.defaults:
     whole, local = whole.get(_GLOBAL) or {}, whole.get(_LOCAL) or {}
@@ -125,7 +126,7 @@ def _check_supported(raw: dict[str, Any], architecture: Architecture) -> None:
 
 
 def _one_of(key: str, *places: dict[str, Any]) -> Any:
-  """The value of a key that is spelled in one of two ways; None if in neither."""
+  """Returns the value of a key with two spellings; None if missing."""
   values = {place[key] for place in places if place.get(key) is not None}
   if len(values) > 1:
     raise ValueError(f"{key} is given twice, as {' and as '.join(map(str, sorted(values)))}")
@@ -144,11 +145,12 @@ def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """config.json in the form in which models were published, which transformers 4 and 5 both read.
+  """Returns config.json in published form, readable by transformers 4 and 5.
 
-  ValueError for a combination of features that no supported architecture has.
+  Raises:
+    ValueError: no supported architecture has this combination of features.
   """
-  if config.family == "gemma" and not config.query_pre_attn_scalar:  # Hugging Face divides by it
+  if config.family == "gemma" and not config.query_pre_attn_scalar:  # Hugging Face divides by it.
     config = dataclasses.replace(config, query_pre_attn_scalar=config.head_dim)
   # Qwen3-MoE comes first and would also take models without experts.
   for model_type, architecture in reversed(ARCHITECTURES.items()):
@@ -166,8 +168,8 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return content
   features = """num_experts family qk_norm attention_bias sliding_window sliding_window_pattern
     local_rope_theta query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"""
-  had = ", ".join(f"{field}={getattr(config, field)!r}" for field in features.split())
-  raise ValueError(f"no Hugging Face architecture has {had} together")
+  values = ", ".join(f"{field}={getattr(config, field)!r}" for field in features.split())
+  raise ValueError(f"no Hugging Face architecture has {values} together")
 
 
 def _write(

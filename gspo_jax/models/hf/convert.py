@@ -1,11 +1,11 @@
 """Hugging Face directories: config.json and safetensors <-> ModelConfig and Params.
 
-One table says how each parameter lies in the files; `load` reads it in one direction and `save` in
-the other. Both stream: `load` copies slices of memory-mapped files straight into each device's part
-of a parameter, `save` writes one tensor after the other.
+One table has the layout of each parameter in the files, for both `load` and `save`. Both stream:
+`load` copies slices of memory-mapped files straight into each device's part of a parameter, `save`
+writes one tensor after the other.
 
 Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Mixtral, Gemma 2 and 3 (text), as published and as
-transformers 5 writes them.
+written by transformers 5.
 """
 
 import collections
@@ -36,30 +36,30 @@ from gspo_jax.system import hosts, hub
 from gspo_jax.system.transfer import Transfer
 
 _SAVED = ("float32", "bfloat16", "float16")
-_PARTIAL = ".partial"  # suffix of files that are being written
-_READ = 2**24  # elements copied at once: bounds what is in host memory besides the parameter
-_ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
+_PARTIAL = ".partial"  # Suffix of incomplete files.
+_READ = 2**24  # Elements copied at once: bounds host memory beside the parameter.
+_ALIGN = 64  # Bytes; JAX on CPU adopts such a buffer instead of copying it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
   """One parameter and its place in the files."""
 
-  key: str  # of architectures.names
+  key: str  # Key of architectures.names.
   letters: str
   shape: tuple[int, ...]
   name: str
   axes: tuple[str, ...]
-  first_layer: int  # of the run of layers it is stacked over; where it stands among them if in none
+  first_layer: int  # First layer of its stack; outside of stacks its order among layers.
 
   @property
   def stacked(self) -> str:
-    """Letters that are in the name. They come first in every parameter."""
+    """Letters in the name. They come first in every parameter."""
     return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
 
   @property
   def order(self) -> list[int]:
-    """The letters that are not in the name, in the order in which they are in the file."""
+    """Letters of the tensor's axes, in the file's order."""
     inner = self.letters[len(self.stacked) :]
     return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
 
@@ -72,16 +72,16 @@ class Leaf:
     return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
 
   def tensor(self, position: tuple[int, ...]) -> str:
-    """Name of the tensor at this position along the stacked letters."""
-    at = dict(zip(self.stacked, position))
-    return self.name.format(l=self.first_layer + at.get("l", 0), E=at.get("E", 0))
+    """Returns the tensor's name at a position along the stacked letters."""
+    index = dict(zip(self.stacked, position))
+    return self.name.format(l=self.first_layer + index.get("l", 0), E=index.get("E", 0))
 
   def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(box[x] for x in self.stacked))
 
 
 def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Every parameter, in the order of the flattened pytree."""
+  """Returns every parameter, in the order of the flattened pytree."""
   table = transformer.table(config)
   starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
   leaves = []
@@ -104,26 +104,26 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   rules: sharding.Rules = sharding.TRAIN,
 ) -> tuple[transformer.Params, ModelConfig]:
-  """Parameters and hyper-parameters of a Hugging Face directory.
+  """Loads parameters and hyper-parameters of a Hugging Face directory.
 
   Every tensor in the files is used exactly once and every parameter filled exactly once. With tied
-  embeddings the files may hold either the embedding or `lm_head.weight`, or both if they are equal
-  (transformers, given two different ones, unties them with a warning; here that is an error).
+  embeddings the files may have the embedding or `lm_head.weight`, or both if they are equal
+  (transformers unties two different ones with a warning; here that is an error).
 
   Args:
     directory: config.json, and model.safetensors or shards with model.safetensors.index.json: a
       path, `gs://` too, or a repository of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
-    dtype: of the parameters, or a tree with that of each; the files may hold float64, float32,
+    dtype: dtype of the parameters, or a tree of dtypes; the files may have float64, float32,
       float16 or bfloat16.
-    mesh: lays the parameters out by `rules`; each host opens only the files that hold a part of its
-      own devices, and of a bucket or the hub it reads only a part (`_reading`). Default: plain
-      arrays on the default device.
+    mesh: mesh of the parameters, sharded by `rules`. Each host opens only the files for its own
+      devices, and reads only a part of a bucket or the hub (`_reading`). None loads plain arrays on
+      the default device.
     rules: letters -> mesh axes.
 
   Raises:
     FileNotFoundError: no config.json, or no safetensors file.
     CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
-    ValueError: a parameter that the mesh does not divide, or a repository that cannot be read.
+    ValueError: the mesh does not divide a parameter, or a repository cannot be read.
   """
   name = hub.pinned(os.fspath(directory))
   config, files, leaves, shapes, twin = _plan(name)
@@ -132,7 +132,7 @@ def load(
     layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
     if files.elsewhere:
       reading = [_reading(leaf, mesh) for leaf in leaves]
-  # All headers first: a wrong shape in the last file should not cost the reading of the others.
+  # All headers first: a wrong shape in the last file must not cost reading the others.
   needed = _needed(leaves, reading, twin)
   files.check_headers(needed, shapes)
   files.fetch(needed)
@@ -154,7 +154,7 @@ def load(
 
 
 def check(directory: str | os.PathLike) -> ModelConfig:
-  """The hyper-parameters of a Hugging Face directory of which `load` would find all headers right.
+  """Checks all headers of a Hugging Face directory; returns its hyper-parameters.
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `load`.
@@ -167,12 +167,12 @@ def check(directory: str | os.PathLike) -> ModelConfig:
 def _plan(
   name: str,
 ) -> tuple[ModelConfig, hf_files.Files, list[Leaf], dict[str, tuple[int, ...]], str | None]:
-  """Hyper-parameters, files, parameters, shapes of the tensors, and the name of a tied one."""
+  """Returns hyper-parameters, files, parameters, tensor shapes, and a tied copy's name."""
   config = load_config(name)
   files = hf_files.Files(name)
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
   names = architectures.names(config) | (architectures.FUSED if fused else {})
-  twin = None  # a second copy of a tied embedding
+  twin = None  # Second copy of a tied embedding.
   if config.tie_word_embeddings and architectures.HEAD in files.file_of:
     if architectures.EMBED in files.file_of:
       twin = architectures.HEAD
@@ -191,8 +191,10 @@ def _plan(
 
 
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
-  """(layer, leaf, position) of each tensor, in the order of the layers: in files of a bounded size
-  a layer is in one, or in two neighbours."""
+  """Returns (layer, leaf, position) of each tensor, ordered by layer.
+
+  In files of bounded size a layer is then in one, or in two neighbours.
+  """
   return sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
     for i, leaf in enumerate(leaves)
@@ -205,7 +207,7 @@ def whole(leaf: Leaf) -> dict[str, range]:
 
 
 def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
-  """The parts of a parameter that this process holds, each with the devices that hold it."""
+  """Yields this process's parts of a parameter, with their devices."""
   devices_of: dict[tuple, list] = {}
   for device, index in target.addressable_devices_indices_map(leaf.shape).items():
     part = tuple(range(*s.indices(size)) for s, size in zip(index, leaf.shape))
@@ -215,33 +217,35 @@ def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
 
 
 def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarray]) -> jax.Array:
-  """A parameter whose parts are read one after the other, in this layout; None: on one device."""
+  """Reads a parameter by parts into a layout (None: one device)."""
   if layout is None:
     return jax.block_until_ready(jax.device_put(read(whole(leaf))))
   parts = []
   for box, devices in _boxes(leaf, layout):
     values = read(box)
-    # Waiting keeps host memory at one part; several devices may hold copies of it.
+    # Waiting keeps host memory at one part; several devices may have copies of it.
     parts += jax.block_until_ready([jax.device_put(values, device) for device in devices])
   return jax.make_array_from_single_device_arrays(leaf.shape, layout, parts)
 
 
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
-  """The layout in which a parameter is read from elsewhere: as many parts as its sizes allow, each
-  of whole tensors or of rows, which are one range of a file. So hosts read different bytes, and the
-  links between devices, which are faster than a bucket, bring them to where they belong."""
-  parts, left = {}, mesh.devices.size
+  """Layout for reading a remote parameter in many parts.
+
+  Its sizes limit the number of parts. A part has whole tensors or rows, one range of a file. So
+  hosts read different bytes, and links between devices, faster than a bucket, redistribute them.
+  """
+  parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.axes[0][0]):
-    parts[letter] = math.gcd(leaf.sizes[letter], left)
-    left //= parts[letter]
-  devices = mesh.devices.reshape(*parts.values(), left)
+    parts[letter] = math.gcd(leaf.sizes[letter], remaining)
+    remaining //= parts[letter]
+  devices = mesh.devices.reshape(*parts.values(), remaining)
   names = (*parts, "copies")
   spread = jax.sharding.Mesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
   return NamedSharding(spread, sharding.spec(leaf.letters, {letter: letter for letter in parts}))
 
 
 def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int]:
-  """Tensors of which this process reads anything, and how many elements of their rows."""
+  """Returns the elements read by this process, by tensor."""
   needed: dict[str, int] = collections.Counter()
   for leaf, target in zip(leaves, layout):
     first = leaf.axes[0][0]
@@ -261,7 +265,7 @@ def read(
   twin: str | None = None,
   transfer: Transfer | None = None,
 ) -> np.ndarray:
-  """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
+  """Reads a part of a parameter: transposes, splits axes, stacks and casts."""
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
   first = leaf.axes[0][0]
   row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
@@ -288,7 +292,7 @@ def read(
 
 
 def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range]) -> np.ndarray:
-  """The `part` of one tensor, its merged axes taken apart."""
+  """Reads the `part` of one tensor and splits merged axes."""
   outer, inner, shape = [], [], []
   for first, *merged in leaf.axes:
     sizes = [leaf.sizes[x] for x in merged]
@@ -316,21 +320,20 @@ def save(
   shard_size_bytes: int = 5 * 10**9,
   more: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes config.json and safetensors that transformers' `from_pretrained` opens.
+  """Writes config.json and safetensors for transformers' `from_pretrained`.
 
-  Names and shapes are those of the published checkpoints, one tensor per expert. Every process
-  calls this and the first one writes. The tokenizer's files are the caller's to copy. An earlier
-  save in the same directory is replaced when the new files are complete. Adapters are merged, in
-  float32.
+  Names and shapes equal published checkpoints, one tensor per expert. Every process calls this and
+  the first one writes. The caller copies the tokenizer's files. An earlier save in the same
+  directory is replaced when the new files are complete. Adapters are merged in float32.
 
   Args:
-    dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
-    shard_size_bytes: several files and model.safetensors.index.json where one would be larger.
-    more: further keys of config.json, which change nothing of the model.
+    dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
+    shard_size_bytes: maximum size of a file; several files have model.safetensors.index.json.
+    more: further keys of config.json, without effect on the model. None adds none.
 
   Raises:
-    ValueError: parameters that are not those of `model_config`, or a combination of features that
-      no Hugging Face architecture has.
+    ValueError: parameters do not match `model_config`, or no Hugging Face architecture has this
+      combination of features.
   """
   directory = Path(directory)
   leaves = leaves_of(model_config, architectures.names(model_config))
@@ -346,7 +349,7 @@ def save(
     shard_size_bytes,
   )
   tensors = tensors_of(leaves, arrays, plan)
-  writes = jax.process_index() == 0  # the others take part in gathering
+  writes = jax.process_index() == 0  # The others take part in gathering.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   for name, entries in parts.items():
@@ -356,11 +359,11 @@ def save(
     hf_files.finish(directory, parts, _PARTIAL)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("hf.save")  # nobody reads what is not yet complete
+    multihost_utils.sync_global_devices("hf.save")  # Readers wait for complete files.
 
 
 def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]:
-  """The parameters, flat; ValueError where they are not those of `config`."""
+  """Flattens the parameters; raises ValueError if they do not match `config`."""
   table = transformer.table(config)
   if jax.tree.structure(params) != jax.tree.structure(table):
     raise ValueError(
@@ -375,11 +378,11 @@ def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]
 
 
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
-  """The tensors of `plan`, one layer of one parameter on the host at a time."""
-  held, host = None, None
+  """Yields the tensors of `plan`, with one layer's parameter on the host."""
+  current, host = None, None
   for layer, i, position in plan:
     leaf = leaves[i]
-    if (layer, i) != held:
-      held, host = (layer, i), None  # frees the last one before the next is fetched
+    if (layer, i) != current:
+      current, host = (layer, i), None  # Frees the previous one before fetching the next.
       host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
     yield host[position[1:]].transpose(leaf.order).reshape(leaf.tensor_shape)

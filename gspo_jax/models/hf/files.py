@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed."""
+"""Safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed."""
 
 import collections
 import concurrent.futures
@@ -19,27 +19,27 @@ from gspo_jax.models.hf.ranges import DTYPES, RangedFile
 from gspo_jax.system import hub
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-IGNORED = ".rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
+IGNORED = ".rotary_emb.inv_freq"  # A constant in old Llama checkpoints.
 _TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}
 
-AT_ONCE = 16  # ranges on their way
+AT_ONCE = 16  # Concurrent range requests.
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+Shapes = Mapping[str, tuple[int, ...]]  # Name of a tensor -> shape.
 
 
 class Files:
-  """The tensors of a directory of this machine, of a bucket, or of a repository of the hub.
+  """Tensors of a local directory, a bucket, or a repository of the hub.
 
-  Here a file is memory-mapped when something in it is first needed. Elsewhere it is read in ranges,
-  until `fetch` has put it here.
+  Local files are memory-mapped on first use. Remote files are read in ranges, until `fetch`
+  downloads them.
   """
 
   def __init__(self, name: str, single: str = SINGLE):
-    """Finds the files as transformers does: one, else the index, else whatever is there.
+    """Finds the files like transformers: one, else the index, else all.
 
     Raises:
       FileNotFoundError: there is none.
-      CheckpointError: one that cannot be read, or a tensor in two files.
+      CheckpointError: an unreadable file, or a tensor in two files.
       ValueError: a repository that cannot be read.
     """
     self._repository = hub.Repository.of(name) if hub.is_id(name) else None
@@ -66,7 +66,7 @@ class Files:
         self.file_of[tensor] = path
 
   def _names(self) -> list[str]:
-    """Names of the files in the directory."""
+    """Returns names of the files in the directory."""
     if self._repository is not None:
       return self._repository.files
     return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
@@ -89,8 +89,13 @@ class Files:
     return RangedFile(*hub.bucket_reader(path))
 
   def fetch(self, needed: Mapping[str, int]) -> None:
-    """Downloads the files of a repository of which nearly all is needed: elements by tensor. Of the
-    others nothing is kept. Raises ValueError as `hub.Repository.download` does."""
+    """Downloads the files of a repository needed almost in full.
+
+    needed: elements by tensor.
+
+    Raises:
+      ValueError: as `hub.Repository.download`.
+    """
     if self._repository is None:
       return
     elements: dict[epath.Path, int] = collections.Counter()
@@ -106,15 +111,14 @@ class Files:
       self._repository.download(path.name for path in whole)
 
   def size_of(self, needed: Mapping[str, int]) -> int:
-    """Bytes of so many elements by tensor."""
+    """Returns the bytes of the needed elements."""
     return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
 
   def _itemsize(self, name: str) -> int:
     return np.dtype(DTYPES[self._open(self.file_of[name]).get_slice(name).get_dtype()]).itemsize
 
   def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
-    """Calls `work` with each of the arguments; at once for files that are elsewhere, where most of
-    the time is spent with waiting."""
+    """Calls `work` with each of the arguments, concurrently for remote files."""
     if not self.elsewhere:
       collections.deque(itertools.starmap(work, arguments), maxlen=0)
       return
@@ -122,11 +126,11 @@ class Files:
       collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
 
   def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-    """A copy of part of a tensor; nothing else of it is read, or nothing but its rows elsewhere."""
+    """Reads part of a tensor; from remote files whole rows."""
     return self._open(self.file_of[name]).get_slice(name)[slices]
 
   def check_names(self, shapes: Shapes) -> None:
-    """CheckpointError unless there are exactly the tensors of `shapes`, and ignored ones."""
+    """Raises CheckpointError for missing or superfluous tensors."""
     missing = [name for name in shapes if name not in self.file_of]
     leftover = [
       f"{name} ({path.name})"
@@ -142,7 +146,7 @@ class Files:
       raise CheckpointError(f"{self.directory}: {'; '.join(problems)}")
 
   def check_headers(self, names: Iterable[str], shapes: Shapes) -> None:
-    """CheckpointError if a file that holds one of `names` is not as the index and `shapes` say."""
+    """Raises CheckpointError if headers of needed files contradict index or `shapes`."""
     for path in sorted({self.file_of[name] for name in names}):
       inside = set(self._open(path).keys())
       indexed = {name for name, file in self.file_of.items() if file == path}
@@ -165,7 +169,7 @@ class Files:
 
 
 def _instead(names: Iterable[str]) -> str:
-  """What to do about weights of another format."""
+  """Returns advice for weights in another format, or ""."""
   endings = {Path(name).suffix for name in names}
   if ".gguf" in endings:
     return "; docs/running.md has the command that makes one of a GGUF file"
@@ -182,7 +186,7 @@ def _listed(names: list[str], most: int = 8) -> str:
 
 
 class Entry(NamedTuple):
-  """A tensor that is to be written."""
+  """A tensor to write."""
 
   name: str
   shape: tuple[int, ...]
@@ -194,7 +198,7 @@ class Entry(NamedTuple):
 
 
 def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
-  """File name -> what goes into it, in order; a file exceeds `most_bytes` only for one tensor."""
+  """Distributes entries to files; only a single tensor may exceed `most_bytes`."""
   parts: list[list[Entry]] = [[]]
   size = 0
   for entry in entries:
@@ -209,7 +213,7 @@ def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
 
 
 def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> None:
-  """One safetensors file: length of the header, header, the next tensors one after the other."""
+  """Writes a safetensors file: header length, header, and the next tensors."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
   for entry in entries:
@@ -217,7 +221,7 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> No
     tag = _TAGS[entry.dtype.name]
     header[entry.name] = dict(dtype=tag, shape=entry.shape, data_offsets=[start, end])
   text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
+  text += b" " * (-len(text) % 8)  # Data starts at a multiple of 8 bytes.
   with open(path, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     for entry in entries:
@@ -225,7 +229,7 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> No
 
 
 def finish(directory: Path, parts: dict[str, list[Entry]], suffix: str) -> None:
-  """Puts complete files, written as name + `suffix`, in the place of whatever was there before."""
+  """Renames complete files, removing `suffix` and earlier files."""
   for stale in [directory / SINGLE, directory / INDEX, *directory.glob("model-*-of-*.safetensors")]:
     stale.unlink(missing_ok=True)
   for name in parts:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files, adapter_config.json and adapter_model.safetensors, in and out.
+"""Reads and writes adapters in PEFT's files, adapter_config.json and adapter_model.safetensors.
 
 A matrix W of Hugging Face, [outputs, inputs], has lora_A.weight [r, inputs] and lora_B.weight
 [outputs, r] there, and is W + lora_alpha / r · lora_B lora_A. Format:
@@ -24,7 +24,7 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys that change what is calculated or stored, with the only value that is read, and written.
+# Keys of calculation or storage, with the only supported value.
 FIXED = dict(
   peft_type="LORA", bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False,
   lora_bias=False, modules_to_save=None, rank_pattern={}, alpha_pattern={}, megatron_config=None,
@@ -32,7 +32,7 @@ FIXED = dict(
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
-  """Parameters whose adapters are those of the directory, laid out as these; the rest stays.
+  """Loads the adapters of a directory into the parameters, in their layout.
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `check`.
@@ -51,24 +51,24 @@ def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: 
 
 
 def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) -> files.Files:
-  """The tensors of a directory: a path, `gs://` too, or a repository of the Hugging Face hub.
+  """Opens and checks adapters of a path, bucket or hub repository.
 
   Raises:
-    FileNotFoundError: one of both files is not there.
+    FileNotFoundError: one of the two files is missing.
     CheckpointError: adapters of another kind, rank or alpha, of other matrices or another model.
-    ValueError: a bucket or a repository that cannot be read.
+    ValueError: a bucket or a repository cannot be read.
   """
   name = hub.pinned(os.fspath(directory), CONFIG)
   path = hub.directory(name) / CONFIG
-  said = read_json(path)
+  settings = read_json(path)
   for key, value in FIXED.items():
-    if (was := said.get(key) or value) != value:
-      raise CheckpointError(f"{path}: {key}={was!r}, and only {value!r} is read")
+    if (actual := settings.get(key) or value) != value:
+      raise CheckpointError(f"{path}: {key}={actual!r}, and only {value!r} is read")
   opened = files.Files(name, TENSORS)
   matrices = {name.split(".")[-3] for name in opened.file_of if ".lora_" in name}
-  has = dict(rank=said.get("r"), alpha=said.get("lora_alpha"), matrices=sorted(matrices))
-  asked = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
-  if wrong := [f"lora.{key}={value}" for key, value in has.items() if value != asked[key]]:
+  stored = dict(rank=settings.get("r"), alpha=settings.get("lora_alpha"), matrices=sorted(matrices))
+  expected = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
+  if wrong := [f"lora.{key}={value}" for key, value in stored.items() if value != expected[key]]:
     raise CheckpointError(f"lora.adapter={name} has other adapters: set {', '.join(wrong)}")
   entries, _ = _entries(_leaves(model, config))
   shapes = {entry.name: entry.shape for entry in entries}
@@ -80,16 +80,17 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
 def save(
   directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig, base: str = ""
 ) -> None:
-  """Writes both files, in float32; `PeftModel.from_pretrained` opens them. Every process calls
-  this, and the first one writes.
+  """Writes both files in float32, for `PeftModel.from_pretrained`.
+
+  Every process calls this, and the first one writes.
 
   Args:
-    base: the model that they adapt, as others know it.
+    base: public name of the adapted model.
   """
   directory, leaves = Path(directory), _leaves(model, config)
   entries, plan = _entries(leaves)
   tensors = convert.tensors_of(leaves, jax.tree.leaves(lora.split(params)[0]), plan)
-  writes = jax.process_index() == 0  # the others take part in gathering
+  writes = jax.process_index() == 0  # The others take part in gathering.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   files.write(directory / TENSORS if writes else Path(os.devnull), entries, tensors)
@@ -114,7 +115,7 @@ def _entries(leaves: list[convert.Leaf]) -> tuple[list[files.Entry], list]:
 
 
 def _leaves(model: ModelConfig, config: LoraConfig) -> list[convert.Leaf]:
-  """Every A and B, in the order of the flattened pytree."""
+  """Returns every A and B, in the order of the flattened pytree."""
   adapters = lora.table(transformer.table(model), config)
   weights = jax.tree.leaves(adapters, is_leaf=lora.is_adapted)
   leaves = []

@@ -1,4 +1,4 @@
-"""A safetensors file of which only what is needed is read: for files that are elsewhere.
+"""Reads remote safetensors files in ranges.
 
 The format: 8 bytes, the length of the header; the header, a JSON object from names of tensors to
 their type, shape and place (https://github.com/huggingface/safetensors#format); their bytes.
@@ -15,22 +15,21 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = dict(F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16)
-_FIRST = 2**18  # bytes of the first read: the headers of most files
-_LONGEST = 10**8  # bytes of a header: as the library has it
+_FIRST = 2**18  # Bytes of the first read: the headers of most files.
+_LONGEST = 10**8  # Bytes of a header: the library's limit.
 
-Read = Callable[[int, int], bytes]  # the bytes of a file from one place to another
+Read = Callable[[int, int], bytes]  # (start, stop) -> bytes of a file
 
 
 class RangedFile:
-  """The part of `safetensors.safe_open` that is used here; `get_slice` reads rows as they are asked
-  for.
+  """Subset of `safetensors.safe_open`; `get_slice` reads rows on demand.
 
   Args:
-    size: of the file, in bytes.
-    read: its bytes from one place to another.
+    size: bytes of the file.
+    read: returns its bytes from `start` to `stop`.
 
   Raises:
-    ValueError: it is not a complete safetensors file.
+    ValueError: not a complete safetensors file.
   """
 
   def __init__(self, size: int, read: Read):
@@ -59,10 +58,10 @@ class RangedFile:
     return sum(math.prod(entry["shape"]) for entry in self._header.values())
 
   def _place(self, name: str) -> tuple[int, int]:
-    """The bytes of a tensor, counted from behind the header."""
+    """Returns start and stop of a tensor's bytes after the header."""
     entry = self._header[name]
     start, stop = entry["data_offsets"]
-    dtype = DTYPES.get(entry["dtype"])  # others are refused by name later
+    dtype = DTYPES.get(entry["dtype"])  # Others are rejected by name later.
     if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
       raise ValueError(f"{name} has {stop - start} bytes, and another shape or type")
     return start, stop
@@ -78,12 +77,12 @@ class RangedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """A tensor that is not read yet. A slice of it reads the rows in which it lies, one range."""
+  """A lazy tensor. A slice reads its rows as one range."""
 
   read: Read
   dtype: str
   shape: tuple[int, ...]
-  start: int  # of its bytes in the file
+  start: int  # Start of its bytes in the file.
 
   def get_shape(self) -> tuple[int, ...]:
     return self.shape

@@ -103,7 +103,7 @@ def test_dtypes(tmp_path):
   assert_same(hf.load(tmp_path)[0], jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
   narrow, _ = hf.load(tmp_path, dtype=jnp.bfloat16)
   assert_same(narrow, rounded)
-  hf.save(tmp_path / "again", narrow, MOE)  # by default what the parameters are
+  hf.save(tmp_path / "again", narrow, MOE)  # Default: dtype of the parameters.
   assert (tmp_path / "again" / SINGLE).read_bytes() == (tmp_path / SINGLE).read_bytes()
 
 
@@ -136,7 +136,7 @@ def test_a_mesh_changes_nothing_but_the_layout(mesh_sizes, rules, fused, tmp_pat
 
 
 def fuse_experts(tensors):
-  """All experts of a layer in one tensor, as transformers 5 holds them in memory."""
+  """Fuses a layer's experts to one tensor, like transformers 5 in memory."""
   for layer in filter(MOE.is_moe, range(MOE.num_layers)):
     prefix = f"model.layers.{layer}.mlp.experts."
     gate, up, down = (
@@ -200,7 +200,7 @@ def test_saving_needs_one_layer_of_one_parameter(tmp_path):
 
 @pytest.mark.parametrize("mesh_sizes", [None, (1, 2, 2, 2), (4, 2, 1, 1)])
 def test_every_element_is_read_once(mesh_sizes, tmp_path, monkeypatch):
-  """Also where several devices hold a copy of it."""
+  """Also with copies on several devices."""
   params = saved(tmp_path, MOE)
   read = hf_files.Files.read
   elements = []

@@ -43,7 +43,7 @@ def test_a_repository_is_downloaded_once(
   server.use(monkeypatch, cache)
   commit = server.push(ID, tmp_path / "source")
   mesh = mesh_sizes and sharding.make_mesh(MeshConfig(*mesh_sizes))
-  assert hf.check(ID) == MOE  # by headers
+  assert hf.check(ID) == MOE  # From the headers.
   assert server.read() < 2**18 * len(list((tmp_path / "source").glob("*.safetensors"))) + 1
   assert not list(cache.rglob("*.safetensors"))
   loaded, config = hf.load(ID, mesh=mesh)
@@ -58,7 +58,7 @@ def test_a_repository_is_downloaded_once(
 @pytest.mark.parametrize("config, fused", [(MOE, False), (MOE, True), (TIED, False)])
 @pytest.mark.parametrize("mesh_sizes", [None, (1, 2, 2, 2), (2, 4, 1, 1)])
 def test_of_a_bucket_every_byte_is_read_once(config, fused, mesh_sizes, tmp_path, monkeypatch):
-  """Whatever the layout: where it splits rows, parts of rows come from other devices."""
+  """For any layout: parts of split rows come from other devices."""
   monkeypatch.setattr(convert, "_READ", 400)  # tensors are read in several pieces
   source = tmp_path / "bucket/model"
   params = saved(source, config)
@@ -132,7 +132,7 @@ def test_two_hosts_read_half_each(mesh_sizes, server, tmp_path):
 
 
 def test_the_index_is_enough_to_know_the_names(server, tmp_path, monkeypatch):
-  """Of a file that the index names and the repository lacks."""
+  """The repository lacks a file of the index."""
   saved(tmp_path / "source", MOE, shard_size_bytes=20_000)
   index = tmp_path / "source/model.safetensors.index.json"
   file = max(json.loads(index.read_text())["weight_map"].values())
@@ -149,14 +149,14 @@ def test_numbers_of_all_types(tmp_path, monkeypatch):
     tmp_path / "bucket/model",
     lambda t: t.update({k: v.astype(np.float16) for k, v in t.items() if "mlp" in k}),
   )
-  here = hf.load(tmp_path / "bucket/model")[0]
+  local = hf.load(tmp_path / "bucket/model")[0]
   fake_hub.bucket(monkeypatch, tmp_path)
-  assert_same(hf.load("gs://bucket/model")[0], here)
+  assert_same(hf.load("gs://bucket/model")[0], local)
 
 
 @pytest.mark.parametrize("mesh_sizes", [(1, 8, 1, 1), (2, 2, 1, 2), (1, 1, 8, 1)])
 def test_of_a_published_model_a_device_reads_an_eighth(mesh_sizes):
-  """Of each parameter, by sizes alone."""
+  """For each parameter, by sizes alone."""
   config = sizes.PUBLISHED["Qwen3-30B-A3B-Base"]
   mesh = sharding.make_mesh(MeshConfig(*mesh_sizes))
   for leaf in convert.leaves_of(config, architectures.names(config)):

@@ -83,15 +83,15 @@ def test_what_is_not_supported_is_named(config, changes, message, tmp_path):
 
 
 def test_both_forms_of_config_json(tmp_path):
-  """As published with Qwen3, and as transformers 5 writes it."""
+  """Published with Qwen3, and written by transformers 5."""
   write(tmp_path, MOE)
   assert hf.load_config(tmp_path) == MOE
   theta = dict(rope_type="default", rope_theta=MOE.rope_theta)
   renamed = dict(num_experts=..., num_local_experts=8, rope_theta=..., rope_scaling=...)
   write(tmp_path, MOE, **renamed, rope_parameters=theta)
   assert hf.load_config(tmp_path) == MOE
-  both = dict(num_local_experts=8, rope_parameters=theta, rope_theta=1_000_000)
-  write(tmp_path, MOE, **both, decoder_sparse_step=...)
+  spellings = dict(num_local_experts=8, rope_parameters=theta, rope_theta=1_000_000)
+  write(tmp_path, MOE, **spellings, decoder_sparse_step=...)
   assert hf.load_config(tmp_path) == MOE
   assert isinstance(hf.load_config(tmp_path).rope_theta, float)
 
@@ -133,7 +133,7 @@ WITHOUT_EFFECT = """architectures attention_dropout bos_token_id chunk_size_feed
 
 
 def as_transformers_computes(content):
-  """Values of ModelConfig as transformers' class has them, which reads a config.json."""
+  """Values of ModelConfig from transformers' class for a config.json."""
   theirs = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
   rope = theirs.rope_parameters
   types = getattr(theirs, "layer_types", None) or []
@@ -177,17 +177,17 @@ def test_a_key_left_out_or_null_means_what_it_means_to_transformers(config, tmp_
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_key_of_transformers_is_known(name):
-  """What a class has is read, has the one value that is supported, or has no effect."""
+  """Each is read, has its only supported value, or has no effect."""
   architecture = ARCHITECTURES[name]
   fixed = hf_architectures.FIXED | dict(architecture.fixed)
-  known = {*architecture.fields.values()}
+  keys = {*architecture.fields.values()}
   for key, value in transformers.CONFIG_MAPPING[name]().to_dict().items():
     if key in fixed:
       assert value in (None, fixed[key]), key
     elif key == "sliding_window" and "use_sliding_window" in fixed:
       continue  # not used then
     else:
-      assert key in known or key in WITHOUT_EFFECT, key
+      assert key in keys or key in WITHOUT_EFFECT, key
     if key in architecture.defaults:
       assert (value or 0) == (architecture.defaults[key] or 0), key
 
@@ -195,7 +195,7 @@ def test_every_key_of_transformers_is_known(name):
 @pytest.mark.parametrize("ropes", [dict(rope_theta=5e5), {GLOBAL: dict(rope_theta=5e5)}])
 @pytest.mark.parametrize("config", [DENSE, GEMMA3, GEMMA2])
 def test_rotary_parameters_by_kind_of_layer_and_not(config, ropes, tmp_path):
-  """Gemma 3 reads nothing but those by kind, the others none of these."""
+  """Gemma 3 reads only those by kind, the others none of them."""
   write(tmp_path, config, rope_theta=..., rope_scaling=..., rope_parameters=ropes)
   content = json.loads((tmp_path / "config.json").read_text())
   if config != GEMMA3 and GLOBAL in ropes:

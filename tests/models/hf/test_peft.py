@@ -47,16 +47,20 @@ def test_a_matrix_of_hugging_face_is_w_and_the_scaled_product_of_its_two_tensors
     else:
       np.testing.assert_array_equal(total, plain[name])
   assert not adapter, "nothing else is in the file"
-  said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-  assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (3, 12.0, "plain")
-  assert said["target_modules"] == list(CONFIG.matrices)
+  settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+  assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (
+    3,
+    12.0,
+    "plain",
+  )
+  assert settings["target_modules"] == list(CONFIG.matrices)
 
 
 def test_what_was_written_is_read_on_another_mesh(tmp_path):
   params = adapted(MOE)
   peft.save(tmp_path, params, MOE, CONFIG)
-  there = adapted(MOE, dataclasses.replace(CONFIG, adapter=str(tmp_path)), (1, 2, 2, 2), seed=0)
-  jax.tree.map(np.testing.assert_array_equal, there, params)
+  loaded = adapted(MOE, dataclasses.replace(CONFIG, adapter=str(tmp_path)), (1, 2, 2, 2), seed=0)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_of_a_repository_and_of_a_bucket(tmp_path, monkeypatch):
@@ -67,8 +71,8 @@ def test_of_a_repository_and_of_a_bucket(tmp_path, monkeypatch):
   name = f"org/adapter@{server.push('org/adapter', tmp_path / 'bucket/adapter')}"
 
   def same(name):
-    there = adapted(SMALLER_DENSE, dataclasses.replace(CONFIG, adapter=name), seed=0)
-    jax.tree.map(np.testing.assert_array_equal, there, params)
+    loaded = adapted(SMALLER_DENSE, dataclasses.replace(CONFIG, adapter=name), seed=0)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
   peft.check(name, SMALLER_DENSE, CONFIG)
   assert not list((tmp_path / "cache").rglob("*.safetensors"))  # headers are enough
