@@ -186,7 +186,7 @@ def turn_advantages(
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
   reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
   carry_BU = jnp.full_like(reward_BU, discount)
-  size_BU = backward(carry_BU, abs(reward_BU))  # which bounds the rounding of a return
+  size_BU = backward(carry_BU, abs(reward_BU))  # Bounds the rounding of a return.
   return_XG, size_XG, valid_XG = (
     jnp.swapaxes(x.reshape(P, G, U), 1, 2).reshape(P * U, G)
     for x in (backward(carry_BU, reward_BU), size_BU, valid_BU)

@@ -167,7 +167,7 @@ def mismatch(
 
 
 def _largest(log_ratio: Array, number: Array) -> Max:
-  """Of so many; where there is none, log-ratios are 0."""
+  """Maximum of |log-ratio|, and of nothing if `number` is 0."""
   return Max(jnp.where(number > 0, abs(log_ratio).max(), -jnp.inf))
 
 

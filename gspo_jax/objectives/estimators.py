@@ -16,26 +16,25 @@ from gspo_jax.objectives.checks import Number
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-  """What a declared estimator is made of, and what it goes with."""
+  """Declaration of an estimator: its function, needs and compatible parts."""
 
-  name: str  # in a configuration
-  # Rewards [P, G], valid_PG and the `options`, by name -> advantages [P, G]; None: they are made of
-  # more than a group's rewards.
+  name: str  # Name in a configuration.
+  # (rewards [P, G], valid_PG, `options` by name) -> advantages [P, G]. None if they need more than
+  # rewards of a group.
   of_group: Callable[..., Array] | None = None
-  options: tuple[str, ...] = ()  # of a loss, that `of_group` takes
-  group: bool = False  # a response is judged by others to the same prompt: it needs two of them
-  relative: bool = False  # all members of a group of equal rewards get 0
-  across_groups: bool = False  # of the whole batch, in which what is masked out does not count
-  # What makes it possible: a "critic", a "teacher", a "reference" (in the reward), "signals"
-  # (several rewards, costs), "turns" or "lines" with rewards of their own; and which of these there
-  # may be besides.
+  options: tuple[str, ...] = ()  # Options of a loss for `of_group`.
+  group: bool = False  # Compares responses to a prompt: needs at least two.
+  relative: bool = False  # Groups of equal rewards get 0.
+  across_groups: bool = False  # Statistics of the whole batch, without masked responses.
+  # Requirements: a "critic", a "teacher", a "reference" (in the reward), "signals" (several
+  # rewards, costs), "turns" or "lines" with separate rewards. `beside` lists further allowed ones.
   needs: frozenset[str] = frozenset()
   beside: frozenset[str] = frozenset()
-  kinds: tuple[str, ...] = ()  # estimators of a group's rewards whose place it takes; (): of all
-  by_token: bool = False  # advantages differ between the tokens of a response
-  by_response: bool = True  # a response has one too, for losses that take no others
-  of_rewards: bool = True  # advantages that a group's rewards give are in it
-  on_devices: bool = False  # made after the passes of an iteration; dumps have it from there
+  kinds: tuple[str, ...] = ()  # Group estimators that it may replace; (): all.
+  by_token: bool = False  # Advantages differ between tokens of a response.
+  by_response: bool = True  # Also gives one per response, for losses without token advantages.
+  of_rewards: bool = True  # Includes advantages from a group's rewards.
+  on_devices: bool = False  # Computed after the passes of an iteration; logs have it from there.
 
 
 def _soft(
@@ -44,14 +43,14 @@ def _soft(
   return soft_advantages(reward_PG, beta, soft_value, valid_PG=valid_PG)
 
 
-# An environment's turns do not disturb what is of whole responses.
+# An environment's turns do not affect estimators of whole responses.
 _WHOLE = frozenset({"turns"})
 
 
-_KINDS = ("std", "none", "leave_one_out")  # of which turns and lines may have some too
+_KINDS = ("std", "none", "leave_one_out")  # Turns and lines may use these too.
 
-# Where a configuration leaves it open, the first whose needs are met is taken, and where there is
-# none, the one that the loss was published with (`policy_loss`).
+# By default a configuration gets the first with its needs met; without one, that of the loss's
+# publication (`policy_loss`).
 _ALL = (
   Estimator(
     "gae",

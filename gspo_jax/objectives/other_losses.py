@@ -307,7 +307,7 @@ def opmd_loss(
 
 
 def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
-  """Of the old policy and the current one, over the sampled token and all others together."""
+  """Divergence of old and current policy over the sampled token and all others."""
   old_logp_BT = jnp.minimum(logp_BT - log_ratio_BT, 0)
   logp_BT = jnp.minimum(logp_BT, 0)
   old_BT = jnp.exp(old_logp_BT)

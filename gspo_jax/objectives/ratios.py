@@ -121,7 +121,7 @@ def unit_log_ratio(
 
 def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
   """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale: s, with a gradient through token t alone. [B,T]."""
-  logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # of -inf the difference would be NaN
+  logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # The difference of two -inf would be NaN.
   step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
   return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
 

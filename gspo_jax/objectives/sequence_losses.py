@@ -222,7 +222,7 @@ def _response_loss(
     ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  gain_BU = ratios.finite(weight_BU * advantage_BU)  # with room for a length
+  gain_BU = ratios.finite(weight_BU * advantage_BU)  # Leaves room for a factor of the length.
   loss_BU = -gain_BU * ratio_BU
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
   return loss_BU, length_BU, metrics, terms.either(clipped_BX, tokens)

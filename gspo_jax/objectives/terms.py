@@ -17,20 +17,20 @@ from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3, kl_k3_weighted
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
-_ROUNDING = 256  # units in the last place of 1, of a log-probability that is computed in two ways
-_KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # of log π, log π_ref and log π_old
+_ROUNDING = 256  # Units in the last place of 1: difference of two computations of a log-prob.
+_KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # (log π, log π_ref, log π_old) -> KL
   "k1": lambda logp_BT, ref_logp_BT, _: kl_k1(logp_BT, ref_logp_BT),
   "k2": lambda logp_BT, ref_logp_BT, _: kl_k2(logp_BT, ref_logp_BT),
   "k3": lambda logp_BT, ref_logp_BT, _: kl_k3(logp_BT, ref_logp_BT),
   "k3_weighted": kl_k3_weighted,
 }
 
-# Levels of importance correction (corrections.py): a loss with a ratio per response, or one weight
-# for all of it, takes the first two; a loss with a ratio per token all three.
+# Levels of importance correction (corrections.py). The first two need a ratio or weight per
+# response, all three a ratio per token.
 BY_RESPONSE = ("geometric", "sequence")
 BY_TOKEN = ("token", "sequence", "geometric")
 
-Sums = tuple[Mean, Metrics, Array]  # the loss undivided, its metrics, and what is clipped [B, T]
+Sums = tuple[Mean, Metrics, Array]  # The loss undivided, its metrics, and clipped [B, T].
 
 
 class Options(TypedDict, total=False):
@@ -61,11 +61,11 @@ class PolicyLoss(Protocol[Arguments]):
   undivided: Callable[Arguments, Sums]  # both of them
   options: Mapping[str, Any]  # published defaults of its numbers and words, KL's and entropy's too
   choices: Mapping[str, tuple[str, ...]]  # words allowed for those that are words
-  by_token: bool  # made for advantages that differ between the tokens of a response
-  levels: tuple[str, ...]  # of importance correction that it may be weighted by, its own first
-  advantage: str  # kind of advantages that it is published with, as a configuration names it
-  recorded: bool  # may learn from responses that another policy has sampled
-  to_reference: bool  # its ratios are to a reference policy, which stays, and not to the old one
+  by_token: bool  # Advantages may differ between tokens of a response.
+  levels: tuple[str, ...]  # Allowed levels of importance correction, its own first.
+  advantage: str  # Kind of advantages in its publication, named as in a configuration.
+  recorded: bool  # May learn from responses of another policy.
+  to_reference: bool  # Ratios are to a fixed reference policy, not to the old one.
 
   def __call__(
     self, *args: Arguments.args, **kwargs: Arguments.kwargs
