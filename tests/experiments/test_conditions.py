@@ -92,7 +92,7 @@ def test_the_first_condition_trains(folder, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
-  """With numbers that vary over seeds; whatever they are, there is a verdict."""
+  """With values varying over seeds; every report has a verdict."""
   experiment, module = definition.load(folder)
   row, curve = rows(folder)
   noise = np.random.default_rng(0)
@@ -129,7 +129,7 @@ def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_number_of_a_readme_is_that_of_its_results(folder, tmp_path):
-  """All that is generated, tables and verdict included, is generated again from the files."""
+  """Generated parts, tables and verdict included, follow from the files."""
   experiment, module = definition.load(folder)
   verdict, report = readme.assess(HERE / folder, experiment, module.report)
   text = (HERE / folder / "README.md").read_text()

@@ -81,7 +81,7 @@ def moments(gradient_NXD):
 
 
 def test_estimates_are_without_bias():
-  """Of gradients whose mean and covariance are known, and far below their noise."""
+  """For gradients of known mean and covariance, far below their noise."""
   rng = np.random.default_rng(0)
   true, other = np.array([0.3, 0, 0, 0.1, 0, 0, 0, 0]), np.array([0.3, 0.2, 0, 0.1, 0, 0, 0, 0])
   estimates = []

@@ -37,7 +37,7 @@ def test_every_objective_has_a_row():
 
 
 def test_the_figures_are_those_of_e17():
-  """Means over the seeds that it has of all objectives with runs, which the page names."""
+  """The page has means over available seeds of all objectives with runs."""
   experiment, _ = load(find("e17"))
   store, shown = Store(HERE / find("e17")), rows()
   results = store.results(plan(experiment, store))

@@ -79,7 +79,7 @@ class Home:
       (self.path / name).write_text(fate)
 
   def run(self, experiment=E, jobs=2, **options):
-    """Runs what is missing; the calls that workers had, "rl gspo 0" and the like."""
+    """Runs missing jobs; returns the workers' calls, such as "rl gspo 0"."""
     calls = self.path / "calls.txt"
     calls.write_text("")
     try:
@@ -142,7 +142,7 @@ def test_every_end_is_a_line_and_the_same_command_goes_on(home):
   }  # fmt: skip
   assert home.lines()["final", "gspo", 0] == ("interrupted", "its process ended: signal SIGKILL")
   assert home.lines()["final", "gspo", 1] == ("failed", "so it is")
-  assert dict(home.run()) == {"rl gspo 0": 1}  # what failed waits for --retry
+  assert dict(home.run()) == {"rl gspo 0": 1}  # Failed runs wait for --retry.
   assert home.statuses()["gspo 0"] == "done"
   assert dict(home.run(retry=True)) == {"rl gspo 1": 1}
   assert dict(home.run(retry=True)) == {}
@@ -186,7 +186,7 @@ def test_a_signal_saves_what_is_under_way(home):
   assert calls["rl grpo 0"] == 1 and calls["rl gspo 0"] == 0
   assert home.statuses() == dict.fromkeys(ALL, "done")
   seconds = Store(home.store.folder).runs.set_index(["condition", "seed"]).seconds
-  assert seconds["grpo", 0] == 12 and seconds["gspo", 0] == 6  # what it had taken counts too
+  assert seconds["grpo", 0] == 12 and seconds["gspo", 0] == 6  # Its earlier seconds count too.
 
 
 def test_a_line_is_there_as_soon_as_a_run_begins(home):
@@ -242,7 +242,7 @@ def test_runs_that_began_with_another_cold_start_are_made_again(home):
 
 
 def test_where_processes_cannot_be_bound_to_cores_they_share_them(home, monkeypatch):
-  for name in ("sched_getaffinity", "sched_setaffinity"):  # as on macOS
+  for name in ("sched_getaffinity", "sched_setaffinity"):  # Like macOS.
     monkeypatch.delattr(os, name, raising=False)
   monkeypatch.setattr(os, "cpu_count", lambda: 3)
   assert [worker.cores for worker in workers.Workers(2).all] == [[0, 2], [1]]

@@ -50,7 +50,7 @@ def test_a_change_of_the_model_has_a_cold_start_of_its_own(tmp_path):
 
 
 def test_a_run_is_the_same_whatever_says_so(tmp_path):
-  """A value that the base has anyway, its place in the experiment, how often it is saved."""
+  """A default value, the place in the experiment and the interval of saving do not matter."""
   rate = runs.applied(E.base, {})["rl_optimizer"]["learning_rate"]
   named = Condition("named", {RATE: rate, "checkpoint.every": 7})
   *_, gspo, other = plan(tmp_path, conditions=(GSPO, named), seeds=(0,))

@@ -28,7 +28,7 @@ if seed == 3:
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-  """Seeds that the stand-in was called for."""
+  """Seeds of the stand-in's calls."""
   calls = []
 
   def command(workdir, dtype, seed):
@@ -49,7 +49,7 @@ def test_runs_that_fail_or_do_not_learn_are_counted(runs, tmp_path):
   assert experiment.ends(rows[3])[1] == 0.0
   row = experiment.table(rows).splitlines()[-1]
   assert row.startswith("| float32, 4 seeds | 200 · **201** · 203 |") and "| 2 of 4 |" in row
-  assert "| 0.00 · **0.70** · 0.91 |" in row  # at the end
+  assert "| 0.00 · **0.70** · 0.91 |" in row  # Last row.
 
 
 def test_a_run_on_file_is_not_made_again(runs, tmp_path):

@@ -42,7 +42,7 @@ def test_e3_tells_whether_gspo_gains_by_replay(gain, outcome):
 
 @pytest.mark.parametrize("fault", [{"volatility": 0.01}, {"before": 0.02}, {"learned": 0.0}])
 def test_e3_says_nothing_of_a_model_on_which_nothing_can_show(fault):
-  """Replay gains nothing either where no expert changes, and where nothing is learned."""
+  """Without changed experts, or without learning, replay cannot gain."""
   assert verdicts.report("e3", replay(0.0, **fault)).verdict.outcome == OPEN
 
 
@@ -56,7 +56,7 @@ def test_e4_finds_the_slope_over_depth(slope, outcome):
 
 
 def test_e4_leaves_out_seeds_of_which_a_model_has_learned_nothing():
-  """A model that is never right has no gradient, and no expert of it changes."""
+  """A model without right answers has no gradient and no changed experts."""
 
   def value(c, seed):
     idle = c.changes["model.num_layers"] == 8 and seed < 22
@@ -72,7 +72,7 @@ def test_e4_leaves_out_seeds_of_which_a_model_has_learned_nothing():
 
 @pytest.mark.parametrize("share, outcome", [(0.05, HOLDS), (0.03, OPEN), (0.01, FAILS)])
 def test_e19_finds_the_share_of_experts_that_change(share, outcome):
-  """And what replay gains."""
+  """The report also has the gain by replay."""
 
   def value(c, seed):
     gain = 0.1 if c.name == "grpo_R2" else 0.0

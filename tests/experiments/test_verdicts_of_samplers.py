@@ -14,7 +14,7 @@ from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
 
 
 def report(name, value, curve=None):
-  """`value` and `curve` give columns of a condition, which vary a little with the seed."""
+  """Reports on `value` and `curve` of conditions, with a little noise by seed."""
 
   def noisy(c, seed):
     noise = 0.002 * np.sin(37 * seed + len(c.name))
@@ -40,7 +40,7 @@ def test_e7_tells_what_the_samplers_log_probs_cost(lost, outcome):
 
 @pytest.mark.parametrize("more, outcome", [(0.5, HOLDS), (0.0, FAILS)])
 def test_e13_compares_warm_iterations(more, outcome):
-  """The first ones compile, which is no cost of the method."""
+  """The first iterations compile and do not count."""
 
   def curve(c, step):
     dear = c.changes["objective.replay"] == "R2"

@@ -14,7 +14,7 @@ from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
 
 
 def ranges(exponent):
-  """E5's: what is clipped falls as 1/(1 + c/σ), where σ goes with T^exponent."""
+  """E5's values: clipped tokens fall as 1/(1 + c/σ), σ ∝ T^exponent."""
 
   def value(c, seed):
     lines = c.changes.get("data.lines", (16,))[0]
@@ -95,7 +95,7 @@ def test_e12_shows_what_a_lag_costs_each_loss_and_gives_no_verdict():
 
 @pytest.mark.parametrize("gain, outcome", [(0.2, HOLDS), (0.0, FAILS)])
 def test_e17_wants_each_objective_to_gain(gain, outcome):
-  """One that stays where it was, or diverges, is enough to say no."""
+  """A single objective without gain fails the claim."""
 
   def value(c, seed):
     mine = gain if c.name == "gmpo" else 0.3
