@@ -53,7 +53,7 @@ def trained(config, workdir):
 
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory):
-  """A run of a mixture of experts with checkpoints after one and two iterations of RL."""
+  """A run of an MoE with checkpoints after one and two iterations."""
   workdir = tmp_path_factory.mktemp("teacher")
   _, params = trained(config_of(tiny.get_config, **SMALL_VALUES | SMALL, seed=3), workdir)
   return workdir, params
@@ -74,9 +74,9 @@ def directory(tmp_path_factory):
 
 
 def batch(**changes):
-  one = make_batch(SMALLER_DENSE)
-  tokens_BT = one.inputs.tokens_BT % SMALLER_DENSE.vocab_size
-  return with_inputs(one, tokens_BT=tokens_BT).replace(**changes)
+  base = make_batch(SMALLER_DENSE)
+  tokens_BT = base.inputs.tokens_BT % SMALLER_DENSE.vocab_size
+  return with_inputs(base, tokens_BT=tokens_BT).replace(**changes)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -85,21 +85,21 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
   rng = np.random.default_rng(0)
   advantage_BT = rng.normal(size=(16, T)).astype(np.float32) if by_token else None
   batches = [batch(advantage_BT=advantage_BT), batch(advantage_BT=advantage_BT)]
-  said = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
-  said = [np.float32(x) for x in said]
-  taught = [b.replace(teacher_logp_BT=x) for b, x in zip(batches, said)]
-  found, metrics = of_teacher(config)(taught)
+  teacher_logps = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
+  teacher_logps = [np.float32(x) for x in teacher_logps]
+  taught = [b.replace(teacher_logp_BT=x) for b, x in zip(batches, teacher_logps)]
+  results, metrics = of_teacher(config)(taught)
   ratios, expected = [], []
-  for one, teacher_BT in zip(batches, said):
-    mask_BT = one.mask_BT > 0
-    gain_BT = np.where(mask_BT, np.nan_to_num(teacher_BT) - one.old_logp_BT, 0)
+  for part, teacher_BT in zip(batches, teacher_logps):
+    mask_BT = part.mask_BT > 0
+    gain_BT = np.where(mask_BT, np.nan_to_num(teacher_BT) - part.old_logp_BT, 0)
     ratios.append(-gain_BT[mask_BT])
     for t in range(T - 2, -1, -1):
       gain_BT[:, t] += 0.25 * gain_BT[:, t + 1] * mask_BT[:, t]
-    reward_BT = advantage_BT if by_token else one.advantage_B[:, None]
+    reward_BT = advantage_BT if by_token else part.advantage_B[:, None]
     expected.append(np.where(mask_BT, 2.0 * reward_BT + 0.5 * gain_BT, 0))
-  for one, wanted in zip(found, expected):
-    np.testing.assert_allclose(one.advantage_BT, wanted, atol=1e-5)
+  for part, advantage in zip(results, expected):
+    np.testing.assert_allclose(part.advantage_BT, advantage, atol=1e-5)
   mean = np.concatenate(ratios).mean()
   assert float(metrics["distillation/reverse_kl"]) == pytest.approx(mean, rel=1e-5)
 
@@ -107,15 +107,15 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
 def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
   """In rows of their own, packed, and on a mesh; with experts, which the policy does not have."""
   taught = teacher.Teacher(WeightSource(teacher.KEY, "t"), SMALLER_MOE)
-  params, one = initial(SMALLER_MOE), batch()
-  mask_BT = one.mask_BT[:, 1:] > 0
-  wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.inputs.tokens_BT), temperature=0.7)
+  params, inputs = initial(SMALLER_MOE), batch()
+  mask_BT = inputs.mask_BT[:, 1:] > 0
+  wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(inputs.inputs.tokens_BT), temperature=0.7)
   for shape, packed in ((1, 1, 1, 1), False), ((1, 1, 1, 1), True), ((1, 2, 2, 2), True):
     mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
     score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
     with jax.set_mesh(mesh):
       layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
-      placed = packing.plan(one, sharding.batch_shards(mesh)) if packed else one
+      placed = packing.plan(inputs, sharding.batch_shards(mesh)) if packed else inputs
       logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed.inputs, mesh))
       order = placed.order_B if packed else None
       found_BT = packing.in_order(np.asarray(jax.device_get(logp_BT)), order)
@@ -128,18 +128,18 @@ def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
 @pytest.mark.long
 def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
   """In bfloat16, but for the router; frozen weights need no more."""
-  (workdir, params), (path, of_hf, _) = other_run, directory
+  (workdir, params), (path, hf_params, _) = other_run, directory
   mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 1), jax.devices()[:4])
-  for named, wanted in (workdir, params), (path, of_hf):
+  for named, expected in (workdir, params), (path, hf_params):
     config = student(named, compute__dtype="bfloat16", mesh__fsdp=2, mesh__expert=2, mesh__data=1)
     taught = teacher.find(config)
     with jax.set_mesh(mesh):
-      found = teacher.load(taught, config, mesh)
+      loaded = teacher.load(taught, config, mesh)
     types = transformer.dtypes(taught.model, "bfloat16")
-    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(jnp.dtype, types)
-    assert found.blocks[0].ffn.router.dtype == jnp.float32 and found.embed.dtype == jnp.bfloat16
+    assert jax.tree.map(lambda x: x.dtype, loaded) == jax.tree.map(jnp.dtype, types)
+    assert loaded.blocks[0].ffn.router.dtype == jnp.float32 and loaded.embed.dtype == jnp.bfloat16
     layout = transformer.shardings(taught.model, sharding.TRAIN, mesh)
-    for x, y, s in zip(*map(jax.tree.leaves, (found, wanted, layout)), strict=True):
+    for x, y, s in zip(*map(jax.tree.leaves, (loaded, expected, layout)), strict=True):
       assert x.sharding.is_equivalent_to(s, x.ndim)
       np.testing.assert_array_equal(x, jnp.asarray(y).astype(x.dtype))
 
@@ -175,7 +175,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is no complete checkpoint")
   wider = student(workdir, model__vocab_size=272)
   refused(wider, tmp_path, "vocabulary of 264 tokens .* model.vocab_size=272.* the same vocabulary")
-  one = tiny_moe(264)
+  base = tiny_moe(264)
   for changes, message in (
     (dict(max_position_embeddings=8), "= 12 exceed the max_position_embeddings=8 of"),
     (
@@ -187,7 +187,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
     small = dict(
       hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, moe_intermediate_size=16
     )
-    model = dataclasses.replace(one, **small | changes)
+    model = dataclasses.replace(base, **small | changes)
     hf.save(path, transformer.init(model, jax.random.key(0)), model)
     refused(student(path, mesh__tensor=2, mesh__fsdp=4, mesh__data=1), tmp_path, message)
     shutil.rmtree(path)
@@ -219,9 +219,9 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
   assert all(row["reward/mean"] == 0 for row in rows[1:])
   lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
   assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
-  said = "\n".join(plan.lines(config, inputs.check(config)))
-  assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in said
-  assert "the teacher's weights" in said
+  text = "\n".join(plan.lines(config, inputs.check(config)))
+  assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in text
+  assert "the teacher's weights" in text
   stored = parameters(tmp_path / "whole", 5)
   assert stored.keys() <= {"step", "params", "opt_state", "skipped", "clip_factor"}
   sizes = [x.size for x in jax.tree.leaves(stored["params"])]
@@ -237,7 +237,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
 
 @pytest.mark.long
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_path):
-  """Also where only the directory of its checkpoints is left."""
+  """Also with only the directory of its checkpoints."""
   source = tmp_path / "source"
   shutil.copytree(other_run[0], source)
   first, last = (source / "checkpoints" / "rl" / name for name in "12")
@@ -266,27 +266,29 @@ def test_its_pass_is_counted(directory):
     train.operations(run, collected)
     for run in (alone, SimpleNamespace(config=config, teacher=taught))
   )
-  one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
-  assert with_it - without == pytest.approx(one) and one > 0 and same == updates
+  forward = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
+  assert with_it - without == pytest.approx(forward) and forward > 0 and same == updates
 
 
 def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
-  """As `gspo_jax.aot` compiles them, which needs no more of a teacher than its files."""
+  """`gspo_jax.aot` compiles them from a teacher's files alone."""
   path, _, model = directory
   config = student(path, compute__dtype="bfloat16", rl__packed=True, rl__microbatches=2)
   mesh = sharding.make_mesh(ONE, jax.devices()[:1])
   case = programs.make_case(config)
-  found = dict(programs.programs(case, mesh, ["train", "score"]))
-  assert list(found) == ["train", "score", "teacher"]
-  weights = device_bytes(found["teacher"].arguments[0])
+  compiled = dict(programs.programs(case, mesh, ["train", "score"]))
+  assert list(compiled) == ["train", "score", "teacher"]
+  weights = device_bytes(compiled["teacher"].arguments[0])
   assert 2 * transformer.count(model)[0] <= weights < 2.1 * transformer.count(model)[0]
-  assert all(device_bytes(found[name].resident) >= weights for name in ("train", "score"))
+  assert all(device_bytes(compiled[name].resident) >= weights for name in ("train", "score"))
   plain = programs.make_case(
     student("", distillation__reward_weight=1.0, compute__dtype="bfloat16")
   )
   without = dict(programs.programs(plain, mesh, ["train", "score"]))
-  assert device_bytes(found["train"].resident) - device_bytes(without["train"].resident) == weights
+  assert (
+    device_bytes(compiled["train"].resident) - device_bytes(without["train"].resident) == weights
+  )
   assert estimate.needed("teacher", case, mesh) > estimate.needed("score", case, mesh) * 0.4
   with jax.set_mesh(mesh):
-    logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)
+    logp_BT = jax.eval_shape(compiled["teacher"].function, *compiled["teacher"].arguments)
   assert logp_BT.shape == (case.sequences, case.length)

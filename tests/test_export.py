@@ -37,8 +37,8 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   workdir, params, model = trained
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=float32"])
   assert capsys.readouterr().out.endswith(f"the weights of {workdir}/checkpoints/sft/2\n")
-  found, config = hf.load(tmp_path / "out")
-  assert config == model and jax.tree.all(jax.tree.map(np.array_equal, found, params))
+  exported, config = hf.load(tmp_path / "out")
+  assert config == model and jax.tree.all(jax.tree.map(np.array_equal, exported, params))
   tok = tokenizer.load(str(tmp_path / "out"))
   assert tok.render("q") == tokenizer.load(str(workdir.parent)).render("q")
 
@@ -55,7 +55,7 @@ def test_transformers_stops_where_the_run_did(trained, tmp_path):
   assert tok.stop_ids == (2, 0)
   generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
   assert generation.eos_token_id == [2, 0] and generation.pad_token_id == 0
-  assert generation.top_k == 20  # of the tokenizer's directory
+  assert generation.top_k == 20  # From the tokenizer's directory.
   config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
   assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2, 0], 0)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -63,7 +63,7 @@ def test_transformers_stops_where_the_run_did(trained, tmp_path):
 
 
 def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsys):
-  """As a relative path is, from another directory."""
+  """Such as a relative path, from another directory."""
   workdir, *_ = trained
   for name in "config.json", "checkpoints":
     (tmp_path / "run").mkdir(exist_ok=True)
@@ -87,11 +87,11 @@ def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsy
 def test_an_earlier_checkpoint_in_half_precision(trained, tmp_path):
   workdir, params, _ = trained
   export.export(str(workdir / "checkpoints/sft/1"), tmp_path / "out")
-  found, _ = hf.load(tmp_path / "out")
+  exported, _ = hf.load(tmp_path / "out")
   assert "bfloat16" in (tmp_path / "out" / "config.json").read_text()
-  halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), found)
-  assert jax.tree.all(jax.tree.map(np.array_equal, found, halves))
-  near = jax.tree.map(lambda a, b: np.abs(a.astype(np.float32) - b).max(), found, params)
+  halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), exported)
+  assert jax.tree.all(jax.tree.map(np.array_equal, exported, halves))
+  near = jax.tree.map(lambda a, b: np.abs(a.astype(np.float32) - b).max(), exported, params)
   assert 0 < max(jax.tree.leaves(near)) < 0.1  # an update apart
 
 

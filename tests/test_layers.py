@@ -35,7 +35,7 @@ LONGEST_FUNCTION = 60
 LONG_FUNCTIONS = {
   "learner/batch.py": {"place", "train_batch"},
   "learner/step.py": {"_step"},
-  "models/attention/paged.py": {"attend", "_kernel", "one_row"},
+  "models/attention/paged.py": {"attend", "_kernel", "attend_row"},
   "models/experts/moe.py": {"experts"},
   "models/head.py": {"token_logp"},
   "models/transformer.py": {"forward"},

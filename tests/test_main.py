@@ -65,20 +65,25 @@ def test_a_run_leaves_everything_in_its_directory(finished):
 
 
 def test_updates_are_compiled_once_each(finished):
-  """That of the cold start, and the policy's: in a thread of its own, before it is called."""
+  """The cold start's and the policy's, each in a thread before its first call."""
   _, stderr = finished
   assert stderr.count("Compiling jit(step)") == 2
 
 
 def test_it_says_what_it_was_made_with(finished):
   workdir, stderr = finished
-  made = json.loads((workdir / "config.json").read_text())["provenance"]
-  assert {"python", "jax", "flax", "optax", "orbax-checkpoint", "numpy"} <= made["versions"].keys()
-  assert "gspo_jax/main.py" in made["command"] and "--config.profile.iteration=3" in made["command"]
+  provenance = json.loads((workdir / "config.json").read_text())["provenance"]
+  assert {"python", "jax", "flax", "optax", "orbax-checkpoint", "numpy"} <= provenance[
+    "versions"
+  ].keys()
+  assert (
+    "gspo_jax/main.py" in provenance["command"]
+    and "--config.profile.iteration=3" in provenance["command"]
+  )
   head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-  assert made["commit"] == (head.stdout.strip() or None)
+  assert provenance["commit"] == (head.stdout.strip() or None)
   assert "config rl.prompts: 64 -> 8\n" in stderr and "config profile.iteration: 0 -> 3\n" in stderr
-  assert "config rl.minibatches" not in stderr  # as in the file
+  assert "config rl.minibatches" not in stderr  # Values of the file.
 
 
 def test_its_metrics_tell_what_it_cost(finished):
@@ -190,7 +195,7 @@ class Talk:
 
 
 def talking(folder):
-  """What a run is started with that finds the environment of TOGETHER."""
+  """Environment variables and flags for a run with the environment of TOGETHER."""
   (folder / "talk.py").write_text(TALK)
   return modules_in(folder)
 
@@ -229,7 +234,7 @@ QUERY_SET = """
 """.split()
 
 
-@pytest.mark.slow  # what is saved of the choice is read back in test_prompt_filter.py
+@pytest.mark.slow  # test_prompt_filter.py reads the saved choice.
 def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(tmp_path):
   # 27 prompts from two files, so that they come up again and again.
   rows = [dict(id=f"{i}", question=f"{i}+{i}=", answer=str(2 * i)) for i in range(27)]
@@ -310,7 +315,7 @@ def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypa
     with metrics.Writer(tmp_path) as writer:
       for row in trained:
         writer.write(row)
-      trained = []  # by the first one
+      trained = []  # By the first process.
       parts = dict(config=config, engine=engine, evaluate=Evaluates(), writer=writer)
       main.do(SimpleNamespace(initial_params=dict, **parts))
   assert [row["phase"] for row in rows(tmp_path)] == ["sft", "rl", "eval"]
@@ -366,7 +371,7 @@ def test_bad_input_gets_one_line_before_training(case, tmp_path):
   assert not rows(tmp_path / "run")
 
 
-WRITTEN = {  # by name; all of them are in the way of a run
+WRITTEN = {  # Names; all of them are in the way of a run.
   "file": "",
   "empty.py": "",
   "none.py": "def get_config(): pass",
@@ -430,8 +435,8 @@ def test_a_bad_command_is_answered_in_one_line_and_at_once(line, in_the_way):
     cwd=ROOT, env=environment(**modules_in(in_the_way)), capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-  said = done.stderr.removeprefix(before_jax.greeting(line.split()))
-  assert done.returncode == 2 and re.search(f"^gspo_jax: .*{message}.*\n\\Z", said), done.stderr
+  output = done.stderr.removeprefix(before_jax.greeting(line.split()))
+  assert done.returncode == 2 and re.search(f"^gspo_jax: .*{message}.*\n\\Z", output), done.stderr
   assert not done.stdout and seconds < 10, (
     "nothing is compiled; of this machine's seconds it takes 2"
   )

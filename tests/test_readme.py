@@ -27,7 +27,7 @@ def local_links(page):
 
 
 def slug(heading):
-  """The anchor that GitHub gives a heading."""
+  """GitHub's anchor of a heading."""
   plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
   return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
@@ -64,15 +64,15 @@ def test_every_cell_of_the_comparison_names_its_source():
 
 def test_its_code_runs():
   (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-  found = dict(
+  names = dict(
     reward_PG=jnp.array([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]),
     logp_BT=jnp.full((6, 4), -1.0),
     old_logp_BT=jnp.full((6, 4), -1.0),
     mask_BT=jnp.ones((6, 4)),
   )
-  exec(code, found)
-  np.testing.assert_allclose(found["loss"], 0.0, atol=1e-6)  # advantages of a group add up to 0
-  assert found["metrics"]
+  exec(code, names)
+  np.testing.assert_allclose(names["loss"], 0.0, atol=1e-6)  # advantages of a group add up to 0
+  assert names["metrics"]
 
 
 def test_continuous_integration_runs_its_commands():

@@ -34,13 +34,13 @@ def urls(server):
 
 def test_a_run_ends_with_its_last_server_and_goes_on_when_there_is_one(server, tmp_path):
   def breaks(path, body):
-    third = len(rows_of(tmp_path, "rl")) >= 3  # with the row of step 0
+    third = len(rows_of(tmp_path, "rl")) >= 3  # Includes the row of step 0.
     return "500" if third and path == "/inference/v1/generate" else None
 
   server.fault = breaks
-  said = run(tmp_path, *SMALL, urls(server), ok=False)
-  assert f"no server can be used. {server.url}: " in said
-  assert "the same command goes on from the last checkpoint" in said
+  output = run(tmp_path, *SMALL, urls(server), ok=False)
+  assert f"no server can be used. {server.url}: " in output
+  assert "the same command goes on from the last checkpoint" in output
   server.fault = lambda path, body: None
   run(tmp_path, *SMALL, urls(server))
   rows = rows_of(tmp_path, "rl")
@@ -95,16 +95,17 @@ def test_servers_go_on_while_the_trainer_updates(server, tmp_path):
 
 
 def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):
-  one, two = tmp_path / "one", tmp_path / "two"
+  first, second = tmp_path / "one", tmp_path / "two"
   flags = [*SMALL, urls(server), "rl.iterations=2", "mesh.data=4"]
-  run(one, *flags, JAX_NUM_CPU_DEVICES="4")
-  on_two_processes(lambda _: command(two, *flags, "distributed=true"), devices=2)
+  run(first, *flags, JAX_NUM_CPU_DEVICES="4")
+  on_two_processes(lambda _: command(second, *flags, "distributed=true"), devices=2)
   for name in ("rl_000001.jsonl", "rl_000002.jsonl"):
     theirs, ours = (
-      [json.loads(x) for x in (d / "rollouts" / name).read_text().splitlines()] for d in (one, two)
+      [json.loads(x) for x in (d / "rollouts" / name).read_text().splitlines()]
+      for d in (first, second)
     )
     assert [x["response"] for x in ours] == [x["response"] for x in theirs]
-  assert [row["step"] for row in rows_of(two, "rl")] == [0, 1, 2]
+  assert [row["step"] for row in rows_of(second, "rl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("server", [EngineServer], indirect=True)

@@ -44,7 +44,7 @@ def losses(workdir):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-  """A cold start that learns enough: its directory, its target and its parameters."""
+  """A sufficient cold start: its directory, target and parameters."""
   workdir, target = tmp_path_factory.mktemp("learned"), 3.0
   with opened(workdir, sft__target_loss=target) as run:
     params = jax.device_get(sft.sft(run))
@@ -74,10 +74,10 @@ def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, m
   workdir, target, params = learned
   last = max(losses(workdir))
   for step in (3, last):
-    left = iter(range(step))
+    countdown = iter(range(step))
 
-    def check(left=left):
-      if next(left, None) is None:
+    def check(countdown=countdown):
+      if next(countdown, None) is None:
         raise preemption.Preempted
 
     monkeypatch.setattr(preemption, "check", check)
@@ -116,7 +116,7 @@ def test_one_that_was_longer_than_it_is_now_asked_to_be_has_ended(tmp_path):
 
 
 def test_updates_that_were_made_leave_no_batches_on_the_devices(tmp_path, monkeypatch):
-  """Those that a failure would be written down with are on the host, however many they are."""
+  """Batches for a failure report are on the host, in any number."""
   alive, pack = [], sft.train_batch
 
   def counted(*args):
@@ -135,15 +135,15 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
   (tmp_path / "data.jsonl").write_text(
     "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(30))
   )
-  seen, pack = [], sft.train_batch
+  batches, pack = [], sft.train_batch
   monkeypatch.setattr(
-    sft, "train_batch", lambda prompts, *rest: (seen.append(prompts), pack(prompts, *rest))[1]
+    sft, "train_batch", lambda prompts, *rest: (batches.append(prompts), pack(prompts, *rest))[1]
   )
   data = dict(data__train=str(tmp_path / "data.jsonl"), sft__check_problems=10, sft__steps=8)
   with opened(tmp_path / "run", sft__target_loss=0.01, **data) as run:
     sft.sft(run)
-  held_out = {prompt.id for prompt in seen[0][:10]}
-  trained = {prompt.id for batch in seen[1:] for prompt in batch}
+  held_out = {prompt.id for prompt in batches[0][:10]}
+  trained = {prompt.id for batch in batches[1:] for prompt in batch}
   assert len(held_out) == 10 and len(trained) == 20 and not held_out & trained
 
 

@@ -68,17 +68,17 @@ def work(shape=None):
 
 
 def measure(mesh):
-  def put(tree, rules):
+  def place(tree, rules):
     shardings = None if mesh is None else transformer.shardings(SMALLER_MOE, rules, mesh)
     return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
   with jax.default_device(jax.local_devices()[0]), jax.set_mesh(None):
     start = on_host(SMALLER_MOE)
-  rollout = sampled(put(start, sharding.ROLLOUT))
+  rollout = sampled(place(start, sharding.ROLLOUT))
   batch = batch_of(rollout)
   if mesh is not None:
     batch = sharding.put_batch(batch, mesh)
-  params = put(start, sharding.TRAIN)
+  params = place(start, sharding.TRAIN)
   old = passes.make_old_policy(LEARNER, OBJECTIVE)(params, batch.inputs)
   batch = batch.replace(**old._asdict())
   state = new_state(params, TX)
@@ -130,7 +130,7 @@ def test_two_processes_compute_what_one_device_does(mesh, one_device):
     assert_same(process, one_device)
 
 
-@pytest.mark.slow  # as one device does, both of them
+@pytest.mark.slow  # Both equal a single device.
 def test_one_process_with_the_same_eight_devices_agrees():
   assert_same(two_processes("expert")[0], work(MESHES["expert"]))
 
@@ -156,9 +156,9 @@ def job_on_one_process(tmp_path_factory):
   return workdir
 
 
-def same_rollouts(two, one):
-  """Equal but for the ratios, which are as near as log-probabilities are."""
-  ours, theirs = ([json.loads(x) for x in p.read_text().splitlines()] for p in (two, one))
+def same_rollouts(two, single):
+  """Equal, with ratios within the tolerance of log-probs."""
+  ours, theirs = ([json.loads(x) for x in p.read_text().splitlines()] for p in (two, single))
   for got, expected in zip(ours, theirs, strict=True):
     for name in ("ratio", "log_ratio"):
       if name in expected:
@@ -166,17 +166,17 @@ def same_rollouts(two, one):
     assert got == expected
 
 
-def same_run(two, one):
-  ours, theirs = figures(two), figures(one)
+def same_run(two, single):
+  ours, theirs = figures(two), figures(single)
   assert [row["step"] for row in theirs] == [0, 1, 2]
   assert {"router/volatility/sampler", "minibatch/1/router/volatility/mean"} <= theirs[1].keys()
   for got, expected in zip(ours, theirs, strict=True):
     assert got.pop("phase") == expected.pop("phase") == "rl"
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
   for name in ("eval_000002.jsonl", "rl_000002.jsonl"):
-    same_rollouts(two / "rollouts" / name, one / "rollouts" / name)
+    same_rollouts(two / "rollouts" / name, single / "rollouts" / name)
   assert (two / "report.html").exists()
-  chex.assert_trees_all_close(parameters(two, 2), parameters(one, 2), atol=1e-6, rtol=1e-3)
+  chex.assert_trees_all_close(parameters(two, 2), parameters(single, 2), atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.slow  # the interrupted one below comes to the same
@@ -186,21 +186,21 @@ def test_the_job_on_two_processes_is_the_job_on_one(job_on_one_process, tmp_path
   same_run(tmp_path, job_on_one_process)
 
 
-def interrupted(workdir, how, seen):
+def interrupted(workdir, notice, messages):
   """Runs the job, sends a signal to its second process once `seen`; returns codes and outputs."""
   # Where programs are kept, the job is over before its processes have agreed where to stop.
   options = dict(devices=2, JAX_ENABLE_COMPILATION_CACHE="false")
   processes = start_two_processes(lambda i: job(workdir), **options)
   try:
     deadline = time.monotonic() + 200
-    while not seen():
+    while not messages():
       assert all(p.poll() is None for p in processes), processes[0].communicate()[0][-3000:]
       assert time.monotonic() < deadline
       time.sleep(0.01)
-    processes[1].send_signal(how)
-    if how == signal.SIGKILL:
+    processes[1].send_signal(notice)
+    if notice == signal.SIGKILL:
       processes[1].wait(60)
-      processes[0].kill()  # as a cluster does; by itself it would wait for the other one
+      processes[0].kill()  # Like a cluster: alone it would wait for the other one.
     outputs = [p.communicate(timeout=100)[0] for p in processes]
   finally:
     for p in processes:
@@ -213,12 +213,12 @@ def saved(workdir, step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_notice_to_one_process_stops_both_at_the_same_step(how, job_on_one_process, tmp_path):
+@pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGINT])
+def test_a_notice_to_one_process_stops_both_at_the_same_step(notice, job_on_one_process, tmp_path):
   """While they sample for the first iteration: no checkpoint is due there."""
   evaluated = tmp_path / "rollouts" / "eval_000000.jsonl"
-  codes, outputs = interrupted(tmp_path, how, evaluated.exists)
-  assert codes == [EXIT_CODE, stops.code(how)], "\n".join(o[-3000:] for o in outputs)
+  codes, outputs = interrupted(tmp_path, notice, evaluated.exists)
+  assert codes == [EXIT_CODE, stops.code(notice)], "\n".join(o[-3000:] for o in outputs)
   assert all("the same command continues" in output for output in outputs)
   outputs = on_two_processes(lambda i: job(tmp_path), devices=2)
   assert ["rl 2/2" in output for output in outputs] == [True, False]  # one of them shows progress

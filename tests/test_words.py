@@ -30,8 +30,8 @@ FRAGMENT = re.compile(
   r"(?:of|in|by|with|for|as|from|to|at|on|or|and|which|that|since|so|but|where|what)\b"
 )
 
-# Per room: names of NOT_NAMES in 1,000 lines; docstrings that begin with one of OPENERS (%); words
-# in a docstring's first sentence; its relative pronouns; comments that begin with FRAGMENT (%).
+# Columns: names of NOT_NAMES in 1,000 lines; docstrings that begin with one of OPENERS (%);
+# words in docstrings' first sentences; relative pronouns there; comments that begin with FRAGMENT (%).
 CODE = """
   benchmarks                21.1       9    12.7    0.42      24
   experiments               34.2      14    12.9    0.54      33
@@ -57,8 +57,8 @@ CODE = """
 # Ceilings for a new room, without a line above.
 GOAL = (4.0, 1, 10.0, 0.25, 3)
 
-# Words in a sentence; sentences of more than 30 words (%); relative pronouns in a sentence; words
-# in total, tables and code included.
+# Words in a sentence; sentences of more than 30 words (%); relative pronouns in a sentence; total
+# words, tables and code included.
 PAGES = """
   docs                      21.9      21    0.74   56349
   README.md                 18.9      17    0.41    2625

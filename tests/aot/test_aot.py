@@ -99,12 +99,14 @@ def test_every_program_compiles_for_a_pod(tmp_path):
 def test_slices_send_each_other_the_gradients_and_nothing_of_the_weights(tmp_path):
   mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.mesh.expert=2")
   sizes = dict(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=128)
-  model = (f"--config.model.{key}={value}" for key, value in sizes.items())  # in whole tiles
+  model = (
+    f"--config.model.{key}={value}" for key, value in sizes.items()
+  )  # Rounded to whole tiles.
   options = "--topology=v5p:2x2x2", "--slices=2", "--config.rl.microbatches=2"
   names = "--programs=train,publish,decode"
   rows, printed = compiled(tmp_path, *options, names, *mesh, *model)
   config = dataclasses.replace(tiny_moe(264), **sizes)
-  gradients = 4 * transformer.count(config)[0] / 8  # of a chip, in float32
+  gradients = 4 * transformer.count(config)[0] / 8  # Bytes of a chip, in float32.
   # A host has four chips; each of two sends its half and gets one back.
   assert gradients * 4 <= rows["train"]["network_bytes"] < 1.1 * gradients * 4
   assert rows["train"]["network_s"] == pytest.approx(rows["train"]["network_bytes"] / 25e9)
@@ -124,8 +126,8 @@ def test_a_critic_is_part_of_the_update_and_held_meanwhile(tmp_path):
   assert train["model"]["model_flops"] == 2 * train["none"]["model_flops"]
   # Weights, moments and gradients of a second model, over the four chips.
   extra = train["model"]["peak_gib"] - train["none"]["peak_gib"]
-  held = rows["model"]["publish"]["held_gib"] - rows["none"]["publish"]["held_gib"]
-  assert extra >= held > 0 and train["model"]["moved_over_needed"] >= 1
+  resident = rows["model"]["publish"]["held_gib"] - rows["none"]["publish"]["held_gib"]
+  assert extra >= resident > 0 and train["model"]["moved_over_needed"] >= 1
 
 
 @pytest.mark.slow

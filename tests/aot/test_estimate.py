@@ -46,11 +46,11 @@ def test_an_update_needs_state_weights_activations_and_gradients(mesh):
   spec = case(sequences=64, length=8192)
   local = EXPERTS / 8 + (HEAD + ATTENTION) / 2  # parameters of a device, without the embedding
   whole = EXPERTS / 4 + HEAD + ATTENTION  # gathered over fsdp=2
-  state = 2 * 12 * (local + HEAD / 2) + 2 * 4 * (local + HEAD / 2)  # with moments; gradients
+  state = 2 * 12 * (local + HEAD / 2) + 2 * 4 * (local + HEAD / 2)  # Moments; gradients.
   passes = 2 * (4 * local + 2 * 2 * whole)  # read, written where gathered, and read from there
   gradients = 2 * 2 * whole
-  kept = 2 * 8 * 8192 * 2048 * 48 * 2  # 8 sequences of a device: the layers' inputs
-  expected = state + passes + gradients + kept
+  saved = 2 * 8 * 8192 * 2048 * 48 * 2  # 8 sequences of a device: the layers' inputs
+  expected = state + passes + gradients + saved
   assert estimate.needed("train", spec, mesh) == pytest.approx(expected, rel=0.004)
   assert estimate.needed("score", spec, mesh) == pytest.approx(passes / 2, rel=0.004)
 
@@ -73,17 +73,19 @@ def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):
 
 @pytest.mark.parametrize("dtype", ["", "float32"])
 def test_the_sampler_has_a_dtype_of_its_own(dtype, mesh):
-  """Its programs take weights of it, publication casts to it, and the update stays as it is."""
+  """Programs take weights of this dtype, publication casts to it; the update is unchanged."""
   spec = case(sequences=8, length=256)
   engine = dataclasses.replace(spec.config.engine, dtype=dtype)
   spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, engine=engine))
   with jax.set_mesh(mesh):
-    made = dict(programs.programs(spec, mesh, list(programs.PROGRAMS)))
-  of_sampler, kind = made["decode"].arguments[0], jnp.dtype(dtype or "bfloat16")
-  assert of_sampler.embed.dtype == made["prefill"].arguments[0].embed.dtype == kind
-  assert made["decode"].function.__wrapped__.keywords["compute"].dtype == kind.name
-  assert jax.eval_shape(made["publish"].function, *made["publish"].arguments).embed.dtype == kind
-  assert made["train"].arguments[0].params.embed.dtype == jnp.float32
+    compiled = dict(programs.programs(spec, mesh, list(programs.PROGRAMS)))
+  weights, kind = compiled["decode"].arguments[0], jnp.dtype(dtype or "bfloat16")
+  assert weights.embed.dtype == compiled["prefill"].arguments[0].embed.dtype == kind
+  assert compiled["decode"].function.__wrapped__.keywords["compute"].dtype == kind.name
+  assert (
+    jax.eval_shape(compiled["publish"].function, *compiled["publish"].arguments).embed.dtype == kind
+  )
+  assert compiled["train"].arguments[0].params.embed.dtype == jnp.float32
   written = kind.itemsize * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
   assert estimate.needed("publish", spec, mesh) == pytest.approx(read + written, rel=0.004)

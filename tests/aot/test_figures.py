@@ -52,44 +52,44 @@ def compiler() -> str:
   return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
-def worse(measured: dict, known: dict) -> list[str]:
-  """What got worse by more than the tolerance, in words."""
-  said = []
-  for program, figures in known["programs"].items():
+def worse(measured: dict, reference: dict) -> list[str]:
+  """Describes figures worse by more than the tolerance."""
+  lines = []
+  for program, figures in reference["programs"].items():
     for name, before in figures.items():
-      now = measured["programs"][program][name]
-      by = now / before - 1 if LESS_IS_BETTER[name] else before / now - 1
-      if by > TOLERANCE:
-        said.append(f"{program} {name} {before:.4g} -> {now:.4g}")
-  return said
+      current = measured["programs"][program][name]
+      change = current / before - 1 if LESS_IS_BETTER[name] else before / current - 1
+      if change > TOLERANCE:
+        lines.append(f"{program} {name} {before:.4g} -> {current:.4g}")
+  return lines
 
 
 def test_the_extra_tpu_installs_the_compiler_that_the_figures_are_of():
   pins = re.findall(r'"(jax|libtpu)(?:\[tpu\])?==([\d.]+)"', (aot.ROOT / "setup.py").read_text())
-  known = json.loads(FIGURES.read_text())["compiler"]
-  assert known == " ".join(f"{name} {version}" for name, version in pins)
+  compiler = json.loads(FIGURES.read_text())["compiler"]
+  assert compiler == " ".join(f"{name} {version}" for name, version in pins)
 
 
 @pytest.mark.long
 @aot.needs_libtpu
 def test_programs_are_no_worse_than_they_were(tmp_path):
-  known = json.loads(FIGURES.read_text())
-  if known["compiler"] != compiler():
-    pytest.skip(f"figures are of {known['compiler']}, this is {compiler()}")
-  said = worse(measure(tmp_path), known)
-  assert not said, f"{'; '.join(said)}; where that is meant, see above how to write them anew"
+  reference = json.loads(FIGURES.read_text())
+  if reference["compiler"] != compiler():
+    pytest.skip(f"figures are of {reference['compiler']}, this is {compiler()}")
+  lines = worse(measure(tmp_path), reference)
+  assert not lines, f"{'; '.join(lines)}; where that is meant, see above how to write them anew"
 
 
 def test_worse_is_more_bytes_or_less_utilisation():
-  known = dict(programs=dict(train=dict(hbm_bytes=100.0, moved_over_needed=2.0, mfu=0.5)))
+  reference = dict(programs=dict(train=dict(hbm_bytes=100.0, moved_over_needed=2.0, mfu=0.5)))
 
-  def of(**figures):
-    return dict(programs=dict(train=known["programs"]["train"] | figures))
+  def changed(**figures):
+    return dict(programs=dict(train=reference["programs"]["train"] | figures))
 
-  assert worse(of(hbm_bytes=104.0, moved_over_needed=1.0, mfu=0.48), known) == []
-  assert worse(of(hbm_bytes=106.0), known) == ["train hbm_bytes 100 -> 106"]
-  assert worse(of(mfu=0.47), known) == ["train mfu 0.5 -> 0.47"]
-  assert worse(of(hbm_bytes=50.0, mfu=0.9), known) == []
+  assert worse(changed(hbm_bytes=104.0, moved_over_needed=1.0, mfu=0.48), reference) == []
+  assert worse(changed(hbm_bytes=106.0), reference) == ["train hbm_bytes 100 -> 106"]
+  assert worse(changed(mfu=0.47), reference) == ["train mfu 0.5 -> 0.47"]
+  assert worse(changed(hbm_bytes=50.0, mfu=0.9), reference) == []
 
 
 if __name__ == "__main__":

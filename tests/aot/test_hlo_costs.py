@@ -68,7 +68,7 @@ metadata={op_name="jit(f)/refill/while"}
 
 def test_copies_between_memories_count_once_and_what_stays_near_not_at_all():
   array = 64 * 256 * 4
-  assert hlo_costs.costs(LOOP).memory == 5 * 2 * array  # in by the first copy, out by the last one
+  assert hlo_costs.costs(LOOP).memory == 5 * 2 * array  # In by the first copy, out by the last one.
 
 
 def test_a_loop_that_depends_on_data_turns_once_or_as_it_is_told():
@@ -384,7 +384,7 @@ def test_what_stays_in_vector_memory_is_no_traffic(chip):
 
 @needs_libtpu
 def test_a_product_reads_the_layer_that_it_slices_out_of_a_stack(chip):
-  """As the layers of a model: 12 of 32 MiB each, once each, whether or not they are copied."""
+  """Like a model's layers: 12 of 32 MiB, once each, copied or not."""
 
   def f(x, stack):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
@@ -415,7 +415,7 @@ def test_the_collectives_of_a_program_are_overlapped_or_not(chip):
 
 @needs_libtpu
 def test_a_gather_on_the_sparsecores_hides_behind_a_product(chip):
-  """As `compute.xla=sparsecore` has it compiled: 12.6 MB at 200 GB/s, beside 300 us of products."""
+  """Compiled with `compute.xla=sparsecore`: 12.6 MB at 200 GB/s, beside 300 us of products."""
   mesh = jax.make_mesh((4,), ("x",), devices=devices_of("v5p:2x2x1"))
 
   def f(x, y):

@@ -30,15 +30,15 @@ def program(name, operands, result, attributes=""):
 
 
 def fetched(grid, size, index):
-  """Bytes of the blocks that a grid reads: one whenever its index is another one than before.
+  """Bytes of a grid's blocks, read whenever the index changes.
 
-  index: of a grid point, None where the mask hides the block and nothing new is fetched.
+  index: function of a grid point; None for a masked block, without a fetch.
   """
   total, last = 0, None
   for point in grid:
-    at = index(*point)
-    if at is not None and at != last:
-      total, last = total + size, at
+    block = index(*point)
+    if block is not None and block != last:
+      total, last = total + size, block
   return total
 
 
@@ -55,13 +55,13 @@ def test_splash_reads_keys_again_for_every_block_of_queries():
   text = program("splash_mha_fwd_segmented_residuals.3", operands, WIDE, blocks)
   grid = [(h, i, j) for h in range(N) for i in range(T // Q) for j in range(T // KV)]
   keys = fetched(grid, KV * H * 2, lambda h, i, j: (h * K // N, j) if visible(i, j) else None)
-  of_queries = fetched(grid, Q * 128 * 4, lambda h, i, j: i)
-  of_keys = fetched(grid, KV * 8 * 4, lambda h, i, j: j if visible(i, j) else None)
+  query_bytes = fetched(grid, Q * 128 * 4, lambda h, i, j: i)
+  key_bytes = fetched(grid, KV * 8 * 4, lambda h, i, j: j if visible(i, j) else None)
   once = 2 * N * T * H * 2 + 2 * MASK_BYTES
   # Two blocks of queries that see no more than the first block of keys need it once.
   actual = hlo_costs.costs(text).memory
-  assert actual == pytest.approx(once + 2 * keys + of_queries + of_keys, rel=0.1)
-  assert actual >= once + 2 * keys + of_queries + of_keys
+  assert actual == pytest.approx(once + 2 * keys + query_bytes + key_bytes, rel=0.1)
+  assert actual >= once + 2 * keys + query_bytes + key_bytes
   assert keys > 4 * K * T * H * 2
 
 
@@ -74,14 +74,14 @@ def test_gradients_of_keys_read_queries_again_for_every_block_of_keys():
   )
   grid = [(j, h, i) for j in range(T // KV) for h in range(N) for i in range(T // Q)]
 
-  def seen(j, h, i):
+  def read_block(j, h, i):
     return (h, i) if visible(i, j) else None
 
-  queries = fetched(grid, Q * H * 2, seen)  # and their gradients
-  sums = fetched(grid, Q * 8 * 4, seen)  # and the logarithms
-  of_queries = fetched(grid, Q * 8 * 4, lambda j, h, i: i if visible(i, j) else None)
+  queries = fetched(grid, Q * H * 2, read_block)  # Gradients as well.
+  sums = fetched(grid, Q * 8 * 4, read_block)  # Logarithms as well.
+  query_bytes = fetched(grid, Q * 8 * 4, lambda j, h, i: i if visible(i, j) else None)
   once = 4 * K * T * H * 2 + T * 128 * 4 + MASK_BYTES
-  expected = once + 2 * queries + 2 * sums + of_queries
+  expected = once + 2 * queries + 2 * sums + query_bytes
   assert hlo_costs.costs(text).memory == pytest.approx(expected, rel=0.01)
 
 
@@ -91,10 +91,10 @@ def test_a_kernel_counts_as_it_states_and_its_caller_goes_first():
   once = program("mine.1", operands, "f32[1024,128]{1,0}")
   assert hlo_costs.costs(once).memory == 2 * size  # the other operand is in vector memory
   stated = f', backend_config={{"cost_estimate":{{"flops":"1","bytes_accessed":"{9 * size}"}}}}'
-  said = program("mine.1", operands, "f32[1024,128]{1,0}", stated)
-  assert hlo_costs.costs(said).memory == 8 * size
-  assert hlo_costs.costs(said, dict(mine=0.25)).memory == 2 * size
-  assert hlo_costs.costs(said, dict(min=0.25)).memory == 8 * size
+  text = program("mine.1", operands, "f32[1024,128]{1,0}", stated)
+  assert hlo_costs.costs(text).memory == 8 * size
+  assert hlo_costs.costs(text, dict(mine=0.25)).memory == 2 * size
+  assert hlo_costs.costs(text, dict(min=0.25)).memory == 8 * size
   scope = ', metadata={op_name="jit(f)/hbm_bytes=777/pallas_call"}' + stated
   caller = program("mine.1", operands, "f32[1024,128]{1,0}", scope)
   assert hlo_costs.costs(caller).memory == 777
@@ -106,7 +106,7 @@ def on_chip():
 
 
 def compiled(f, on_chip, *shapes):
-  """The compiled text of `f` on bfloat16 arrays, and on int32 ones of one axis."""
+  """Compiles `f` on bfloat16 arrays, and int32 ones of one axis; returns the text."""
   arguments = [
     jax.ShapeDtypeStruct(s, jnp.int32 if len(s) == 1 else jnp.bfloat16, sharding=on_chip)
     for s in shapes
@@ -147,7 +147,7 @@ def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
   ],
 )
 def test_tiles_of_published_models_fit_into_vector_memory(monkeypatch, topology, kind, D, F):
-  """Where they do not, the compiler refuses them."""
+  """The compiler refuses larger ones."""
   monkeypatch.setattr(groups, "_interpreted", lambda: False)
   monkeypatch.setattr(groups, "_vector_memory", lambda: accelerators.vector_memory(kind))
   on_chip = jax.sharding.SingleDeviceSharding(compiler.devices_of(topology)[0])

@@ -43,7 +43,7 @@ def row(sides, axis, places):
   [
     ((4, 4, 4), 0, range(4), 1.0),
     ((4, 4, 4), 2, range(2), 0.5),  # half of a side
-    ((4, 4, 4), 1, (0, 2), 0.5),  # with another one between them
+    ((4, 4, 4), 1, (0, 2), 0.5),  # Two chips with another between them.
     ((4, 4, 8), 2, range(8), 1.0),
     ((4, 4, 8), 2, range(4), 0.5),
     ((2, 2, 4), 2, range(4), 0.5),  # less than a cube: the ends are not joined

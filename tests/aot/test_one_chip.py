@@ -13,10 +13,10 @@ from gspo_jax.settings.reading import from_dict
 
 
 def bytes_held(rank):
-  """What stays on the device besides each program's own arrays, and the number of parameters."""
-  given = gsm8k.get_config("tiny")
-  given.update(lora=dict(rank=rank), compute=dict(dtype="bfloat16"))
-  case = make_case(from_dict(given.to_dict()))
+  """Bytes on the device beside each program's arrays, and counts of parameters."""
+  values = gsm8k.get_config("tiny")
+  values.update(lora=dict(rank=rank), compute=dict(dtype="bfloat16"))
+  case = make_case(from_dict(values.to_dict()))
   mesh = sharding.make_mesh(case.config.mesh, jax.devices()[:1])
   with jax.set_mesh(mesh):
     sizes = {
@@ -28,19 +28,21 @@ def bytes_held(rank):
 
 
 def test_the_training_state_is_held_while_sampling_and_the_sampler_while_scoring():
-  held, count, params = bytes_held(rank=0)
+  resident, count, params = bytes_held(rank=0)
   assert params == 4 * count
-  assert held["train"] == 0, "the sampler's weights are gone by then"
-  assert held["decode"] == held["prefill"] == pytest.approx(12 * count, abs=100)
-  assert held["publish"] == pytest.approx(8 * count, abs=100)
-  assert held["score"] == pytest.approx((8 + 2) * count, abs=100)
+  assert resident["train"] == 0, "the sampler's weights are gone by then"
+  assert resident["decode"] == resident["prefill"] == pytest.approx(12 * count, abs=100)
+  assert resident["publish"] == pytest.approx(8 * count, abs=100)
+  assert resident["score"] == pytest.approx((8 + 2) * count, abs=100)
 
 
 def test_with_adapters_frozen_weights_are_held_once_in_half():
-  held, count, params = bytes_held(rank=4)
+  resident, count, params = bytes_held(rank=4)
   assert 2 * count < params < 2.7 * count
-  assert held["publish"] == pytest.approx(2 * (params - 2 * count), abs=100), "moments of adapters"
-  assert held["decode"] == pytest.approx(params + held["publish"], abs=100)
+  assert resident["publish"] == pytest.approx(2 * (params - 2 * count), abs=100), (
+    "moments of adapters"
+  )
+  assert resident["decode"] == pytest.approx(params + resident["publish"], abs=100)
 
 
 @needs_libtpu

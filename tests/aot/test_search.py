@@ -42,9 +42,9 @@ def chunks(*sizes):
 
 
 def searched(bounds, rows, tries=10, lists=None, **options):
-  """A search of candidates whose bounds and rows are given by their `expert_chunk`: what is known,
-  and what was compiled, in order."""
-  compiled, known = [], search.Search("train", 10 * GIB)
+  """Searches candidates with bounds and rows by `expert_chunk`; returns the search and the compiled
+  candidates in order."""
+  compiled, candidates = [], search.Search("train", 10 * GIB)
 
   def measure(case):
     compiled.append(case.config.compute.expert_chunk)
@@ -54,23 +54,26 @@ def searched(bounds, rows, tries=10, lists=None, **options):
     return bounds[case.config.compute.expert_chunk]
 
   lists = [chunks(*bounds)] if lists is None else lists
-  search.compile_best(known, lists, bound, measure, tries, **options)
-  return known, compiled
+  search.compile_best(candidates, lists, bound, measure, tries, **options)
+  return candidates, compiled
 
 
-def reasons(known):
-  return {known.cases[n].config.compute.expert_chunk: said for n, said in known.rejected.items()}
+def reasons(candidates):
+  return {
+    candidates.cases[n].config.compute.expert_chunk: reason
+    for n, reason in candidates.rejected.items()
+  }
 
 
-def best(known):
-  return known.best.config.compute.expert_chunk
+def best(candidates):
+  return candidates.best.config.compute.expert_chunk
 
 
 def test_the_fastest_by_their_bounds_are_compiled_first_and_the_slower_not_at_all():
   bounds = {1: least(3.0), 2: least(1.0), 3: least(2.0), 4: least(2.6)}
-  known, compiled = searched(bounds, {2: row(2.5), 3: row(2.2)})
-  assert compiled == [2, 3] and best(known) == 3
-  assert reasons(known) == {
+  candidates, compiled = searched(bounds, {2: row(2.5), 3: row(2.2)})
+  assert compiled == [2, 3] and best(candidates) == 3
+  assert reasons(candidates) == {
     1: "takes 3 s (compute) at least; 2.2 s was reached",
     4: "takes 2.6 s (compute) at least; 2.2 s was reached",
   }
@@ -78,26 +81,26 @@ def test_the_fastest_by_their_bounds_are_compiled_first_and_the_slower_not_at_al
 
 def test_what_cannot_fit_or_did_not_fit_with_less_is_not_compiled():
   bounds = {1: least(1.0, gib=14.0), 2: least(1.1, gib=8.0), 3: least(1.2, gib=9.0), 4: least(1.3)}
-  known, compiled = searched(bounds, {2: row(fits=False), 4: row(1.4)})
-  assert compiled == [2, 4] and best(known) == 4
-  assert reasons(known)[1] == "needs 14 GiB a chip at least, 4 too many"
-  assert reasons(known)[3].startswith(
+  candidates, compiled = searched(bounds, {2: row(fits=False), 4: row(1.4)})
+  assert compiled == [2, 4] and best(candidates) == 4
+  assert reasons(candidates)[1] == "needs 14 GiB a chip at least, 4 too many"
+  assert reasons(candidates)[3].startswith(
     "9.0 GiB at least, not fewer than 1x2x4x1, 1 micro, full 2/16, none"
   )
 
 
 def test_a_kernel_without_vector_memory_says_nothing_about_a_chips_memory():
   bounds = {1: least(1.0, gib=8.0), 2: least(1.1, gib=9.0)}
-  known, compiled = searched(bounds, {1: row(fits=False) | dict(of_kernel=True), 2: row(1.4)})
-  assert compiled == [1, 2] and best(known) == 2
+  candidates, compiled = searched(bounds, {1: row(fits=False) | dict(of_kernel=True), 2: row(1.4)})
+  assert compiled == [1, 2] and best(candidates) == 2
 
 
 def test_a_search_compiles_no_more_than_it_may():
-  lists = [chunks(0), chunks(1, 2), chunks(3, 0)]  # in turn
+  lists = [chunks(0), chunks(1, 2), chunks(3, 0)]  # Lists take turns.
   rows = {n: row(9.0 - n) for n in range(4)}
-  known, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists)
-  assert compiled == [0, 1, 3] and best(known) == 3
-  assert reasons(known) == {
+  candidates, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists)
+  assert compiled == [0, 1, 3] and best(candidates) == 3
+  assert reasons(candidates) == {
     2: "takes 1 s (compute) at least; not compiled, since enough others were"
   }
   _, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists, enough=1)
@@ -105,20 +108,20 @@ def test_a_search_compiles_no_more_than_it_may():
 
 
 def test_where_nothing_fits_it_says_what_is_lacking():
-  known, compiled = searched({}, {}, lists=[[]])
-  assert compiled == [] and known.best is None and known.needs() == "no mesh divides it"
-  known, compiled = searched({1: least(gib=12.0), 2: least(gib=11.0)}, {})
-  assert compiled == [] and known.needs() == "needs 11.0 GiB a chip at least of 10"
-  known, compiled = searched({1: least()}, {1: row(fits=False)})
-  assert compiled == [1] and known.best is None and known.needs() == "too large"
+  candidates, compiled = searched({}, {}, lists=[[]])
+  assert compiled == [] and candidates.best is None and candidates.needs() == "no mesh divides it"
+  candidates, compiled = searched({1: least(gib=12.0), 2: least(gib=11.0)}, {})
+  assert compiled == [] and candidates.needs() == "needs 11.0 GiB a chip at least of 10"
+  candidates, compiled = searched({1: least()}, {1: row(fits=False)})
+  assert compiled == [1] and candidates.best is None and candidates.needs() == "too large"
 
 
 def test_more_micro_batches_or_wider_tensors_than_fit_are_not_compiled():
   several = [search.changed(start(), microbatches=n) for n in (1, 2, 4)]
   wider = search.changed(start(), mesh=dict(fsdp=1, tensor=2))
-  known, compiled = searched({1024: least()}, {1024: row(2.0)}, lists=[several, [wider]])
-  assert compiled == [1024] and known.best == several[0]
-  assert list(known.rejected.values()) == [
+  candidates, compiled = searched({1024: least()}, {1024: row(2.0)}, lists=[several, [wider]])
+  assert compiled == [1024] and candidates.best == several[0]
+  assert list(candidates.rejected.values()) == [
     "sends more than 1x2x4x1, 1 micro, full 1024/16, none, which fits",
     *["gathers more than 1x2x4x1, 1 micro, full 1024/16, none, which fits"] * 2,
   ]
@@ -126,13 +129,16 @@ def test_more_micro_batches_or_wider_tensors_than_fit_are_not_compiled():
 
 def test_nearly_equal_times_are_told_apart_by_memory():
   rows = {1: row(1.001), 2: row(1.0) | dict(peak_gib=2.0)}
-  known, _ = searched({1: least(0.5), 2: least(0.5)}, rows)
-  assert [known.cases[name].config.compute.expert_chunk for name in known.ranked()] == [1, 2]
+  candidates, _ = searched({1: least(0.5), 2: least(0.5)}, rows)
+  assert [candidates.cases[name].config.compute.expert_chunk for name in candidates.ranked()] == [
+    1,
+    2,
+  ]
 
 
 def test_every_setting_of_updates_is_varied_from_the_configuration():
   """The best of each list by its bound is compiled, and the fastest of these comes first."""
-  case, known = start(), search.Search("train", 10 * GIB)
+  case, candidates = start(), search.Search("train", 10 * GIB)
 
   def seconds(case):
     mesh, compute = case.config.mesh, case.config.compute
@@ -144,14 +150,14 @@ def test_every_setting_of_updates_is_varied_from_the_configuration():
     return row(seconds(case))
 
   lists = search.updates(case, 8)
-  search.compile_best(known, lists, lambda case: least(seconds(case) - 8), measure, 5)
+  search.compile_best(candidates, lists, lambda case: least(seconds(case) - 8), measure, 5)
   names = [
     "1x2x4x1, 1 micro, full 1024/16, none",
     "1x2x4x1, 1 micro, full 1024/16, sparsecore, prefetch",
   ]
   names += ["1x1x8x1, 1 micro, full 1024/16, none"]
   names += ["1x2x4x1, 1 micro, attention 1024/16, none", "1x2x4x1, 1 micro, full 1024/0, none"]
-  assert list(known.rows) == names and known.ranked()[0] == names[2]
+  assert list(candidates.rows) == names and candidates.ranked()[0] == names[2]
 
 
 def test_a_search_tries_meshes_that_divide_the_model():
@@ -162,7 +168,7 @@ def test_a_search_tries_meshes_that_divide_the_model():
   ]
   narrow = [MeshConfig(1, 8 // expert, expert, 1) for expert in (1, 2, 4, 8)]
   assert tried == narrow + [MeshConfig(1, 4 // expert, expert, 2) for expert in (1, 2, 4)]
-  # of two key/value heads; a packed update has several micro-batches
+  # Two key/value heads; a packed update has several micro-batches.
   assert all(case.microbatches > 1 for case in search.meshes(flagship(), 64))
 
 
@@ -205,16 +211,16 @@ def test_memory_that_is_held_is_a_lower_bound():
   case = tiny_case()
   mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   parameters, model = transformer.count(case.model)[0], case.model
-  of_experts = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
-  of_experts *= model.num_layers
+  expert_parameters = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
+  expert_parameters *= model.num_layers
   inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
-  weights = of_experts / 8 + (parameters - of_experts) / 2
+  weights = expert_parameters / 8 + (parameters - expert_parameters) / 2
   bound = estimate.update_bound(case, mesh, "v5p:2x2x2")
   assert bound.memory == pytest.approx(16 * weights + inputs, rel=0.02)  # norms lie otherwise
-  kept = search.changed(case, compute=dict(remat="attention"))
+  with_remat = search.changed(case, compute=dict(remat="attention"))
   heads = 16 // 8 * 64 * model.num_heads * model.head_dim * model.num_layers * 2
-  added = estimate.update_bound(kept, mesh, "v5p:2x2x2").memory - bound.memory
-  assert added == pytest.approx(heads, rel=0.07)  # and a sum for each head
+  added = estimate.update_bound(with_remat, mesh, "v5p:2x2x2").memory - bound.memory
+  assert added == pytest.approx(heads, rel=0.07)  # The sum for each head as well.
 
 
 def test_bounds_follow_what_is_recomputed_and_sent():
@@ -224,12 +230,14 @@ def test_bounds_follow_what_is_recomputed_and_sent():
     for expert in (1, 8)
   )
 
-  def of(mesh, **compute):
+  def bound(mesh, **compute):
     changed = search.changed(case, compute=dict(remat="full", expert_chunk=1024) | compute)
     return estimate.update_bound(changed, mesh, "v5p:2x2x2")
 
-  assert of(narrow, remat="none").seconds["compute"] < of(narrow).seconds["compute"]
-  assert of(narrow, expert_chunk=32).seconds["hbm"] > of(narrow, expert_chunk=0).seconds["hbm"]
+  assert bound(narrow, remat="none").seconds["compute"] < bound(narrow).seconds["compute"]
+  assert (
+    bound(narrow, expert_chunk=32).seconds["hbm"] > bound(narrow, expert_chunk=0).seconds["hbm"]
+  )
   weights = estimate.weights_of(case, narrow)
   assert weights["experts"] == 8 * estimate.weights_of(case, wide)["experts"]
   whole = sum(weights.values()) + (weights["head"] if not case.model.tie_word_embeddings else 0)
@@ -260,13 +268,13 @@ def test_more_slots_need_more_memory_and_fewer_steps():
     paged=dict(slots=512, cache_tokens=case.pool(512, 8)),
   )
   with jax.set_mesh(mesh):
-    of = {
+    bounds = {
       name: iteration.sampling_bound(search.changed(case, engine=engine), mesh, "v5p:2x2x2")
       for name, engine in engines.items()
     }
-  assert of["few"].memory < of["paged"].memory < of["many"].memory
+  assert bounds["few"].memory < bounds["paged"].memory < bounds["many"].memory
   # whose empty slots read nothing
-  assert of["few"].bound_s > of["many"].bound_s > of["paged"].bound_s
+  assert bounds["few"].bound_s > bounds["many"].bound_s > bounds["paged"].bound_s
 
 
 def test_the_recommendation_of_a_rollout_can_be_pasted():

@@ -81,11 +81,11 @@ def untimed(row):
 
 
 def test_accuracy_is_the_mean_over_samples_and_problems(params):
-  seen = []
+  accuracies = []
 
   # Problem 0 is always right, problem 1 on its first sample.
   def score(responses, answers, finished):
-    seen.append(responses)
+    accuracies.append(responses)
     reward = np.zeros(len(responses), np.float32)
     samples = len(responses) // 5
     reward[:samples] = 1
@@ -99,11 +99,11 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
   assert row["eval/verifier/timeout"] == pytest.approx(1 / 15)
   assert [r["reward"] for r in records] == [1, 1, 1, 1] + [0] * 11
   assert [r["prompt_id"] for r in records] == [str(i // 3) for i in range(15)]
-  assert [len(s) for s in seen] == [15, 5]
+  assert [len(s) for s in accuracies] == [15, 5]
 
 
 def unknown_for(*problems):
-  """All are right but those that the verifier fails on."""
+  """A verifier without a verdict on some responses; the others are right."""
 
   def score(responses, prompts, finished):
     unknown = {i: "crash: it broke" for i, p in enumerate(prompts) if p.id in problems}
@@ -173,7 +173,7 @@ class Interrupted(Exception):
 
 
 def stopping_after(calls):
-  """A verifier that counts its calls and fails once there have been so many."""
+  """A verifier that fails after a number of calls."""
 
   def score(responses, answers, finished):
     score.calls += 1
@@ -198,16 +198,18 @@ def test_an_interrupted_evaluation_goes_on(params, tmp_path):
     evaluated(stopping_after(2))
   with (tmp_path / "unfinished.jsonl").open("a") as file:
     file.write('{"chunk": "/samples/3/4", "records": [')  # killed while writing
-  left = stopping_after(99)
-  row, again = evaluated(left)
-  assert left.calls == 4  # one chunk of samples was left, and three greedy ones
+  engine = stopping_after(99)
+  row, again = evaluated(engine)
+  assert engine.calls == 4  # one chunk of samples was left, and three greedy ones
   assert untimed(row) == untimed(whole) and again == records
   assert row["time/eval/sample"] > 0
-  told = {
+  expected = {
     r["prompt_id"]: [x["response"] for x in records if x["prompt_id"] == r["prompt_id"]]
     for r in records
   }
-  assert told["0"][:3] != told["0 again"][:3] and told["1"][:3] != told["1 again"][:3]
+  assert (
+    expected["0"][:3] != expected["0 again"][:3] and expected["1"][:3] != expected["1 again"][:3]
+  )
   assert evaluated(stopping_after(0)) == (row, again)
 
 
@@ -217,22 +219,22 @@ def test_greedy_samples_and_the_greedy_response_are_kept_apart(params, tmp_path)
   assert untimed(first) == untimed(again) and "eval/greedy" in first
 
 
-@pytest.mark.parametrize("what", ["weights", "seed", "temperature", "problems", "identity"])
-def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
+@pytest.mark.parametrize("change", ["weights", "seed", "temperature", "problems", "identity"])
+def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, change):
   run = evaluator(benchmark(by_length), directory=tmp_path, greedy=False)
   evaluate(run, params)
-  if what == "weights":
+  if change == "weights":
     # The least change of one number.
     head = params.final_norm_D if hasattr(params, "final_norm_D") else jax.tree.leaves(params)[0]
     changed = head.ravel().at[0].set(np.nextafter(head.ravel()[0], 9)).reshape(head.shape)
     params = jax.tree.map(lambda x: changed if x is head else x, params)
-  if what == "problems":
+  if change == "problems":
     other = dataclasses.replace(PROBLEMS[2], answer="b")
     benchmarks = [benchmark(by_length, problems=[*PROBLEMS[:2], other, *PROBLEMS[3:]])]
     run = dataclasses.replace(run, benchmarks=benchmarks)
-  if what in ("seed", "identity"):
-    run = dataclasses.replace(run, **{what: dict(seed=1, identity="other")[what]})
-  if what == "temperature":
+  if change in ("seed", "identity"):
+    run = dataclasses.replace(run, **{change: dict(seed=1, identity="other")[change]})
+  if change == "temperature":
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, temperature=0.5))
   count = stopping_after(9)
   changes = [dataclasses.replace(b, score=count) for b in run.benchmarks]

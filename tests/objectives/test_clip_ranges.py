@@ -19,12 +19,12 @@ def test_the_factor_of_a_length():
 
 
 def drifted(seed):
-  """Log-probs whose log s is a few thousandths whatever the length, and what goes with them."""
+  """A batch with log s of a few thousandths at any length."""
   rng = np.random.default_rng(seed)
   shift = np.where(rng.random(len(LENGTHS)) < 0.5, -1, 1) * rng.uniform(0.2, 1.5, len(LENGTHS))
   shift = 4e-3 * shift[:, None] + rng.normal(0, 1e-4, MASK.shape)
   size = rng.uniform(0.5, 1, len(LENGTHS))
-  advantage = np.sign(shift.mean(1)) * size  # so that all may be clipped
+  advantage = np.sign(shift.mean(1)) * size  # All may be clipped.
   logp = np.where(MASK > 0, shift - 1, np.nan).astype(np.float32)
   return logp, np.full_like(logp, -1), advantage.astype(np.float32)
 
@@ -63,8 +63,8 @@ def test_the_loss_is_that_of_ranges_given_by_row(name):
   f = jax.value_and_grad(lambda x, **o: loss(x, old, advantage, MASK, **o)[0])
   by_length = f(logp, clip_low=1e-3, clip_high=2e-3, clip_length=8.0, clip_exponent=0.7)
   by_row = f(logp, clip_low=1e-3 * wide, clip_high=2e-3 * wide)
-  for ours, given in zip(by_length, by_row):
-    np.testing.assert_allclose(ours, given, rtol=1e-6, atol=1e-9)
+  for ours, expected in zip(by_length, by_row):
+    np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_effective_length_is_how_many_tokens_the_log_ratio_is_spread_over():
@@ -85,14 +85,16 @@ def test_effective_length_is_how_many_tokens_the_log_ratio_is_spread_over():
 
 
 def test_the_factor_comes_to_the_range_that_clips_the_target():
-  """Of normal log-ratios, all of which have a bound above."""
+  """For normal log-ratios, all with a bound above."""
   rng, target, factor = np.random.default_rng(0), 0.15, 1.0
-  seen = []
+  fractions = []
   for _ in range(200):
     log_s = rng.normal(0, 3e-3, 512)
     factor = float(O.adapted_factor(factor, (log_s > 3e-4 * factor).mean(), target))
-    seen.append(factor)
-  assert np.mean(seen[100:]) == pytest.approx(1.0364 * 10, rel=0.05)  # the normal's 0.85 quantile
+    fractions.append(factor)
+  assert np.mean(fractions[100:]) == pytest.approx(
+    1.0364 * 10, rel=0.05
+  )  # the normal's 0.85 quantile
   np.testing.assert_allclose(O.adapted_factor(2.0, 0.4, 0.1, gain=0.5), 2 * np.exp(0.15), rtol=1e-6)
   assert O.adapted_factor(0.5, 0.0, 0.9, gain=9.0, span=4.0) == 0.25
   assert O.adapted_factor(0.5, 1.0, 0.1, gain=9.0, span=4.0) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_jax import objectives as O
 
-TREES = {"merge", "collapse", "psum", "compute", "reduced"}  # of reductions: one example for all
+TREES = {"merge", "collapse", "psum", "compute", "reduced"}  # Reductions share one example.
 PUBLIC = {
   name: inspect.unwrap(function)
   for name, function in (vars(O) | O.POLICY_LOSSES).items()
@@ -23,7 +23,7 @@ def test_example(name):
   scope = vars(sys.modules[function.__module__]) | dict(jnp=jax.numpy)
   (example,) = doctest.DocTestFinder(recurse=False).find(function, name, False, globs=scope)
   assert example.examples, f"{name} has no example: add `Example:` and >>> lines to its docstring"
-  said = []
+  output = []
   runner = doctest.DocTestRunner(verbose=False)
-  runner.run(example, out=said.append)
-  assert not runner.failures, "".join(said)
+  runner.run(example, out=output.append)
+  assert not runner.failures, "".join(output)

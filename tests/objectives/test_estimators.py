@@ -5,37 +5,41 @@ import pytest
 
 from gspo_jax import objectives as O
 
-OF_GROUP = [name for name, one in O.ESTIMATORS.items() if one.of_group]
+OF_GROUP = [name for name, estimator in O.ESTIMATORS.items() if estimator.of_group]
 REWARD_PG = np.float32([[1.0, 0.0, 0.5, 9.0], [0.25, 0.25, 0.25, 9.0], [0.0, 1.0, 1.0, 9.0]])
 VALID_PG = np.array([[1, 1, 1, 0]] * 3, bool)
 OPTIONS = dict(beta=0.5, soft_value=None)
 
 
-def made(name, reward_PG, valid_PG):
-  one = O.ESTIMATORS[name]
-  options = {option: OPTIONS[option] for option in one.options}
-  return np.asarray(one.of_group(reward_PG, valid_PG=valid_PG, **options))
+def estimate(name, reward_PG, valid_PG):
+  estimator = O.ESTIMATORS[name]
+  options = {option: OPTIONS[option] for option in estimator.options}
+  return np.asarray(estimator.of_group(reward_PG, valid_PG=valid_PG, **options))
 
 
 @pytest.mark.parametrize("name", OF_GROUP)
 def test_a_member_that_is_not_valid_has_none_and_is_in_no_mean(name):
-  found = made(name, REWARD_PG, VALID_PG)
-  assert not found[~VALID_PG].any() and np.isfinite(found).all()
-  np.testing.assert_allclose(found[:, :3], made(name, REWARD_PG[:, :3], VALID_PG[:, :3]), atol=1e-6)
+  advantages = estimate(name, REWARD_PG, VALID_PG)
+  assert not advantages[~VALID_PG].any() and np.isfinite(advantages).all()
+  np.testing.assert_allclose(
+    advantages[:, :3], estimate(name, REWARD_PG[:, :3], VALID_PG[:, :3]), atol=1e-6
+  )
 
 
 @pytest.mark.parametrize("name", OF_GROUP)
 def test_what_is_declared_relative_learns_nothing_from_equal_rewards(name):
-  rewards = [made(name, np.full((1, 4), x, np.float32), np.ones((1, 4), bool)) for x in (0.5, 1, 2)]
+  rewards = [
+    estimate(name, np.full((1, 4), x, np.float32), np.ones((1, 4), bool)) for x in (0.5, 1, 2)
+  ]
   assert O.ESTIMATORS[name].relative <= (not np.any(rewards))
 
 
 def test_those_of_a_groups_rewards_are_the_functions_of_their_names():
   for name in ("std", "none", "leave_one_out"):
     expected = O.group_advantages(REWARD_PG, name, valid_PG=VALID_PG)
-    np.testing.assert_array_equal(made(name, REWARD_PG, VALID_PG), expected)
+    np.testing.assert_array_equal(estimate(name, REWARD_PG, VALID_PG), expected)
   for name in ("best", "reward"):
     expected = O.selection_weights(REWARD_PG, name, valid_PG=VALID_PG)
-    np.testing.assert_array_equal(made(name, REWARD_PG, VALID_PG), expected)
+    np.testing.assert_array_equal(estimate(name, REWARD_PG, VALID_PG), expected)
   expected = O.soft_advantages(REWARD_PG, 0.5, valid_PG=VALID_PG)
-  np.testing.assert_array_equal(made("soft", REWARD_PG, VALID_PG), expected)
+  np.testing.assert_array_equal(estimate("soft", REWARD_PG, VALID_PG), expected)

@@ -120,8 +120,8 @@ def test_gdpo_divides_what_is_combined_by_its_deviation_over_the_batch(x64):
       for p in set(range(4)) - {1}:
         some = reward[p][valid[p]]
         combined[p][valid[p]] += weight * (some - some.mean()) / (some.std(ddof=1) + 1e-6)
-    kept = combined[valid]
-    return np.where(valid, (combined - kept.mean()) / (kept.std(ddof=1) + 1e-6), 0)
+    values = combined[valid]
+    return np.where(valid, (combined - values.mean()) / (values.std(ddof=1) + 1e-6), 0)
 
   ours = O.gdpo_advantages(list(rewards), [], weights, [], valid_PG=valid)
   np.testing.assert_allclose(ours, gdpo(rewards), atol=1e-9)
@@ -160,11 +160,11 @@ def test_gae_of_turns_against_the_recursion(discount, trace, x64):
   np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
   each = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)  # a token to a turn
   for values in last, np.zeros(len(mask)):
-    of_tokens = paper.gae(reward, value, mask, discount, trace, values)
+    token_gae = paper.gae(reward, value, mask, discount, trace, values)
     ours = jax.jit(O.gae)(*dirty, mask, discount, trace, last_value_B=values)
-    np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(ours, token_gae, rtol=1e-12, atol=1e-14)
     ours = jax.jit(O.turn_gae)(*dirty, mask, each, discount, trace, last_value_B=values)
-    np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(ours, token_gae, rtol=1e-12, atol=1e-14)
 
 
 def test_what_follows_a_packed_row_belongs_to_no_response_of_it():
@@ -256,14 +256,14 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
   valid[0] = False
   valid[-3:] = True
   weights_PG = np.asarray(ours(np.where(valid, reward, np.nan), valid))
-  for rewards, known, weights in zip(reward, valid, weights_PG):
-    assert not weights[~known].any()
-    if known.any():
-      np.testing.assert_allclose(weights[known], by_hand(rewards[known]), rtol=1e-12, atol=1e-15)
+  for rewards, advantages, weights in zip(reward, valid, weights_PG):
+    assert not weights[~advantages].any()
+    if advantages.any():
+      np.testing.assert_allclose(weights[advantages], by_hand(rewards[advantages]), rtol=1e-12, atol=1e-15)
   if kind == "soft":
     assert not weights_PG[-3:].any(), "in a group of equal rewards all get exactly 0"
-    known = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
-    np.testing.assert_allclose(known, np.where(valid, reward - 0.4, 0), rtol=1e-12)
+    advantages = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
+    np.testing.assert_allclose(advantages, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
     ours(np.full((1, 2), np.nan), np.ones((1, 2)))
 

@@ -179,7 +179,7 @@ def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64
   def penalty(kind, logits, sampled):
     """The gradient of E_sampled[KL estimate] by logits, as a loss has it of each token."""
 
-    def of_token(logits, token):
+    def token_term(logits, token):
       def row(logp):
         return logp[token][None, None]
 
@@ -187,7 +187,7 @@ def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64
       options = dict(ref_logp_BT=row(ref), kl=kind, kl_coef=1.0)
       return O.grpo_loss(row(new), row(sampled), advantage, mask, **options)[0]
 
-    grads = jax.vmap(jax.grad(of_token), in_axes=(None, 0))(logits, jnp.arange(6))
+    grads = jax.vmap(jax.grad(token_term), in_axes=(None, 0))(logits, jnp.arange(6))
     return jnp.exp(sampled) @ grads
 
   def divergence(logits):
@@ -211,7 +211,11 @@ def test_penalties_are_added(kind, x64):
   logp, old, ref, mask = (case[name] for name in ("logp", "old", "ref", "mask"))
   entropy = np.where(mask, case["rng"].random(mask.shape), np.nan)
   options = dict(ref_logp_BT=ref, kl=kind, kl_coef=0.3)
-  for loss, how in (O.gspo_loss, "sequence"), (O.dapo_loss, "token"), (O.gmpo_loss, "sequence"):
+  for loss, aggregate in (
+    (O.gspo_loss, "sequence"),
+    (O.dapo_loss, "token"),
+    (O.gmpo_loss, "sequence"),
+  ):
 
     def ours(x, loss=loss, **kw):
       return loss(x, old, case["advantage"], mask, **kw)[0]
@@ -219,16 +223,16 @@ def test_penalties_are_added(kind, x64):
     value, grad = jax.value_and_grad(ours)(logp, **options)
     plain, plain_grad = jax.value_and_grad(ours)(logp)
 
-    def penalty(x, how=how):
-      return paper.kl_penalty(x, ref, mask, kind, how, old=old)
+    def penalty(x, aggregate=aggregate):
+      return paper.kl_penalty(x, ref, mask, kind, aggregate, old=old)
 
     np.testing.assert_allclose(value - plain, 0.3 * penalty(logp).real, rtol=1e-9)
     np.testing.assert_allclose(grad - plain_grad, 0.3 * paper.gradient(penalty, logp), atol=1e-12)
-    half = np.arange(mask.shape[1]) % 2 == 0  # of the tokens, of which the mean stays that of all
-    held = ours(logp, kl_mask_BT=np.broadcast_to(half, mask.shape), **options)
+    half = np.arange(mask.shape[1]) % 2 == 0  # Half of the tokens; the mean is still over all.
+    masked = ours(logp, kl_mask_BT=np.broadcast_to(half, mask.shape), **options)
     other = ours(logp, kl_mask_BT=np.broadcast_to(~half, mask.shape), **options)
-    np.testing.assert_allclose(held + other - plain, value, rtol=1e-12)
-    assert plain != held != value
+    np.testing.assert_allclose(masked + other - plain, value, rtol=1e-12)
+    assert plain != masked != value
   bonus = O.dapo_loss(logp, old, case["advantage"], mask, entropy_BT=entropy, entropy_coef=0.1)
   np.testing.assert_allclose(bonus[0], ours(logp, O.dapo_loss) - 0.1 * entropy[mask].mean())
   np.testing.assert_allclose(bonus[1]["entropy"], entropy[mask].mean())

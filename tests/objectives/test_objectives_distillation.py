@@ -18,7 +18,7 @@ def arrays(seed=0):
 
 @pytest.mark.parametrize("discount", [0.0, 0.7, 1.0])
 def test_it_is_the_sum_over_later_tokens(discount):
-  """What lies between two tokens, an observation, does not count as time."""
+  """Observations between two tokens do not count as time."""
   old_BT, teacher_BT, mask_BT = arrays()
   found_BT = np.asarray(O.distillation_advantages(old_BT, teacher_BT, mask_BT, discount))
   expected_BT = np.zeros(mask_BT.shape)

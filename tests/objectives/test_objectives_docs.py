@@ -37,19 +37,19 @@ def test_ten_lines_of_optax():
   statements = [line for line in code.splitlines() if line.strip()]
   assert len(statements) <= 12
   params = jnp.zeros((5, 4))
-  batch, seen = rollout(params), []
+  batch, losses = rollout(params), []
 
   def batches():
     for start in range(0, 64, 16):
       yield {name: x[start : start + 16] for name, x in batch.items()}
-      seen.append({name: float(x) for name, x in scope["metrics"].items()})
+      losses.append({name: float(x) for name, x in scope["metrics"].items()})
 
   scope = dict(log_probs=log_probs, params=params, batches=batches())
   exec(code, scope)
-  assert len(seen) == 4
-  assert seen[0]["ratio/deviation"] == 0  # on policy
-  assert all(metrics["ratio/deviation"] > 1e-4 for metrics in seen[1:])
-  assert max(metrics["clip_fraction/token"] for metrics in seen) > 0
+  assert len(losses) == 4
+  assert losses[0]["ratio/deviation"] == 0  # On policy.
+  assert all(metrics["ratio/deviation"] > 1e-4 for metrics in losses[1:])
+  assert max(metrics["clip_fraction/token"] for metrics in losses) > 0
   before, after = (np.mean(jax.nn.softmax(p)[:, 0]) for p in (params, scope["params"]))
   assert after > before
 

@@ -148,8 +148,8 @@ def test_packed_turns_and_penalties_equal_unpacked_ones():
   B, T = PLAIN["mask"].shape
   turns = np.sort(PLAIN["rng"].integers(0, 4, (B, T)), axis=1)
   distinct = (turns.reshape(B // 2, 2, T) + np.array([[0], [4]])).reshape(B // 2, 2 * T)
-  for how in "sequence", "segment":
-    options = dict(aggregate=how, kl_coef=0.1)
+  for level in "sequence", "segment":
+    options = dict(aggregate=level, kl_coef=0.1)
     sums = functools.partial(
       O.segment_loss.sums, segment_BT=turns, ref_logp_BT=PLAIN["ref"], **options
     )
@@ -214,8 +214,8 @@ def test_shard_map_over_eight_devices(name):
 
   f = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=(P(), P(), P("data")))
   with SET_MESH(mesh):
-    put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments(PLAIN)]
-    sharded = jax.device_get(jax.jit(f)(*put))
+    inputs = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments(PLAIN)]
+    sharded = jax.device_get(jax.jit(f)(*inputs))
   tree_close(sharded, plain(name))
 
 
@@ -227,12 +227,12 @@ def test_shard_map_over_eight_devices(name):
 def test_explicit_sharding_agrees_and_leaves_the_gradient_sharded_as_the_input(name, spec):
   mesh = jax.make_mesh((4, 2), ("data", "time"))
   with jax.set_mesh(mesh):
-    put = [
+    inputs = [
       jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P("data")))
       for x in arguments(PLAIN)
     ]
-    sharded = jax.jit(functools.partial(divided, SUMS[name]))(*put)
-    assert jax.typeof(sharded[2]) == jax.typeof(put[0])
+    sharded = jax.jit(functools.partial(divided, SUMS[name]))(*inputs)
+    assert jax.typeof(sharded[2]) == jax.typeof(inputs[0])
     sharded = jax.device_get(sharded)
   tree_close(sharded, plain(name))
 
@@ -245,10 +245,10 @@ def test_explicit_sharding_of_packed_rows_and_segments():
   g = jax.jit(lambda *x: divided(functools.partial(O.gmpo_loss.sums, response_BT=x[4]), *x[:4]))
   with jax.set_mesh(mesh):
     args = *arguments(packed), np.maximum(packed["ids"], 0)
-    put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in args]
+    sharded = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in args]
     for h, name in (g, "gmpo"), (f, None):
-      loss, _, grad = h(*put)
-      assert jax.typeof(grad) == jax.typeof(put[0])
+      loss, _, grad = h(*sharded)
+      assert jax.typeof(grad) == jax.typeof(sharded[0])
       if name:
         np.testing.assert_allclose(jax.device_get(loss), plain(name)[0], rtol=1e-6)
 
@@ -277,8 +277,8 @@ def test_the_rest_of_the_package_on_eight_devices():
     out_specs=P(),
   )
   with jax.set_mesh(mesh):
-    put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments(PLAIN)]
-    sharded = jax.device_get((jax.jit(everything)(*put), jax.jit(local)(*put)))
+    inputs = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments(PLAIN)]
+    sharded = jax.device_get((jax.jit(everything)(*inputs), jax.jit(local)(*inputs)))
   tree_close(sharded, alone, 1e-5, 1e-6)
 
 
@@ -297,7 +297,7 @@ def test_luspo_is_the_sum_over_tokens_of_gspo_token():
   tree_close(luspo[1], metrics)
   tree_close(luspo[2], grad * length)
   grpo = functools.partial(O.grpo_loss, aggregate="constant", max_length=1, **options)
-  on_policy = case["logp"], case["logp"], *args[2:]  # where all ratios are 1
+  on_policy = case["logp"], case["logp"], *args[2:]  # All ratios are 1.
   np.testing.assert_allclose(O.luspo_loss(*on_policy, **options)[0], grpo(*on_policy)[0], rtol=1e-6)
 
 

@@ -93,7 +93,7 @@ def test_no_finite_input_gives_anything_else(name, kinds):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_token_that_no_longer_has_a_probability_leaves_the_others_theirs(name):
-  """As of a policy that has underflowed, or samples from the likeliest tokens only."""
+  """Such as in an underflowed policy, or one with top-k sampling."""
   mask = CASE["mask"]
   row, t = np.argwhere(mask)[0]
   for nowhere in (["logp"], ["old"], ["logp", "old"]):

@@ -36,23 +36,23 @@ LOSSES = {
     O.grpo_loss,
     dict(aggregate="token", dual_clip=3.0),
     paper.grpo,
-    dict(how="token", dual=3.0),
+    dict(level="token", dual=3.0),
     True,
   ),
   "grpo_constant": (
     O.grpo_loss,
     dict(aggregate="constant", max_length=50),
     paper.grpo,
-    dict(how="constant", max_length=50),
+    dict(level="constant", max_length=50),
     True,
   ),
   "ppo": (O.ppo_loss, {}, paper.grpo, dict(low=0.2, high=0.2), True),
-  "dapo": (O.dapo_loss, {}, paper.grpo, dict(low=0.2, high=0.28, how="token"), False),
+  "dapo": (O.dapo_loss, {}, paper.grpo, dict(low=0.2, high=0.28, level="token"), False),
   "dr_grpo": (
     O.dr_grpo_loss,
     dict(max_length=12),
     paper.grpo,
-    dict(low=0.2, high=0.2, how="constant", max_length=12),
+    dict(low=0.2, high=0.2, level="constant", max_length=12),
     False,
   ),
   "cispo": (O.cispo_loss, {}, paper.cispo, {}, True),
@@ -66,7 +66,13 @@ LOSSES = {
   ),
   "sapo": (O.sapo_loss, {}, paper.sapo, {}, True),
   "sapo_row": (O.sapo_loss, {}, paper.sapo, {}, False),
-  "dppo": (O.dppo_loss, dict(max_length=12), paper.dppo, dict(how="constant", max_length=12), True),
+  "dppo": (
+    O.dppo_loss,
+    dict(max_length=12),
+    paper.dppo,
+    dict(level="constant", max_length=12),
+    True,
+  ),
   "dppo_kl": (
     O.dppo_loss,
     dict(clip_low=0.02, clip_high=0.05, divergence="kl", aggregate="token"),
@@ -180,7 +186,7 @@ def test_vespo_of_any_ratio_is_finite_and_of_one_far_out_nothing(advantage):
 
 
 def test_opmd_comes_to_rest_where_the_log_ratio_of_the_response_is_the_advantage():
-  """Of the response, not of its tokens: how it is spread over these does not matter."""
+  """The log-ratio's distribution over the tokens does not matter."""
   old, step = np.full((2, 4), -3.0, np.float32), np.float32([[0.5, 0, 0, 0], [0.125] * 4])
   f = jax.grad(lambda logp, a: O.opmd_loss(logp, old, a, np.ones((2, 4)), beta=0.4)[0])
   np.testing.assert_allclose(f(old + step, np.full(2, 0.2)), 0, atol=1e-7)
@@ -196,85 +202,87 @@ def beyond(ratio, advantage, low, high, dual=np.inf):
   return upper | lower | (advantage < 0) & (ratio > dual)
 
 
-def of_response(log_ratio, advantage, ids, low=3e-4, high=4e-4, dual=np.inf, alpha=1):
+def response_clipped(log_ratio, advantage, ids, low=3e-4, high=4e-4, dual=np.inf, alpha=1):
   """Eq. 5: one geometric mean for all tokens."""
   ratio = np.exp(log_ratio.sum() / len(log_ratio) ** alpha)
   return beyond(ratio, advantage, low, high, dual)
 
 
-def of_segments(log_ratio, advantage, ids, **ranges):
+def segments_clipped(log_ratio, advantage, ids, **ranges):
   flags = np.zeros(len(ids), bool)
   for k in np.unique(ids):
-    flags[ids == k] = of_response(log_ratio[ids == k], advantage[ids == k], ids[ids == k], **ranges)
+    flags[ids == k] = response_clipped(
+      log_ratio[ids == k], advantage[ids == k], ids[ids == k], **ranges
+    )
   return flags
 
 
-def of_tokens(log_ratio, advantage, ids, low=0.2, high=0.27, dual=np.inf):
+def tokens_clipped(log_ratio, advantage, ids, low=0.2, high=0.27, dual=np.inf):
   """Eq. 2 and 3."""
   return beyond(np.exp(log_ratio), advantage, low, high, dual)
 
 
-def of_weights(log_ratio, advantage, ids, low=np.inf, high=0.27):
+def weights_clipped(log_ratio, advantage, ids, low=np.inf, high=0.27):
   """arXiv:2506.13585, Eq. 5: the weight is bounded whatever the advantage is."""
   ratio = np.exp(log_ratio)
   return (ratio > 1 + high) | (ratio < 1 - low)
 
 
-def of_log_ratios(log_ratio, advantage, ids, low=0.4, high=0.4):
+def log_ratios_clipped(log_ratio, advantage, ids, low=0.4, high=0.4):
   """arXiv:2507.20673: the range is that of log w."""
   return (advantage > 0) & (log_ratio > high) | (advantage < 0) & (log_ratio < -low)
 
 
-def of_divergence(log_ratio, advantage, ids, new, low=0.15, high=0.15, kind="tv"):
+def divergence_clipped(log_ratio, advantage, ids, new, low=0.15, high=0.15, kind="tv"):
   """arXiv:2602.04879, Eq. 12: only what leaves, and is far enough away already."""
   far = paper.divergence(new, new - log_ratio, kind)
   up, down = (advantage > 0) & (log_ratio > 0), (advantage < 0) & (log_ratio < 0)
   return up & (far > high) | down & (far > low)
 
 
-def of_nothing(log_ratio, advantage, ids):
+def none_clipped(log_ratio, advantage, ids):
   return np.zeros(len(ids), bool)
 
 
 # name: (loss, its options, the rule, the rule's options)
 CASES = {
-  "gspo": ("gspo", {}, of_response, {}),
+  "gspo": ("gspo", {}, response_clipped, {}),
   "gspo_raw_dual": (
     "gspo",
     dict(length_exponent=0.0, clip_low=0.1, clip_high=0.2, dual_clip=1.5),
-    of_response,
+    response_clipped,
     dict(alpha=0, low=0.1, high=0.2, dual=1.5),
   ),
-  "gspo_token": ("gspo_token", {}, of_response, {}),
-  "segment": ("segment", {}, of_segments, {}),
-  "segment_dual": ("segment", dict(dual_clip=1.2), of_segments, dict(dual=1.2)),
-  "luspo": ("luspo", {}, of_response, dict(low=2e-3, high=2.5e-3)),
-  "grpo": ("grpo", {}, of_tokens, {}),
-  "grpo_dual": ("grpo", dict(dual_clip=1.5), of_tokens, dict(dual=1.5)),
-  "ppo_clip": ("ppo_clip", {}, of_tokens, dict(high=0.2)),
-  "dapo": ("dapo", {}, of_tokens, dict(high=0.28)),
-  "dr_grpo": ("dr_grpo", dict(max_length=12), of_tokens, dict(high=0.2)),
-  "cispo": ("cispo", {}, of_weights, {}),
-  "cispo_low": ("cispo", dict(clip_low=0.3), of_weights, dict(low=0.3)),
-  "gmpo": ("gmpo", {}, of_log_ratios, {}),
+  "gspo_token": ("gspo_token", {}, response_clipped, {}),
+  "segment": ("segment", {}, segments_clipped, {}),
+  "segment_dual": ("segment", dict(dual_clip=1.2), segments_clipped, dict(dual=1.2)),
+  "luspo": ("luspo", {}, response_clipped, dict(low=2e-3, high=2.5e-3)),
+  "grpo": ("grpo", {}, tokens_clipped, {}),
+  "grpo_dual": ("grpo", dict(dual_clip=1.5), tokens_clipped, dict(dual=1.5)),
+  "ppo_clip": ("ppo_clip", {}, tokens_clipped, dict(high=0.2)),
+  "dapo": ("dapo", {}, tokens_clipped, dict(high=0.28)),
+  "dr_grpo": ("dr_grpo", dict(max_length=12), tokens_clipped, dict(high=0.2)),
+  "cispo": ("cispo", {}, weights_clipped, {}),
+  "cispo_low": ("cispo", dict(clip_low=0.3), weights_clipped, dict(low=0.3)),
+  "gmpo": ("gmpo", {}, log_ratios_clipped, {}),
   "gmpo_narrow": (
     "gmpo",
     dict(clip_low=0.05, clip_high=0.1),
-    of_log_ratios,
+    log_ratios_clipped,
     dict(low=0.05, high=0.1),
   ),
-  "sapo": ("sapo", {}, of_nothing, {}),
-  "dppo": ("dppo", dict(max_length=12), of_divergence, {}),
+  "sapo": ("sapo", {}, none_clipped, {}),
+  "dppo": ("dppo", dict(max_length=12), divergence_clipped, {}),
   "dppo_kl": (
     "dppo",
     dict(aggregate="token", divergence="kl", clip_low=0.02, clip_high=0.05),
-    of_divergence,
+    divergence_clipped,
     dict(low=0.02, high=0.05, kind="kl"),
   ),
-  "vespo": ("vespo", {}, of_nothing, {}),
-  "opmd": ("opmd", {}, of_nothing, {}),
-  "spo": ("spo", {}, of_nothing, {}),
-  "rft": ("rft", {}, of_nothing, {}),
+  "vespo": ("vespo", {}, none_clipped, {}),
+  "opmd": ("opmd", {}, none_clipped, {}),
+  "spo": ("spo", {}, none_clipped, {}),
+  "rft": ("rft", {}, none_clipped, {}),
 }
 
 
@@ -305,7 +313,7 @@ def test_what_is_clipped_against_the_papers_rules(name, spread):
     for i, live in enumerate(case["mask"]):
       if live.any():
         log_ratio = wide["logp"][i, live] - wide["old"][i, live]
-        further = dict(new=wide["logp"][i, live]) if rule is of_divergence else {}
+        further = dict(new=wide["logp"][i, live]) if rule is divergence_clipped else {}
         expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges, **further)
     assert clipped.dtype == bool
     np.testing.assert_array_equal(clipped, expected)
@@ -326,8 +334,8 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
     np.testing.assert_array_equal((np.asarray(grad) == 0) & live, clipped)
   counted = sum(metrics.get(f"clip_fraction/token{side}", 0.0) for side in ("", "/dual"))
   np.testing.assert_allclose(counted, clipped.sum() / case["mask"].sum(), rtol=1e-6)
-  assert clipped.any() == (rule is not of_nothing)
-  if rule is of_nothing:
+  assert clipped.any() == (rule is not none_clipped)
+  if rule is none_clipped:
     return
   side_BT = np.sign(np.nan_to_num(case["advantage"]))[:, None] * np.ones(case["mask"].shape)
   if loss_name == "cispo":  # bounds ratios whatever the advantage
@@ -358,9 +366,9 @@ def test_of_packed_responses_the_same_tokens_are_clipped(name):
 def test_a_loss_declares_its_keyword_options(name):
   loss = O.POLICY_LOSSES[name]
   parameters = inspect.signature(loss).parameters
-  own = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+  defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
   shared = dict(kl="k3", kl_coef=0.0, entropy_coef=0.0)
-  assert loss.options == own | shared
+  assert loss.options == defaults | shared
   for option, words in loss.choices.items():
     assert loss.options[option] in words
   assert loss.choices.keys() == {k for k, v in loss.options.items() if isinstance(v, str)}

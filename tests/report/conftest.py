@@ -15,5 +15,5 @@ def browser(tmp_path_factory):
 def tab(browser):
   """The browser; no script of the test's page may have failed or said anything."""
   yield browser
-  browser.evaluate("0")  # what it has to report comes before this answer
+  browser.evaluate("0")  # Its reports come before this answer.
   assert browser.errors == []

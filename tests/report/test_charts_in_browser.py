@@ -47,18 +47,18 @@ def test_a_trained_run_beside_an_evaluation_keeps_its_reading(tab, tmp_path):
   runs = [write(tmp_path / "one", trained)]
   runs += [write(tmp_path / "two", [{"phase": "eval", "step": 0, **evaluated}])]
   tab.open(write_report(*runs, output=tmp_path / "compare.html"), "#learning")
-  said = tab.figure(
+  text = tab.figure(
     "Held-out accuracy", "[...f.querySelectorAll('.legend b')].map((b) => b.textContent)"
   )
-  assert said[0].startswith("55.0%")
+  assert text[0].startswith("55.0%")
 
 
 def test_what_is_constant_in_either_phase_is_told_of_both(tab, tmp_path):
   rows = [{"phase": phase, "step": i, "router/z": z, "router/dropped_tokens": 0.0}
           for phase, z in (("sft", 0.5), ("rl", 0.25)) for i in range(1, 4)]  # fmt: skip
   tab.open(write_report(write(tmp_path / "run", rows)), "#router")
-  said = " ".join(tab.texts(".constants"))
-  assert "0.5" in said and "0.25" in said and said.count("Dropped tokens") == 2
+  text = " ".join(tab.texts(".constants"))
+  assert "0.5" in text and "0.25" in text and text.count("Dropped tokens") == 2
 
 
 def test_filters_stay_when_the_view_is_left(tab, tmp_path):

@@ -46,7 +46,7 @@ def comparison_page(tmp_path_factory):
   return write_report(*runs, output=folder / "compare.html")
 
 
-def found(tab):
+def problems(tab):
   return int(tab.texts(".found")[0].split()[0])
 
 
@@ -68,38 +68,40 @@ def test_all_charts_are_drawn_and_text_stays_text(tab, tmp_path):
     charts = [figure for section in sections for figure in section["figures"]]
     drawn = [f for f in charts if any("constant" not in series for series in f["series"])]
     assert tab.texts(f"#view-{view} figure h3") == [figure["title"] for figure in drawn]
-    said = " ".join(tab.texts(f"#view-{view} .constants"))
-    assert all(figure["title"] in said for figure in charts if figure not in drawn)
+    text = " ".join(tab.texts(f"#view-{view} .constants"))
+    assert all(figure["title"] in text for figure in charts if figure not in drawn)
     marks = f"document.querySelectorAll('#view-{view} figure > svg path').length"
     assert tab.evaluate(marks) >= len([f for f in drawn if f["kind"] != "heat"])
   show(tab, "responses")
   assert tab.evaluate("document.title") == "Responses · a <b>run"  # no response took it
-  assert found(tab) == 25 and "NaN" not in tab.evaluate("document.getElementById('page').innerHTML")
+  assert problems(tab) == 25 and "NaN" not in tab.evaluate(
+    "document.getElementById('page').innerHTML"
+  )
 
 
 def test_responses_by_length(tab, run_page):
   tab.open(run_page, "#responses")
-  assert found(tab) == 17
+  assert problems(tab) == 17
   tab.choose("shortest", "13")
-  assert found(tab) == 12
+  assert problems(tab) == 12
   tab.choose("longest", "23")
-  assert found(tab) == 8
+  assert problems(tab) == 8
   assert set(tab.texts(".sample .cell[data-label=tokens]")) == {"13", "23"}
   tab.choose("shortest", "")
-  assert found(tab) == 13  # the held-out one has three tokens
+  assert problems(tab) == 13  # the held-out one has three tokens
 
 
 def test_responses_by_clipping_and_by_end(tab, run_page):
   tab.open(run_page, "#responses")
   tab.choose("clip", "clipped")
-  assert found(tab) == 8
+  assert problems(tab) == 8
   assert set(tab.texts(".sample .flag")) == {"clipped", "clipped, truncated"}
   tab.choose("ending", "whole")
   assert set(tab.texts(".sample .flag")) == {"clipped"}
   tab.choose("clip", "unclipped")
-  assert found(tab) == 8  # the held-out one is neither clipped nor not
+  assert problems(tab) == 8  # the held-out one is neither clipped nor not
   tab.choose("reward", "1,1")
-  assert found(tab) == 0 and tab.texts(".empty") == ["No response matches these filters."]
+  assert problems(tab) == 0 and tab.texts(".empty") == ["No response matches these filters."]
 
 
 def test_tokens_are_coloured_on_request(tab, run_page):
@@ -112,7 +114,7 @@ def test_tokens_are_coloured_on_request(tab, run_page):
   tab.choose("tokens", "colored")
   assert tab.evaluate("document.querySelectorAll('mark').length") == 0
   assert tab.texts(".sample pre")[0] == "two\nlines"
-  assert set(tab.texts(".sample .token.lower")) == {"two"}  # and no newline: it did not change
+  assert set(tab.texts(".sample .token.lower")) == {"two"}  # No newline: it did not change.
   first = "document.querySelectorAll('.sample pre')[0].children"
   backs = tab.evaluate(f"[...{first}].map((node) => getComputedStyle(node).backgroundColor)")
   assert len(set(backs)) == 3
@@ -139,11 +141,11 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
 
 def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
   tokens = ["one", "\n", "two", " more", "three"]
-  known = dict(segments=[0, 0, 1, 1, 2], segment_ratio=[1.25, 0.9, 1.0])
-  known |= dict(segment_gradient=[0.0, 0.125, 3.0], clipped_tokens=[1, 1, 0, 0, 0])
+  fields = dict(segments=[0, 0, 1, 1, 2], segment_ratio=[1.25, 0.9, 1.0])
+  fields |= dict(segment_gradient=[0.0, 0.125, 3.0], clipped_tokens=[1, 1, 0, 0, 0])
   ratios = [0.1, 0.3, -0.1, 0.0, 0.0]
   plain = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
-  dump = "rl", 1, [plain | known, cases.record(1, 1, 1) | plain | dict(sample=1)]
+  dump = "rl", 1, [plain | fields, cases.record(1, 1, 1) | plain | dict(sample=1)]
   tab.open(write_report(cases.write(tmp_path, dumps=[dump])), "#responses")
   marks = "[...document.querySelectorAll('.sample .segment')]"
   assert tab.evaluate(f"{marks}.map((mark) => mark.getAttribute('aria-label'))") == [
@@ -166,7 +168,7 @@ def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
   ]
   tab.evaluate(f"{marks}[0].focus()")
   assert tab.texts(".tip:not([hidden])") == ["segment 1 · ratio 1.25000 · clipped · gradient 0"]
-  for _ in range(3):  # and stays with the last
+  for _ in range(3):  # The pointer stays with the last.
     tab.press("ArrowRight")
   assert tab.texts(".tip:not([hidden])") == ["segment 3 · ratio 1.00000 · not clipped · gradient 3"]
   tab.press("ArrowLeft")
@@ -184,9 +186,9 @@ def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
 
 def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
   run = write_run(tmp_path / "run")
-  found = rollouts.read_rollouts([run / "rollouts"], 100, 60)
+  problems = rollouts.read_rollouts([run / "rollouts"], 100, 60)
   path = tmp_path / "page.html"
-  path.write_text(page.render(data.describe([data.Run("run", [], {})]), found), "utf-8")
+  path.write_text(page.render(data.describe([data.Run("run", [], {})]), problems), "utf-8")
   tab.open(path, "#responses?tokens=plain")
   assert not tab.evaluate("document.querySelector('.scale').checkVisibility()")
   tab.choose("tokens", "colored")
@@ -197,7 +199,9 @@ def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
 
 def test_pointing_at_a_chart_reads_all_charts_at_that_step(tab, run_page):
   tab.open(run_page, "#learning")
-  assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "20"  # at the end
+  assert (
+    tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "20"
+  )  # Shown at the end.
   tab.point_at_step(7, "Entropy")
   assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "7"
   assert tab.figure("Loss", "f.querySelector('.legend b').textContent") == "−7"
@@ -232,8 +236,8 @@ def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_
   assert tab.texts("figure h3").count("Time per stage") == 2  # bars cannot lie over each other
   stacks = "[...document.querySelectorAll('figure')].filter((g) => g.querySelector('.bar'))"
   fills = "[...g.querySelectorAll('.bar')].map((bar) => getComputedStyle(bar).fill)"
-  one, two = tab.evaluate(f"{stacks}.map((g) => {fills})")
-  assert one[0] == two[0] and one[-1] == two[-1] and len(one) == 2 and len(two) == 3
+  first, second = tab.evaluate(f"{stacks}.map((g) => {fills})")
+  assert first[0] == second[0] and first[-1] == second[-1] and len(first) == 2 and len(second) == 3
 
 
 def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
@@ -251,15 +255,15 @@ def test_a_comparison_tells_the_runs_apart(tab, comparison_page):
   assert tab.texts("details tbody tr") == ["seed12"]
   assert "Seconds per iteration3 s4 s +33%" in tab.texts("tbody tr")
   show(tab, "responses")
-  assert found(tab) == 34
+  assert problems(tab) == 34
   tab.choose("run", "1")
-  assert found(tab) == 17 and set(tab.texts(".group .of")) == {"two"}
+  assert problems(tab) == 17 and set(tab.texts(".group .of")) == {"two"}
 
 
 def test_a_view_is_opened_by_its_address_and_by_a_key(tab, run_page):
   tab.open(run_page)
   names = tab.texts("nav a")
-  assert names == ["Overview", "Responses", "Learning", "Speed and memory"]  # what the run has
+  assert names == ["Overview", "Responses", "Learning", "Speed and memory"]  # Values of the run.
   shown = (
     "[...document.querySelectorAll('.view')].filter((v) => v.checkVisibility()).map((v) => v.id)"
   )
@@ -282,11 +286,13 @@ def test_an_address_leads_to_a_section_of_a_view(tab, tmp_path):
 
 def test_filters_are_part_of_the_address(tab, run_page):
   tab.open(run_page, "#responses?clip=clipped&query=lines")
-  assert found(tab) == 8 and tab.evaluate("document.querySelector('[name=query]').value") == "lines"
+  assert (
+    problems(tab) == 8 and tab.evaluate("document.querySelector('[name=query]').value") == "lines"
+  )
   tab.choose("clip", "unclipped")
   assert tab.evaluate("location.hash") == "#responses?clip=unclipped&query=lines"
   tab.open(run_page, "#responses?reward=never")
-  assert found(tab) == 17  # what no filter offers is left out
+  assert problems(tab) == 17  # Values outside all filters are skipped.
 
 
 def test_keys_search_and_read_charts(tab, run_page):
@@ -338,7 +344,7 @@ def test_layers_are_a_heat_map_that_can_be_read(tab, tmp_path):
 
 def test_axes_tell_their_ticks_apart_and_curves_are_smoothed(tab, tmp_path):
   tab.open(write_layers(tmp_path), "#router")
-  assert any("Router entropy 1" in text for text in tab.texts(".constants"))  # in float32 it is
+  assert any("Router entropy 1" in text for text in tab.texts(".constants"))  # Equal in float32.
   ticks = "[...f.querySelectorAll('svg > text')].map((t) => t.textContent)"
   names = tab.figure("Router z-loss", ticks)
   assert len(set(names[:4])) == 4
@@ -395,9 +401,9 @@ def test_the_stages_of_an_iteration_are_a_timeline(tab, run_page, comparison_pag
   widths = "[...document.querySelectorAll('%s')].map((s) => s.getBoundingClientRect().width)"
   sample, update, *_ = tab.evaluate(widths % ".stage")
   assert sample == pytest.approx(2 * update, rel=0.02)
-  tab.open(comparison_page, "#speed")  # to one scale, in the colours of the bars
-  one, two = tab.evaluate(widths % ".stages")
-  assert one == pytest.approx(0.75 * two, rel=0.02)
+  tab.open(comparison_page, "#speed")  # One scale, in the colours of the bars.
+  first, second = tab.evaluate(widths % ".stages")
+  assert first == pytest.approx(0.75 * second, rel=0.02)
   colors = "[...document.querySelectorAll('%s')].map((s) => getComputedStyle(s).%s)"
   bars, stages = (colors % pair for pair in ((".bar", "fill"), (".stage", "borderTopColor")))
   assert set(tab.evaluate(bars)) == set(tab.evaluate(stages))

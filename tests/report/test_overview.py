@@ -70,7 +70,7 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state(*idle[1:])[0] == "good"  # the alarms say if it is so for long
   since = [(i, {"updates_skipped": 2.0}) for i in range(5, 31)]  # it counts from the start
   assert state(*since) == ("open", "2 updates were skipped")
-  since[0][1].update(loss=None, grad_norm=None)  # as its row has them, on file
+  since[0][1].update(loss=None, grad_norm=None)  # Values of its row on file.
   assert state(*since) == ("open", "2 updates were skipped")
   again = [(i, {"updates_skipped": float(i - 27)}) for i in range(28, 31)]
   assert state(*again) == ("bad", "3 updates were skipped")
@@ -91,7 +91,7 @@ def test_speed_is_that_of_the_second_half():
   assert [stage["name"] for stage in lines["last"]["stages"]] == ["sample", "update", "evaluate"]
   assert lines["slowest"]["step"] == 1
   stages = figures(report)["Iteration", "Time per stage"]
-  assert stages["top"] == 10.0 and stages["largest"] == 150.0  # which is cut off
+  assert stages["top"] == 10.0 and stages["largest"] == 150.0  # An outlier, cut off.
 
 
 def test_constant_metrics_are_marked_and_others_are_not():

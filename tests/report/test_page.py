@@ -107,7 +107,7 @@ def test_the_page_is_self_contained(workdir):
   assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|import\(", shell)
   # A name, not a link.
   assert re.findall(r"https?://\S+", shell) == ['http://www.w3.org/2000/svg";']
-  assert "default-src 'none'" in shell  # and the browser is told so
+  assert "default-src 'none'" in shell  # The browser is told so.
   assert "innerHTML" not in shell and "{{" not in shell
 
 
@@ -117,7 +117,7 @@ def test_hostile_text_stays_text(workdir):
   assert "<img" not in page and "<b>" not in page
   assert "<title>a &lt;b&gt;run</title>" in page
   texts = [s["response"] for g in embedded(page, "rollouts")["groups"] for s in g["samples"]]
-  assert texts.count(HOSTILE) == 2  # and unchanged
+  assert texts.count(HOSTILE) == 2  # Unchanged.
   assert "lone \\udc80 \u2028" in texts  # spelled out, not half a character
 
 

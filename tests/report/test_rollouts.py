@@ -43,13 +43,13 @@ def test_long_responses_are_shortened_and_say_so(tmp_path):
 
 def test_what_would_not_be_seen_is_spelled_out(tmp_path):
   tokens = ["a\u202eb", "\x1b[2J\t\n", "\u2066 é \ud800"]
-  seen = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800"]
-  plain, whole = record(1, 1, 0, response="".join(tokens)), "".join(seen)
+  visible = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800"]
+  plain, whole = record(1, 1, 0, response="".join(tokens)), "".join(visible)
   _, (sample,) = read_records(tmp_path / "plain", [plain], 10)
   assert sample["response"] == whole
   marked = colored(1, 1, tokens, [0.1, 0.2, 0.3], response="".join(tokens))
   _, (sample,) = read_records(tmp_path / "colored", [marked], 10)
-  assert sample["tokens"] == seen and "response" not in sample
+  assert sample["tokens"] == visible and "response" not in sample
 
 
 def test_tokens_that_make_up_the_response_stand_for_it(tmp_path):
@@ -86,7 +86,7 @@ def test_clipped_tokens_are_marked_where_they_are(tmp_path):
   whole = colored(1, 1, WORDS, [0.1] * 5000, response="".join(WORDS), clipped_tokens=flags)
   short = [
     colored(1, 2, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1, 0]),
-    colored(1, 3, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1]),  # of something else
+    colored(1, 3, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1]),  # Another type.
     colored(1, 4, ["4", "2"], [0.1, 0.2], response="42"),
   ]
   colors, (long, marked, *unknown) = read_records(tmp_path, [whole, *short], 10)

@@ -50,7 +50,7 @@ def newest(group):
 def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
   made, old = surplus(count, extra_prompts=8)
   made[0]._batches.take(2 * P)  # their prompts
-  out, (left, _) = iterate(3, made=made, first=2)
+  out, (left, _) = iterate(3, source=made, first=2)
   found = [[g.prompt.id for g in one.groups] for one in out]
   assert [sum(name in old for name in names) for names in found] == taken
   assert [name for names in found for name in names if name in old] == old  # the oldest first
@@ -63,7 +63,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
 
 def test_a_run_with_one_prompt_uses_its_surplus_too():
   made, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
-  out, _ = iterate(3, made=made, first=2)
+  out, _ = iterate(3, source=made, first=2)
   assert [one.groups[0].prompt.id for one in out][:2] == old and out[2].usage.tokens > 0
 
 
@@ -78,7 +78,7 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
     return step()
 
   monkeypatch.setattr(engine, "step", look)
-  iterate(4, made=(made, engine))
+  iterate(4, source=(made, engine))
   assert max(most) == P * G == made._workload.trajectories
 
 
@@ -136,7 +136,7 @@ def test_what_is_too_old_is_begun_again(kind):
     one.columns["version"] = np.where(one.turns >= 0, 1, -1).astype(np.int32)
   ids = [[(one.sample, one.seed) for one in group.trajectories] for group in made[0]._under_way]
   groups = list(made[0]._under_way)
-  (out,), _ = iterate(1, made=made, first=3)
+  (out,), _ = iterate(1, source=made, first=3)
   assert out.metrics["partial/begun_again"] == len(old)
   assert [[(one.sample, one.seed) for one in g.trajectories] for g in groups] == ids
   now = [one for group in groups for one in group.trajectories]

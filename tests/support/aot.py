@@ -24,7 +24,7 @@ def run(*options: str, config="configs/moe_aime.py:tiny") -> subprocess.Complete
 
 
 def compiled(directory: Path, *options: str, **settings) -> tuple[dict[str, dict], str]:
-  """Its report, by program, and what it printed."""
+  """Compiles; returns the report by program, and the output."""
   out = directory / "aot.json"
   done = run(f"--json={out}", *options, **settings)
   assert done.returncode == 0, done.stdout + done.stderr

@@ -85,10 +85,10 @@ class Browser:
     self.errors = []
     self.call("Page.navigate", url=path.as_uri() + place)
     self.wait("document.documentElement?.dataset.ready === 'yes'")
-    self._frame()  # in which charts say what they read
+    self._frame()  # Charts report their reading in it.
 
   def point(self, x, y):
-    """Moves the pointer, and waits until the page has seen it: input takes a way of its own."""
+    """Moves the pointer and waits for the page: input is asynchronous."""
     self._frame()  # in which the page hears of a scroll before this, and hides what is pointed at
     self.evaluate("delete document.documentElement.dataset.pointed")
     self.evaluate(f"""addEventListener("mousemove", function seen(event) {{
@@ -140,12 +140,12 @@ class Browser:
       f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.textContent)"
     )
 
-  def figure(self, title, what):
-    """What an expression says of the chart `f` with this title."""
+  def figure(self, title, part):
+    """Evaluates an expression of the chart `f` with this title."""
     return self.evaluate(f"""(() => {{
       const titled = (f) => f.querySelector("h3").textContent === {json.dumps(title)};
       const f = [...document.querySelectorAll("figure")].find(titled);
-      return {what};
+      return {part};
     }})()""")
 
   def point_at_step(self, step, title):
@@ -155,13 +155,13 @@ class Browser:
     self.point(box["x"] + box["width"] * (step - 1) / 19, box["y"] + box["height"] / 2)
 
   def box(self, node):
-    """Where a node is, in the middle of the screen."""
+    """Scrolls a node to the middle of the screen and returns its box."""
     self.evaluate(f"{node}.scrollIntoView({{ block: 'center' }})")
     return self.evaluate(f"{node}.getBoundingClientRect().toJSON()")
 
   @contextlib.contextmanager
   def screen(self, width, height, scheme=""):
-    """Another screen, whose user prefers a scheme of colours."""
+    """Emulates another screen and colour scheme."""
     size = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
     self.call("Emulation.setDeviceMetricsOverride", **size)
     prefers = dict(name="prefers-color-scheme", value=scheme)

@@ -33,7 +33,7 @@ SMALL = (
   checkpoint.every=2 sft_optimizer.warmup_steps=2 rl_optimizer.warmup_steps=2
   objective.entropy_coef=0.01
 """.split()
-)  # so small a model earns no reward; the bonus for entropy gives it a gradient
+)  # A model this small earns no reward: the entropy bonus gives it a gradient.
 
 
 def command(workdir, *overrides, config="configs/tiny.py"):
@@ -51,19 +51,19 @@ def environment(**more):
 
 
 def modules_in(folder):
-  """The environment variable with which a run finds modules in a folder."""
+  """Environment variable for modules in a folder."""
   return dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
 
 
 def called(argv, cwd=ROOT, **more):
-  """A process that has ended, and what it said; `more` of the environment."""
+  """Runs a process to its end with `more` variables; returns it with its output."""
   return subprocess.run(
     argv, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300
   )
 
 
 def started(argv, stderr=subprocess.PIPE, **more):
-  """A process that has begun, and says what it says into pipes."""
+  """Starts a process with pipes for its output."""
   out = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
   return subprocess.Popen(argv, cwd=ROOT, env=environment(**more), **out)
 
@@ -82,7 +82,7 @@ def start_two_processes(start, devices, **more):
 
 
 def on_two_processes(start, devices, timeout=240, **more):
-  """Runs `start(process)` twice at once, connected; returns what both said."""
+  """Runs two connected processes `start(process)`; returns their outputs."""
   processes = start_two_processes(start, devices, **more)
   try:
     outputs = [p.communicate(timeout=timeout)[0] for p in processes]
@@ -116,7 +116,7 @@ OF_THE_MACHINE = (
 
 
 def figures(workdir):
-  """What two runs of one seed must agree on."""
+  """Metrics equal in two runs of one seed."""
   return [
     {k: v for k, v in row.items() if not k.startswith(OF_THE_MACHINE)} for row in rows(workdir)
   ]
@@ -124,11 +124,11 @@ def figures(workdir):
 
 @contextlib.contextmanager
 def told_to_go(checks):
-  """What runs within is told to go at the check after so many, and ends by that."""
-  left = iter(range(checks))
+  """Stops the code within by a signal at the check after `checks`."""
+  countdown = iter(range(checks))
 
   def check():
-    if next(left, None) is None:
+    if next(countdown, None) is None:
       raise preemption.Preempted
 
   with pytest.MonkeyPatch.context() as patch, pytest.raises(preemption.Preempted):
@@ -136,20 +136,20 @@ def told_to_go(checks):
     yield
 
 
-def run_until(workdir, phase, step, how, flags=SMALL, config="configs/tiny.py", **more):
+def run_until(workdir, phase, step, interrupt, flags=SMALL, config="configs/tiny.py", **more):
   """Starts a run and ends it with a signal once `phase` has come to `step`."""
   process = started(command(workdir, *flags, config=config), **more)
   deadline = time.monotonic() + 200
   while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):
     assert process.poll() is None and time.monotonic() < deadline, "ended too early"
     time.sleep(0.02)
-  process.send_signal(how)
+  process.send_signal(interrupt)
   _, stderr = process.communicate(timeout=60)
   return stderr, process.returncode
 
 
 def assert_same_run(got, expected, step):
-  """Of two runs the figures, the responses and the training state after `step`."""
+  """Asserts equal figures, responses and training state of two runs after `step`."""
   assert figures(got) == figures(expected)
   np.testing.assert_equal(parameters(got, step), parameters(expected, step))
   for path in (expected / "rollouts").iterdir():
@@ -157,8 +157,8 @@ def assert_same_run(got, expected, step):
 
 
 def killed_and_whole(folder, flags, step=3, **more):
-  """Directories of a run and of one that was killed after `step` and started again, which have come
-  to the same."""
+  """Asserts equal results of a run and one killed after `step` and restarted; returns both
+  directories."""
   whole, killed = folder / "whole", folder / "killed"
   run(whole, *flags, **more)
   run_until(killed, "rl", step, signal.SIGKILL, flags, **more)

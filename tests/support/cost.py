@@ -3,7 +3,7 @@
 import gc
 import time
 
-LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # by factors of four
+LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # Factors of four.
 
 
 def assert_linear(read, make):
@@ -13,11 +13,13 @@ def assert_linear(read, make):
   for length in LENGTHS:
     arguments = make(length)
     bound = 8 * max(last, 0.004)
-    now = seconds(read, arguments)
+    current = seconds(read, arguments)
     for _ in range(4):  # the machine may stutter
-      now = min(now, seconds(read, arguments)) if now > bound else now
-    assert now <= bound, f"{make(20)}...: length {length} takes {now:.3f} s, a quarter {last:.3f} s"
-    last = now
+      current = min(current, seconds(read, arguments)) if current > bound else current
+    assert current <= bound, (
+      f"{make(20)}...: length {length} takes {current:.3f} s, a quarter {last:.3f} s"
+    )
+    last = current
 
 
 def seconds(read, arguments):

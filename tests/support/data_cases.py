@@ -15,7 +15,7 @@ def config(**changes) -> DataConfig:
 
 
 def write(path, rows):
-  """JSON lines; a row that is bytes is written as it is. Returns the path as text."""
+  """Writes JSON lines, bytes unchanged; returns the path as text."""
   lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
   path.write_bytes(b"\n".join(lines) + b"\n")
   return str(path)

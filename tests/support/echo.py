@@ -40,17 +40,17 @@ class Echo:
       first = not request.begun and not tokens
       tokens.append(STOP if before == 1 else before - 1 + sample * first)
       self.usage.tokens += 1
-    over = [one for one in self.under_way if self.over(*one)]
-    self.under_way = [one for one in self.under_way if not self.over(*one)]
-    return [self.response(*one, finished=True) for one in over]
+    over = [entry for entry in self.under_way if self.over(*entry)]
+    self.under_way = [entry for entry in self.under_way if not self.over(*entry)]
+    return [self.response(*entry, finished=True) for entry in over]
 
   def over(self, request, sample, tokens):
     return tokens[-1] == STOP or len(tokens) == request.max_new_tokens
 
   def stop(self):
-    left, self.under_way = self.under_way, []
+    interrupted, self.under_way = self.under_way, []
     self.calls.append("stop")
-    return [self.response(*one, finished=False) for one in left]
+    return [self.response(*entry, finished=False) for entry in interrupted]
 
   def response(self, request, sample, tokens, finished):
     logp = -np.arange(1, len(tokens) + 1, dtype=np.float32)

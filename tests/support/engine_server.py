@@ -47,7 +47,7 @@ class EngineServer(FakeServer):
 def _choice(response, version):
   tokens, reason = response.tokens.tolist(), "stop" if response.stopped else "length"
   versions = [version] * len(tokens)
-  said = choice(response.sample, reason, tokens, response.logp.tolist(), versions)
+  body = choice(response.sample, reason, tokens, response.logp.tolist(), versions)
   file = io.BytesIO()
   np.save(file, response.experts)
-  return said | dict(routed_experts=base64.b64encode(file.getvalue()).decode())
+  return body | dict(routed_experts=base64.b64encode(file.getvalue()).decode())

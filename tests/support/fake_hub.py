@@ -56,7 +56,7 @@ class FakeHub:
     return commit
 
   def read(self):
-    """Bytes of large files that were asked for in ranges from a place to another."""
+    """Bytes of large files requested in ranges."""
     ranges = [re.fullmatch(r"bytes=(\d+)-(\d+)", r or "") for _, _, r in self.requests]
     return sum(int(r[2]) - int(r[1]) + 1 for r in ranges if r)
 
@@ -74,7 +74,7 @@ class FakeHub:
       monkeypatch.setenv("HF_TOKEN", token)
 
   def environment(self, cache):
-    """The same for another process."""
+    """Environment variables for another process."""
     return dict(HF_ENDPOINT=self.url, HF_HUB_CACHE=str(cache), HF_HUB_DISABLE_TELEMETRY="1")
 
 
@@ -102,10 +102,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^?]+)\?.*", path) or re.fullmatch(
       r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path
     )
-    if not match:  # what the library asks for beside
+    if not match:  # Further requests of the library.
       return self.answer(404)
     id_, revision, *file = match.groups()
-    if not any(id_ == known for known, _ in hub.commits):
+    if not any(id_ == name for name, _ in hub.commits):
       return self.answer(404, code="RepoNotFound")
     if id_ in hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
       return self.answer(401, code="GatedRepo")
@@ -122,15 +122,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       return self.answer(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', **about)
     digest = hashlib.sha256(content).hexdigest()
     hub.large[digest] = content
-    there = f"http://localhost:{self.server.server_port}/large/{hub._age}/{digest}"
+    url = f"http://localhost:{self.server.server_port}/large/{hub._age}/{digest}"
     linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-    return self.answer(302, Location=there, **about | linked)
+    return self.answer(302, Location=url, **about | linked)
 
   def ranged(self, content):
     total, status = len(content), 200
     start = 0
-    if wanted := self.headers.get("Range"):
-      first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
+    if header := self.headers.get("Range"):
+      first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", header).groups()
       start, status = int(first), 206
       content = content[start : int(last) + 1 if last else None]
     part = {"Content-Range": f"bytes {start}-{start + len(content) - 1}/{total}"}

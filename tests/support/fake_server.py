@@ -47,7 +47,7 @@ class FakeServer:
     threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
   def die(self):
-    """No connection is taken any more, and what is under way has no answer."""
+    """Refuses connections and leaves pending requests without answer."""
     if self.dead:
       return
     self.dead = True
@@ -71,9 +71,9 @@ class FakeServer:
     if path == "/inference/v1/abort_requests":
       self.aborted |= set(body["request_ids"])
       return 200, None
-    known = dict(health=None, resume=None, pause=None, reset_prefix_cache=dict(success=True))
+    replies = dict(health=None, resume=None, pause=None, reset_prefix_cache=dict(success=True))
     name = path.strip("/")
-    return (200, known[name]) if name in known else (404, dict(detail="Not Found"))
+    return (200, replies[name]) if name in replies else (404, dict(detail="Not Found"))
 
   def generate(self, body):
     prompt, want = body["token_ids"], body["sampling_params"]
@@ -122,12 +122,12 @@ def choice(index, reason, tokens, logp, versions):
 
 class _Listening(http.server.ThreadingHTTPServer):
   daemon_threads = True
-  request_queue_size = 128  # with 5, a burst of connections waits for a second
+  request_queue_size = 128  # With 5, a burst of connections waits for a second.
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = "HTTP/1.1"
-  disable_nagle_algorithm = True  # or each answer waits 40 ms
+  disable_nagle_algorithm = True  # Otherwise each answer waits 40 ms.
 
   def __init__(self, fake, *args):
     self.fake = fake

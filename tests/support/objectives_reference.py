@@ -48,11 +48,11 @@ def responses(mask, *arrays):
       yield [a[i][live] if a.ndim == 2 else np.broadcast_to(a[i], live.sum()) for a in arrays]
 
 
-def aggregate(losses, how, max_length=None):
+def aggregate(losses, level, max_length=None):
   """Losses per token, a list of one array per response."""
-  if how == "sequence":
+  if level == "sequence":
     return sum(loss.mean() for loss in losses) / len(losses)
-  if how == "token":
+  if level == "token":
     return sum(loss.sum() for loss in losses) / sum(len(loss) for loss in losses)
   return sum(loss.sum() for loss in losses) / (len(losses) * max_length)
 
@@ -98,13 +98,13 @@ def segment(logp, old, advantage, mask, ids, low=3e-4, high=4e-4, alpha=1):
 
 
 def grpo(
-  logp, old, advantage, mask, low=0.2, high=0.27, how="sequence", max_length=None, dual=None
+  logp, old, advantage, mask, low=0.2, high=0.27, level="sequence", max_length=None, dual=None
 ):
   """Eq. 2 and 3; DAPO and Dr. GRPO by their aggregation."""
   losses = []
   for new, past, a in responses(mask, logp, old, advantage):
     losses.append(-surrogate(np.exp(new - past), a, low, high, dual))
-  return aggregate(losses, how, max_length)
+  return aggregate(losses, level, max_length)
 
 
 def cispo(logp, old, advantage, mask, low=None, high=0.27):
@@ -147,14 +147,16 @@ def divergence(new, past, kind):
   return p * (np.minimum(past, 0) - np.minimum(new, 0)) + np.where(p < 1, others, 0)
 
 
-def dppo(logp, old, advantage, mask, low=0.15, high=0.15, kind="tv", how="token", max_length=None):
+def dppo(
+  logp, old, advantage, mask, low=0.15, high=0.15, kind="tv", level="token", max_length=None
+):
   """arXiv:2602.04879, Eq. 11 and 12."""
   losses = []
   for new, past, a in responses(mask, logp, old, advantage):
     d, up = divergence(new.real, past, kind), new.real > past
     leaves = (a > 0) & up & (d > high) | (a < 0) & ~up & (d > low)
     losses.append(-np.where(leaves, 0, np.exp(new - past)) * a)
-  return aggregate(losses, how, max_length)
+  return aggregate(losses, level, max_length)
 
 
 def vespo(logp, old, advantage, mask, good=(2, 3), bad=(3, 2)):
@@ -213,14 +215,14 @@ def value(values, old, returns, mask, eps=0.2):
   return aggregate(losses, "token")
 
 
-def kl_penalty(logp, ref, mask, kind, how="sequence", max_length=None, old=None):
+def kl_penalty(logp, ref, mask, kind, level="sequence", max_length=None, old=None):
   losses = []
   for new, reference, past in responses(mask, logp, ref, ref if old is None else old):
     d = new - reference
     k3 = np.exp(-d) - 1 + d
     weighted = np.exp(new - past) * k3  # arXiv:2512.02556
     losses.append({"k1": d, "k2": d**2 / 2, "k3": k3, "k3_weighted": weighted}[kind])
-  return aggregate(losses, how, max_length)
+  return aggregate(losses, level, max_length)
 
 
 def gae(reward, values, mask, discount, trace, last=None):

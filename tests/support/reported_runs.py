@@ -93,7 +93,7 @@ def describe(rows, config=None):
 
 
 def embedded(page, name="report"):
-  """What the page (its path, or text) holds for its script."""
+  """Data of a page (path or text) for its script."""
   page = page if isinstance(page, str) else page.read_text("utf-8")
   (text,) = re.findall(rf'<script type="application/json" id="{name}">(.*?)</script>', page, re.S)
   return json.loads(text)

@@ -66,7 +66,7 @@ def score(responses, prompts, lengths, finished):
 
 
 def settings(**changes):
-  """A configuration with these keys changed; those of `rl` may go without their section."""
+  """A configuration with changed keys; keys of `rl` need no section."""
   keys = dict(data__max_prompt_tokens=3, sampling__max_new_tokens=NEW)
   keys |= dict(rl__prompts=P, rl__group_size=G, rl__minibatches=2)
   for name, value in changes.items():
@@ -81,10 +81,10 @@ def collector(
   config = settings(**dict(extra_prompts=4) | (CONVERSATIONS if environment else {}) | changes)
   engine, tok = LocalEngine(MOE, ENGINE), tok or tokenizer()
   signals = Signals(config.constraints, config.reward, {}) if config.constraints.on else None
-  made = Collector(
+  built = Collector(
     config, engine, tok, source, judge, environment, writer=writer, records=records, signals=signals
   )
-  return made, engine
+  return built, engine
 
 
 def alternating(step):
@@ -92,29 +92,28 @@ def alternating(step):
   return PARAMS if step % 2 else OTHER
 
 
-def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):
-  """What each iteration collects, and the collector with its engine."""
-  made, engine = made or collector(**options)
+def iterate(steps, source=None, weights=lambda step: PARAMS, first=1, **options):
+  """Collects iterations; returns them, and the collector with its engine."""
+  source, engine = source or collector(**options)
   out = []
   for step in range(first, first + steps):
     engine.load(weights(step), version=step)
-    out.append(made.collect(step, Stopwatch()))
-  return out, (made, engine)
+    out.append(source.collect(step, Stopwatch()))
+  return out, (source, engine)
 
 
 def went_on(position, **options):
-  """A collector that goes on from where one stood, as a checkpoint has it."""
+  """A collector resumed from another's checkpointed position."""
   after = collector(**options)
   after[0].set_position(json.loads(json.dumps(position())))
   return after
 
 
-def goes_on(steps, more, made=None, **options):
-  """Asserts that a collector which takes over after some iterations collects what the first one
-  does then, and returns that."""
-  _, made = iterate(steps, made or collector(**options))
-  position = made[0].position()
-  expected, _ = iterate(more, made, first=steps + 1)
+def goes_on(steps, more, source=None, **options):
+  """Asserts equal batches of a resumed collector and the first one; returns them."""
+  _, source = iterate(steps, source or collector(**options))
+  position = source[0].position()
+  expected, _ = iterate(more, source, first=steps + 1)
   out, _ = iterate(more, went_on(position, **options), first=steps + 1)
   for collected, same in zip(out, expected, strict=True):
     assert_same(collected, same)
@@ -148,7 +147,7 @@ ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
 
 def groups(**spec):
   """Scored groups: one letter and the correctness of its responses per prompt."""
-  made = []
+  lists = []
   for name, correct in spec.items():
     trajectories = [Trajectory((5, 6), g, 0, SingleTurn(()), name) for g in range(G)]
     for g, trajectory in enumerate(trajectories):
@@ -161,11 +160,13 @@ def groups(**spec):
     correct_G = np.array(correct, np.float32)
     shaped_G = correct_G - 0.1 * np.arange(3, dtype=np.float32)  # different everywhere
     responses = [f"{name}{g}" for g in range(G)]
-    made.append(Group(Prompt(name, name, "", (5, 6)), trajectories, responses, shaped_G, correct_G))
-  return made
+    lists.append(
+      Group(Prompt(name, name, "", (5, 6)), trajectories, responses, shaped_G, correct_G)
+    )
+  return lists
 
 
 def dumped(collected, decode=letters):
-  """Its records, of a policy that has not changed."""
+  """Records of a batch, with an unchanged policy."""
   zeros = np.zeros(collected.rollout.logp.shape)
   return rollout_records(collected, zeros, zeros > 0, decode)

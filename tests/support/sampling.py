@@ -32,7 +32,7 @@ def run(scheduler, requests):
 
 
 def responses(scheduler):
-  """Those of all that was submitted, as they are finished."""
+  """Yields responses to all requests, as they finish."""
   while scheduler.busy:
     yield from scheduler.step()
 
@@ -42,18 +42,18 @@ def by_sample(responses):
 
 
 def left_of(response):
-  """The request for what a response has not come to."""
-  begun, request = tuple(response.tokens.tolist()), response.request
-  left = request.max_new_tokens - len(begun)
+  """Returns the request for the rest of a response."""
+  partial, request = tuple(response.tokens.tolist()), response.request
+  remaining = request.max_new_tokens - len(partial)
   return dataclasses.replace(
-    request, max_new_tokens=left, samples=1, first_sample=response.sample, begun=begun
+    request, max_new_tokens=remaining, samples=1, first_sample=response.sample, begun=partial
   )
 
 
-def same(found, expected):
+def same(actual, expected):
   """Asserts that two dicts of responses are equal, likelihoods but for round-off."""
-  assert found.keys() == expected.keys()
-  for key, response in found.items():
+  assert actual.keys() == expected.keys()
+  for key, response in actual.items():
     np.testing.assert_array_equal(response.tokens, expected[key].tokens)
     for name in ("logp", "full_logp"):
       np.testing.assert_allclose(getattr(response, name), getattr(expected[key], name), atol=1e-5)
@@ -83,7 +83,7 @@ def sample(
   usage=None,
   **options,
 ):
-  """A rollout of `group_size` trajectories for each prompt, or of one for each environment. Other
+  """Samples `group_size` trajectories per prompt, or one per environment. Other
   options are those of the workload."""
   count = len(environments) // group_size if environments else len(prompts)
   workload = Workload(
@@ -98,11 +98,11 @@ def sample(
   local.load(params, version=0)
   turns = dict(max_turns=max_turns, workers=workers)
   driver = Driver(local, workload, vocab_size=model.vocab_size, **turns)
-  left = iter(environments or ())
-  make = (lambda prompt: next(left)) if environments else None
+  remaining = iter(environments or ())
+  make = (lambda prompt: next(remaining)) if environments else None
   tokens = [()] * count if environments else map(tuple, prompts)
-  begun = [Prompt(str(i), "", "", prompt) for i, prompt in enumerate(tokens)]
-  groups = new_groups(begun, group_size, seed, prompt_length, make, render)
+  started = [Prompt(str(i), "", "", prompt) for i, prompt in enumerate(tokens)]
+  groups = new_groups(started, group_size, seed, prompt_length, make, render)
   for group in groups:
     driver.begin(group)
   for _ in driver.run():

@@ -42,12 +42,12 @@ def run(code, limits=LIMITS, most=None, **request):
 
 
 def session(outer):
-  """Processes that `outer` leads or has started, zombies apart."""
-  found, parents = [], {outer}
+  """Processes in the session of `outer` or started by it, without zombies."""
+  processes, parents = [], {outer}
   for stat in sorted(pathlib.Path("/proc").glob("[0-9]*/stat"), key=lambda p: int(p.parent.name)):
     with contextlib.suppress(OSError):
       pid, state, parent = int(stat.parent.name), *stat.read_text().rpartition(")")[2].split()[:2]
       if (pid == outer or int(parent) in parents) and state != "Z":
-        found.append(pid)
+        processes.append(pid)
         parents.add(pid)
-  return found
+  return processes

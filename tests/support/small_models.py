@@ -31,7 +31,7 @@ def on_host(model: ModelConfig, seed: int = 0) -> transformer.Params:
 
 
 def initial(model: ModelConfig, seed: int = 0) -> transformer.Params:
-  """Random weights, in arrays of their own: updates donate what they are given."""
+  """Random weights in new arrays: updates donate them."""
   return jax.tree.map(jnp.array, on_host(model, seed))
 
 

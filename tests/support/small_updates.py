@@ -89,7 +89,7 @@ def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
 
 
 def with_inputs(batch: TrainBatch, **fields) -> TrainBatch:
-  """The batch with other fields of what the model reads."""
+  """Replaces model inputs of a batch."""
   return batch.replace(inputs=batch.inputs.replace(**fields))
 
 
@@ -99,16 +99,16 @@ def batch_of(rollout: Rollout) -> TrainBatch:
   return train_batch(rollout, advantage_B, shared_prompts=False).replace(old_logp_BT=rollout.logp)
 
 
-def updated(params, batch, how, objective=GSPO, tx=SGD):
-  """The state and the metrics after one update of `params`, which stay."""
+def updated(params, batch, options, objective=GSPO, tx=SGD):
+  """State and metrics after one update of copied `params`."""
   state = new_state(jax.tree.map(jnp.copy, params), tx)
-  state, metrics = rl_step(how, objective, tx)(state, batch)
+  state, metrics = rl_step(options, objective, tx)(state, batch)
   return state, scalars(metrics)
 
 
 @contextlib.contextmanager
 def placed(model, values, shape=None):
-  """Initial parameters and a batch of `values`, on a mesh that is in use if there is a shape."""
+  """Initial parameters and a batch of `values`, on a mesh if there is a shape."""
   if shape is None:
     yield initial(model), values
     return
@@ -126,7 +126,7 @@ def after(step, model, batch, shape=None):
 
 
 def old_policy(learner, batch, shape=None):
-  """What one pass of the trainer says of the old policy, on a mesh if there is a shape of it."""
+  """Trainer's pass of the old policy, on a mesh if there is a shape of it."""
   with placed(learner.model, batch.inputs, shape) as (params, inputs):
     return jax.device_get(old_policy_pass(learner, ALL_TERMS)(params, inputs))
 

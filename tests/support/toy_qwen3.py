@@ -68,9 +68,9 @@ def write_tokenizer(directory: Path) -> None:
 
 def problem(i: int) -> dict[str, str]:
   """A row in the form of GSM8K's."""
-  had, earned = 3 + i, 2 + i % 5
-  working = f"{had} + {earned} = <<{had}+{earned}={had + earned}>>{had + earned}"
+  apples, earned = 3 + i, 2 + i % 5
+  working = f"{apples} + {earned} = <<{apples}+{earned}={apples + earned}>>{apples + earned}"
   return dict(
-    question=f"Ada had ${had} & earned ${earned}. How many dollars has she?",
-    answer=f"She has {working} dollars.\n#### {had + earned}",
+    question=f"Ada had ${apples} & earned ${earned}. How many dollars has she?",
+    answer=f"She has {working} dollars.\n#### {apples + earned}",
   )

@@ -24,6 +24,6 @@ def is_equal(response, prompt) -> bool:
 
 
 def is_close(response, prompt) -> bool:
-  """Right within the tolerance that the row of the data set gives."""
+  """Right within the tolerance of the data set's row."""
   assert prompt["id"] == "own" and prompt["question"] == "π?"
   return abs(float(response) - float(prompt["answer"])) <= float(prompt["tolerance"])

@@ -16,7 +16,7 @@ def report(
   curve: Callable[[definition.Condition, int, int], dict[str, Any]] | None = None,
   steps: Iterable[int] = range(1, 11),
 ) -> Report:
-  """Of runs of all conditions and seeds: `value` gives the columns of a condition and seed, `curve`
+  """Reports on all conditions and seeds: `value` gives the columns of a condition and seed, `curve`
   those of its steps."""
   experiment, module = definition.load(definition.find(name))
   runs, points = [], []
