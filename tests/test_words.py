@@ -30,8 +30,8 @@ FRAGMENT = re.compile(
   r"(?:of|in|by|with|for|as|from|to|at|on|or|and|which|that|since|so|but|where|what)\b"
 )
 
-# Columns: names of NOT_NAMES in 1,000 lines; docstrings that begin with one of OPENERS (%);
-# words in docstrings' first sentences; relative pronouns there; comments that begin with FRAGMENT (%).
+# Columns: names of NOT_NAMES in 1,000 lines; docstrings that begin with one of OPENERS (%); length
+# in words, and relative pronouns in docstrings' first sentences; comments like FRAGMENT (%).
 CODE = """
   benchmarks                21.1       9    12.7    0.42      24
   experiments               34.2      14    12.9    0.54      33

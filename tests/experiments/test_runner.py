@@ -90,8 +90,8 @@ class Home:
 
   def lines(self):
     """Status by stage, condition and seed."""
-    runs = Store(self.store.folder).runs
-    return {(r.stage, r.condition, r.seed): (r.status, r.reason) for r in runs.itertuples()}
+    table = Store(self.store.folder).runs
+    return {(r.stage, r.condition, r.seed): (r.status, r.reason) for r in table.itertuples()}
 
   def statuses(self):
     return {f"{c} {s}": status for (stage, c, s), (status, _) in self.lines().items()}

@@ -100,7 +100,7 @@ def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
   for remat in ("attention", "dots", "both"):
     extra = saved_names(remat, "blockwise") - saved_names("full", "blockwise")
     numbers = sum(number * math.prod(shape) for shape, number in extra.items())
-    assert numbers * 4 == B * T * remat_policies.kept(CONFIG, remat, 4)
+    assert numbers * 4 == B * T * remat_policies.saved_bytes(CONFIG, remat, 4)
 
 
 @pytest.mark.parametrize("memory, chosen", [(1.05, "both"), (0.95, "attention"), (0.1, "full")])
@@ -109,7 +109,7 @@ def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypa
   assert (
     remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"
   )  # A CPU has no known memory.
-  both_bytes = inputs + remat_policies.kept(CONFIG, "both", 4)
+  both_bytes = inputs + remat_policies.saved_bytes(CONFIG, "both", 4)
   needed = 10_000 * remat_policies.STATE + 1000 * both_bytes
   monkeypatch.setattr(accelerators, "memory", lambda kind: memory * needed / remat_policies.ROOM)
   with jax.set_mesh(sharding.make_mesh(MeshConfig(1, 8, 1, 1))):
