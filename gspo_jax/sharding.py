@@ -42,12 +42,9 @@ ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
 def make_meshes(
   config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Makes the trainer's mesh and the sampler's: equal, or on the devices after it.
+  """Makes the trainer's mesh and the sampler's, equal or on the next devices.
 
-  devices: all available ones if None.
-
-  Raises:
-    ValueError: there are too few devices.
+  `devices` None means all. Too few devices raise ValueError.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.on:
@@ -80,11 +77,10 @@ def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Makes a mesh over `devices`, or over all if None; `data` is over slices first.
+  """Makes a mesh over `devices` (None: all), with `data` over slices first.
 
-  Raises:
-    ValueError: the sizes do not multiply to the number of devices, or a replica is not within one
-      TPU slice.
+  Sizes that do not multiply to the number of devices, or replicas across TPU slices, raise
+  ValueError.
   """
   devices = jax.devices() if devices is None else devices
   sizes, named = _sizes(config), _named(config, section)
@@ -197,10 +193,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """`product` with a result of sharding `out`, needed to contract sharded axes.
-
-  dtype: dtype of the result. None means that of `product`.
-  """
+  """`product` in sharding `out`, needed to contract sharded axes, and `dtype` if not None."""
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -323,10 +316,7 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1, without communication.
-
-  XLA on CPU would still copy and transpose the parts.
-  """
+  """Whether `axis` has size 1: XLA on CPU would copy and transpose parts even then."""
   return axis_size(axis) == 1
 
 
@@ -398,10 +388,7 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Fetches whole arrays to every process, with one gather of distributed ones.
-
-  Arrays of a single process, such as host arrays, are already whole.
-  """
+  """Fetches whole arrays to every process, with one gather of distributed ones."""
 
   def gathered(x: Any) -> Any:
     if getattr(x, "is_fully_addressable", True):
