@@ -106,9 +106,8 @@ def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
 @pytest.mark.parametrize("memory, chosen", [(1.05, "both"), (0.95, "attention"), (0.1, "full")])
 def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypatch):
   compute, inputs = dataclasses.replace(REFERENCE, remat="auto"), LAYERS * D * 4
-  assert (
-    remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"
-  )  # A CPU has no known memory.
+  # A CPU has no known memory.
+  assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"
   both_bytes = inputs + remat_policies.saved_bytes(CONFIG, "both", 4)
   needed = 10_000 * remat_policies.STATE + 1000 * both_bytes
   monkeypatch.setattr(accelerators, "memory", lambda kind: memory * needed / remat_policies.ROOM)
