@@ -64,11 +64,11 @@ def room(file: str) -> str:
 def names(tree: ast.AST) -> set[str]:
   """Full names imported from the package, those for types alone included."""
   nodes = list(ast.walk(tree))
-  found = {x.name for node in nodes if isinstance(node, ast.Import) for x in node.names}
+  imported = {x.name for node in nodes if isinstance(node, ast.Import) for x in node.names}
   for node in nodes:
     if isinstance(node, ast.ImportFrom):
-      found |= {f"{node.module}.{x.name}" for x in node.names}
-  return {name for name in found if name.startswith("gspo_jax.")}
+      imported |= {f"{node.module}.{x.name}" for x in node.names}
+  return {name for name in imported if name.startswith("gspo_jax.")}
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -189,9 +189,11 @@ def test_verifiers_import_nothing_else_of_the_package():
 
 
 def test_an_init_hands_on_names():
-  made = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
+  statements = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
   for file, tree in FILES.items():
-    assert not file.endswith("__init__.py") or not any(isinstance(x, made) for x in tree.body), file
+    assert not file.endswith("__init__.py") or not any(
+      isinstance(x, statements) for x in tree.body
+    ), file
 
 
 def test_rules_stay_few():

@@ -113,15 +113,15 @@ def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
     key: value.replace("HERE", str(tmp_path)) if isinstance(value, str) else value
     for key, value in (RL | changes).items()
   }
-  config, told = config_of(tiny.get_config, **changes), []
+  config, messages = config_of(tiny.get_config, **changes), []
   with lock.alone_in(*[tmp_path / "run"] * (name == "another run")):
     before = files_of(tmp_path)
     for start in (run.rehearse, opened):
       with pytest.raises(ValueError, match=message) as error:
         start(config, tmp_path / "run")
-      told.append(str(error.value))
+      messages.append(str(error.value))
       assert start is opened or files_of(tmp_path) == before
-  assert told[0] == told[1]
+  assert messages[0] == messages[1]
 
 
 def opened(config, workdir):
@@ -133,14 +133,14 @@ def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):
   config = config_of(
     common.base, **RL | dict(rl_optimizer__learning_rate=1.0, data__eval="arithmetic:train")
   )
-  told = []
+  messages = []
   for start in (run.rehearse, opened):
     start(config, tmp_path / "run")
-    told.append([line for line in capsys.readouterr().err.splitlines() if "warning" in line])
-  assert told[0] == told[1]
+    messages.append([line for line in capsys.readouterr().err.splitlines() if "warning" in line])
+  assert messages[0] == messages[1]
   for part in (
     "rl_optimizer.learning_rate=1.0",
     "weights='random', job='rl'",
     "held-out problems are in data.train",
   ):
-    assert any(line.startswith("warning: ") and part in line for line in told[0])
+    assert any(line.startswith("warning: ") and part in line for line in messages[0])

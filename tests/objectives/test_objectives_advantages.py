@@ -259,10 +259,14 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
   for rewards, advantages, weights in zip(reward, valid, weights_PG):
     assert not weights[~advantages].any()
     if advantages.any():
-      np.testing.assert_allclose(weights[advantages], by_hand(rewards[advantages]), rtol=1e-12, atol=1e-15)
+      np.testing.assert_allclose(
+        weights[advantages], by_hand(rewards[advantages]), rtol=1e-12, atol=1e-15
+      )
   if kind == "soft":
     assert not weights_PG[-3:].any(), "in a group of equal rewards all get exactly 0"
-    advantages = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
+    advantages = np.asarray(
+      O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid)
+    )
     np.testing.assert_allclose(advantages, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
     ours(np.full((1, 2), np.nan), np.ones((1, 2)))

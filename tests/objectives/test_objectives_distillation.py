@@ -66,8 +66,8 @@ def test_its_policy_gradient_is_that_of_the_reverse_kl_divergence():
     p_B = jnp.exp(old_BT.sum(1))
     return -(p_B[:, None] * jnp.exp(logp(tables) - old_BT) * advantage_BT).sum()
 
-  both = (jax.jit(jax.grad(f))(student) for f in (surrogate, divergence))
-  for ours, exact in zip(*both, strict=True):
+  gradients = (jax.jit(jax.grad(f))(student) for f in (surrogate, divergence))
+  for ours, exact in zip(*gradients, strict=True):
     np.testing.assert_allclose(ours, exact, atol=1e-6)
     assert np.abs(exact).max() > 0.01
 
