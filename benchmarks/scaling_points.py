@@ -89,8 +89,9 @@ class Point:
 
 
 def measure(point: Point) -> list[dict[str, Any]]:
-  """Measures a row, or three for sampling: whole, prefill and decoding. (Not
-  on simulated devices: some of them decode while others prefill.)
+  """Measures a row, or three for sampling: whole, prefill and decoding.
+
+  Simulated devices have one row: some of them decode while others prefill.
 
   seconds, tokens; operations and bytes: how many are needed, without padding and recomputation;
   memory: bytes, temporary ones of the update, or the key/value cache; foreign: share of the machine

@@ -46,8 +46,7 @@ def band(axes: Axes, x: np.ndarray, intervals: list[Interval], label: str, numbe
 def bands(
   axes: Axes, x: Sequence[float], groups: Mapping[str, Sequence[Interval]], under: str, title: str
 ) -> None:
-  """Lines with their bands, by their labels, over a number that the axis is of (`under`); one that
-  lacks a point is left out."""
+  """Draws complete lines with bands by label, over the axis `under`."""
   for number, (label, points) in enumerate(groups.items()):
     if all(point.count for point in points):
       band(axes, np.asarray(x, float), points, label, number)

@@ -48,8 +48,11 @@ LOSSES: dict[str, group_gradients.GroupLoss] = dict(
 
 
 def measure(run: Run) -> None:
-  """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says,
-  and the metrics of the updates since the row before."""
+  """Writes a row of gradient statistics after each of UPDATES.
+
+  It has `gradient/LOSS/STATISTIC` from `group_gradients.compare`, and metrics of the updates since
+  the previous row.
+  """
   c, collector = run.config, run.collector()
   learner, tx = learner_of(c, "rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
   update = make_rl_step(learner, c.objective, tx)

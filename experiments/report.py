@@ -41,8 +41,10 @@ class Results:
     return list(dict.fromkeys(self.runs.condition[self.runs.stage == "final"]))
 
   def values(self, condition: str, column: str, stage: str = "final") -> pd.Series:
-    """The column of a condition by seed. A run that diverged counts as 0 where something is
-    learned, and elsewhere with what there is of it; failed and interrupted ones are left out."""
+    """Returns a condition's column by seed, without failed and interrupted runs.
+
+    A diverged run counts as 0 for measures of learning, and with its last values elsewhere.
+    """
     runs = self.runs
     if column not in runs:
       return pd.Series(dtype=float)
@@ -103,8 +105,10 @@ def tuned(
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table; bars within cells are escaped. Rows that know of no run are left out: below the tables
-  stands which conditions these are."""
+  """Formats a table, with bars in cells escaped, without rows of missing runs.
+
+  Their conditions are listed below the tables.
+  """
   measured = (row for row in rows if statistics.NONE not in row or any("[" in x for x in row))
   lines = [head, ["---"] * len(head), *measured]
   cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]

@@ -34,8 +34,10 @@ COLUMNS = (
 
 
 class Store:
-  """The two CSV files of a folder. What they hold is rounded as they are written, so that a report
-  of a new run is that of the files."""
+  """The two CSV files of a folder.
+
+  Values are rounded when added, so a report of a new run equals that of the files.
+  """
 
   def __init__(self, folder: Path):
     self.folder = folder
@@ -92,8 +94,7 @@ class Store:
       _write(self.curves, self.folder / "curves.csv", [*KEY, "step"])
 
   def results(self, jobs: Iterable[Any]) -> Results:
-    """Both as they are on file, of these jobs: a line of what was declared otherwise once is no
-    result of theirs."""
+    """Returns lines and curves of these jobs, without those of earlier declarations."""
     runs, curves = _read(self.folder / "results.csv"), _read(self.folder / "curves.csv")
     keys = {(*job.key, job.run) for job in jobs}
     runs = runs[[key in keys for key in zip(*(runs[name] for name in (*KEY, "run")))]]

@@ -46,8 +46,10 @@ class Job:
 
   @functools.cached_property
   def run(self) -> str:
-    """Hash of all settings of the outcome, without the code. Keys that
-    are as in `common.base()` do not count, so that a new one leaves the names as they are."""
+    """Hash of all settings of the outcome, without the code.
+
+    Keys with their value in `common.base()` do not count: a new key keeps earlier names.
+    """
     values, defaults = flat(self.values), flat(_defaults())
     different = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
     if self.stage == START:
@@ -86,8 +88,10 @@ def described(changes: Changes) -> str:
 
 
 def plan(experiment: Experiment, store: Store) -> list[Job]:
-  """The runs as far as they are known, those that share a seed together; what a run begins with
-  comes before it. The second stage of a condition is known once its first one is complete."""
+  """Plans runs, grouped by seed, each after its cold start.
+
+  The second stage of a condition is planned once its first one is complete.
+  """
   jobs: dict[tuple[str, str, int], Job] = {}
   if tuning := experiment.tuning:
     for seed in tuning.seeds:
@@ -187,8 +191,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def applied(base: str, changes: Changes) -> dict[str, Any]:
-  """The configuration of a file with changes. ValueError for a key that it does not have, or for a
-  value out of its range."""
+  """Applies changes to a configuration file; ValueError for unknown keys or bad values."""
   values = copy.deepcopy(_file(base))
   for key, value in changes.items():
     *sections, last = key.split(".")

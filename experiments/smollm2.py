@@ -56,8 +56,10 @@ def convert(file: Path | str, directory: Path | str) -> None:
 def with_experts(
   dense: Path, directory: Path, experts: int = EXPERTS, noise: float = NOISE
 ) -> Path:
-  """Upcycles a dense model's directory to experts: for a Llama the files are those of a
-  Mixtral, with the same tokenizer. It takes memory for the weights of both."""
+  """Upcycles a dense model's directory to experts.
+
+  A Llama becomes a Mixtral with the same tokenizer. It takes memory for the weights of both.
+  """
   import jax
 
   from gspo_jax.data import tokenizer

@@ -22,8 +22,10 @@ MAPS = Path("/proc/self/maps")
 
 
 def main(cores: str) -> None:
-  """Makes runs on these cores, e.g. "0,2", until standard input ends; on all where the system, such
-  as macOS, does not let a process choose."""
+  """Makes runs on these cores, e.g. "0,2", until standard input ends.
+
+  Systems without a choice of cores, such as macOS, use all.
+  """
   if hasattr(os, "sched_setaffinity"):  # before there are threads
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's, which sends SIGTERM

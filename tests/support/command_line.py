@@ -157,8 +157,10 @@ def assert_same_run(got, expected, step):
 
 
 def killed_and_whole(folder, flags, step=3, **more):
-  """Asserts equal results of a run and one killed after `step` and restarted; returns both
-  directories."""
+  """Asserts equal results of a run and one killed after `step` and restarted.
+
+  Returns both directories.
+  """
   whole, killed = folder / "whole", folder / "killed"
   run(whole, *flags, **more)
   run_until(killed, "rl", step, signal.SIGKILL, flags, **more)

@@ -7,8 +7,11 @@ LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # Factors of four.
 
 
 def assert_linear(read, make):
-  """Asserts that `read(*make(length))` takes at most twice four times as long for four times the
-  length, where quadratic cost takes sixteen times; what takes less than 4 ms may be anything."""
+  """Asserts linear cost of `read(*make(length))`.
+
+  Four times the length may take at most eight times as long; quadratic cost takes sixteen times.
+  Times below 4 ms do not count.
+  """
   last = 0.0
   for length in LENGTHS:
     arguments = make(length)

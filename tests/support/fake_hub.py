@@ -155,8 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def bucket(monkeypatch, root):
-  """Has gs:// be a directory: gs://bucket/x is ROOT/bucket/x. Returns a list of the ranges that
-  are read."""
+  """Maps gs://bucket/x to ROOT/bucket/x; returns a list of the ranges read."""
   ranges = []
 
   class Bucket(local.LocalFileSystem):

@@ -83,8 +83,10 @@ def sample(
   usage=None,
   **options,
 ):
-  """Samples `group_size` trajectories per prompt, or one per environment. Other
-  options are those of the workload."""
+  """Samples `group_size` trajectories per prompt, or one per environment.
+
+  Other options are those of the workload.
+  """
   count = len(environments) // group_size if environments else len(prompts)
   workload = Workload(
     SamplingConfig(temperature, *truncation, max_new_tokens),

@@ -16,8 +16,10 @@ def report(
   curve: Callable[[definition.Condition, int, int], dict[str, Any]] | None = None,
   steps: Iterable[int] = range(1, 11),
 ) -> Report:
-  """Reports on all conditions and seeds: `value` gives the columns of a condition and seed, `curve`
-  those of its steps."""
+  """Reports on runs of all conditions and seeds.
+
+  `value` gives the columns of a condition and seed, `curve` those of its steps.
+  """
   experiment, module = definition.load(definition.find(name))
   runs, points = [], []
   for c, seed in itertools.product(experiment.conditions, experiment.seeds):
