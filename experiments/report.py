@@ -59,7 +59,7 @@ class Results:
     return statistics.interval(self.values(condition, column))
 
   def paired(self, a: str, b: str, column: str, log: bool = False) -> pd.Series:
-    """Differences a - b by seed, of those seeds that both have; `log`: of logarithms."""
+    """Differences a - b by common seed; `log`: of logarithms."""
     first, second = self.values(a, column), self.values(b, column)
     if log:
       first, second = np.log(first), np.log(second)

@@ -149,7 +149,7 @@ class Runner:
       results.archive(workdir)
 
   def run(self, count: int) -> None:
-    """Makes what is missing, so many runs at the same time. Ctrl-C and SIGTERM save and end."""
+    """Makes the missing runs, `count` at a time. Ctrl-C and SIGTERM save and end."""
     self.take_over()
     workers, progress = Workers(count), Told(self)
     with noticed() as signals, contextlib.closing(workers):

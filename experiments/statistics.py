@@ -30,7 +30,10 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-  """Returns mean and Student's 95 % interval over seeds, unbounded for one."""
+  """Returns mean and Student's 95 % interval over seeds, unbounded for one.
+
+  Not a bootstrap: its percentiles hold the mean of three values in 75 % of cases, of seven in 91 %.
+  """
   values = np.asarray(values, np.float64)
   if len(values) == 0:
     return Interval(np.nan, np.nan, np.nan, 0)

@@ -90,7 +90,7 @@ class Workers:
     return [worker for worker in self.all if worker.job is not None]
 
   def answers(self, timeout: float | None) -> Iterator[tuple[Any, Answer]]:
-    """Jobs that have come to an end, and how; waits for the first of them, so many seconds."""
+    """Waits for finished jobs, some seconds for the first; returns their results."""
     with selectors.DefaultSelector() as selector:
       for worker in self.busy:
         selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
@@ -101,7 +101,7 @@ class Workers:
         yield job, answer
 
   def stop(self, seconds: float) -> Iterator[tuple[Any, Answer]]:
-    """Has all of them save and end, and kills those that have not after so many seconds."""
+    """Stops all workers with a checkpoint; kills the rest after some seconds."""
     for worker in self.all:
       worker.stop()
     until = time.monotonic() + seconds

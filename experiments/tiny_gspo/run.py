@@ -36,7 +36,7 @@ def command(workdir: Path, dtype: str, seed: int) -> list[str]:
 
 
 def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
-  """One run, on these cores, and what came of it."""
+  """Makes a run on these cores; returns its result."""
   started = time.monotonic()
   process = subprocess.Popen(
     command(workdir, dtype, seed), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -52,7 +52,7 @@ def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
 
 
 def curve(workdir: Path) -> Result:
-  """From metrics.jsonl: the end of the cold start, (iteration, avg@4, greedy) of evaluations."""
+  """Reads the end of the cold start and (iteration, avg@4, greedy) of evaluations."""
   path, config = workdir / "metrics.jsonl", workdir / "config.json"
   rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
   cold = [row for row in rows if row["phase"] == "sft"][-1:]
@@ -71,7 +71,7 @@ def curve(workdir: Path) -> Result:
 
 
 def make_all(entries: list[tuple[str, int]], workdir: Path, jobs: int, results: Path) -> None:
-  """Makes the runs that have no line in `results` yet; a line follows each."""
+  """Makes the runs without a line in `results`, and adds their lines."""
   finished = {(r["dtype"], r["seed"]) for r in read(results)}
   linux = hasattr(os, "sched_getaffinity")
   cores = sorted(os.sched_getaffinity(0)) if linux else [*range(os.cpu_count() or 1)]
@@ -102,7 +102,7 @@ def read(results: Path) -> list[Result]:
 
 
 def ends(result: Result) -> tuple[float, float]:
-  """Accuracy after the cold start and at the end; 0 where a run did not come so far."""
+  """Accuracy after the cold start and at the end; 0 if not reached."""
   finished = result["returncode"] == 0 and result["points"]
   start = result["points"][0][1] if result["points"] else 0.0
   return start, result["points"][-1][1] if finished else 0.0
