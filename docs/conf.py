@@ -77,6 +77,7 @@ GROUPS = {
   "Tutorials": ["notebooks/gspo_*", "notebooks/losses_*", "notebooks/qwen3_*"],
   "How to": [
     "docs/running",
+    "docs/recipes",
     "docs/pretrained",
     "docs/data",
     "docs/rewards",

@@ -48,7 +48,7 @@ class Round(NamedTuple):
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
   """Returns an evaluation's requests to the engine."""
-  sampling = SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens)
+  sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
 
 

@@ -41,7 +41,7 @@ def adapted(
     row[METRIC],
     row["ratio/mean"],
     state.skipped,
-    dict(target=config.target, gain=config.gain, span=config.span),
+    dict(target=config.target, gain=config.gain),
     stop=on_nonfinite == "stop",
   )
   return state.replace(clip_factor=factor)

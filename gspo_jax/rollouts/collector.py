@@ -275,9 +275,9 @@ class Collector:
     # A prompt that comes up again in one step gets other responses.
     seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
     prompts = self._batches.take(count, self._filter.wants)
-    least, solved = c.schedule.group_size_min or most, c.schedule.group_solved
+    least = c.schedule.group_size_min or most
     tried = map(self._filter.tried, prompts)
-    sizes = [schedules.group_size(n, right, least, most, solved) for n, right in tried]
+    sizes = [schedules.group_size(n, right, least, most) for n, right in tried]
     longest = self._workload.prompt_length
     groups = new_groups(prompts, sizes, seed, longest, self._environment, self._render)
     return list(map(Group, prompts, groups))

@@ -8,17 +8,19 @@ from typing import Any
 
 from gspo_jax.settings.run import RunConfig
 
+SOLVED = 0.9  # Probability of at least one right response in a group.
 
-def group_size(tried: int, right: int, least: int, most: int, solved: float) -> int:
+
+def group_size(tried: int, right: int, least: int, most: int) -> int:
   """Responses for a prompt of which so many of those tried were right.
 
-  The smallest number with which one at least is right with probability `solved`, between `least`
+  The smallest number with which one at least is right with probability SOLVED, between `least`
   and `most`, if each is with probability (right + 1) / (tried + 2): Laplace's rule of succession.
   """
   if not tried:
     return most
   wrong, missed, size = (tried - right + 1) / (tried + 2), 1.0, 0
-  while size < most and (size < least or 1 - missed < solved):
+  while size < most and (size < least or 1 - missed < SOLVED):
     missed *= wrong
     size += 1
   return size

@@ -43,7 +43,7 @@ class Alarms:
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
     if norm is not None:
       self._idle = 0 if norm else self._idle + 1
-    if norm == 0 and 0 < c.no_gradient <= self._idle:
+    if norm == 0 and self._idle >= IDLE_ITERATIONS:
       name, reason = _nothing_learned(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
     if norm:  # 0 while a task is still too hard for any group.
@@ -76,6 +76,7 @@ class Alarms:
 
 
 # Name, metric, and text for the metric and the clip range.
+IDLE_ITERATIONS = 5  # Iterations in a row with a gradient of 0.
 _MISMATCHES = (
   (
     "mismatch",

@@ -37,7 +37,6 @@ class EvalConfig:
   temperature: Temperature = key(1.0, "0: greedy")
   top_k: NonNegativeInt = key(0, "0: all tokens")
   top_p: ranges.PositiveFraction = key(1.0, "1: all tokens")
-  min_p: ranges.FractionBelowOne = key(0.0, "0: all tokens")
   max_new_tokens: NonNegativeInt = key(0, "0: sampling.max_new_tokens")
   greedy: bool = key(True, "one greedy response per problem as well")
   batch: PositiveInt = key(64, "problems that are scored and written down together")

@@ -23,9 +23,6 @@ class AdaptiveClipConfig:
 
   target: FractionBelowOne = key(0.0, "share of tokens; 0: the ranges stay")
   gain: PositiveFloat = key(1.0, "of log range, by iteration and distance to the target")
-  span: Annotated[float, Range(1, 1e9, excluded=(1,))] = key(
-    100.0, "the largest factor, and the inverse of the smallest"
-  )
 
 
 FIXED = AdaptiveClipConfig()  # ranges that stay

@@ -37,9 +37,6 @@ class ScheduleConfig:
     0, "iterations until lines appended to data.train are read; 0: never"
   )
   group_size_min: NonNegativeInt = key(0, "responses to the easiest prompts; 0: rl.group_size")
-  group_solved: Annotated[float, Range(0.01, 0.9999)] = key(
-    0.9, "probability of a right response, which decides the size of a group"
-  )
 
   def __post_init__(self):
     ranges.check(self, "schedule")
@@ -232,7 +229,6 @@ class AlarmConfig:
   ratio: NonNegativeFloat = key(0.005, "mean |importance ratio - 1|: the policy runs away")
   mismatch: NonNegativeFloat = key(1.0, "times the clip range: sampler and trainer differ so much")
   reward: NonNegativeFloat = key(0.2, "that its mean lies below the highest so far")
-  no_gradient: NonNegativeInt = key(5, "iterations in a row in which the gradient is 0")
   unknown: Fraction = key(0.01, "share of responses without a verdict, which are not learned from")
 
   def __post_init__(self):

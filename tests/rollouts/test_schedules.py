@@ -144,7 +144,7 @@ def test_what_was_cut_off_under_an_earlier_limit_is_punished_as_what_is_now():
 
 def test_sizes_by_hand():
   def size(tried, right):
-    return schedules.group_size(tried, right, 2, 8, 0.9)
+    return schedules.group_size(tried, right, 2, 8)
 
   assert size(0, 0) == 8, "nothing is known"
   assert size(8, 0) == 8, "1 - 0.9^8 is 0.57"
@@ -152,9 +152,9 @@ def test_sizes_by_hand():
   assert size(8, 4) == 4, "1 - 0.5^4 is 0.94"
   assert size(8, 6) == 2
   assert size(80, 80) == 2, "one would do, but not for an advantage"
-  assert schedules.group_size(8, 4, 1, 3, 0.9) == 3
-  assert schedules.group_size(8, 8, 1, 8, 0.9) == 1, "0.9 is just enough"
-  assert schedules.group_size(2, 0, 2, 16, 0.9) == 9, "1 - 0.75^9 is 0.92, and with 8 it is 0.8999"
+  assert schedules.group_size(8, 4, 1, 3) == 3
+  assert schedules.group_size(8, 8, 1, 8) == 1, "0.9 is just enough"
+  assert schedules.group_size(2, 0, 2, 16) == 9, "1 - 0.75^9 is 0.92, and with 8 it is 0.8999"
   sizes = [size(16, right) for right in range(17)]
   assert sizes == sorted(sizes, reverse=True)
 
