@@ -93,8 +93,10 @@ class QuerySetConfig:
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
-    wrong = {"{readmit_after} readmits nothing, since {drop_after}": self.readmit_after}
-    ranges.refuse(self, "data.query_set", {} if self.drop_after else wrong)
+    wrong = [
+      (self.readmit_after, "{readmit_after} readmits nothing, since {drop_after}"),
+    ]
+    ranges.refuse(self, "data.query_set", [] if self.drop_after else wrong)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,25 +71,32 @@ class ModelConfig:
   def __post_init__(self):
     ranges.check(self, "model")
     experts, dense = self.num_experts, max(self.mlp_only_layers, default=0)
-    wrong = {
-      "{num_heads} is not a multiple of {num_kv_heads}": self.num_heads % self.num_kv_heads,
-      "{head_dim} must be even: RoPE turns pairs": self.head_dim % 2,
-      f"model.mlp_only_layers={dense} must be below {{num_layers}}": dense >= self.num_layers,
-      "{sliding_window} and {sliding_window_pattern}: a window takes a pattern of 2 or more, every "
-      "n-th layer being global; without one they are 0 and 1": (self.sliding_window > 0)
-      != (self.sliding_window_pattern > 1),
-    }
+    wrong = [
+      (self.num_heads % self.num_kv_heads, "{num_heads} is not a multiple of {num_kv_heads}"),
+      (self.head_dim % 2, "{head_dim} must be even: RoPE turns pairs"),
+      (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
+      (
+        (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
+        "{sliding_window} and {sliding_window_pattern}: a window takes a pattern of 2 or more, "
+        "every n-th layer being global; without one they are 0 and 1",
+      ),
+    ]
     if experts:
-      wrong |= {
-        "{experts_per_token} must be between 1 and {num_experts}": not (
-          0 < self.experts_per_token <= experts
+      wrong += [
+        (
+          not (0 < self.experts_per_token <= experts),
+          "{experts_per_token} must be between 1 and {num_experts}",
         ),
-        "{moe_intermediate_size}, {num_experts}: experts have a width": not (
-          self.moe_intermediate_size
+        (
+          not (self.moe_intermediate_size),
+          "{moe_intermediate_size}, {num_experts}: experts have a width",
         ),
-        "{num_experts}: no layer has them, with {num_layers}, {decoder_sparse_step} and "
-        "{mlp_only_layers}": not any(map(self.is_moe, range(self.num_layers))),
-      }
+        (
+          not any(map(self.is_moe, range(self.num_layers))),
+          "{num_experts}: no layer has them, with {num_layers}, {decoder_sparse_step} and "
+          "{mlp_only_layers}",
+        ),
+      ]
     ranges.refuse(self, "model", wrong)
 
   def is_moe(self, layer: int) -> bool:

@@ -177,19 +177,33 @@ class ObjectiveConfig:
       if option in self.loss.choices:
         _require_one_of(option, value, self.loss.choices[option], f", which {self.name} takes")
     ends, of_tokens = self.segment_delimiters, self.segment_unit == "tokens"
-    wrong = {
-      "{segment_unit}, {segment_tokens}: segments of so many tokens need both, with "
-      "segment_unit='tokens'": of_tokens != (self.segment_tokens is not None),
-      "{segment_delimiters}, {segment_unit}: texts that end a segment, none of them empty, go with "
-      "segment_unit='step'": ends is not None
-      and (self.segment_unit != "step" or not all(ends) or not ends),
-      "{clip_exponent} needs objective.clip_length: the tokens of a response for which "
-      "objective.clip_low and clip_high hold": self.clip_exponent and self.clip_length is None,
-      f"{{adaptive_clip.target}}: there is no clip range to move; {self.name} has none, or "
-      "clip_low and clip_high are 0": self.adaptive_clip.target and not self.clip_range,
-      "{replay} replays what the recomputation pass chose, which {old_logp} leaves out: set it to "
-      "recompute, or replay to R3": self.replay == "R2" and self.old_logp == "sampler",
-    }
+    wrong = [
+      (
+        of_tokens != (self.segment_tokens is not None),
+        "{segment_unit}, {segment_tokens}: segments of so many tokens need both, with "
+        "segment_unit='tokens'",
+      ),
+      (
+        ends is not None and (self.segment_unit != "step" or not all(ends) or not ends),
+        "{segment_delimiters}, {segment_unit}: texts that end a segment, none of them empty, go "
+        "with segment_unit='step'",
+      ),
+      (
+        self.clip_exponent and self.clip_length is None,
+        "{clip_exponent} needs objective.clip_length: the tokens of a response for which "
+        "objective.clip_low and clip_high hold",
+      ),
+      (
+        self.adaptive_clip.target and not self.clip_range,
+        f"{{adaptive_clip.target}}: there is no clip range to move; {self.name} has none, or "
+        "clip_low and clip_high are 0",
+      ),
+      (
+        self.replay == "R2" and self.old_logp == "sampler",
+        "{replay} replays what the recomputation pass chose, which {old_logp} leaves out: set it "
+        "to recompute, or replay to R3",
+      ),
+    ]
     ranges.refuse(self, "objective", wrong)
     self._check_correction()
 
@@ -202,15 +216,23 @@ class ObjectiveConfig:
       return
     levels = self.loss.levels
     _require_one_of("correction.level", had["level"], levels, f", which {self.name} takes")
-    wrong = {
-      f"objective.correction.high={had.get('high')} is smaller than objective.correction.low="
-      f"{had.get('low')}": had.get("high", 0) < had.get("low", 0),
-      "{correction.name} weighs by the trainer's old log-probs against the sampler's, which "
-      "{old_logp} takes for the same: set it to recompute": self.old_logp == "sampler",
-      "{correction.name} multiplies by what {old_logp} has in its ratio already: set "
-      "correction.name to masked or none, or old_logp to recompute": self.old_logp == "behaviour"
-      and given.name == "truncated",
-    }
+    wrong = [
+      (
+        had.get("high", 0) < had.get("low", 0),
+        f"objective.correction.high={had.get('high')} is smaller than objective.correction.low="
+        f"{had.get('low')}",
+      ),
+      (
+        self.old_logp == "sampler",
+        "{correction.name} weighs by the trainer's old log-probs against the sampler's, which "
+        "{old_logp} takes for the same: set it to recompute",
+      ),
+      (
+        self.old_logp == "behaviour" and given.name == "truncated",
+        "{correction.name} multiplies by what {old_logp} has in its ratio already: set "
+        "correction.name to masked or none, or old_logp to recompute",
+      ),
+    ]
     ranges.refuse(self, "objective", wrong)
 
   @property

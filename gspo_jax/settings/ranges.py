@@ -21,7 +21,7 @@ import re
 import struct
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 INT32 = 2**31 - 1
@@ -130,10 +130,13 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     raise ValueError(f"{key}={value!r} must be UTF-8")
 
 
-def refuse(section: Any, path: str, wrong: Mapping[str, Any]) -> None:
-  """Raises ValueError with the first message whose condition holds; `path` leads to the section."""
-  for message, is_wrong in wrong.items():
-    if is_wrong:
+def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
+  """Raises ValueError with the message of the first condition that holds.
+
+  path: the section's, before its keys in the message.
+  """
+  for condition, message in wrong:
+    if condition:
       raise ValueError(fill(section, path, message))
 
 

@@ -61,14 +61,18 @@ class RewardConfig:
 
   def __post_init__(self):
     ranges.check(self, "reward")
-    wrong = {
-      "{workers}: {name} needs at least 1": needs_workers(self.name) and not self.workers,
-      "{partial} needs reward.name=recurrence": self.partial and self.name != "recurrence",
-      "{format_weight} needs reward.format=think or think_answer": self.format_weight
-      and self.format == "none",
-      f"{{overlong_weight}} needs a buffer: {self.wrong_buffer}": self.overlong_weight
-      and self.wrong_buffer,
-    }
+    wrong = [
+      (needs_workers(self.name) and not self.workers, "{workers}: {name} needs at least 1"),
+      (self.partial and self.name != "recurrence", "{partial} needs reward.name=recurrence"),
+      (
+        self.format_weight and self.format == "none",
+        "{format_weight} needs reward.format=think or think_answer",
+      ),
+      (
+        self.overlong_weight and self.wrong_buffer,
+        f"{{overlong_weight}} needs a buffer: {self.wrong_buffer}",
+      ),
+    ]
     ranges.refuse(self, "reward", wrong)
 
   @property
@@ -152,24 +156,35 @@ class ConstraintConfig:
         raise ValueError(f"{path}: a name is letters, digits and underscores, as in metrics")
       of_cost = isinstance(entry, CostSignal)
       switch = "bound" if of_cost else "weight"
-      wrong = {
-        f"{{{switch}}} needs {path}.signal, where its number comes from: {SIGNALS}": (
-          not entry.signal
+      wrong = [
+        (
+          not entry.signal,
+          f"{{{switch}}} needs {path}.signal, where its number comes from: {SIGNALS}",
         ),
-        "{text}, {signal}: a text is what signal='text' looks for, and it needs one; set both or "
-        "neither": (entry.signal == "text") != bool(entry.text),
-        "{token}, {signal}: set it to 0, or signal to token": entry.signal != "token"
-        and entry.token,
-        "{initial} is above {most}": of_cost and entry.initial > entry.most,
-      }
-      ranges.refuse(entry, path, wrong if _active(entry) else {})
+        (
+          (entry.signal == "text") != bool(entry.text),
+          "{text}, {signal}: a text is what signal='text' looks for, and it needs one; set both or "
+          "neither",
+        ),
+        (
+          entry.signal != "token" and entry.token,
+          "{token}, {signal}: set it to 0, or signal to token",
+        ),
+        (of_cost and entry.initial > entry.most, "{initial} is above {most}"),
+      ]
+      ranges.refuse(entry, path, wrong if _active(entry) else [])
     twice = min({*self.active_rewards} & {*self.active_costs}, default="")
-    wrong = {
-      f"constraints.rewards.{twice} and constraints.costs.{twice} would have the same metrics: "
-      "rename one of them": twice,
-      "{reward_weight}: no reward is left; set it, or a weight": self.on
-      and not (self.reward_weight or self.active_rewards),
-    }
+    wrong = [
+      (
+        twice,
+        f"constraints.rewards.{twice} and constraints.costs.{twice} would have the same metrics: "
+        "rename one of them",
+      ),
+      (
+        self.on and not (self.reward_weight or self.active_rewards),
+        "{reward_weight}: no reward is left; set it, or a weight",
+      ),
+    ]
     ranges.refuse(self, "constraints", wrong)
 
   def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:

@@ -123,14 +123,18 @@ class EngineConfig:
       if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise ValueError(f"engine.urls={self.urls!r}: {url!r} is not like http://host:port")
     served, dense = self.name == "server", self.cache == "dense"
-    wrong = {
-      "{name}, {urls}: servers need their URLs, and engine.name='local' has none": served
-      != bool(self.urls),
-      "{urls} names a server twice": len({url.rstrip("/") for url in self.urls}) < len(self.urls),
-      "{prefill_tokens} must be a power of two": self.prefill_tokens & (self.prefill_tokens - 1),
-      "{cache_tokens} is for pages, and engine.cache='dense' has none: leave one of them out": dense
-      and self.cache_tokens,
-    }
+    wrong = [
+      (
+        served != bool(self.urls),
+        "{name}, {urls}: servers need their URLs, and engine.name='local' has none",
+      ),
+      (len({url.rstrip("/") for url in self.urls}) < len(self.urls), "{urls} names a server twice"),
+      (self.prefill_tokens & (self.prefill_tokens - 1), "{prefill_tokens} must be a power of two"),
+      (
+        dense and self.cache_tokens,
+        "{cache_tokens} is for pages, and engine.cache='dense' has none: leave one of them out",
+      ),
+    ]
     ranges.refuse(self, "engine", wrong)
 
   def compute(self, trainer: ComputeConfig) -> ComputeConfig:

@@ -41,12 +41,17 @@ class ScheduleConfig:
   def __post_init__(self):
     ranges.check(self, "schedule")
     begins, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
-    wrong = {
-      "{new_tokens}: iterations go up from 1, as in 1:2048,50:4096": begins[0] != 1
-      or any(b <= a for a, b in itertools.pairwise(begins)),
-      "{new_tokens}: responses grow, from at least one token; what was put aside may be longer "
-      "than a smaller limit": lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)),
-    }
+    wrong = [
+      (
+        begins[0] != 1 or any(b <= a for a, b in itertools.pairwise(begins)),
+        "{new_tokens}: iterations go up from 1, as in 1:2048,50:4096",
+      ),
+      (
+        lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)),
+        "{new_tokens}: responses grow, from at least one token; what was put aside may be longer "
+        "than a smaller limit",
+      ),
+    ]
     ranges.refuse(self, "schedule", wrong)
 
   @property
@@ -161,7 +166,9 @@ class LoraConfig:
 
   def __post_init__(self):
     ranges.check(self, "lora")
-    wrong = {"{matrices}: name one of them, or set {rank} to 0": self.rank and not self.matrices}
+    wrong = [
+      (self.rank and not self.matrices, "{matrices}: name one of them, or set {rank} to 0"),
+    ]
     ranges.refuse(self, "lora", wrong)
 
 
