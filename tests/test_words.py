@@ -35,7 +35,7 @@ FRAGMENT = re.compile(
 CODE = """
   benchmarks                 0.0       0    10.3    0.00       0
   experiments                0.0       0    10.0    0.04       0
-  gspo_jax                  10.6       8    13.8    0.68      18
+  gspo_jax                   2.7       1    10.3    0.12       6
   gspo_jax/aot               0.0       0    10.0    0.00       0
   gspo_jax/cli              43.8      28    13.4    0.69       0
   gspo_jax/data             11.4       5    14.4    0.77      22
@@ -46,7 +46,7 @@ CODE = """
   gspo_jax/report            0.0       0    10.1    0.03       0
   gspo_jax/rewards           8.6       5    13.7    0.59      21
   gspo_jax/rollouts         16.5      15    14.6    1.06      30
-  gspo_jax/runs             23.9       7    13.6    0.73      24
+  gspo_jax/runs              0.0       0    10.1    0.03       0
   gspo_jax/sampling         13.0       6    13.2    0.77      23
   gspo_jax/settings         17.1      13    12.5    0.79      17
   gspo_jax/system           17.5       9    12.9    0.87      24
