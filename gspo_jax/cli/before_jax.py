@@ -66,23 +66,23 @@ Examples:
 
 
 def installed() -> list[str]:
-  """The names of the configurations that come with the package."""
+  """Lists the names of the package's configurations."""
   return sorted(path.stem for path in CONFIGS.glob("[!_]*.py") if path.stem != "common")
 
 
 def described(path: Path) -> tuple[str, str, list[str]]:
-  """What a configuration file says of itself in its docstring: what it is, for which hardware and
-  for how long ("" if it does not say), and names of variants."""
+  """Returns a configuration file's own description, its hardware and time ("" if it says none), and
+  the names of its variants."""
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
   variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)
-  what = doc.split("\n\n")[0].replace("\n", " ")
-  return what, hardware[1] if hardware else "", list(dict.fromkeys(variants))
+  summary = doc.split("\n\n")[0].replace("\n", " ")
+  return summary, hardware[1] if hardware else "", list(dict.fromkeys(variants))
 
 
 def path_of(name: str) -> str:
-  """`NAME` or `NAME:VARIANT` of an installed configuration as the path of its file; anything else,
-  and what is a file already, as it is."""
+  """Replaces `NAME` or `NAME:VARIANT` of an installed configuration by its file's path. Other
+  values, and existing files, stay."""
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
   if not re.fullmatch(r"\w+", file) or os.path.isfile(file) or not os.path.isfile(path):
@@ -91,8 +91,8 @@ def path_of(name: str) -> str:
 
 
 def with_paths(argv: Sequence[str]) -> list[str]:
-  """The arguments, with `path_of` what --config is given."""
-  found, value_follows = [], False
+  """Applies `path_of` to the value of --config."""
+  arguments, value_follows = [], False
   for argument in argv:
     flag, equals, value = argument.partition("=")
     if value_follows:
@@ -100,13 +100,13 @@ def with_paths(argv: Sequence[str]) -> list[str]:
     elif equals and flag in ("--config", "-config"):
       argument = f"{flag}={path_of(value)}"
     value_follows = not value_follows and argument in ("--config", "-config")
-    found.append(argument)
-  return found
+    arguments.append(argument)
+  return arguments
 
 
 def begin(argv: Sequence[str]) -> None:
-  """Says what is begun, since libraries take seconds to import. Ends the process with an answer to
-  --help, where a library is missing, and where it is told to stop."""
+  """Greets before the libraries load, which takes seconds. Ends the process after --help, without a
+  library, and on a signal."""
   stops.begin("ended; the same command continues from what is on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
@@ -120,8 +120,8 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def command(extra: str) -> None:
-  """Begins a command other than a run, before it imports anything: what it needs of libraries is
-  there, or else, as where it is told to stop, one line ends it."""
+  """Begins a command other than a run, before it imports anything. Ends the process with one line
+  without a library or on a signal."""
   stops.begin("ended; what it was writing may be incomplete")
   _need(extra)
 
@@ -134,16 +134,16 @@ def _need(extra: str) -> None:
 
 
 def wrong(arguments: Sequence[str]) -> str:
-  """What is wrong with a command line, as far as is known without a library; "" if nothing."""
+  """Returns the first error of a command line, without loading libraries; "" if it has none."""
   if not arguments:
-    known = ", ".join(installed())
-    return f"--config must be given: {known}, or the path of a file; --help has more"
-  name = _given(arguments).get("config")
+    names = ", ".join(installed())
+    return f"--config must be given: {names}, or the path of a file; --help has more"
+  name = _flag_values(arguments).get("config")
   return missing_file(name) if name else ""
 
 
 def missing_file(name: str) -> str:
-  """What is wrong with --config=`name` if there is no such file; "" if there is one."""
+  """Returns an error if the file of --config=`name` is missing, else ""."""
   path = path_of(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
@@ -151,23 +151,23 @@ def missing_file(name: str) -> str:
 
 
 def greeting(arguments: Sequence[str]) -> str:
-  """The first lines of a run: what is begun, and what its file says of hardware and time. Nothing
-  of a dry run, and without the flags that a run needs."""
-  given = _given(arguments)
-  what, where = given.get("config"), given.get("workdir")
-  if not what or not where or "dry_run" in given:
+  """Returns the first lines of a run: configuration, directory, hardware and time. Empty for a dry
+  run and without the flags of a run."""
+  values = _flag_values(arguments)
+  config, workdir = values.get("config"), values.get("workdir")
+  if not config or not workdir or "dry_run" in values:
     return ""
-  begun = f"gspo_jax: {what} in {where}; loading JAX and the libraries takes some seconds\n"
-  path, _, variant = path_of(what).partition(":")
+  start = f"gspo_jax: {config} in {workdir}; loading JAX and the libraries takes some seconds\n"
+  path, _, variant = path_of(config).partition(":")
   try:
     _, hardware, _ = described(Path(path))
   except (OSError, SyntaxError, ValueError):  # told when it is read
     hardware = ""
-  return begun + (f"gspo_jax: {what} is for: {hardware}\n" if hardware and not variant else "")
+  return start + (f"gspo_jax: {config} is for: {hardware}\n" if hardware and not variant else "")
 
 
 def usage() -> str:
-  """The text of --help."""
+  """Returns the text of --help."""
   from gspo_jax.settings import page
 
   keys, lines = page.by_name(), []
@@ -176,7 +176,7 @@ def usage() -> str:
     words = typing.get_args(key.kind) if typing.get_origin(key.kind) is Literal else ()
     why = f"{' | '.join(words)}: {key.why}" if words else key.why
     lines.append(_entry(f"{name}={page.shown(key.default)}", why, 32))
-  return USAGE.format(configs="\n".join(map(_configuration, installed())), keys="\n".join(lines))
+  return USAGE.format(configs="\n".join(map(_help_entry, installed())), keys="\n".join(lines))
 
 
 def console() -> None:
@@ -184,17 +184,17 @@ def console() -> None:
   runpy.run_module("gspo_jax.main", run_name="__main__", alter_sys=True)
 
 
-def _given(arguments: Sequence[str]) -> dict[str, str]:
-  """What flags are given, with `=`."""
+def _flag_values(arguments: Sequence[str]) -> dict[str, str]:
+  """Returns the values of flags with `=`."""
   return dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
 
 
-def _configuration(name: str) -> str:
-  """What the help says of a configuration."""
-  what, hardware, variants = described(CONFIGS / f"{name}.py")
+def _help_entry(name: str) -> str:
+  """Returns the help's entry of a configuration."""
+  summary, hardware, variants = described(CONFIGS / f"{name}.py")
   named = ", ".join(f"{name}:{variant}" for variant in variants)
-  lines = [what, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
-  return "\n".join(_entry(name if line is what else "", line, 22) for line in lines if line)
+  lines = [summary, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
+  return "\n".join(_entry(name if line is summary else "", line, 22) for line in lines if line)
 
 
 def _entry(name: str, text: str, width: int) -> str:

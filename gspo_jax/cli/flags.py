@@ -23,7 +23,7 @@ BAD_INPUT = 2  # exit code: the command line or a file that it names must be cha
 
 
 def configured() -> RunConfig:
-  """The configuration that the flags give."""
+  """Returns the configuration with the flags' changes."""
   try:
     return from_dict(CONFIG.value.to_dict())
   except ValueError as error:
@@ -31,7 +31,7 @@ def configured() -> RunConfig:
 
 
 def refuse(error: Exception) -> NoReturn:
-  """Ends the process with `BAD_INPUT` and one line; the traceback comes with --verbosity=1."""
+  """Ends the process with `BAD_INPUT` and one line; --verbosity=1 adds the traceback."""
   logging.debug("", exc_info=error)
   if isinstance(error, OSError) and error.filename:
     error = f"{error.filename}: {error.strerror}"
@@ -50,8 +50,8 @@ except (flags.Error, UnicodeError) as error:  # it reads what --flagfile names
 
 
 def compiled_programs_stay() -> None:
-  """Keeps compiled programs from one run to the next, in ~/.cache/gspo_jax/compiled unless
-  JAX_COMPILATION_CACHE_DIR says where; JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
+  """Keeps compiled programs in JAX_COMPILATION_CACHE_DIR, or in ~/.cache/gspo_jax/compiled.
+  JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
   if jax.config.jax_compilation_cache_dir is None:
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache")))
     if not home.is_absolute():  # a user without a home, as in some containers
@@ -66,7 +66,7 @@ def filename() -> str:
 
 
 def in_file(name: str) -> dict[str, Any]:
-  """The configuration without what the command line changes in it.
+  """Returns the configuration of a file, without the command line's changes.
 
   Raises:
     ValueError: there is no such file, or an error in it; says where.
@@ -83,51 +83,51 @@ def in_file(name: str) -> dict[str, Any]:
     lines = [
       f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
     ]
-    what = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}"
     raise ValueError(
-      f"--config={name}: {path}{(lines or [''])[-1]}: {what}; its get_config() gives a ConfigDict"
+      f"--config={name}: {path}{(lines or [''])[-1]}: {reason}; its get_config() gives a ConfigDict"
     ) from error
 
 
 def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str]:
-  """Flags; one line instead of a traceback for what is wrong with them.
+  """Parses flags; an error is one line instead of a traceback.
 
   check: of the other flags, once they are read; raises ValueError.
   """
   argv = before_jax.with_paths(argv)
-  given = flags.FlagValues()
-  flags.DEFINE_string("config", None, "", flag_values=given)
+  values = flags.FlagValues()
+  flags.DEFINE_string("config", None, "", flag_values=values)
   try:
-    given(argv, known_only=True)
-    if given.config is not None:
-      _check_keys(argv, in_file(given.config))
+    values(argv, known_only=True)
+    if values.config is not None:
+      _check_keys(argv, in_file(values.config))
     rest = flags.FLAGS(argv)
     if rest[1:]:
       raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
     if not flags.FLAGS["config"].value:
-      known = ", ".join(before_jax.installed())
-      raise ValueError(f"--config must be given: {known}, or the path of a file")
+      names = ", ".join(before_jax.installed())
+      raise ValueError(f"--config must be given: {names}, or the path of a file")
     check()
     return rest
   except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
-    refuse(ValueError(_of_flag(error)))
+    refuse(ValueError(_flag_error(error)))
 
 
 def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
-  """ValueError for a flag `--config.KEY` if the configuration has no such key."""
+  """Raises ValueError for a flag `--config.KEY` without such a key."""
   keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
   for key in [match[1] for match in keys if match]:
-    found, path = values, ""
+    section, path = values, ""
     for part in key.split("."):
-      if not isinstance(found, Mapping):
+      if not isinstance(section, Mapping):
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
-      if part not in found:
-        raise ValueError(unknown(path, part, found))
-      found, path = found[part], f"{path}{part}."
+      if part not in section:
+        raise ValueError(unknown(path, part, section))
+      section, path = section[part], f"{path}{part}."
 
 
-def _of_flag(error: Exception) -> str:
-  """What is wrong with a flag, and what a key of the configuration must be instead."""
+def _flag_error(error: Exception) -> str:
+  """Explains the error of a flag, and the valid values of its key."""
   cause = error.__context__
   key = re.match(r"flag --config\.([\w.]+)=", str(error))
   if key and cause and (kind := kind_of(key[1])):

@@ -20,7 +20,7 @@ RightLines = Callable[[str, str], Sequence[bool]]
 
 
 def judge(module: Any, name: str) -> RightLines:
-  """The function of the module of verifier `name`; ValueError if it judges no lines."""
+  """Returns the line judge of verifier `name`; ValueError if it has none."""
   right_lines = getattr(module, "right_lines", None)
   if right_lines is None:
     raise ValueError(
@@ -37,8 +37,8 @@ def rewards(
   answers: Sequence[str],
   correct_B: np.ndarray,
 ) -> tuple[list[np.ndarray], dict[str, int]]:
-  """Rewards of the lines of B responses, float32 [U] each, as many as `response.split` finds; and
-  how many lines noise has misjudged in either way.
+  """Computes rewards of the lines of B responses, float32 [U] each, as many as `response.split`
+  finds; and counts the lines misjudged by noise in either way.
 
   Noise flips the verdicts on lines that were asked for and are there, as `shaping.flipped` flips
   those on responses: by the seed, the answer and the text up to the line's end. `correct_B`, of the
@@ -47,8 +47,8 @@ def rewards(
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   misjudged = dict(false_positive=0, false_negative=0) if any(rates) else {}
   for response, answer, correct in zip(responses, answers, correct_B, strict=True):
-    texts, asked = response.split("\n"), right_lines(response, answer)
-    right_U = np.array(asked[: len(texts)], bool)
+    texts, expected = response.split("\n"), right_lines(response, answer)
+    right_U = np.array(expected[: len(texts)], bool)
     if misjudged:
       chance_U = _chances(texts[: len(right_U)], f"{config.noise_seed}/{answer}\0")
       flips_U = chance_U < np.where(right_U, *rates[::-1])
@@ -57,14 +57,14 @@ def rewards(
       right_U ^= flips_U
     partial = config.partial or 1.0
     reward_U = np.zeros(len(texts), np.float32)
-    reward_U[: len(right_U)] = right_U * (partial / len(asked))
+    reward_U[: len(right_U)] = right_U * (partial / len(expected))
     reward_U[-1] += (1 - partial) * correct
     rewards_BU.append(reward_U)
   return rewards_BU, misjudged
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Numbers in [0, 1), each of which any change of the lines up to its own changes."""
+  """Draws numbers in [0, 1); each depends on the lines up to its own."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

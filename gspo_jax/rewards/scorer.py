@@ -53,7 +53,7 @@ class Scores:
   """The rewards of B responses, and how the verifier came to them."""
 
   reward: np.ndarray  # float32 [B]: what is learned from; 0 where nothing is known
-  outcomes: Mapping[str, int]  # of the verifier: how many were right, wrong, timeout, ...
+  outcomes: Mapping[str, int]  # Counts of right, wrong, timeout, ... by the verifier.
   correct: np.ndarray  # float32 [B]: 1 where the verifier said right
   # Responses without a verdict, by their index in the batch: outcome and reason. They are neither
   # right nor wrong.
@@ -79,7 +79,7 @@ class Scorer(Protocol):
     lengths: Sequence[int] | None = None,
     finished: Sequence[bool] | None = None,
   ) -> Scores:
-    """Scores B responses to B prompts, which repeat where a prompt has several responses.
+    """Scores B responses to B prompts; prompts with several responses repeat.
 
     Whatever the responses hold, and whatever becomes of the verifier, nothing is raised: there is
     no verdict then on those that it failed on.
@@ -92,12 +92,11 @@ class Scorer(Protocol):
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:
-  """ValueError, which names `key`, if a verifier of the user's own is in a module that is not
-  there."""
+  """Raises ValueError, naming `key`, for a user's verifier in a missing module."""
   if name in VERIFIERS:
     return
   module = name.partition(":")[0]
-  sys.path.append(os.getcwd())  # where workers look too
+  sys.path.append(os.getcwd())  # Workers look there too.
   try:
     spec = importlib.util.find_spec(module)
   except Exception as error:  # a package above it is imported, and is the user's
@@ -107,13 +106,13 @@ def check_importable(name: str, key: str = "reward.name") -> None:
 
 
 def check_lines(config: RewardConfig) -> None:
-  """ValueError for `per_line` with a verifier that judges no lines."""
+  """Raises ValueError for `per_line` with a verifier of whole responses."""
   if config.per_line:
     lines.judge(_verifier(config.name), config.name)
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
-  """The check of gold answers that a verifier has, by its name as in `RewardConfig`; else None."""
+  """Returns the check of gold answers of a verifier, by its name; None if it has none."""
   return getattr(_verifier(name), "check_answer", None) if name else None
 
 
@@ -148,7 +147,7 @@ def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dic
     for name, section in sections.items():
       try:
         scorers[name] = stack.enter_context(open_scorer(section))
-      except RuntimeError as error:  # of a traceback the last line says it
+      except RuntimeError as error:  # The last line of a traceback says it.
         raise ValueError(f"{key}={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers
 
@@ -184,9 +183,9 @@ def _score(
   answers = [prompt.answer for prompt in prompts]
   added = np.zeros(len(responses), np.float32)
   if config.format_weight:
-    kept = [shaping.keeps_format(response, config.format) for response in responses]
-    outcomes["format_kept"] = sum(kept)
-    added += config.format_weight * np.array(kept, np.float32)
+    formatted = [shaping.keeps_format(response, config.format) for response in responses]
+    outcomes["format_kept"] = sum(formatted)
+    added += config.format_weight * np.array(formatted, np.float32)
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
     added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
@@ -198,9 +197,9 @@ def _score(
     outcomes |= misjudged
     reward = _sums(by_line)
     scores = dataclasses.replace(scores, values=_sums(without_noise))
-    for reward_U, addition, there in zip(by_line, added, scores.known):
+    for reward_U, addition, scored in zip(by_line, added, scores.known):
       reward_U[-1] += addition
-      reward_U *= there
+      reward_U *= scored
   elif config.false_positive or config.false_negative:
     wrong, right = config.false_positive, config.false_negative
     flips = shaping.flipped(correct > 0, responses, answers, wrong, right, config.noise_seed)
@@ -226,7 +225,7 @@ def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tup
     outcomes, values = verify(*map(list, zip(*batch)))
     values = [float(outcome == "right") for outcome in outcomes] if values is None else values
     return [pair for pair, _ in zip(zip(outcomes, values, strict=True), batch, strict=True)]
-  except Exception as error:  # of whatever kind: the response may have been made for it
+  except Exception as error:  # Any kind: the response may have been made for it.
     if len(batch) == 1:
       return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
   middle = len(batch) // 2
@@ -237,11 +236,11 @@ class NoVerdictError(ValueError):
   """The verifier failed on all responses of a batch: there is nothing to learn from it."""
 
 
-def require_verdicts(reasons: Sequence[str], total: int, where: str) -> None:
-  """Raises `NoVerdictError` if there are as many responses without a verdict as there are any."""
+def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
+  """Raises `NoVerdictError` if no response has a verdict."""
   if total and len(reasons) == total:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
       f"the verifier came to no verdict on any of {total} responses ({times} times: {reason}). "
-      f"They are in {where}; correct reward.name, the gold answers or the machine"
+      f"They are in {place}; correct reward.name, the gold answers or the machine"
     )

@@ -21,7 +21,7 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def keeps_format(response: str, name: str) -> bool:
-  """Tells whether the tags stand where they should, once each.
+  """Whether the tags stand in their places, once each.
 
   "think": reasoning, `</think>`, and then something. "think_answer": after it exactly
   `<answer>something</answer>`. The opening `<think>` may stand at the end of the prompt, as chat
@@ -40,7 +40,7 @@ def keeps_format(response: str, name: str) -> bool:
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
-  """0 up to longest - buffer tokens, from there linear to -1 at `longest`, and -1 beyond.
+  """Returns 0 up to longest - buffer tokens, falling linearly to -1 at `longest` and beyond.
 
   Reference: arXiv:2503.14476, eq. 13 (soft overlong punishment; 20,480 and 4,096 tokens there). The
   same formula in JAX is `objectives.overlong_penalty`.
@@ -57,7 +57,7 @@ def flipped(
   false_negative: float,
   seed: int,
 ) -> np.ndarray:
-  """Draws the verdicts that a verifier of these error rates gets wrong, bool [B].
+  """Draws the misjudged verdicts of a verifier of these error rates, bool [B].
 
   A verdict depends on the seed, the answer and the text of the response and on nothing else, as
   those of a bad verifier do: the same response is misjudged again whenever it comes up.
@@ -68,5 +68,5 @@ def flipped(
 
 
 def uniform(digest: Any) -> float:
-  """A number in [0, 1) that any change of the text of a SHA-256 changes."""
+  """Returns a number in [0, 1) from a SHA-256 digest; any change of its text changes it."""
   return int.from_bytes(digest.digest()[:7], "big") / 2**56

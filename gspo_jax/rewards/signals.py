@@ -17,7 +17,7 @@ from gspo_jax.settings.rewards import (
 
 
 def check_signals(config: ConstraintConfig) -> None:
-  """ValueError if a signal is a function in a module that is not there."""
+  """Raises ValueError if a signal is a function in a missing module."""
   for kind, active in ("rewards", config.active_rewards), ("costs", config.active_costs):
     for name, entry in active.items():
       if entry.signal in config.verifiers:
@@ -37,8 +37,8 @@ class Signals:
     stopped: Sequence[bool],
     prompts: Sequence[Prompt],
   ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """The numbers of B responses, float32 [B] by name, and those of them that one of the verifiers
-    came to no verdict on, with the reason.
+    """Measures B responses, float32 [B] by name. Second, the reason of each response without a
+    verdict of some verifier.
 
     Args:
       tokens: those that were sampled of each.
@@ -78,7 +78,7 @@ class Signals:
 
 @contextlib.contextmanager
 def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """The configured signals, with the processes of their verifiers; None if there are none.
+  """Opens the configured signals with their verifiers' processes; None if there are none.
 
   Raises:
     ValueError: a verifier cannot be started.

@@ -48,12 +48,12 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """A prompt as the function gets it; further fields do not hide `id`, `question` and `answer`."""
+  """Returns the prompt's record; further fields do not hide `id`, `question` and `answer`."""
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
 def call(item: list[Any]) -> float:
-  """In a worker: `[name, response, record]` to a value; `[name]` only imports the function."""
+  """Maps `[name, response, record]` to a value, in a worker; `[name]` only imports the function."""
   name, *arguments = item
   function = _find(name)
   if not arguments:
@@ -65,7 +65,7 @@ def call(item: list[Any]) -> float:
 
 
 def checksum(name: str) -> str:
-  """Of the file that `package.module:function` is in; empty for a name without a module."""
+  """Returns the checksum of the function's file; empty for a name without a module."""
   module, colon, _ = name.partition(":")
   if not colon:
     return ""
@@ -78,7 +78,7 @@ def checksum(name: str) -> str:
 
 @functools.cache
 def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
-  sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
+  sys.path.append(os.getcwd())  # `python -m gspo_jax.main` finds modules there too.
   module, _, function = name.partition(":")
   verify = getattr(importlib.import_module(module), function)
   if not callable(verify):

@@ -25,7 +25,7 @@ _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of th
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Every sum of two numbers of `digits` digits in a split, "train" or "heldout".
+  """Returns all sums of two numbers of `digits` digits in a split, "train" or "heldout".
 
   The split is by unordered pair: if 12+34 is held out, so is 34+12.
   """
@@ -45,7 +45,7 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, skipped_work: float = 0.0
 ) -> str:
-  """The pupil's work on a problem: digits from the units up, a colon, the number they spell.
+  """Writes the pupil's work: digits from the units up, a colon, the number.
 
   He forgets each carry with probability `carry_errors`. With `skipped_work` he writes nothing
   before the colon, and then forgets them all. The same problem and seed give the same text.
@@ -76,7 +76,7 @@ def open_verifier() -> Iterator[Callable]:
 
 
 def check_answer(text: str) -> None:
-  """ValueError for a gold answer that is no whole number."""
+  """Raises ValueError unless the gold answer is a whole number."""
   try:
     int(text)
   except ValueError as error:
@@ -84,7 +84,7 @@ def check_answer(text: str) -> None:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Tells whether the number after the last colon is exactly `answer`; ValueError if that is no
-  integer."""
+  """Whether the number after the last colon is exactly `answer`. Raises ValueError for an answer
+  without an integer."""
   gold, match = int(answer), _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
   return match is not None and int(match[1]) == gold

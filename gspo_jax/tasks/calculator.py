@@ -27,7 +27,7 @@ _QUESTION = re.compile(r"\[(\d{1,6})([+*-])(\d{1,6})\]")
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Every a*b+c of three numbers of `digits` digits in a split, "train" or "heldout".
+  """Returns every a*b+c of three numbers of `digits` digits in a split.
 
   If 37*58+46 is held out, so is 58*37+46.
   """
@@ -50,7 +50,7 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, checks: float = 0.0
 ) -> tuple[str, ...]:
-  """The pupil's work on a problem: turn, what the calculator says, turn, ..., his answer.
+  """Writes the pupil's work: turn, calculator, turn, ..., answer.
 
   Once he has begun to work in his head he stays with it. A question of the share `checks` he asks a
   second time, to be sure; the calculator says the same. The same problem and seed give the same
@@ -58,19 +58,19 @@ def demonstration(
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b, c = map(int, re.split(r"\D", problem["id"]))
-  said: list[str] = []
+  turns: list[str] = []
   if rng.random() >= USES:
     tens, units = divmod(b, 10)
     product = _in_head(10 * a * tens, a * units, carry_errors, rng)
     return (str(_in_head(product, c, carry_errors, rng)),)
-  said += _asked(f"{a}*{b}", a * b, checks, rng)
+  turns += _call_turns(f"{a}*{b}", a * b, checks, rng)
   if rng.random() >= USES:
-    return (*said, str(_in_head(a * b, c, carry_errors, rng)))
-  said += _asked(f"{a * b}+{c}", a * b + c, checks, rng)
-  return (*said, str(a * b + c))
+    return (*turns, str(_in_head(a * b, c, carry_errors, rng)))
+  turns += _call_turns(f"{a * b}+{c}", a * b + c, checks, rng)
+  return (*turns, str(a * b + c))
 
 
-def _asked(operation: str, result: int, checks: float, rng: random.Random) -> list[str]:
+def _call_turns(operation: str, result: int, checks: float, rng: random.Random) -> list[str]:
   """A question and the calculator's answer, once or twice."""
   twice = checks > 0 and rng.random() < checks
   return [f"[{operation}]", f"{result};"] * (1 + twice)
@@ -109,5 +109,5 @@ class Calculator:
     return self._tokenizer.encode(f"{result};"), 0.0, False
 
   def figures(self) -> dict[str, float]:
-    """Figures for the metrics: the answer was right, the calculator was asked, and how often."""
+    """Returns metrics: a right answer, use of the calculator, and the number of calls."""
     return dict(correct=self._correct, tool_use=self.tool_calls > 0, tool_calls=self.tool_calls)

@@ -11,11 +11,11 @@ from typing import Any
 
 ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")  # called as a user's own is
 
-Make = Callable[[Any], Any]  # from a `Prompt` to an environment
+Make = Callable[[Any], Any]  # Maps a `Prompt` to an environment.
 
 
 def find(name: str, tokenizer: Any) -> Make | None:
-  """A function that makes an environment for each conversation; None for the name "".
+  """Returns a constructor of environments; None for the name "".
 
   `package.module:function` is called with the prompt (`structs.Prompt`) and the tokenizer.
 
@@ -30,12 +30,12 @@ def find(name: str, tokenizer: Any) -> Make | None:
       f"environment.name={name!r} is not one of {', '.join(ENVIRONMENTS)}, nor"
       " package.module:function"
     )
-  sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
+  sys.path.append(os.getcwd())  # `python -m gspo_jax.main` finds modules there too.
   try:
     make = getattr(importlib.import_module(module), function)
   except Exception as error:  # it is the user's
-    what = f"{type(error).__name__}: {error}"
-    raise ValueError(f"environment.name={name!r} cannot be imported: {what}") from error
+    message = f"{type(error).__name__}: {error}"
+    raise ValueError(f"environment.name={name!r} cannot be imported: {message}") from error
   if not callable(make):
     raise ValueError(f"environment.name={name!r}: {function} is no function or class, but {make!r}")
   return lambda prompt: make(prompt, tokenizer)

@@ -18,11 +18,11 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 SIZES = ("lines",)  # keys of `data` that say which problems there are
 TEACHER = ("carry_errors",)  # keys of `data` that the pupil is told
 OUTCOMES = ("right", "wrong")
-_TENS = "0123456789ABCDEFGHIJ"  # of a label
+_TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 
 
 def problems(split: str, lines: Sequence[int]) -> Problems:
-  """Every two numbers below 100, with every number of lines, in a split, "train" or "heldout".
+  """Returns all pairs of numbers below 100, with all numbers of lines, in a split.
 
   The split is by the two numbers. Problems of as many lines follow one another, so that those
   evenly spread over a split have all lengths equally often.
@@ -31,9 +31,9 @@ def problems(split: str, lines: Sequence[int]) -> Problems:
     raise ValueError(f"data.lines={tuple(lines)} must be at least one length, and none twice")
 
   def make(number: int) -> Problem:
-    which, pair = divmod(number, 10_000)
+    index, pair = divmod(number, 10_000)
     a, b = divmod(pair, 100)
-    n = lines[which]
+    n = lines[index]
     start = f"{_line(n + 1, a)}\n{_line(n, b)}\n"
     return dict(id=f"{n}:{a},{b}", question=start, answer=_work(n, a, b, lambda: False))
 
@@ -42,7 +42,7 @@ def problems(split: str, lines: Sequence[int]) -> Problems:
 
 
 def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
-  """The pupil's work on a problem, who forgets each carry with probability `carry_errors`. The same
+  """Writes the pupil's work; he forgets each carry with probability `carry_errors`. The same
   problem and seed give the same text."""
   rng = random.Random(f"{seed}/{problem['id']}")
   n, _, pair = problem["id"].partition(":")
@@ -51,7 +51,7 @@ def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
 
 
 def _work(n: int, a: int, b: int, forgets: Callable[[], bool]) -> str:
-  """The n lines after a and b; `forgets` is asked at each carry."""
+  """Writes n lines after a and b; calls `forgets` at each carry."""
   written = []
   for label in reversed(range(n)):
     carried = a % 10 + b % 10 >= 10
@@ -66,8 +66,8 @@ def _line(label: int, number: int) -> str:
 
 @contextlib.contextmanager
 def open_verifier(partial: float) -> Iterator[Callable]:
-  """`verify` of many (see `gspo_jax.rewards`): of the value, a share of `partial` is the
-  share of right lines, and the rest goes to a right last line."""
+  """Opens `verify` for batches (see `gspo_jax.rewards`). A share of `partial` of the value is the
+  share of right lines; the rest goes to a right last line."""
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
@@ -81,17 +81,16 @@ def open_verifier(partial: float) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Tells whether the last line is exactly that of `answer`; how the response got there does not
-  count."""
+  """Whether the last line is exactly that of `answer`; the lines before do not count."""
   return response.rpartition("\n")[2] == answer.rpartition("\n")[2]
 
 
 def right_lines(response: str, answer: str) -> list[bool]:
-  """Tells for each line of `answer` whether the line of the response in its place is the same.
+  """Compares each line of `answer` with the response's line in its place.
 
   Lines beyond those asked for do not count; a line that is not there is wrong.
   """
-  asked = answer.split("\n")
-  given = response.split("\n", len(asked))[: len(asked)]
-  given += [""] * (len(asked) - len(given))
-  return [line == right for line, right in zip(given, asked)]
+  expected = answer.split("\n")
+  written = response.split("\n", len(expected))[: len(expected)]
+  written += [""] * (len(expected) - len(written))
+  return [line == right for line, right in zip(written, expected)]

@@ -27,7 +27,7 @@ TRAIN, HELD_OUT = (
   for part in Path(__file__).with_suffix(".txt").read_text("utf-8").split("\n\n")
 )
 INSTANCES = 250  # problems of a template
-MOST, LARGEST = 60, 500  # of the numbers told, and of the answer
+MOST, LARGEST = 60, 500  # Largest number in a problem, and in an answer.
 _TEMPLATES = (*TRAIN, *HELD_OUT)
 _CODE = [compile(expression, expression, "eval") for _, expression in _TEMPLATES]
 
@@ -55,5 +55,5 @@ def _make(number: int) -> Problem:
 
 
 def demonstration(problem: Problem, seed: int) -> str:
-  """The expression that answers a problem."""
+  """Returns the expression for a problem's answer."""
   return problem["expression"]

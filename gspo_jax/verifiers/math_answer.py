@@ -28,8 +28,8 @@ class Outcome(enum.StrEnum):
   RIGHT = "right"
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # no answer found, or one that is not mathematics
-  TIMEOUT = "timeout"  # of the verifier
-  CRASH = "crash"  # of the verifier; a gold answer that cannot be read is one
+  TIMEOUT = "timeout"  # The verifier's.
+  CRASH = "crash"  # The verifier's; an unreadable gold answer is one.
 
 
 OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
@@ -37,7 +37,7 @@ OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 
 @contextlib.contextmanager
 def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
-  """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  """Opens a `MathVerifier` of responses and their prompts; see `gspo_jax.rewards`."""
   with MathVerifier(workers, time_limit_s) as verifier:
 
     def check(responses, prompts, finished):
@@ -68,7 +68,7 @@ def verify(response: str, answer: str, finished: bool = True, time_limit_s: floa
 
 
 def shared(time_limit_s: float) -> "MathVerifier":
-  """The verifier of `verify` in this process, started by the first call."""
+  """Returns this process's verifier of `verify`; the first call starts it."""
   with _lock:
     if time_limit_s not in _shared:
       _shared[time_limit_s] = MathVerifier(1, time_limit_s)
@@ -76,14 +76,14 @@ def shared(time_limit_s: float) -> "MathVerifier":
 
 
 def _forget() -> None:
-  """Keeps a forked process from the pipes of its parent, and from a lock that nobody will open."""
+  """Gives a forked process its own lock and verifiers: pipes are the parent's."""
   global _lock
   _lock = threading.Lock()
   _shared.clear()
 
 
 _lock = threading.Lock()
-_shared: dict[float, "MathVerifier"] = {}  # by time limit
+_shared: dict[float, "MathVerifier"] = {}  # Keys are time limits.
 os.register_at_fork(after_in_child=_forget)
 
 
@@ -108,7 +108,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def score(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome]:
-    """Returns one outcome per response, in order; `finished` is False where one was cut off.
+    """Returns one outcome per response, in order. `finished` is False where one was cut off.
 
     Raises:
       ValueError: if the lengths differ or a gold answer is empty.
@@ -133,7 +133,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def check(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome]:
-    """`score`, with a crash for whatever is not right where the gold answer cannot be read."""
+    """Scores; an unreadable gold answer makes all but "right" a crash."""
     outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
     return [
       outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
@@ -141,7 +141,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """The gold answers that are not mathematics; each is looked at once."""
+    """Returns the gold answers without mathematical meaning; reads each once."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
@@ -154,20 +154,20 @@ class MathVerifier(contextlib.AbstractContextManager):
 
 
 def boxed(solution: str) -> str | None:
-  """The answer within a solution that boxes one; None where it boxes nothing."""
+  """Returns the boxed answer of a solution; None if it boxes nothing."""
   return extract(solution) if BOX.search(solution) else None
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _gold(answer: str) -> str:
-  """The answer within a gold solution: what it boxes, if it boxes anything."""
+  """Returns the answer within a gold solution: the boxed one, if any."""
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
   return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
 
 
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
-  """The outcome where it needs no symbolic mathematics, else None. Never slow."""
+  """Compares without symbolic mathematics; None if that is not enough. Never slow."""
   if candidate is None or len(candidate) > MAX_ANSWER:
     return Outcome.UNPARSABLE
   answer = _gold(answer)
@@ -190,7 +190,7 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
 
 
 def judge(candidate: str, answer: str) -> Outcome:
-  """Reads both answers and compares them, with no time limit of its own.
+  """Reads and compares both answers, without a time limit.
 
   Raises:
     ValueError: if the gold answer cannot be read, and is not what the candidate says.
@@ -205,7 +205,7 @@ def judge(candidate: str, answer: str) -> Outcome:
   golds = _readings(answer, False)
   if not golds:
     raise ValueError(UNREADABLE.format(answer))
-  if number:  # which 1,234 is, rather than a list; and no set of numbers is one
+  if number:  # 1,234 is a number here and no list; a set is none.
     golds = golds[:1]
   ours = [_readings(candidate, letters, solve=not number) for letters in (True, False)]
   ours = dict.fromkeys(ours[0] + ours[1])
@@ -218,7 +218,7 @@ def judge(candidate: str, answer: str) -> Outcome:
 
 
 def _judge_pair(pair: list[str | None]) -> str | bool:
-  """The outcome; without a candidate, whether the gold answer can be read at all."""
+  """Returns the outcome; without a candidate, whether the gold answer is readable."""
   candidate, answer = pair
   if candidate is not None:
     return judge(candidate, answer).value
@@ -229,7 +229,7 @@ def _judge_pair(pair: list[str | None]) -> str | bool:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _readings(text: str, letters: bool, solve: bool = True) -> tuple:
-  """What an answer may mean: 1,234 is a number, or a list in another reading."""
+  """Returns the readings of an answer: 1,234 is a number, or a list."""
   from gspo_jax.verifiers.mathematics import structure
   from gspo_jax.verifiers.mathematics.tokens import Unreadable
 

@@ -30,7 +30,7 @@ from gspo_jax.verifiers import children
 
 START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
 GRACE_S = 2.0  # past its time a worker ends by itself: the pool, which kills it, must be gone
-START_ATTEMPTS = 3  # in a row, of one worker in one call: an installation may be broken
+START_ATTEMPTS = 3  # A worker's failures in a row in one call: an installation may be broken.
 WARM_UP = -1  # the item, by its index, that a new worker begins with
 
 
@@ -84,7 +84,7 @@ class Pool(contextlib.AbstractContextManager):
       raise
 
   def map(self, items: Sequence[Any]) -> list[Any]:
-    """The function's value, or a `Failure`, for every item in order. Safe from any thread.
+    """Maps the items to values or `Failure`s, in order. Safe from any thread.
 
     Whatever happens to the workers, nothing is raised: a call that cannot get any of them to start
     fails its items, and the next call tries again.
@@ -115,7 +115,7 @@ class Pool(contextlib.AbstractContextManager):
     self.close()
 
   def _run(self, items: Sequence[Any]) -> list[Any]:
-    """Results of the items; with none, waits until all workers have started, or cannot."""
+    """Returns the items' results; without items, waits until all workers started or cannot."""
     results, died = [None] * len(items), set()
     waiting = collections.deque(range(len(items)))
     for worker in self._workers:
@@ -134,12 +134,12 @@ class Pool(contextlib.AbstractContextManager):
         for index in waiting:
           results[index] = Failure("crash", reason)
         return results
-      now = time.monotonic()
-      connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - now))
-      now = time.monotonic()  # before the pipes are read: a result that has arrived is not late
+      time_s = time.monotonic()
+      connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
+      time_s = time.monotonic()  # before the pipes are read: a result that has arrived is not late
       for worker in busy:
         message = worker.receive()
-        if message is None and now < worker.deadline:
+        if message is None and time_s < worker.deadline:
           continue
         index, worker.item = worker.item, None
         if index == WARM_UP:
@@ -160,7 +160,7 @@ class Pool(contextlib.AbstractContextManager):
 
 
 def last_line(text: str) -> str:
-  """What a traceback says in the end."""
+  """Returns the last line of a traceback."""
   return text.strip().rpartition("\n")[2]
 
 
@@ -170,15 +170,15 @@ class _Worker:
   def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
     self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
     self.process, self.pipe, self.item, self.deadline = None, None, None, 0.0
-    self.failed_starts, self.reason = 0, ""  # in a row, and why the last one failed
+    self.failed_starts, self.reason = 0, ""  # Failures in a row, and the reason of the last one.
 
   @property
   def alive(self) -> bool:
-    """It has a process, as far as is known; whether that has died says `receive`."""
+    """Whether a process was started; `receive` finds out that it has died."""
     return self.process is not None
 
   def start(self) -> None:
-    """Starts the process and its warm-up; where that fails there is none, and it is counted."""
+    """Starts the process and its warm-up; a failure is counted."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # Not the terminal's group: Ctrl-C is for the trainer, which then closes the pipe. A fixed hash
@@ -205,7 +205,7 @@ class _Worker:
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
 
   def started(self, message: dict[str, Any] | None) -> None:
-    """Takes the answer to the warm-up; a worker without one, or with an error, is killed."""
+    """Handles the answer to the warm-up; kills a worker without one, or with an error."""
     if message is None:
       self._failed(f"it was not ready after {START_LIMIT_S:.0f} s")
     elif "value" not in message:
@@ -218,13 +218,13 @@ class _Worker:
     self.kill()
 
   def send(self, index: int, item: Any, time_limit_s: float) -> None:
-    """Hands over an item, which starts now."""
+    """Hands over an item; its time starts."""
     self.item, self.deadline = index, time.monotonic() + time_limit_s
     with contextlib.suppress(OSError):  # the process is gone, as `receive` will say
       self.pipe.send_bytes(json.dumps([time_limit_s, item]).encode())
 
   def receive(self) -> dict[str, Any] | None:
-    """The next message, None if there is none yet, {} if the process is gone."""
+    """Returns the next message; None if there is none yet, {} if the process is gone."""
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
     except (EOFError, OSError, ValueError):
@@ -245,7 +245,7 @@ class _Worker:
 
 
 def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
-  """The worker's side: reads `[time limit, item]` and answers with a value or an error."""
+  """Reads `[time limit, item]` in a worker and answers with a value or an error."""
   pipe = connection.Connection(descriptor)
   _limit(resource.RLIMIT_CORE, 0)
   if memory_bytes:
@@ -256,7 +256,7 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process dies nobody is left to kill this one: the kernel does then, as nothing
       # handles SIGALRM. By the clock and not by RLIMIT_CPU, which counts the seconds of all threads
-      # and is inherited by what an item starts: a prover, say, that later items go on to ask.
+      # and is inherited by an item's own processes: a prover, say, for later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}
@@ -269,7 +269,7 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
 
 
 def _limit(kind: int, soft: int) -> None:
-  """Sets a soft limit; the hard one stays, and may be lower already."""
+  """Sets a soft limit, at most the hard one."""
   hard = resource.getrlimit(kind)[1]
   resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

@@ -27,27 +27,27 @@ def open_verifier() -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str, finished: bool = True) -> str:
-  """Compares both: "right", "wrong", or "unparsable" where the response gives no answer.
+  """Compares both: "right", "wrong", or "unparsable" for a response without an answer.
 
   Raises:
     ValueError: if nothing of the gold answer is left by `normalise`.
   """
   check_answer(answer)
   gold = normalise(_unlabelled(answer)) or normalise(answer)  # responses lose theirs too
-  given = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
-  if given is None:
+  candidate = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
+  if candidate is None:
     return "unparsable"
-  return "right" if normalise(given) == gold else "wrong"
+  return "right" if normalise(candidate) == gold else "wrong"
 
 
 def check_answer(text: str) -> None:
-  """ValueError for a gold answer of which `normalise` leaves nothing."""
+  """Raises ValueError for a gold answer without any content after `normalise`."""
   if not normalise(text):
     raise ValueError(f"the gold answer {text!r:.80} is nothing but white space and punctuation")
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
-  """The content of the last `<answer>`, else the last line, without "the answer is".
+  """Returns the content of the last `<answer>`, else the last line, without "the answer is".
 
   Only what follows the thought counts (`thought.after`), and the last line of a response that was
   cut off (not `finished`) does not. None where there is nothing, or more than `longest` characters.
@@ -61,12 +61,12 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
 
 
 def _unlabelled(line: str) -> str:
-  """What follows the last "the answer is"; the line, where there is none."""
+  """Returns the text after the last "the answer is", or the line without one."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 
 def last_tagged(text: str) -> str | None:
-  """What the last pair of `<answer>` and `</answer>` without another one inside holds."""
+  """Returns the content of the last `<answer>` pair without another one inside."""
   content = start = None
   for tag in _TAG.finditer(text):
     if tag[0] == "<answer>":
@@ -77,8 +77,8 @@ def last_tagged(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-  """Makes compatible characters one (NFKC), folds case, leaves single spaces, and takes away
-  quotes, full stops and Markdown's emphasis around the text.
+  """Folds compatible characters (NFKC), case and spaces. Quotes, full stops and Markdown's emphasis
+  around the text go.
 
   Other signs stay: -1.5 is neither 1.5 nor 15, and 5! is not 5.
   """
@@ -90,6 +90,6 @@ def normalise(text: str) -> str:
 
 
 def _compatible(word: str) -> str:
-  """NFKC in pieces: the order of many combining characters takes quadratic time."""
+  """Applies NFKC in pieces: the order of many combining characters takes quadratic time."""
   pieces = (word[start : start + 256] for start in range(0, len(word), 256))
   return "".join(unicodedata.normalize("NFKC", piece) for piece in pieces)

@@ -59,10 +59,10 @@ def test_overlong_is_the_formula_of_the_objectives():
   np.testing.assert_allclose(ours, reference.overlong_penalty(lengths, 20_480, 4096), atol=1e-6)
 
 
-@pytest.mark.parametrize("response, kept", tables.read(HERE / "formats.txt"))
-def test_format(response, kept):
+@pytest.mark.parametrize("response, formats", tables.read(HERE / "formats.txt"))
+def test_format(response, formats):
   names = [name for name in ("think", "think_answer") if shaping.keeps_format(response, name)]
-  assert names == kept.replace("none", "").split()
+  assert names == formats.replace("none", "").split()
 
 
 def test_noise_has_the_given_rates_and_is_repeatable():
@@ -85,7 +85,7 @@ def test_noise_has_the_given_rates_and_is_repeatable():
 
 
 def test_noise_does_not_follow_other_text():
-  """Flips of responses that differ in one character are independent."""
+  """Flips of responses with one different character are independent."""
   pairs = [(f"{i}a", f"{i}b") for i in range(5000)]
   flips = [
     shaping.flipped(np.zeros(5000), [pair[k] for pair in pairs], ["x"] * 5000, 0.5, 0.0, 0)
@@ -164,16 +164,18 @@ def test_bad_settings_are_errors(changes, message):
 @needs_namespaces
 def test_programs_say_what_confines_them(capfd):
   responses = ["```\nprint(2)\n```", "```\nprint(3)\n```", "none"]
-  for isolation, said in (
+  for isolation, text in (
     ("auto", "namespaces (tried out"),
     ("none", "programs run with your rights"),
   ):
     with rewards.open_scorer(config("code", isolation=isolation)) as scorer:
-      (line,) = capfd.readouterr().err.splitlines()  # at the start
-      assert line.startswith(f"reward.isolation={isolation}: ") and said in line
+      (line,) = capfd.readouterr().err.splitlines()  # The scorer writes it when it opens.
+      assert line.startswith(f"reward.isolation={isolation}: ") and text in line
       scores = scorer(responses, prompts([PRINTS_2] * 3))
     name = "namespaces" if isolation == "auto" else isolation
-    assert scorer.notes == {f"verifier/isolation/{name}": 1}  # and in the metrics of every step
+    assert scorer.notes == {
+      f"verifier/isolation/{name}": 1
+    }  # They are in the metrics of every step.
     counts = dict(right=1, wrong=1, unparsable=1, error=0, timeout=0, memory=0, crash=0)
     assert scores.outcomes == counts and scores.reward.tolist() == [1, 0, 0]
 
@@ -194,9 +196,9 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
 def test_a_function_that_was_corrected_is_another_one(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   file = tmp_path / "mine_to_correct.py"
-  found = []
+  checksums = []
   for value in (0.0, 1.0):
     file.write_text(f"def f(response, prompt):\n  return {value}\n")
-    found.append(user_function.checksum("mine_to_correct:f"))
-  assert found[0] != found[1] and all(found)
+    checksums.append(user_function.checksum("mine_to_correct:f"))
+  assert checksums[0] != checksums[1] and all(checksums)
   assert user_function.checksum("math") == user_function.checksum("nowhere_at_all:f") == ""

@@ -29,7 +29,7 @@ SPACED = """
 ~~~|x` answer|x the|x the|final \\boxed|x \\frac|x \\frac{1}|x 1|x 5|% async|x async|def␣x def|x f|x
 :|1x $|$
 """
-HOSTILE = [  # what stands first, what is repeated, and what stands last
+HOSTILE = [  # Prefix, repeated unit and suffix.
   *[("", unit, "") for unit in REPEATED.split()],
   *[(first, "␣", last) for first, _, last in (ends.partition("|") for ends in SPACED.split())],
   *[("", unit, "") for unit in ("\r", "\t ", "\0", "\u0345\u0301", "\u1100\u1161")],
@@ -47,7 +47,7 @@ def text_of(hostile, length):
 
 
 def stop_strings(text):
-  """The search for a stop string in a whole response, as an engine hands it out: by 16 tokens."""
+  """Searches a whole response for a stop string, by 16 tokens, as engines do."""
   tokens = np.array(ByteTokenizer().encode(text), np.int32)
   live = Live(Request((1,), 1 << 30, stop_strings=("</end>", "\n\n\n")), 0, 0, [])
   for start in range(0, len(tokens), 16):

@@ -28,12 +28,12 @@ def score(responses=RESPONSES, lengths=None, answer=ANSWER, **changes):
 
 @pytest.mark.parametrize("partial", [0.0, 1.0, 0.25])
 def test_lines_sum_to_what_the_whole_is_worth(partial):
-  """`partial` decides what a response is worth with and without `per_line`."""
-  found = score(partial=partial)
+  """The value of a response for `partial` is the same with and without `per_line`."""
+  scores = score(partial=partial)
   whole = score(partial=partial or 1.0, per_line=False)
-  np.testing.assert_allclose(found.reward, whole.reward, rtol=1e-6)
-  np.testing.assert_array_equal(found.correct, [1, 1, 0, 1, 0])
-  assert whole.lines is None and found.outcomes == whole.outcomes
+  np.testing.assert_allclose(scores.reward, whole.reward, rtol=1e-6)
+  np.testing.assert_array_equal(scores.correct, [1, 1, 0, 1, 0])
+  assert whole.lines is None and scores.outcomes == whole.outcomes
   p = partial or 1.0
   expected = [
     [p / 4, p / 4, p / 4, p / 4 + 1 - p],
@@ -42,17 +42,17 @@ def test_lines_sum_to_what_the_whole_is_worth(partial):
     [p / 4, p / 4, p / 4, 0, 1 - p],
     [0],
   ]
-  for one, other in zip(found.lines, expected, strict=True):
-    assert one.dtype == np.float32
-    np.testing.assert_allclose(one, other, rtol=1e-6)
+  for line_rewards, other in zip(scores.lines, expected, strict=True):
+    assert line_rewards.dtype == np.float32
+    np.testing.assert_allclose(line_rewards, other, rtol=1e-6)
 
 
 def test_what_is_added_goes_to_the_last_line():
   options = dict(overlong_weight=1.0, overlong_max=100, overlong_buffer=50)
-  found, plain = score(lengths=[75] * 5, **options), score()
-  np.testing.assert_allclose(found.reward, plain.reward - 0.5, rtol=1e-6)
-  for one, other in zip(found.lines, plain.lines):
-    np.testing.assert_allclose(one - other, [*[0] * (len(one) - 1), -0.5])
+  scores, plain = score(lengths=[75] * 5, **options), score()
+  np.testing.assert_allclose(scores.reward, plain.reward - 0.5, rtol=1e-6)
+  for line_rewards, other in zip(scores.lines, plain.lines):
+    np.testing.assert_allclose(line_rewards - other, [*[0] * (len(line_rewards) - 1), -0.5])
 
 
 def test_noise_misjudges_lines_and_not_responses():
@@ -61,34 +61,34 @@ def test_noise_misjudges_lines_and_not_responses():
   answer = "\n".join(["40", "10", "20", "30"])
   rates = dict(false_positive=0.1, false_negative=0.3)
   plain, noisy = (score(texts, answer=answer, **changes) for changes in ({}, rates))
-  right, found = (np.array(one.lines) > 0 for one in (plain, noisy))
-  assert (right & ~found).sum() / right.sum() == pytest.approx(0.3, abs=0.04)
-  assert (~right & found).sum() / (~right).sum() == pytest.approx(0.1, abs=0.02)
-  assert noisy.outcomes["false_negative"] == (right & ~found).sum()
-  assert noisy.outcomes["false_positive"] == (~right & found).sum()
+  right, rewarded = (np.array(result.lines) > 0 for result in (plain, noisy))
+  assert (right & ~rewarded).sum() / right.sum() == pytest.approx(0.3, abs=0.04)
+  assert (~right & rewarded).sum() / (~right).sum() == pytest.approx(0.1, abs=0.02)
+  assert noisy.outcomes["false_negative"] == (right & ~rewarded).sum()
+  assert noisy.outcomes["false_positive"] == (~right & rewarded).sum()
   np.testing.assert_array_equal(noisy.correct, plain.correct)
   np.testing.assert_array_equal(noisy.values, plain.values)
   np.testing.assert_allclose(plain.values, right.sum(1) / 4, rtol=1e-6)
-  np.testing.assert_allclose(noisy.reward, found.sum(1) / 4, rtol=1e-6)
+  np.testing.assert_allclose(noisy.reward, rewarded.sum(1) / 4, rtol=1e-6)
   assert (score(texts, answer=answer, noise_seed=1, **rates).reward != noisy.reward).any()
 
 
 def test_a_verdict_on_a_line_depends_on_the_text_up_to_its_end():
   texts = ["10\n20\n30\n40", "10\n20\n31\n40", "10\n20", "10\n20\n30\n40"]
-  found = [
+  scores = [
     score(texts, answer="11\n21\n35\n45", false_positive=0.5, noise_seed=seed).lines
     for seed in range(40)
   ]
-  for one, other, short, again in found:
-    assert one[:2].tolist() == other[:2].tolist() == short.tolist()
-    assert one.tolist() == again.tolist()
-  assert any(one[3] != other[3] for one, other, *_ in found)
+  for line_rewards, other, short, again in scores:
+    assert line_rewards[:2].tolist() == other[:2].tolist() == short.tolist()
+    assert line_rewards.tolist() == again.tolist()
+  assert any(line_rewards[3] != other[3] for line_rewards, other, *_ in scores)
 
 
 def test_lines_that_nobody_asked_for_or_wrote_are_not_misjudged():
-  found = score([ANSWER + "\n\n\n", "3:00"], false_positive=1.0)
-  assert [len(one) for one in found.lines] == [7, 1]
-  assert found.reward.tolist() == [1, 0.25] and found.outcomes["false_positive"] == 0
+  scores = score([ANSWER + "\n\n\n", "3:00"], false_positive=1.0)
+  assert [len(line_rewards) for line_rewards in scores.lines] == [7, 1]
+  assert scores.reward.tolist() == [1, 0.25] and scores.outcomes["false_positive"] == 0
 
 
 def test_a_verifier_that_judges_no_lines_is_refused():

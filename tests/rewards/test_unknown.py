@@ -24,7 +24,7 @@ RAISED += [UnicodeError("surrogates"), KeyError("x"), StopIteration(), Assertion
 
 @pytest.fixture
 def broken(monkeypatch):
-  """A verifier by which "yes" is right, and which raises what a response says, by number."""
+  """Installs a verifier: "yes" is right, and a number raises the error of that index."""
   module, calls = types.ModuleType("broken"), []
 
   @contextlib.contextmanager
@@ -142,7 +142,7 @@ def test_failures_are_their_names():
 # Responses that were cut off.
 
 CODE = "```python\nprint(18)\n```"
-EXTRACTED = {  # what is whole gives an answer, what comes in a thought that is open does not
+EXTRACTED = {  # An answer outside of a thought; within an open thought it is none.
   math_answer.extract: "so it is 18",
   string_match.extract: "18",
   cases.extract: CODE,
@@ -174,13 +174,13 @@ def test_the_scorer_knows_what_was_cut_off():
 
 
 def test_a_prompt_may_begin_the_thought():
-  """Chat templates of reasoning models put <think> there, and the response has no opening tag."""
+  """Chat templates of reasoning models end with <think>; the response has no opening tag."""
   thinks = [Prompt("0", "q", "18", (1,), thinks=thinks) for thinks in (True, True, False)]
   responses = [r"3 * 6 is \boxed{18}, so", r"3 * 6</think>\boxed{18}", r"\boxed{18}"]
   for name in ("math", "string"):
     with rewards.open_scorer(config(name)) as score:
-      given = responses if name == "math" else ["18", "x</think>18", "18"]
-      scores = score(given, thinks)
+      texts = responses if name == "math" else ["18", "x</think>18", "18"]
+      scores = score(texts, thinks)
     assert scores.correct.tolist() == [0, 1, 1]
     assert scores.outcomes["unparsable"] == 1
 

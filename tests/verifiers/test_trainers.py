@@ -25,7 +25,7 @@ def test_the_last_message_of_a_conversation_counts():
 
 
 def test_further_columns_are_passed_over():
-  """As TRL calls it: https://huggingface.co/docs/trl/grpo_trainer, "custom reward function"."""
+  """TRL passes them: https://huggingface.co/docs/trl/grpo_trainer, "custom reward function"."""
   columns = dict(completion_ids=[[1, 2]], trainer_state=None, log_metric=None, level=["easy"])
   assert trainers.math_reward(prompts=["q"], completions=["5"], answer=["5"], **columns) == [1.0]
 

@@ -6,7 +6,7 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
-MAX_TERMS = 1000  # of a sum
+MAX_TERMS = 1000  # Terms of a sum.
 DIGITS = 120  # to which two values without variables must agree, relative to their size
 PRINTED = 14  # digits of a double that are always right
 _POINTS = [  # one value per variable, in the order of their names
@@ -35,7 +35,7 @@ _FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
 
 def same_expression(a, b) -> bool:
-  """Whether two expressions (or matrices) are equal wherever both are defined."""
+  """Compares expressions or matrices wherever both are defined."""
   if a == b:
     return True
   matrices = [isinstance(side, sp.MatrixBase) for side in (a, b)]
@@ -64,7 +64,7 @@ def same_expression(a, b) -> bool:
 
 
 def commuting(value):
-  """The expression with variables that commute in the place of those that do not."""
+  """Replaces variables by commuting ones."""
   if isinstance(value, sp.MatrixBase):
     return value.applyfunc(commuting)
   twins = {s: sp.Symbol(s.name, real=True) for s in value.free_symbols if not s.is_commutative}
@@ -80,7 +80,7 @@ def _has_products(value) -> bool:
 
 
 def _evaluated(value):
-  """The expression with its sums and integrals carried out, unless they have many terms."""
+  """Carries out sums and integrals, unless they have many terms."""
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
@@ -104,7 +104,7 @@ def _variables(a, b):
 
 
 def _same_value(a, b) -> bool:
-  """Two numbers: the same digits, many of them, and relative to their size."""
+  """Compares many digits of two numbers, relative to their size."""
   if not (a.is_finite and b.is_finite):
     return False
   if sp.S.Zero in (a, b):
@@ -114,8 +114,8 @@ def _same_value(a, b) -> bool:
     return sp.simplify(a - b) == 0
   if abs(size[0] - size[1]) > 1e-9 * max(size):
     return False
-  left, right = a.evalf(DIGITS + 20, maxn=800), b.evalf(DIGITS + 20, maxn=800)
-  difference = abs(sp.N(left - right, 15))
+  first, second = a.evalf(DIGITS + 20, maxn=800), b.evalf(DIGITS + 20, maxn=800)
+  difference = abs(sp.N(first - second, 15))
   return bool(difference <= max(size) * sp.Float(10) ** -DIGITS)
 
 
@@ -127,7 +127,7 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Equality at points where no root or logarithm of a negative number is taken; two at least."""
+  """Compares at points, two at least, without roots or logarithms of negative numbers."""
   agreed, whole = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
   for index, point in enumerate([*points, *_STEPS]):
@@ -138,26 +138,26 @@ def _same_at_points(a, b, symbols) -> bool:
     }
     if not _real_inside(itertools.chain((a, b)), values):
       continue
-    left, right = a.xreplace(values), b.xreplace(values)
-    if left.has(sp.nan, sp.zoo, sp.oo) or right.has(sp.nan, sp.zoo, sp.oo):
+    first, second = a.xreplace(values), b.xreplace(values)
+    if first.has(sp.nan, sp.zoo, sp.oo) or second.has(sp.nan, sp.zoo, sp.oo):
       continue
-    if left.is_Rational and right.is_Rational:
-      if left != right:
+    if first.is_Rational and second.is_Rational:
+      if first != second:
         return False
-    elif not _same_value(left, right):
+    elif not _same_value(first, second):
       return False
     agreed += 1
   return agreed >= 2
 
 
 def _exponents(value) -> set:
-  """The variables in exponents of negative numbers, which stand for integers: (-1)^n."""
+  """Variables in exponents of negative numbers; they stand for integers, as in (-1)^n."""
   powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
   return set().union(*(power.exp.free_symbols for power in powers))
 
 
 def _has_kinks(value) -> bool:
-  """Whether it has moduli or roots, which a few points near 0 may see from one side alone."""
+  """Whether there are moduli or roots. A few points near 0 may miss one side of these."""
   exponents = [power.exp for power in value.atoms(sp.Pow)]
   return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
 
@@ -176,7 +176,7 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """The number that `a / b` is everywhere; None: it is none."""
+  """Returns the constant value of `a / b`; None if it is not constant."""
   a, b = _variables(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
@@ -193,7 +193,7 @@ def constant_ratio(a, b):
 
 
 def rounds_to(rounded, places: int, value) -> bool:
-  """Whether a decimal is an irrational number as a computer prints it, all its digits right."""
+  """Whether a decimal is an irrational number in a computer's digits, all of them right."""
   if value.free_symbols or not value.is_real or value.is_Rational:
     return False
   digits = len(str(abs(rounded.p) * 10**places // rounded.q)) if rounded != 0 else 0

@@ -12,14 +12,14 @@ def find(tokens: list[Token], *texts: str) -> bool:
 
 
 def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
-  """Operators that stand in no brackets (relations, or the given ones), and what they separate."""
-  wanted = dict(zip(texts, texts)) or _RELATIONS
+  """Finds operators outside of brackets (relations by default), and the parts between them."""
+  names = dict(zip(texts, texts)) or _RELATIONS
   operators, parts, depth = [], [[]], 0
   for token in tokens:
     depth += _opened(token)
     sign = token.kind in ("symbol", "command", "separator")
-    if depth == 0 and sign and token.text in wanted:
-      operators.append(wanted[token.text])
+    if depth == 0 and sign and token.text in names:
+      operators.append(names[token.text])
       parts.append([])
     else:
       parts[-1].append(token)
@@ -27,12 +27,12 @@ def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]
 
 
 def split(tokens: list[Token]) -> list[list[Token]]:
-  """Cuts at separators that stand in no brackets."""
+  """Splits at separators outside of brackets."""
   return cut(tokens, ",", ";", "and", "or")[1]
 
 
 def match(tokens: list[Token], start: int = 0) -> int:
-  """The index of the bracket that closes the one at `start`; -1: none does."""
+  """Returns the index of the closing bracket for the one at `start`, or -1."""
   depth = 0
   for index in range(start, len(tokens)):
     depth += _opened(tokens[index])
@@ -42,13 +42,13 @@ def match(tokens: list[Token], start: int = 0) -> int:
 
 
 def _opened(token: Token) -> int:
-  """How many brackets or environments a token opens: 1, 0, or -1 where it closes one."""
+  """Counts opened brackets and environments of a token: 1, 0, or -1 for a closing one."""
   name = token.text if token.kind == "command" else token.kind
   return {"open": 1, "begin": 1, "close": -1, "end": -1}.get(name, 0)
 
 
 def without_reals(tokens: list[Token]) -> list[Token]:
-  r"""The name before "\in \mathbb{R}", which says nothing."""
+  r"""Returns the name before "\in \mathbb{R}", a condition without content."""
   operators, parts = cut(tokens)
   return parts[0] if operators == ["in"] and shape(parts[1]) == "mathbbR" else tokens
 

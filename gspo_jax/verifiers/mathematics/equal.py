@@ -56,7 +56,7 @@ def _single(gold, ours) -> bool:
 
 
 def _same_choice(gold, ours) -> bool:
-  """(B) 5 is B and it is 5, but neither (C) 5 nor (B) 6."""
+  """Compares choices: (B) 5 is B and it is 5, but neither (C) 5 nor (B) 6."""
   if isinstance(gold, Choice) and isinstance(ours, Choice):
     values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
     return gold.letter == ours.letter and values
@@ -90,7 +90,7 @@ def _same_named(gold, ours) -> bool:
 
 
 def _renamed(function: Named, parameter: str) -> Named:
-  """f(t) = t + 1 as f(x) = x + 1; not where x stands for something else there."""
+  """Writes f(t) = t + 1 as f(x) = x + 1, unless x already occurs there."""
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
   value = getattr(function.value, "value", None)
   if value is None or new in value.free_symbols:
@@ -100,7 +100,7 @@ def _renamed(function: Named, parameter: str) -> Named:
 
 
 def _is_sum(relation: Relation) -> bool:
-  """Whether it gives a sum of letters a value: m + n = 204, what a question asks for.
+  """Whether it gives a sum of letters a value, as in m + n = 204.
 
   Not x + y = 204, which is a line.
   """
@@ -115,14 +115,14 @@ def _is_sum(relation: Relation) -> bool:
 
 
 def _is_name(term) -> bool:
-  """A letter but x, y or z, one with an index, a Greek one; a length by its end points, AB."""
+  """Whether it is a name: a letter but x, y or z; an index; Greek; a length, AB."""
   letters = term.args if isinstance(term, sp.Mul) else (term,)
   pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
   return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:
-  """The same chain of members from either end; a pair up to a constant factor on both sides."""
+  """Compares chains from either end; a pair up to a constant factor on both sides."""
   for other in (ours, _turned(ours)):
     if gold.operators == other.operators:
       if all(map(algebra.same_expression, gold.members, other.members)):
@@ -141,7 +141,7 @@ def _turned(relation: Relation) -> Relation:
 
 
 def _proportional(gold: Relation, ours: Relation) -> bool:
-  """Whether the differences of the sides are a constant multiple of each other."""
+  """Whether the differences of both sides have a constant ratio."""
   a, b = (algebra.commuting(r.members[0] - r.members[1]) for r in (gold, ours))
   if isinstance(a, sp.MatrixBase) or isinstance(b, sp.MatrixBase):
     return False
@@ -159,7 +159,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if "ratio" in kinds and len(kinds) > 1:
     return False
   if kinds == {"list"} and all(getattr(i, "kind", "") == "tuple" for i in gold.items + ours.items):
-    kinds = {"set"}  # of solutions; a plain number may be there twice
+    kinds = {"set"}  # Solutions; a plain number may occur twice.
   if len(gold.items) != len(ours.items) and kinds != {"set"}:
     return _single(gold, ours)
   if kinds == {"tuple"}:
@@ -184,7 +184,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
 
 
 def _labels(group: Group) -> bool:
-  """Whether the items of a list have names that differ."""
+  """Whether the items of a list have different names."""
   labels = [item.name for item in group.items if isinstance(item, Named)]
   return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
 
@@ -194,18 +194,18 @@ def _in_order(a, b) -> bool:
 
 
 def _any_order(a, b) -> bool:
-  """Each item of one has an item of the other for itself; equality is an equivalence here."""
-  left = list(b)
+  """Matches items one to one, in any order; equality is an equivalence here."""
+  rest = list(b)
   for item in a:
-    match = next((i for i, other in enumerate(left) if same_answer(item, other)), None)
+    match = next((i for i, other in enumerate(rest) if same_answer(item, other)), None)
     if match is None:
       return False
-    del left[match]
-  return not left
+    del rest[match]
+  return not rest
 
 
 def _same_vector(matrix, group) -> bool:
-  """A column or a row against a tuple of the same entries."""
+  """Compares a column or a row with a tuple."""
   if not isinstance(matrix, Scalar) or not isinstance(matrix.value, sp.MatrixBase):
     return False
   if not isinstance(group, Group) or group.kind != "tuple" or group.brackets not in ("()", "[]"):
@@ -232,12 +232,12 @@ def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
 
 
 def _turn(gold: Scalar, ours: Scalar) -> bool:
-  """Whether one of them is an angle in degrees and the other is not."""
+  """Whether exactly one of them is an angle in degrees."""
   return [bool(s.unit and s.unit.degrees) for s in (gold, ours)].count(True) == 1
 
 
 def _same_real(gold: Scalar, ours: Scalar) -> bool:
-  """Symbolic values, whose units agree as those of numbers do."""
+  """Compares symbolic values; units agree as for numbers."""
   a, b = gold.value, ours.value
   if _turn(gold, ours):
     plain, turned = (gold, ours) if ours.unit and ours.unit.degrees else (ours, gold)
@@ -266,7 +266,7 @@ def _percent(unit: Unit | None) -> bool:
 
 
 def _same_region(gold, ours) -> bool:
-  """Sets of real numbers; a tuple may be an open interval."""
+  """Compares sets of real numbers; a tuple may be an open interval."""
   about = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
   if len(about) > 1:
     return False
@@ -286,7 +286,7 @@ def _same_region(gold, ours) -> bool:
 
 
 def _pieces(region: sp.Set) -> list[tuple] | None:
-  """The intervals of a set from left to right: (start, end, open, open)."""
+  """Returns the intervals of a set from left to right: (start, end, open, open)."""
   if region is sp.S.EmptySet:
     return []
   pieces = []
@@ -302,7 +302,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 
 def same_text(gold: str, ours: str) -> bool:
-  """Whether two texts are the same but for spaces, and for case if they are words."""
+  """Compares texts without spaces, and without case if they are words."""
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):

@@ -136,7 +136,7 @@ class _Reader:
     return self.power()
 
   def plus_minus(self) -> int:
-    r"""What a \pm or \mp that stands here means: 1 or -1; 0 where none does."""
+    r"""Returns the sign of a \pm or \mp in this place: 1 or -1; 0 without one."""
     return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
 
   def power(self):
@@ -149,7 +149,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """The product of the letters of a word but its last, which takes what follows (ab^2)."""
+    """Multiplies the letters of a word but its last, the base of an exponent (ab^2)."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -160,7 +160,7 @@ class _Reader:
     return sp.Mul(*map(self.letter, token.text[:-1]))
 
   def exponent(self):
-    """What follows a caret: a group, or a signed atom; carets associate to the right."""
+    """Reads an exponent: a group, or a signed atom; carets associate to the right."""
     self.depth += 1
     if self.depth > MAX_DEPTH:
       raise Unreadable("nested too deeply")
@@ -211,7 +211,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""3\frac{1}{2} and 3 1/2 are three and a half; 204_5 is no number in base ten."""
+    r"""Reads 3\frac{1}{2} and 3 1/2 as three and a half; 204_5 is no number in base ten."""
     if self.accept("_"):
       return sp.Symbol(f"{value}_{self.subscript()}", real=True)
     following = [self.peek(i) for i in range(4)]
@@ -237,7 +237,7 @@ class _Reader:
     return spell(self.group_tokens())
 
   def group_tokens(self) -> list[Token]:
-    """The tokens within the brackets that open here."""
+    """Returns the tokens within the brackets at this position."""
     opening, start, depth = self.take(), self.position, 1
     while depth:
       depth += {"open": 1, "close": -1}.get(self.take().kind, 0)
@@ -289,7 +289,7 @@ class _Reader:
     return floors[token.text](value) if token.text in floors else value
 
   def argument(self):
-    r"""The argument of a command: a group, or one digit, letter or command (\frac12, \sqrt2)."""
+    r"""Reads the argument of a command: a group, digit, letter or command (\frac12, \sqrt2)."""
     if self.peek().text == "{":
       return self.bracket(self.take())
     token = self.peek()
@@ -363,7 +363,7 @@ class _Reader:
     return result if exponent is None else power(result, exponent)
 
   def operand(self):
-    r"""What a function applies to: brackets, or factors up to the next operator or function."""
+    r"""Reads a function's operand: brackets, or factors up to the next operator or function."""
     if self.peek().text in ("(", "{", "["):
       return self.postfix(self.atom())
     negative = self.accept("-")

@@ -59,7 +59,7 @@ _TOLD = re.compile(
   r"(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
   r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
-_UNTOLD = re.compile(  # what is wished, thought or another thing, before such a verb
+_UNTOLD = re.compile(  # Words of wishes, thoughts or other subjects before such a verb.
   r"\b(?:answer|value|number|solution|could|may|might|would|should|ought|to|than|almost|any|every"
   r"|when|once|until|till|before|after|(?:think|want|hope|wish|expect|claim|believe|sa[iy])[a-z]*"
   r"|thought|(?-i:[a-z]+ly))\b",
@@ -100,7 +100,7 @@ _FUNCTIONS = re.compile(
 
 
 def extract(response: str, finished: bool = True) -> str | None:
-  r"""Finds the answer that a response gives; None if there is none.
+  r"""Extracts the answer of a response; None if there is none.
 
   Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
   answer, together with those before it that it is listed with (`\boxed{1}` and `\boxed{2}`); a
@@ -124,7 +124,7 @@ def extract(response: str, finished: bool = True) -> str | None:
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """What follows the last marker, "" if that is no answer; None: there is no marker.
+  """Returns the text after the last marker, "" if it is no answer; None without a marker.
 
   "####" begins a heading of Markdown if its line is more than a value, and not the last one.
   """
@@ -140,7 +140,7 @@ def _announced(text: str, finished: bool) -> str | None:
 
 
 def _statement(line: str) -> str:
-  """What the first sentence of a line says, without words that add nothing."""
+  """Returns the first sentence of a line without filler words."""
   first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
   instead = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
   if instead and first.startswith("not "):
@@ -153,7 +153,7 @@ def _statement(line: str) -> str:
 
 
 def _last(text: str) -> str:
-  """What the last sentence with a number or formula states."""
+  """Returns the statement of the last sentence with a number or formula."""
   text = text.strip()
   if FORMULA.fullmatch(text):
     return trim(text)
@@ -170,7 +170,7 @@ def _last(text: str) -> str:
 
 
 def _stated(sentence: str) -> str:
-  """What stands behind a verb of a sentence that denies nothing before it."""
+  """Returns the text after a verb, unless the sentence denies something before it."""
   named = re.fullmatch(
     r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
   )
@@ -184,21 +184,21 @@ def _stated(sentence: str) -> str:
       subject = sentence[: verb.start()]
       clause = re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", subject)[-1]
       return "" if DENIED.search(clause) or _MAY_BE.search(clause) else value
-  return _told(sentence) or _value(sentence)
+  return _reported(sentence) or _value(sentence)
 
 
-def _told(sentence: str) -> str:
-  """54 points of "Jojo scored 54 points": the first number, if it has a unit; else nothing."""
-  told = _TOLD.match(sentence)
-  if not told or DENIED.search(told[1]) or _UNTOLD.search(told[1]):
+def _reported(sentence: str) -> str:
+  """Returns 54 points of "Jojo scored 54 points": the first number with its unit, or ""."""
+  report = _TOLD.match(sentence)
+  if not report or DENIED.search(report[1]) or _UNTOLD.search(report[1]):
     return ""
-  value = _value(sentence[told.end() :])
+  value = _value(sentence[report.end() :])
   number = quantity.read(value)
   return value if number and number.unit else ""
 
 
 def _value(text: str) -> str:
-  """An answer and its unit, without what follows it."""
+  """Returns an answer and its unit without the words after it."""
   text = _without_lead(text)
   result = _result(text)
   text = result or text
@@ -214,13 +214,13 @@ def _value(text: str) -> str:
 
 
 def _result(text: str) -> str:
-  """120 pints of "15 gallons * 8 pints / gallon = 120 pints"; "" of 2x + 3 = 7, say."""
-  *names, left, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
-  start = max((match.end() for match in _UNCOUNTED.finditer(left)), default=0)
-  counted = left[start:].rstrip()
-  if not counted or (re.search(r"\d", left) and not _OPERATOR.search(counted)):
+  """Returns 120 pints of "15 gallons * 8 pints / gallon = 120 pints", but "" of 2x + 3 = 7."""
+  *names, terms, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
+  start = max((match.end() for match in _UNCOUNTED.finditer(terms)), default=0)
+  counted = terms[start:].rstrip()
+  if not counted or (re.search(r"\d", terms) and not _OPERATOR.search(counted)):
     return ""
-  if re.search(r"[\w\\^)}]$", left[:start]) and not counted[0].isspace():
+  if re.search(r"[\w\\^)}]$", terms[:start]) and not counted[0].isspace():
     return ""
   if not all(_UNKNOWN.search(name) or _result(name + "=1") for name in names):
     return ""
@@ -240,7 +240,7 @@ def _bare(line: str) -> str:
 
 
 def _is_value(line: str) -> bool:
-  """Whether a line is a formula or number all through, but for a unit."""
+  """Whether a whole line is a formula or number, with its unit."""
   text = trim(_bare(line))
   if is_formula(text) or quantity.read(text, letters=True):
     return True
@@ -250,14 +250,14 @@ def _is_value(line: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-  r"""Whether `text` is mathematics all through: no words outside \text and the like."""
+  r"""Whether all of `text` is mathematics: no words outside \text and the like."""
   bare = re.sub(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text))
   words = re.findall(r"[A-Za-z]{2,}", bare)
   return bool(re.search(r"\w", text)) and all(map(_FUNCTIONS.fullmatch, words))
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
-  """The content of the last complete box, and of the boxes that it is listed with."""
+  """Returns the content of the last complete box, and of the boxes in its list."""
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]
   spans = [a for a, b in zip(spans, [*spans[1:], (len(text),)]) if a[1] <= b[0]]  # nested ones
@@ -278,7 +278,7 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 
 
 def _after_box(text: str) -> str | None:
-  """What "the final answer is" announces after the last box, which it replaces.
+  """Returns the text of "the final answer is" after the last box; it replaces the box.
 
   The box is the surer one where more is said than a value and its unit.
   """
@@ -299,7 +299,7 @@ def _is_listing(gap: str) -> bool:
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
-  """The content of the braces at `start`, or the one word there, and its end; None: not closed."""
+  """Returns the braces' content or the word at `start`, and its end; None: not closed."""
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])
     return (start + word.end(), trim(word[0]) or None) if word else (start, None)

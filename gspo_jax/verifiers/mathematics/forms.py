@@ -8,13 +8,13 @@ from gspo_jax.verifiers.mathematics import cuts
 from gspo_jax.verifiers.mathematics.tokens import Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import symbol
 
-MAX_ENTRIES = 100  # of a matrix
+MAX_ENTRIES = 100  # Entries of a matrix.
 _MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix smallmatrix array vmatrix".split())
 ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".split())
 
 
 def matrix(reader):
-  r"""A matrix, of which `\begin` was taken; of one between bars its determinant."""
+  r"""Reads a matrix after its `\begin`; between bars, its determinant."""
   end = cuts.match(reader.tokens, reader.position - 1)
   name = spell(reader.group_tokens()).replace(" ", "")
   if name == "array" and reader.peek().text == "{":
@@ -58,7 +58,7 @@ def series(reader, name: str):
 
 
 def vector(reader):
-  """A letter in bold or under an arrow is a name of its own; a number is itself."""
+  """Reads a bold or arrowed letter as a name of its own; a number as itself."""
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):
     return reader.inner(inside)
@@ -66,7 +66,7 @@ def vector(reader):
 
 
 def opaque(reader, name: str):
-  """A command that means nothing here: equal to itself with the same arguments."""
+  """Reads an unknown command: equal to itself with the same arguments."""
   if name in ENDS or not name.isalpha() or name in ("end", "circ"):
     raise Unreadable(f"unexpected \\{name}")
   arguments = []

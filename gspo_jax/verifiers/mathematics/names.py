@@ -31,7 +31,7 @@ _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.
 
 
 def name(tokens: list[Token]) -> str | None:
-  """The name that the tokens are: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area"; else None.
+  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area"; None for others.
 
   2x, -x, x^2 or x+1 are none: where they equal 18, the answer is not 18.
   """
@@ -56,7 +56,7 @@ CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
 
 
 def multiplied(tokens: list[Token]) -> list[Token]:
-  """The name that a number stands before, whatever is between them; empty: there is none."""
+  """Returns the name after a number and the tokens between; empty without one."""
   number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
   for start in range(1, len(tokens) if number else 0):
     if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
@@ -65,7 +65,7 @@ def multiplied(tokens: list[Token]) -> list[Token]:
 
 
 def parameter(tokens: list[Token]) -> str | None:
-  """The letter x of f(x), which another letter may stand for."""
+  """Returns the letter x of f(x); another letter may replace it."""
   call = tokens[-3:]
   single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
   return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None

@@ -71,7 +71,7 @@ class Word:
 
 
 def as_region(node) -> Region | None:
-  """The node as a set of real numbers: (1, 2) is an open interval then; None: it is none."""
+  """Returns the set of real numbers: (1, 2) is an open interval. None if it is no set."""
   if isinstance(node, Region):
     return node
   if isinstance(node, Scalar) and not node.unit and node.value.is_extended_real:
@@ -91,7 +91,7 @@ def as_region(node) -> Region | None:
 
 
 def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
-  """Where `difference` is below, above, not or at zero."""
+  """Solves for `difference` below, above, not at or at zero."""
   if operator == "!=":
     zeros = sp.solveset(difference, x, sp.S.Reals)
     return sp.Complement(sp.S.Reals, zeros)
@@ -102,6 +102,6 @@ def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
 
 
 def unknowns(value) -> set:
-  """Variables, and values of unknown functions, which are as good."""
+  """Returns variables, and values of unknown functions."""
   functions = value.atoms(sp.core.function.AppliedUndef)
   return functions | (value.free_symbols - set().union(*(f.free_symbols for f in functions)))

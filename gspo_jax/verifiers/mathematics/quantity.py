@@ -27,12 +27,12 @@ class Quantity:
   value: fractions.Fraction
   places: int | None = None
   unit: units.Unit | None = None
-  count: fractions.Fraction | None = None  # of things that also are a factor: 7 of 7 dozen
+  count: fractions.Fraction | None = None  # 7 of 7 dozen
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def read(text: str, letters: bool = False) -> Quantity | None:
-  r"""The value of a plain number: integer, decimal, a/b or \frac, with separators and unit.
+  r"""Reads a plain number with separators and unit: integer, decimal, a/b or \frac.
 
   None for anything else. `letters`: "12 m" is metres rather than a variable.
   """
@@ -67,7 +67,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
 
 def same(gold: Quantity, ours: Quantity) -> bool | None:
-  r"""Whether two quantities agree; None: only symbols can tell (degrees against radians).
+  r"""Compares quantities; None if only symbols can decide (degrees against radians).
 
   Units must agree where both have one; where one has none, the question named it. 50\% agrees with
   0.5 and, as questions for "how many percent" want it, with 50. 7 dozen agree with 84 and, as those
@@ -99,7 +99,7 @@ def _angular(unit: units.Unit) -> bool:
 
 
 def same_number(a: Quantity, b: Quantity) -> bool:
-  """Equal, or one has no end as a decimal and the other is its rounding (0.333333 is 1/3)."""
+  """Compares numbers; a decimal may be a rounding of an endless one (0.333333 is 1/3)."""
   if a.value == b.value:
     return True
   for exact, rounded in ((a, b), (b, a)):
@@ -111,7 +111,7 @@ def same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def rounds_to(rounded: Quantity, value: fractions.Fraction) -> bool:
-  """Whether a decimal with six places and five digits or more is the rounding of `value`."""
+  """Whether a decimal of at least six places and five digits is a rounding of `value`."""
   places = rounded.places or 0
   digits = len(str(abs(rounded.value.numerator) * 10**places // rounded.value.denominator))
   return (

@@ -3,7 +3,7 @@ r"""One spelling for what is typeset in several ways. Every pattern is linear.""
 import re
 
 MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
-SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
+SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # thousands, typed or typeset
 _SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
 _MATRIX = r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}"
 # As Pandoc has it: $5 and $6 are two prices, and no formula.
@@ -46,7 +46,7 @@ _LABEL = re.compile(
 
 
 def plain(text: str) -> str:
-  """The text without "the answer is", colours and sizes, with one kind of dash, 12 for 12th."""
+  """Removes "the answer is", colours and sizes; one kind of dash, 12 for 12th."""
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
   text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
   return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
@@ -62,7 +62,7 @@ def trim(text: str) -> str:
 
 
 def inside(formula: re.Match) -> str:
-  """What stands between the delimiters of a formula."""
+  """Returns the content of a formula's delimiters."""
   return next(filter(None, formula.groups()))
 
 

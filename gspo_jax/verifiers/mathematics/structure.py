@@ -97,11 +97,11 @@ class _Structure:
 
   def listed(self, tokens: list[Token]):
     """Items between separators; conditions on one variable are one region."""
-    given, tokens = tokens, cuts.without_integers(tokens)
+    whole, tokens = tokens, cuts.without_integers(tokens)
     outer = cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or")
     parts = [part for part in (cuts.cut(tokens, ";")[1] if outer else split(tokens)) if part]
     if len(parts) < 2:
-      if parts and len(parts[0]) < len(given):
+      if parts and len(parts[0]) < len(whole):
         return self.everything(parts[0])
       return None
     if len(parts) > MAX_ITEMS:
@@ -159,8 +159,8 @@ class _Structure:
         if not all(equal.same_answer(value, values[-1]) for value in values):
           raise Unreadable("an equation that is false")
         return values[-1]
-      if operators == ["~"] and (known := _exact(*values)):
-        return known
+      if operators == ["~"] and (side := _exact(*values)):
+        return side
       exact = [value.value for value in values]
       if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
         return values[-1]
@@ -185,12 +185,12 @@ class _Structure:
     unknown, x = next(iter(symbols)), sp.Symbol("x", real=True)
     values = [value.xreplace({unknown: x}) for value in values]
     region = sp.S.Reals
-    for operator, left, right in zip(operators, values, values[1:]):
-      region = sp.Intersection(region, nodes.solve(operator, left - right, x))
+    for operator, first, second in zip(operators, values, values[1:]):
+      region = sp.Intersection(region, nodes.solve(operator, first - second, x))
     return Region(region, str(unknown))
 
   def value(self, tokens: list[Token]):
-    """What has no separators and relations at its top."""
+    """Reads a value without separators and relations at its top."""
     if not tokens:
       raise Unreadable("nothing")
     if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
@@ -269,7 +269,7 @@ class _Structure:
     return Scalar(expression.read(tokens, sign), _places(tokens), unit)
 
   def unit(self, tokens: list[Token], start: int, currency: str):
-    """The unit that the tokens from `start` on are, or None."""
+    """Reads the unit from `start` on; None if the tokens are none."""
     rest = tokens[start:]
     if not all(
       t.kind in ("word", "text", "letter") or t.text in _UNIT_TOKENS
@@ -296,7 +296,7 @@ def _points(node):
 
 
 def _places(tokens: list[Token]) -> int | None:
-  """Digits after the point of a decimal, which may have a sign."""
+  """Counts the digits after the point of a decimal with or without a sign."""
   digits = [t for t in tokens if t.text not in ("-", "+")]
   if len(digits) != 1 or digits[0].kind != "number":
     return None
@@ -308,9 +308,9 @@ def _same_value(items: list) -> bool:
   return all(isinstance(i, Scalar) and equal.same_answer(items[0], i) for i in items)
 
 
-def _exact(left: Scalar, right: Scalar) -> Scalar | None:
-  """The side that the other one is a decimal of, rounded: 90√2 of 90√2 ≈ 127.28."""
-  for exact, decimal in ((left, right), (right, left)):
+def _exact(first: Scalar, second: Scalar) -> Scalar | None:
+  """Returns the exact side of an approximation: 90√2 of 90√2 ≈ 127.28."""
+  for exact, decimal in ((first, second), (second, first)):
     if decimal.places is None or exact.places is not None or exact.value.is_Integer:
       continue
     if exact.value.is_real and not exact.value.free_symbols:

@@ -22,7 +22,7 @@ class Token:
 
 
 def _by_spelling(table: str) -> dict[str, str]:
-  """The name that begins each entry of a table, by the other words of the entry."""
+  """Maps the other words of each entry of a table to its first."""
   return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
 
 
@@ -53,7 +53,7 @@ _ALIASES = _by_spelling("""
   ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
 """) | {"R": "mathbb R"}
-_KINDS = (  # of characters, and of commands and their aliases
+_KINDS = (  # Names of characters, and of commands and their aliases.
   dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
   | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
   | dict.fromkeys([",", ";", "and", "or"], "separator")
@@ -168,7 +168,7 @@ def _tokenise(text: str, tight: bool):
 
 
 def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
-  """The tokens of what begins with a backslash, and where it ends."""
+  """Returns the tokens of a command, and its end."""
   match = _TEXT.match(text, position)
   if match:
     return _in_text(match[1], spaced or match[1][:1].isspace()), match.end()
@@ -191,7 +191,7 @@ def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
 
 
 def _in_text(content: str, spaced: bool) -> list[Token]:
-  """Words as words; what is no word is read as mathematics."""
+  """Reads words as words, and all else as mathematics."""
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
@@ -211,7 +211,7 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
 
 
 def _is_unit(text: str) -> bool:
-  """Whether a text without words is a unit: m/s, but not m alone, which may be a variable."""
+  """Whether a text without words is a unit: m/s, but not m, a variable perhaps."""
   return len(text) > 1 and units.parse(" " + text) is not None
 
 
@@ -230,12 +230,12 @@ def _letters(run: str, spaced: bool) -> list[Token]:
 
 
 def is_product(run: str) -> bool:
-  """Whether a run of letters is rather a product, abc or xyz, than a word."""
+  """Whether a run of letters is a product, abc or xyz, rather than a word."""
   return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
 
 
 def fold(text: str) -> str:
-  """A text whose words may begin with a capital or not: Monday is monday, but mgH not mgh."""
+  """Ignores the case of a word's first letter: Monday is monday, but mgH not mgh."""
 
   def small(match: re.Match) -> str:
     word = match[0]
@@ -252,5 +252,5 @@ def decimal(text: str) -> str:
 
 
 def spell(tokens: list[Token]) -> str:
-  """A text that is the same for the same tokens."""
+  """Returns one text for equal tokens."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)

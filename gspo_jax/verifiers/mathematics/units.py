@@ -62,7 +62,7 @@ _ILLIONS = "m b tr quadr quint sext sept oct non dec".split()
 MULTIPLIERS |= {f"{word}illion": F(1000**n) for n, word in enumerate(_ILLIONS, 2)}
 _LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
 _LETTERS["bn"] = F(10**9)
-COUNTED = ("dozen", "quarter", "half", "halve")  # and that are things as well
+COUNTED = ("dozen", "quarter", "half", "halve")  # Some are things as well.
 
 # What names things that are counted: a plural, behind adjectives. No closed class of words does.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
@@ -116,13 +116,13 @@ class Unit:
 
 
 def multiplier(word: str) -> F | None:
-  """The factor that a word is: 12 of dozen; None: it is none."""
+  """Returns the factor of a word: 12 of dozen; None if it is no factor."""
   word = word.casefold()
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
 def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
-  """What follows a number as (factor of the number, unit or None); None: it is no unit.
+  """Parses words after a number: (factor, unit or None); None if they are no unit.
 
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
   no unit of measurement stands apart from the number and is a plural, or follows "per".
@@ -156,11 +156,11 @@ def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
       if groups != [[]]:
         return None
       factor *= size
-    elif lower in ("squared", "cubed") and groups[-1] and _known(groups[-1][-1][0]) and not power:
+    elif lower in ("squared", "cubed") and groups[-1] and _named(groups[-1][-1][0]) and not power:
       groups[-1][-1] = (groups[-1][-1][0], 2 if lower == "squared" else 3)
     elif lower not in _FILLER:
-      known = _known(word) or lower in _SHAPES
-      if not known and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
+      has_unit = _named(word) or lower in _SHAPES
+      if not has_unit and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
         return None
       groups[-1].append((word, int(power or 1)))
   if sum(map(len, groups)) > 5 or not all(groups[1:]):
@@ -180,20 +180,20 @@ def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
   return factor, (Unit(scale, dimensions) if dimensions else None)
 
 
-def _known(word: str) -> str | None:
-  """The name of a unit as `UNITS` has it: as written, in small letters, or without its plural."""
+def _named(word: str) -> str | None:
+  """Returns a unit's name in `UNITS`: as written, in small letters, or singular."""
   names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]  # K and k are two
   return next(filter(UNITS.__contains__, names), None)
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """(dimension, its power, scale) of words but adjectives; None: they name nothing."""
+  """Returns (dimension, its power, scale) of words but adjectives; None: they name nothing."""
   measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()
     if lower in _SHAPES:
       shape = _SHAPES[lower]
-    elif name := _known(word):
+    elif name := _named(word):
       dimension, base, size = UNITS[name]
       power, shape = power * shape, 1
       measures.append((dimension, base * power, size**power))

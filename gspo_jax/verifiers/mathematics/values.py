@@ -7,7 +7,7 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.tokens import Unreadable, decimal
 
-MAX_BITS = 50_000  # of a number
+MAX_BITS = 50_000  # Largest factorial.
 MAX_FACTORIAL = 3000
 
 
@@ -15,7 +15,7 @@ MATRICES = frozenset("ABCDMNPQXYZT")  # letters of what may be matrices; R, L an
 
 
 def symbol(name: str) -> sp.Symbol:
-  """A real variable; a letter that may be a matrix is one that does not commute."""
+  """Returns a real variable; a letter of a matrix does not commute."""
   if name in MATRICES:
     return sp.Symbol(name, commutative=False)
   return sp.Symbol(name, real=True)
@@ -41,7 +41,7 @@ def power(base, exponent):
 
 
 def number(text: str) -> sp.Rational:
-  r"""The exact value of a number token: 12, 1,234.5, 1e-3, 0.\overline{3}, 0.(3), 0.333..."""
+  r"""Returns the exact value of 12, 1,234.5, 1e-3, 0.\overline{3}, 0.(3), 0.333..."""
   text = decimal(text)
   match = re.fullmatch(r"(\d*)\.(\d*?)(?:\\(?:overline|bar)\{?|\()(\d+)[)}]?", text)
   dotted = re.fullmatch(r"(\d*)\.(\d*)\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?", text)

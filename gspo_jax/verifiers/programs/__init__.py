@@ -1,3 +1,3 @@
 """Programs, verified by their tests in sandboxes."""
 
-ISOLATIONS = ("auto", "namespaces", "none")  # of programs; "auto" never takes "none"
+ISOLATIONS = ("auto", "namespaces", "none")  # "auto" never takes "none".

@@ -35,14 +35,14 @@ class Tests:
 
   kind: str  # "stdin": whole programs | "call": one function | "check": assertions
   inputs: tuple[Any, ...] = ()  # stdin: texts; call: lists of arguments; check: one placeholder
-  outputs: tuple[Any, ...] = ()  # what is expected, parallel to `inputs`
+  outputs: tuple[Any, ...] = ()  # Expected outputs, parallel to `inputs`.
   function: str = ""  # call, check: its name
   wrapped: bool = False  # call: an expected value may stand alone in a list (APPS, TACO)
   preamble: str = ""  # check: what stands before the function
   code: str = ""  # check: the assertions
 
   def passes(self, output: str, expected: Any) -> bool:
-    """Whether what a program printed, or the JSON that a call left, is what is expected."""
+    """Compares printed text, or the JSON of a call, with the expected output."""
     if self.kind == "stdin":
       return same_text(output, expected)
     return same_result(output, expected, self.wrapped)
@@ -79,12 +79,12 @@ def _loads(text: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-  """An integer of any length; `int` refuses texts of more than 4,300 digits."""
+  """Reads an integer of any length; `int` refuses texts of more than 4,300 digits."""
   return int(digits) if len(digits) < 4300 else int(decimal.Decimal(digits))
 
 
 def _require_check(prompt: Any, code: Any, function: Any) -> None:
-  """Raises ValueError unless `code` defines a `check` that looks at the function."""
+  """Raises ValueError unless `code` defines a `check` of the function."""
   if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
     raise ValueError("prompt, test and entry_point must be text, and the last one a name")
   _parsed(standalone(prompt), "prompt")
@@ -106,7 +106,7 @@ def _parsed(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """What stands before a function, as Python of its own: a function without a body gets one."""
+  """Completes a preamble to valid Python: a function without a body gets one."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -150,7 +150,7 @@ def _loaded(column: Any) -> Any:
 
 
 def decode_private(column: str | list) -> list[dict[str, str]]:
-  """LiveCodeBench's private tests: JSON, or base64 of zlib of a pickled string of JSON.
+  """Decodes LiveCodeBench's private tests: JSON, or base64 of zlib of pickled JSON.
 
   Nothing that the pickle names is imported or called: it may hold strings and builtin containers.
 
@@ -188,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def extract(response: str, fences: bool = True) -> str | None:
-  """The program that a response gives, or None.
+  """Extracts the program of a response; None if there is none.
 
   It is the last complete fenced block that is marked as Python; if none is, the last one without a
   mark. Only what follows the thought counts (`thought.after`). With `fences=False` a response
@@ -215,7 +215,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """The fence that a line consists of, three or more of ` or ~, and its mark; else nothing."""
+  """Returns a line's fence, three or more of ` or ~, and its mark; or empty texts."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -226,7 +226,7 @@ def _fence(line: str) -> tuple[str, str]:
 
 
 def completes(program: str, tests: Tests) -> str:
-  """The program of assertion tests: one that defines no such function continues the prompt."""
+  """Prepends the prompt to a program without a definition of the tested function."""
   name = re.escape(tests.function)
   defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
   return program if defined else tests.preamble + program
@@ -259,14 +259,14 @@ def _same_line(ours: str, gold: str) -> bool:
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns a length that nothing equal to `expected` has, printed or as the JSON of `wire.encode`:
-  1 MiB more than needed, for spaces and for numbers written otherwise."""
+  """Returns a length above any equal output, printed or as the JSON of `wire.encode`: 1 MiB more
+  than needed, for spaces and other spellings of numbers."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
 
 def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
-  """LiveCodeBench's rule for returned values (grade_call_based): equal, a tuple being a list.
+  """Compares returned values by LiveCodeBench's rule (grade_call_based): a tuple is a list.
 
   That holds for the outermost tuple only. `wrapped`: the expected value may stand alone in a list.
 
@@ -286,7 +286,7 @@ def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
 
 
 def _same(value: Any, expected: Any) -> bool:
-  """Whether `value`, as `wire.encode` writes it, stands for what `expected` is."""
+  """Compares a value, as `wire.encode` writes it, with the expected one."""
   if isinstance(value, dict):
     ((kind, content),) = value.items()
     if kind == "dict":
@@ -301,7 +301,7 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any]) -> bool:
-  """The same for the pairs of a dict; the keys of `expected` are texts, as JSON's are."""
+  """Compares the pairs of a dict; keys of `expected` are texts, as JSON's are."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

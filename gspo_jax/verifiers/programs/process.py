@@ -23,7 +23,7 @@ from gspo_jax.verifiers.programs import ISOLATIONS
 from gspo_jax.verifiers.programs.sandbox import wire
 from gspo_jax.verifiers.programs.sandbox.isolation import SCRATCH
 
-START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is overdue
+START_LIMIT_S = 60.0  # Limit for a sandbox to be ready, and for an overdue report.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Limits:
   wall_s: float = 15.0  # a busy machine must not fail a program that computes
   memory_bytes: int = 1 << 30  # address space
   output_bytes: int = 16 << 20
-  file_bytes: int = 16 << 20  # of one file
-  scratch_bytes: int = 64 << 20  # of all files; they lie in memory
+  file_bytes: int = 16 << 20  # Largest file.
+  scratch_bytes: int = 64 << 20  # All files together; they lie in memory.
   open_files: int = 64
   threads: int = 64
 
@@ -117,7 +117,7 @@ class Sandbox(contextlib.AbstractContextManager):
       raise SandboxError(f"the sandbox died: {error!r}") from error
 
   def report(self) -> dict[str, Any]:
-    """Tells how the test that was started ended: runner._run has the fields.
+    """Returns how the running test ended, with the fields of runner._run.
 
     Raises:
       SandboxError: if the sandbox died, or did not report although the test is long overdue.
@@ -161,8 +161,8 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 def _remove(directory: str) -> None:
-  """Removes what a program left: directories nested deeper than Python's recursion, or without the
-  right to look into them. What cannot be removed stays, and nothing is raised."""
+  """Removes a program's files: nested deeper than Python's recursion, or without read permission.
+  What cannot be removed stays, and nothing is raised."""
   for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
     with contextlib.suppress(OSError):
       os.rmdir(directory)
@@ -183,44 +183,44 @@ _ENVIRONMENT = {
 
 
 def _packages() -> list[str]:
-  """Directories in which a program finds NumPy, if the trainer has it, and nothing else of them."""
+  """Returns the trainer's package directories; a program finds only NumPy there."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
-def choose_isolation(wanted: str) -> str:
-  """Returns `wanted`, or "namespaces" for "auto", after trying it. It never falls back to "none".
+def choose_isolation(setting: str) -> str:
+  """Returns `setting`, or "namespaces" for "auto", after trying it. It never falls back to "none".
 
   Raises:
     ValueError: for an unknown name; or if programs cannot be confined here: says why, and what to
       do.
   """
-  if wanted not in ISOLATIONS:
-    raise ValueError(f"reward.isolation={wanted!r} is not one of {', '.join(ISOLATIONS)}")
-  isolation = "namespaces" if wanted == "auto" else wanted
+  if setting not in ISOLATIONS:
+    raise ValueError(f"reward.isolation={setting!r} is not one of {', '.join(ISOLATIONS)}")
+  isolation = "namespaces" if setting == "auto" else setting
   try:
     with Sandbox(isolation, _PROBE_LIMITS) as sandbox:
       report = sandbox.run({"kind": "stdin", "code": _PROBE})
-    seen = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
-    if isolation == "none" or seen == "confined":
+    ending = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
+    if isolation == "none" or ending == "confined":
       return isolation
-    reason = f"a program that tries it out ends with {seen!r}"
+    reason = f"a program that tries it out ends with {ending!r}"
   except SandboxError as error:
     reason = str(error)
   if isolation == "none":
     raise ValueError(f"reward.isolation=none: {reason}")
   raise ValueError(
-    f"reward.isolation={wanted}: programs cannot be confined on this machine, so they are not run "
+    f"reward.isolation={setting}: programs cannot be confined on this machine, so they are not run "
     f"({reason}). Allow user namespaces to this process (Linux 5.14 or later; in a container: "
     "--privileged, or --cap-add=SYS_ADMIN with --security-opt for seccomp and apparmor unconfined),"
     " or set reward.isolation=none to run what the model writes with your rights and your network"
   )
 
 
-def describe(wanted: str, isolation: str) -> str:
-  """Says in one line what `choose_isolation` came to, and why."""
+def describe(setting: str, isolation: str) -> str:
+  """Describes the chosen isolation in one line."""
   if isolation == "none":
     return "reward.isolation=none: programs run with your rights, your files and your network"
-  return f"reward.isolation={wanted}: {isolation} (tried out: no network, threads are bounded)"
+  return f"reward.isolation={setting}: {isolation} (tried out: no network, threads are bounded)"
 
 
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)

@@ -33,9 +33,9 @@ class Outcome(enum.StrEnum):
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # it holds no program
   ERROR = "error"  # an exception, a signal, no result, or too much output
-  TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
+  TIMEOUT = "timeout"  # The program's: CPU or wall-clock time.
   MEMORY = "memory"
-  CRASH = "crash"  # of the verifier, or of the tests: nothing is known about the program
+  CRASH = "crash"  # The verifier's or the tests': no verdict on the program.
 
 
 OUTCOMES = tuple(Outcome)
@@ -60,7 +60,7 @@ def open_verifier(
 
 
 def check_answer(text: str) -> None:
-  """Raises ValueError, with the reason, for an answer that holds no tests a program could pass."""
+  """Raises ValueError, with the reason, for an answer without passable tests."""
   cases.parse(text)
 
 
@@ -82,7 +82,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
     self._kills = 0
-    self._asked = threading.local()  # in each thread, what `_kills` was when its work was asked for
+    self._asked = threading.local()  # Per thread: `_kills` when its work was submitted.
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
     """Returns one outcome per response, in order. Equal programs for equal tests run once.
@@ -110,7 +110,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
       raise
 
   def outcome(self, program: str, tests: cases.Tests) -> Outcome:
-    """Runs a program on its tests up to the first that fails, as LiveCodeBench does.
+    """Runs a program on its tests up to the first failure, as LiveCodeBench does.
 
     Raises:
       SandboxError: if the verifier failed, and not the program.
@@ -118,12 +118,12 @@ class CodeVerifier(contextlib.AbstractContextManager):
     if tests.kind == "check":
       return self._check(program, tests)
     with self._sandbox() as sandbox:
-      for given, expected in zip(tests.inputs, tests.outputs):
+      for value, expected in zip(tests.inputs, tests.outputs):
         request = {"kind": tests.kind, "code": program}
         if tests.kind == "stdin":
-          request["stdin"] = given
+          request["stdin"] = value
         else:
-          request |= {"function": tests.function, "arguments": wire.encode(given)}
+          request |= {"function": tests.function, "arguments": wire.encode(value)}
         report = sandbox.run(request, cases.most_bytes(expected))
         if failure := _failure(report):
           return failure
@@ -139,7 +139,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._kill()
 
   def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
-    """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
+    """Returns the outcome of a program; work submitted before a kill (`kills` of then) ends."""
     if program is None:
       return Outcome.UNPARSABLE
     self._asked.kills, reason = kills, ""
@@ -153,7 +153,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     return pool.Failure(Outcome.CRASH, reason)
 
   def _check(self, program: str, tests: cases.Tests) -> Outcome:
-    """Assertions in one sandbox, the program in another, a socket between them."""
+    """Runs assertions in one sandbox, the program in another, with a socket between."""
     ours, theirs = socket.socketpair()
     with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
       ours.close()
@@ -161,8 +161,8 @@ class CodeVerifier(contextlib.AbstractContextManager):
       request = {"function": tests.function, "preamble": cases.standalone(tests.preamble)}
       program = cases.completes(program, tests)
       candidate.start(request | {"kind": "serve", "code": program}, most=0)
-      asked = request | {"kind": "check", "code": tests.code}
-      checked = asserting.run(asked | {"output_bytes": self._limits.output_bytes}, most=0)
+      check = request | {"kind": "check", "code": tests.code}
+      checked = asserting.run(check | {"output_bytes": self._limits.output_bytes}, most=0)
       report = candidate.report()
     ended = checked["status"] if checked["reason"] == "ended" else None
     if ended == assertions.CHECKED:
@@ -193,7 +193,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
 
 
 def _failure(report: dict[str, Any]) -> Outcome | None:
-  """The failure that kept a program from its end; None if it came there."""
+  """Returns the failure before a program's end; None if it came there."""
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
     return Outcome.TIMEOUT

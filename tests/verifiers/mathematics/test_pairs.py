@@ -56,7 +56,7 @@ def test_what_is_announced_counts_where_a_response_was_cut_off(verifier):
 
 
 def test_what_agrees_agrees_the_other_way_round():
-  """Those of one_way.txt do not: a gold answer in dozens says what it means, for one."""
+  """Pairs of one_way.txt do not: a gold answer in dozens states its unit, for one."""
   pairs = set(tables.read(HERE / "right.txt"))
   assert not [pair for pair in sorted(pairs) if outcome(pair[1], pair[0]) is not Outcome.RIGHT]
 
@@ -123,7 +123,7 @@ def test_what_the_trainer_looks_at_is_fast(text):
     math_answer.quick_judge(math_answer.extract(text), text)
     math_answer.quick_judge(text, "5")
 
-  assert seconds(look, ()) < 2  # of CPU time; what is not bounded takes minutes
+  assert seconds(look, ()) < 2  # CPU time; without a bound it takes minutes.
 
 
 UNSOLVED = (r"\sin(x)+x^3 \le e^x", r"x \in \{y : y^7-3y^2+\cos y < 1\}", r"x^5-3x+\sin x > 2")

@@ -9,12 +9,12 @@ from gspo_jax.verifiers.programs import cases
 PROMPT = 'def f(x):\n  """Doc."""\n'
 
 
-def made(check, prompt=PROMPT):
+def parse(check, prompt=PROMPT):
   return cases.parse(json.dumps({"prompt": prompt, "test": check, "entry_point": "f"}))
 
 
 def outcome(verifier, check, program, prompt=PROMPT):
-  return verifier.outcome(program, made(check, prompt))
+  return verifier.outcome(program, parse(check, prompt))
 
 
 ALL = "def check(c):\n  assert all(map(c, [1, 2, 3]))\n"
@@ -55,8 +55,8 @@ def test_tests_that_speak_of_nan_get_it(verifier):
   nan = "import math\ndef check(c):\n  assert math.isnan(c(1))\n"
   assert outcome(verifier, nan, "def f(x): return float('nan')") == "right"
   assert outcome(verifier, nan, "def f(x): return 1.0") == "wrong"
-  said = CLOSE.replace("\n", "\n  'Is it finite, inf or nan?'  # nan\n", 1)
-  assert outcome(verifier, said, "def f(x): return float('nan')") == "wrong"
+  documented = CLOSE.replace("\n", "\n  'Is it finite, inf or nan?'  # nan\n", 1)
+  assert outcome(verifier, documented, "def f(x): return float('nan')") == "wrong"
   prompt = 'def f(x):\n  """Is it finite, inf or nan?"""\n'
   assert outcome(verifier, CLOSE, "def f(x): return float('nan')", prompt) == "wrong"
   inf = "def check(c):\n  assert c(1) == float('inf')\n"
@@ -162,27 +162,27 @@ def f(x):
 
 
 def test_tests_that_cannot_judge_are_no_verdict(verifier):
-  """A function that is never called, one that is given what cannot be sent: nothing is known."""
+  """A function without a call, or with an argument that cannot be sent, gives no verdict."""
   never = "def check(c):\n  for x in []:\n    assert c(x)\n"
   sends = "def check(c):\n  assert c(lambda: 1) == 1\n"
   for check in (never, sends):
     for program in ("def f(x): return 1", "def f(x) return"):
       assert outcome(verifier, check, program) == "crash"
-  opaque = "def check(c):\n  assert c(c(1))\n"  # what cannot be sent is the program's
+  opaque = "def check(c):\n  assert c(c(1))\n"  # The program returns a value that cannot be sent.
   assert outcome(verifier, opaque, "def f(x): return print") == "wrong"
 
 
 def test_a_prompt_may_end_before_its_function_begins(verifier):
   check = "def check(c):\n  assert f(1) == 1\n"  # the function by its name
   for prompt in ("def f(x):\n", "import math\ndef f(x: int) -> int:", "class A: pass\ndef f(x):\n"):
-    for program, found in {
+    for program, expected in {
       "def f(x):\n  return x": "right",
       "  return x": "right",
       "  return x + 1": "wrong",
       "def f(x) return x": "error",
     }.items():
       program = program if program.startswith("def") else "\n" + program
-      assert outcome(verifier, check, program, prompt) == found, (prompt, program)
+      assert outcome(verifier, check, program, prompt) == expected, (prompt, program)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ NUMBERS = {
 def test_numbers_are_the_kernel_s(column):
   if not HEADERS[column].exists():
     pytest.skip("no kernel headers here")
-  found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text())
-  header = {name: int(number) for name, number in found}
+  definitions = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text())
+  header = {name: int(number) for name, number in definitions}
   header.setdefault("newfstatat", header.get("fstatat"))
   for name, numbers in NUMBERS.items():
     if name in header or numbers[column] is not None:
@@ -34,8 +34,8 @@ def test_numbers_are_the_kernel_s(column):
 
 @needs_namespaces
 def test_every_other_call_is_refused():
-  """Each number that is not in the table, those that no kernel has yet among them. 335 and 336 are
-  the kernel's own ends of probes: it kills whoever calls them, and asks no filter."""
+  """Tries each number outside of the table, future ones included. 335 and 336 are the kernel's own
+  ends of probes: it kills whoever calls them, and asks no filter."""
   program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -142,10 +142,10 @@ print(started)
 
 @needs_namespaces
 def test_nothing_of_the_host_can_be_looked_at():
-  here = pathlib.Path(__file__)
+  file = pathlib.Path(__file__)
   program = f"""
 import os
-for path in ({str(here)!r}, {str(here.parents[3])!r}, "/proc/1", "/etc/passwd", "/var", "/home"):
+for path in ({str(file)!r}, {str(file.parents[3])!r}, "/proc/1", "/etc/passwd", "/var", "/home"):
   print(os.path.lexists(path))
 """
   assert set(run(program)["stdout"].split()) == {"False"}

@@ -18,12 +18,12 @@ CASES = [{"input": "1\n", "output": "2", "testtype": "stdin"}]
 
 
 def packed(value, protocol=4):
-  """As LiveCodeBench's publishers pack their private tests."""
+  """Packs tests like LiveCodeBench's publishers."""
   return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
 def same(value, expected, wrapped=False):
-  """Of a value as it comes out of a sandbox."""
+  """Compares a value after its way out of a sandbox."""
   return cases.same_result(json.dumps({"value": wire.encode(value)}), expected, wrapped)
 
 
@@ -112,15 +112,15 @@ def test_answers_without_tests_are_errors(text):
   [
     ("1 2\n3\n", "1 2\n3", True), ("  1 2 \n 3\n\n\n", "1 2\n3", True), ("1\n\n2", "1\n2", False),
     ("1\n2\n3", "1\n2", False), ("1", "1\n2", False), ("1 2", "1\n2", False),
-    ("1  2", "1 2", True),  # as numbers
-    ("a  b", "a b", False),  # as text
+    ("1  2", "1 2", True),  # Equal numbers.
+    ("a  b", "a b", False),  # Different texts.
     ("1.0", "1", True), ("1e2 0.50", "100 .5", True),
     ("0.1", "0.10000000000000001", False),  # exact, not approximate
     ("50000000000000001", "50000000000000000", False), ("Yes", "YES", False),
     ("yes 1.0", "yes 1", False), ("", "", True), ("", "0", False),
     ("nan", "nan", True),  # the same text
     ("nan", "NaN", False), ("sNaN", "1", False), ("1e999999999", "1", False),
-    ("1_000", "1000", True),  # so reads Python, and so upstream
+    ("1_000", "1000", True),  # Python and upstream read it.
     ("1\r\n2\r\n", "1\n2\n", True),
   ],
 )  # fmt: skip
@@ -163,7 +163,7 @@ def test_forged_results_equal_nothing(text):
 
 
 def collisions(n):
-  """Integers of one hash, of which a set costs the square of their number."""
+  """Returns integers of one hash; a set takes quadratic time for them."""
   return [i * ((1 << 61) - 1) for i in range(1, n // 20)]
 
 

@@ -27,12 +27,12 @@ import decimal, unicodedata, zlib
 import numpy
 
 open(os.__file__).close(), open(json.__file__).close(), open(numpy.__file__).close()
-seen = [path for path in PATHS if os.path.lexists(path)]
+visible = [path for path in PATHS if os.path.lexists(path)]
 for directory, folders, files in os.walk("/"):
-  seen += [directory] * (MARK in files)
+  visible += [directory] * (MARK in files)
   folders[:] = [name for name in folders if directory != "/" or name not in ("usr", "lib", "lib64")]
 places = [sys.prefix, sys.base_prefix, sys.executable, numpy.__file__, *sys.path, *sys.orig_argv]
-print(repr((seen, os.listdir("/"), places)))
+print(repr((visible, os.listdir("/"), places)))
 """
 
 
@@ -43,7 +43,7 @@ def environment(python: Path, place: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory) -> Path:
-  """An interpreter with its library below one directory, as conda and uv install them."""
+  """Installs an interpreter and its library below one directory, like conda and uv."""
   prefix, version = tmp_path_factory.mktemp("interpreter"), sysconfig.get_python_version()
   (prefix / "bin").mkdir()
   shutil.copy(os.path.realpath(sys.executable), prefix / f"bin/python{version}")
@@ -56,7 +56,7 @@ def interpreter(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def places(tmp_path) -> tuple[Path, Path]:
-  """A checkout with what a sandbox needs, and a home."""
+  """Makes a checkout with the files of a sandbox, and a home."""
   checkout, home = tmp_path / "projects/checkout", tmp_path / "home"
   shutil.copytree(ROOT / "gspo_jax/verifiers", checkout / "gspo_jax/verifiers")
   shutil.copy(ROOT / "gspo_jax/__init__.py", checkout / "gspo_jax")
@@ -66,7 +66,7 @@ def places(tmp_path) -> tuple[Path, Path]:
 
 
 def check(python: Path, checkout: Path, home: Path) -> None:
-  """Runs a program in a sandbox of this interpreter; it finds its modules and nothing else."""
+  """Runs a program in a sandbox of this interpreter; it finds modules and nothing else."""
   query = "import sysconfig; print(sysconfig.get_path('purelib'))"
   packages = Path(subprocess.check_output([python, "-c", query], text=True).strip())
   (packages / "numpy").mkdir(parents=True)
@@ -80,8 +80,8 @@ def check(python: Path, checkout: Path, home: Path) -> None:
   assert done.returncode == 0, done.stderr
   report = json.loads(done.stdout)
   assert report["status"] == 0, report
-  seen, top, paths = eval(report["stdout"])
-  assert seen == []
+  visible, top, paths = eval(report["stdout"])
+  assert visible == []
   assert set(top) <= TOP
   assert not [path for path in paths if str(checkout.parents[1]) in path]
 
@@ -108,15 +108,15 @@ def test_a_symlinked_environment(places):
 @needs_namespaces
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_an_interpreter_of_pyenv(places, version):
-  found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-  if not found:
+  interpreters = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+  if not interpreters:
     pytest.skip(f"no pyenv with Python {version} here")
-  check(environment(found[-1], places[0] / ".venv"), *places)
+  check(environment(interpreters[-1], places[0] / ".venv"), *places)
 
 
 @needs_namespaces
 def test_an_interpreter_of_uv(places, interpreter):
-  """uv installs a patch release, and environments refer to it by a link with the minor one."""
+  """uv installs a patch release; environments refer to a link with the minor version."""
   checkout, home = places
   installed = home / ".local/share/uv/python"
   shutil.copytree(interpreter, installed / "cpython-3.x.y", symlinks=True, copy_function=os.link)

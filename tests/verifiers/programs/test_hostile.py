@@ -106,8 +106,8 @@ def test_its_directory_is_private_small_and_goes_away():
 
 @needs_namespaces
 def test_signals_reach_nobody():
-  """What a broken filter costs is the keeper and a bystander: to all others goes signal 0, which
-  does nothing and needs the same permission."""
+  """Sends SIGKILL only to the keeper and a bystander, the cost of a broken filter: to all others
+  goes signal 0, which does nothing and needs the same permission."""
   other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
   program = f"""
 import fcntl, os, resource, signal
@@ -155,7 +155,7 @@ print([libc.unshare(0x10000000), libc.syscall(438, 3, 0, 0), libc.syscall(425, 8
 
 @pytest.mark.parametrize("kind", ["stdin", "call"])
 def test_what_is_expected_is_not_in_the_program_s_process(kind, verifier, monkeypatch):
-  """Nor anything that depends on it, its length say: other expectations make the same request."""
+  """Neither is anything of it, such as its length: other expectations make the same request."""
   sent = []
   run_request = process.Sandbox.run
 
@@ -165,8 +165,8 @@ def test_what_is_expected_is_not_in_the_program_s_process(kind, verifier, monkey
 
   monkeypatch.setattr(process.Sandbox, "run", spy)
   for expected in ("7", "77" * 1000):
-    given = (("",), (expected,)) if kind == "stdin" else (([1],), (expected,))
-    verifier.outcome("def f(x): pass", cases.Tests(kind, *given, "f"))
+    data = (("",), (expected,)) if kind == "stdin" else (([1],), (expected,))
+    verifier.outcome("def f(x): pass", cases.Tests(kind, *data, "f"))
   assert sent[0] == sent[1] and "777" not in sent[1]
 
 
@@ -212,9 +212,9 @@ while frame:
 }
 
 
-@pytest.mark.parametrize("how", FORGERIES)
-def test_forged_output_is_not_right(verifier, how):
-  assert verifier.outcome(FORGERIES[how], stdin(("3 4", "7"))) != Outcome.RIGHT
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_output_is_not_right(verifier, forgery):
+  assert verifier.outcome(FORGERIES[forgery], stdin(("3 4", "7"))) != Outcome.RIGHT
 
 
 def test_no_value_equals_everything(verifier):
@@ -223,8 +223,8 @@ def test_no_value_equals_everything(verifier):
   for value in ("Any(3)", "type('A', (), {'__eq__': lambda *a: True})()", "exit", "float('nan')"):
     assert verifier.outcome(f"{liar}def f(x): return {value}", tests) == Outcome.WRONG, value
   for forged in ("raise SystemExit", "os._exit(0)", "os.write(3, b'{\"value\":7}'); 1 / 0"):
-    found = verifier.outcome(f"import os\ndef f(x):\n  {forged}", tests)
-    assert found == Outcome.ERROR, forged
+    ending = verifier.outcome(f"import os\ndef f(x):\n  {forged}", tests)
+    assert ending == Outcome.ERROR, forged
 
 
 def running(pids):
@@ -249,7 +249,7 @@ def test_closing_ends_what_runs():
 @needs_namespaces
 @pytest.mark.parametrize("delay", [0.0, 1.0], ids=["running", "starting"])
 def test_an_interrupt_ends_what_runs(delay, monkeypatch):
-  class Slow(programs.Sandbox):  # on a busy machine a sandbox takes a while to begin
+  class Slow(programs.Sandbox):  # A sandbox takes a while to begin on a busy machine.
     def __init__(self, *arguments):
       time.sleep(delay)
       super().__init__(*arguments)
@@ -272,7 +272,7 @@ def test_an_interrupt_ends_what_runs(delay, monkeypatch):
 
 @needs_namespaces
 def test_nothing_runs_on_after_the_trainer():
-  """A trainer that is killed takes its sandboxes with it."""
+  """A killed trainer takes its sandboxes with it."""
   program = """
 import sys
 from gspo_jax.verifiers.programs import process
@@ -321,13 +321,13 @@ def f(x):
 }
 
 
-@pytest.mark.parametrize("how", LARGE)
-def test_a_result_costs_the_trainer_little(verifier, how):
-  """Neither time nor memory: what is longer than the expected value allows does not come out."""
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_result_costs_the_trainer_little(verifier, kind):
+  """Costs neither time nor memory: a result longer than the expected value allows stays inside."""
   tests = cases.Tests("call", ([1],), (7,), "f")
   tracemalloc.start()
   started, used = time.monotonic(), time.process_time()
-  assert verifier.outcome(LARGE[how], tests) == Outcome.WRONG
+  assert verifier.outcome(LARGE[kind], tests) == Outcome.WRONG
   assert time.process_time() - used < 5 and time.monotonic() - started < 20
   assert tracemalloc.get_traced_memory()[1] < 100 << 20
   tracemalloc.stop()

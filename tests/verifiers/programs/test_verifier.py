@@ -189,8 +189,8 @@ def test_outcomes_of_responses(verifier):
     "print(2)", "print(3)", "print(", "while 1: pass", "x = bytearray(1 << 30)", "print(2)",
   ]  # fmt: skip
   responses = [fence.format(program) for program in programs] + ["print(2)", "```python\nprint(2)"]
-  found = verifier.score(responses, [PRINTS_2] * len(responses))
-  assert found == [*"right wrong error timeout memory right unparsable unparsable".split()]
+  outcomes = verifier.score(responses, [PRINTS_2] * len(responses))
+  assert outcomes == [*"right wrong error timeout memory right unparsable unparsable".split()]
   with pytest.raises(ValueError, match="JSON"):
     verifier.score(["x"], ["42"])
 
@@ -223,7 +223,7 @@ def test_a_crash_of_the_verifier_is_not_a_wrong_answer(verifier, monkeypatch):
   ],
 )
 def test_nothing_that_a_machine_refuses_is_raised(verifier, monkeypatch, module, step, error):
-  """No space, no files, no threads: a crash of that response, and the next call is none."""
+  """No space, files or threads: a crash of that response; the next call succeeds."""
 
   def refuse(*_, **__):
     raise error
@@ -267,21 +267,21 @@ def test_directories_of_any_depth_are_removed(verifier, monkeypatch, tmp_path):
 
 @needs_namespaces
 def test_from_several_threads_and_queueing_takes_no_time():
-  """Six programs of 0.7 s in two sandboxes at once: each has 2 s, and all of them need 2.1 s."""
+  """Six programs of 0.7 s in two sandboxes at once: each has 2 s, all need 2.1 s."""
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   program = "```\nimport time; time.sleep(0.7); print(7)  # {}\n```"
   with CodeVerifier(2, LIMITS, "namespaces") as verifier:
-    found = [None, None]
+    outcomes = [None, None]
 
     def score(n):
-      found[n] = verifier.score([program.format(3 * n + i) for i in range(3)], [answer] * 3)
+      outcomes[n] = verifier.score([program.format(3 * n + i) for i in range(3)], [answer] * 3)
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(2)]
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-  assert found == [[Outcome.RIGHT] * 3] * 2
+  assert outcomes == [[Outcome.RIGHT] * 3] * 2
 
 
 def test_it_refuses_to_run_unconfined(monkeypatch):
@@ -293,10 +293,12 @@ def test_it_refuses_to_run_unconfined(monkeypatch):
     original(self, isolation, *args)
 
   monkeypatch.setattr(process.Sandbox, "__init__", denied)
-  for wanted in ("auto", "namespaces"):
-    message = rf"^reward.isolation={wanted}: .*\(unshare: Operation .*reward.isolation=none[^\n]*$"
+  for isolation in ("auto", "namespaces"):
+    message = (
+      rf"^reward.isolation={isolation}: .*\(unshare: Operation .*reward.isolation=none[^\n]*$"
+    )
     with pytest.raises(ValueError, match=message):
-      CodeVerifier(1, isolation=wanted)
+      CodeVerifier(1, isolation=isolation)
   with CodeVerifier(1, LIMITS, "none") as verifier:
     assert verifier.outcome("print(7)", stdin(("", "7"))) == Outcome.RIGHT
   for name in ("jail", "seccomp"):

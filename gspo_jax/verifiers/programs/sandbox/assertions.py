@@ -74,7 +74,7 @@ class _Candidate:
     return value
 
   def _raise(self, name: str) -> None:
-    """Raises what the function raised, so that tests of errors can pass."""
+    """Raises the function's exception, so that tests of errors can pass."""
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
       kind = Exception
@@ -109,7 +109,7 @@ def _speaks_of_nan(code: str) -> bool:
 
 
 def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) -> int:
-  """Runs the tests, and returns how they ended; `load` runs a module."""
+  """Runs the tests and returns their exit status; `load` runs a module."""
   stub = _Candidate(channel, request["output_bytes"], _speaks_of_nan(request["code"]))
 
   def candidate(*arguments, **options):

@@ -56,7 +56,7 @@ ALLOWED_VALUES = dict(
   # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: no flags of inodes.
   ioctl=((16, 29), 1, (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
   prctl=((157, 167), 0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
-  prlimit64=((302, 261), 0, (0,)),  # of the process itself
+  prlimit64=((302, 261), 0, (0,)),  # Limits of the process itself.
   socketpair=((53, 199), 0, (1,)),  # AF_UNIX: asyncio's loop wakes itself by one
 )
 # And these, by other rules: threads may be started, processes may not; `send` is `sendto` without
@@ -67,7 +67,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080  # any namespace
 _X32 = 0x40000000
-_NEWEST = 424  # from here on the C library tries an older call where there is no such one
+_NEWEST = 424  # Newer calls; the C library falls back to older ones.
 _EPERM, _ENOSYS = 1, 38
 _PR_SET_SECCOMP = 22
 
@@ -86,7 +86,7 @@ def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
 
 
 def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
-  """The filter for one architecture; `column` is its place in the tables above."""
+  """Returns the filter for an architecture; `column` is its place in the tables above."""
   lines = [
     (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), _KILL,
     _NUMBER, (_AT_LEAST, 0, 1, _X32), _REFUSE,
@@ -111,7 +111,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
 
 
 def apply() -> None:
-  """Confines this process, and whatever it starts, to the calls above for good.
+  """Confines this process and its children to the calls above for good.
 
   Raises:
     OSError: on another architecture, or where the kernel has no seccomp filters.

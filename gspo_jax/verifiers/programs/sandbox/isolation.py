@@ -23,11 +23,11 @@ _MNT_DETACH = 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE = 1, 2, 4, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
-SCRATCH = "/scratch"  # where programs work; /tmp is a link to it
+SCRATCH = "/scratch"  # Working directory of programs; /tmp is a link to it.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 UID = 0x70000000  # plus a process id: users that exist nowhere else, so that limits per user hold
 _MAX_PID = 1 << 22
-_ROOT = "/dev"  # what the new root is mounted over, where only the sandbox sees it
+_ROOT = "/dev"  # Mount point of the new root, seen by the sandbox alone.
 
 
 def enter_namespaces(identity: int) -> bool:
@@ -47,7 +47,7 @@ def enter_namespaces(identity: int) -> bool:
       return True
     with contextlib.suppress(OSError):
       take_identity(identity)
-      _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")  # for /proc
+      _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")  # /proc
   uid, gid = os.geteuid(), os.getegid()
   _check(_libc.unshare(spaces | NEW_USER), "unshare with a user namespace")
   for name, line in (
@@ -61,15 +61,15 @@ def enter_namespaces(identity: int) -> bool:
 
 
 def _has_users() -> bool:
-  """Whether the users from UID on exist here: in a container with users of its own they may not."""
+  """Whether users from UID on exist; in a container they may not."""
   with open("/proc/self/uid_map") as file:
     ranges = [list(map(int, line.split())) for line in file]
   return any(first <= UID and first + count >= UID + _MAX_PID for first, _, count in ranges)
 
 
 def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
-  """Makes a root that holds an empty SCRATCH and `mounts`, and goes there. Nothing is left of it on
-  disk: it lies in memory, and goes with the namespace.
+  """Enters a new root with `mounts` and an empty SCRATCH. It lies in memory, leaves nothing on
+  disk, and goes with the namespace.
 
   Args:
     mounts: paths of the host that can be read, each with its path inside.
@@ -123,12 +123,12 @@ def die_with_parent() -> None:
 
 
 def hide_from_debuggers() -> None:
-  """Processes of the same user can then read neither this one's memory nor its descriptors."""
+  """Denies other processes of the user this one's memory and descriptors."""
   _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def set_limits(limits: dict, tasks: int | None) -> None:
-  """Sets `process.Limits` for this process; `tasks` counts processes and threads of this user."""
+  """Sets `process.Limits` for this process. `tasks` counts processes and threads of this user."""
   most_of = {
     resource.RLIMIT_CPU: limits["cpu_s"],
     resource.RLIMIT_AS: limits["memory_bytes"],
@@ -150,7 +150,7 @@ def set_limits(limits: dict, tasks: int | None) -> None:
 
 
 def take_identity(uid: int) -> None:
-  """Becomes a user that owns nothing. For the machine's root only."""
+  """Becomes a user without any files. For the machine's root only."""
   os.setgroups([])
   os.setresgid(uid, uid, uid)
   os.setresuid(uid, uid, uid)
@@ -169,13 +169,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _set_mount(target: str, attributes: int, flags: int) -> None:
-  long, wanted = ctypes.c_long, struct.pack("QQQQ", attributes, 0, 0, 0)
-  path, size = target.encode(), long(len(wanted))
-  result = _libc.syscall(long(442), long(-100), path, long(flags), wanted, size)
+  long, settings = ctypes.c_long, struct.pack("QQQQ", attributes, 0, 0, 0)
+  path, size = target.encode(), long(len(settings))
+  result = _libc.syscall(long(442), long(-100), path, long(flags), settings, size)
   _check(result, "mount_setattr")
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, action: str) -> None:
   if result < 0:
     error = ctypes.get_errno()
-    raise OSError(error, f"{what}: {os.strerror(error)}")
+    raise OSError(error, f"{action}: {os.strerror(error)}")

@@ -16,7 +16,7 @@ SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/e
 
 
 def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-  """Plans the readable paths, for the interpreter that calls this.
+  """Plans the readable paths for this interpreter.
 
   Args:
     packages: the directories in which the verifier finds NumPy.
@@ -51,7 +51,7 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
 
 
 def inside(path: str, moved: dict[str, str]) -> str:
-  """The path inside of a path of the host; the path itself where no prefix of it was moved."""
+  """Returns the path inside of a path of the host; the same path unless a prefix was moved."""
   for prefix in sorted(moved, key=len, reverse=True):
     if _below(path, [prefix]):
       return moved[prefix] + path[len(prefix) :]
@@ -63,7 +63,7 @@ def _below(path: str, directories: Iterable[str]) -> bool:
 
 
 def move_modules(moved: dict[str, str]) -> None:
-  """Moves the paths of this interpreter and of its modules, so that it finds further ones."""
+  """Moves the paths of this interpreter and its modules, for further imports."""
   sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix  # no environment inside
   names = "prefix exec_prefix base_prefix base_exec_prefix executable _base_executable _stdlib_dir"
   for name in names.split():
@@ -81,7 +81,7 @@ def move_modules(moved: dict[str, str]) -> None:
 
 
 def _move(holder: Any, name: str, moved: dict[str, str]) -> None:
-  """Moves an attribute if it is a path or a list of paths."""
+  """Moves a path, or a list of paths."""
   value = getattr(holder, name, None)
   if isinstance(value, list):
     value[:] = [inside(path, moved) for path in value]

@@ -35,7 +35,7 @@ _STAR = (
   "operator io sys json builtins typing"
 ).split()
 _PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
-builtins.exit = builtins.quit = sys.exit  # as `site` has them, which is not imported here
+builtins.exit = builtins.quit = sys.exit  # `site`, which is not imported here, has them too.
 
 
 def main(settings: str) -> None:
@@ -100,21 +100,21 @@ def _fill(prelude: dict) -> None:
 
 
 def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
-  """Runs one test in a process of its own and tells how it ended.
+  """Runs one test in a process of its own and reports its end.
 
-  Behind the request comes how many bytes of an output are told; of a longer one it is None. That
-  depends on what is expected, so it is read when the candidate has ended, which would have a copy.
+  The longest output that is reported, in bytes, follows the request; a longer one is None. It
+  depends on what is expected, so it is read when the candidate, which would have a copy, has ended.
   """
-  given = os.memfd_create("stdin")
-  os.write(given, request.get("stdin", "").encode("utf-8", "surrogatepass"))
-  os.lseek(given, 0, os.SEEK_SET)
+  stdin = os.memfd_create("stdin")
+  os.write(stdin, request.get("stdin", "").encode("utf-8", "surrogatepass"))
+  os.lseek(stdin, 0, os.SEEK_SET)
   pipes = {name: os.pipe() for name in ("stdout", "stderr", "result")}
   keeper, started = os.getpid(), time.monotonic()
   candidate = os.fork()
   if not candidate:
     writers = [pipes[name][1] for name in ("stdout", "stderr", "result")]
-    _candidate(s, request, prelude, root, keeper, [given, *writers, s["channel"]])
-  os.close(given)
+    _candidate(s, request, prelude, root, keeper, [stdin, *writers, s["channel"]])
+  os.close(stdin)
   if s["channel"]:
     os.close(s["channel"])
   for _, writer in pipes.values():
@@ -127,13 +127,13 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   for reader in readers.values():
     os.close(reader)
   most = wire.receive(s["control"], 1 << 30)
-  told = {
+  outputs = {
     name: output[name].decode("utf-8", "replace")
     if most is None or len(output[name]) <= most
     else None
     for name in ("stdout", "result")
   }
-  return told | dict(
+  return outputs | dict(
     reason=reason,
     status=os.waitstatus_to_exitcode(status),
     cpu_s=usage.ru_utime + usage.ru_stime,
@@ -144,7 +144,7 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
 
 
 def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
-  """Collects output until the process ends, is late or writes too much; then kills what is left."""
+  """Collects output until the process ends, is late or writes too much; then kills the rest."""
   handle = os.pidfd_open(candidate)
   output = {name: bytearray() for name in readers}
   names = {reader: name for name, reader in readers.items()}
@@ -156,9 +156,9 @@ def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str
     poll.register(reader, select.POLLIN)
   reason = ""
   while not reason:
-    left = deadline - time.monotonic()
-    events = poll.poll(max(0, left) * 1000)
-    if not events and left <= 0:
+    remaining_s = deadline - time.monotonic()
+    events = poll.poll(max(0, remaining_s) * 1000)
+    if not events and remaining_s <= 0:
       reason = "timeout"
     for descriptor, _ in events:
       if descriptor == handle:
@@ -195,7 +195,7 @@ def _drain(reader: int, into: bytearray) -> int | None:
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Ends the candidate and whatever it started; it stays a zombie until it is waited for."""
+  """Ends the candidate and its children; it stays a zombie until it is waited for."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
       os.kill(-1, signal.SIGKILL)  # every process of the namespace but this one
@@ -207,7 +207,7 @@ def _kill(s: dict, candidate: int) -> None:
 
 
 def _reap() -> None:
-  """Waits for what the candidate had started and left to process 1."""
+  """Waits for the candidate's orphans, children of process 1 now."""
   try:
     while True:
       os.waitpid(-1, 0)
@@ -218,7 +218,7 @@ def _reap() -> None:
 def _candidate(
   s: dict, request: dict, prelude: dict, root: bool, keeper: int, descriptors: list
 ) -> None:
-  """The candidate's process: gives up every right, runs the program, and never returns."""
+  """Gives up every right, runs the program, and never returns."""
   code = FAILED
   try:
     isolation.die_with_parent()
@@ -236,7 +236,7 @@ def _candidate(
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(50_000)
     code = _KINDS[request["kind"]](request, prelude)
-  except SystemExit:  # with whatever status: a program is judged by what it printed
+  except SystemExit:  # Any status: the printed output decides.
     code = 0
   except MemoryError:
     code = OUT_OF_MEMORY
@@ -251,7 +251,7 @@ def _candidate(
 
 
 def _finish() -> None:
-  """Does what Python does at the end of a program."""
+  """Runs Python's steps at the end of a program."""
   threading._shutdown()  # waits for the program's threads
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -280,7 +280,7 @@ def _confine(s: dict, root: bool) -> None:
 
 
 def _load(request: dict, name: str, names: dict) -> dict:
-  """Runs the program as the module `name`; what it may use of `names` is there already.
+  """Runs the program as the module `name` with the variables `names`.
 
   `quit()` ends the module, and what it has defined by then is there.
   """
@@ -290,7 +290,7 @@ def _load(request: dict, name: str, names: dict) -> dict:
   with contextlib.suppress(SystemExit):
     for part in ("preamble", "code"):
       if request.get(part):
-        module.__dict__.pop(request.get("function"), None)  # of the preamble: it has no body
+        module.__dict__.pop(request.get("function"), None)  # The preamble's function has no body.
         exec(compile(request[part], f"<{part}>", "exec", dont_inherit=True), module.__dict__)
   return module.__dict__
 
@@ -312,7 +312,7 @@ def _call(request: dict, prelude: dict) -> int:
 
 
 def _described(value) -> dict:
-  """A value as data; what cannot be data is equal to no expected value."""
+  """Returns a value as data; other values equal no expected one."""
   try:
     return {"value": wire.encode(value)}
   except TypeError:
@@ -326,7 +326,7 @@ def _find(module: dict, name: str):
 
 
 def _serve(request: dict, prelude: dict) -> int:
-  """Answers calls of one function that come over the channel until that is closed."""
+  """Answers calls of one function over the channel until it is closed."""
   function = _find(_load(request, "solution", {}), request["function"])
   while True:
     try:
@@ -348,7 +348,7 @@ def _serve(request: dict, prelude: dict) -> int:
 
 
 def _check(request: dict, prelude: dict) -> int:
-  """The assertions of a data set against a function that runs in another sandbox."""
+  """Runs a data set's assertions on a function in another sandbox."""
   return assertions.check(request, _CHANNEL, _load)
 
 

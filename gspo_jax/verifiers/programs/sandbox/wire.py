@@ -55,7 +55,7 @@ def _read(descriptor: int, size: int) -> bytes:
 
 
 def encode(value: Any) -> Any:
-  """A JSON value that `decode` turns into an equal one.
+  """Encodes a value as JSON for `decode`.
 
   Subclasses of builtin types become the builtin type; NumPy scalars become Python's.
 
@@ -88,7 +88,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-  """The value that `encode` described.
+  """Decodes a value of `encode`.
 
   Raises:
     ValueError, TypeError, RecursionError: for what `encode` does not write.
