@@ -26,7 +26,7 @@ class Judged:
 
   config: RunConfig
   groups: Sequence[Group]
-  rollout: Rollout  # of these groups
+  rollout: Rollout  # Arrays of these groups.
   constraints: Constraints | None = None
   breaks_V: np.ndarray | None = None  # line breaks in the text of each token
 
@@ -49,78 +49,81 @@ class Judged:
 
 
 class Advantages(NamedTuple):
-  of_responses_PG: np.ndarray
-  of_tokens_BL: np.ndarray | None  # where they differ between the tokens of a response
+  response_PG: np.ndarray
+  token_BL: np.ndarray | None  # None if all tokens of a response share one.
   metrics: dict[str, float]
 
 
 def make(judged: Judged) -> Advantages:
-  """Advantages by the configured estimator; 0 for groups and responses that are not to teach."""
+  """Computes advantages by the configured estimator; 0 for masked groups and responses."""
   c, rollout = judged.config, judged.rollout
-  part = PARTS.get(c.estimator_of_rewards.name, of_groups)
-  of_responses_PG, of_tokens_BL, metrics = part(judged)
+  part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
+  response_PG, token_BL, metrics = part(judged)
   if c.data.query_set.extra_rounds:
     # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
     teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in judged.groups])
-    of_responses_PG = np.where(teaches_P1, of_responses_PG, 0)
-    if of_tokens_BL is not None:
-      of_tokens_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), of_tokens_BL, 0)
+    response_PG = np.where(teaches_P1, response_PG, 0)
+    if token_BL is not None:
+      token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
   if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
-    stopped_PG = rollout.stopped.reshape(of_responses_PG.shape)
-    of_responses_PG = np.where(stopped_PG, of_responses_PG, 0)
+    stopped_PG = rollout.stopped.reshape(response_PG.shape)
+    response_PG = np.where(stopped_PG, response_PG, 0)
     cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
     metrics = metrics | {"masked_responses": float(cut_B.sum())}
-  return Advantages(of_responses_PG, of_tokens_BL, metrics)
+  return Advantages(response_PG, token_BL, metrics)
 
 
-def of_groups(judged: Judged) -> Advantages:
+def group_advantages(judged: Judged) -> Advantages:
   """Advantages of responses, by their rewards alone."""
-  made_PG = advantages(judged.config.objective, judged.reward_PG, judged.valid_PG)
-  return Advantages(made_PG, None, {})
+  advantage_PG = advantages(judged.config.objective, judged.reward_PG, judged.valid_PG)
+  return Advantages(advantage_PG, None, {})
 
 
-def of_constraints(judged: Judged) -> Advantages:
-  made_PG, metrics = judged.constraints.advantages(judged.groups)
-  return Advantages(made_PG, None, metrics)
+def constrained_advantages(judged: Judged) -> Advantages:
+  advantage_PG, metrics = judged.constraints.advantages(judged.groups)
+  return Advantages(advantage_PG, None, metrics)
 
 
-def of_constraints_and_batch(judged: Judged) -> Advantages:
-  made_PG, metrics = judged.constraints.advantages(judged.groups, judged.valid_PG, _gdpo)
-  return Advantages(made_PG, None, metrics)
+def constrained_batch_advantages(judged: Judged) -> Advantages:
+  advantage_PG, metrics = judged.constraints.advantages(judged.groups, judged.valid_PG, _gdpo)
+  return Advantages(advantage_PG, None, metrics)
 
 
-def of_turns(judged: Judged) -> Advantages:
-  return _of_parts(judged, judged.rollout.turns)
+def turn_advantages(judged: Judged) -> Advantages:
+  return _advantages_of_parts(judged, judged.rollout.turns)
 
 
-def of_lines(judged: Judged) -> Advantages:
+def line_advantages(judged: Judged) -> Advantages:
   ends_BL = parts.breaks(judged.rollout.tokens, judged.breaks_V) > 0
-  return _of_parts(judged, parts.segment_ids(judged.rollout.mask, ends_BT=ends_BL))
+  return _advantages_of_parts(judged, parts.segment_ids(judged.rollout.mask, ends_BT=ends_BL))
 
 
-# By name; other estimators are `of_groups`.
+# Parts by name; other estimators take `group_advantages`.
 PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
-  constraints=of_constraints, gdpo=of_constraints_and_batch, turns=of_turns, lines=of_lines
+  constraints=constrained_advantages,
+  gdpo=constrained_batch_advantages,
+  turns=turn_advantages,
+  lines=line_advantages,
 )
 
 
 def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndarray) -> np.ndarray:
-  """What the loss multiplies with, or is to come to, of the responses of each group."""
+  """Computes the advantages of the responses of each group, [P, G]."""
   estimator = O.ESTIMATORS[config.advantage_kind]
   options = options_of(config.name) | config.options()
   options = {name: options.get(name) for name in estimator.options}
-  return np.asarray(_of_group[estimator.name](reward_PG, valid_PG=valid_PG, **options))
+  return np.asarray(_estimators[estimator.name](reward_PG, valid_PG=valid_PG, **options))
 
 
 # Jitted: a small program instead of many.
 _gdpo = jax.jit(O.gdpo_advantages)
-_of_group = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
+_estimators = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 
-def _of_parts(judged: Judged, part_BL: np.ndarray) -> Advantages:
+def _advantages_of_parts(judged: Judged, part_BL: np.ndarray) -> Advantages:
   c, rollout = judged.config, judged.rollout
-  of_tokens_BL = part_advantages(
+  token_BL = part_advantages(
     rollout.rewards,
     part_BL,
     rollout.mask * judged.known_PG.reshape(-1, 1),
@@ -128,7 +131,7 @@ def _of_parts(judged: Judged, part_BL: np.ndarray) -> Advantages:
     c.environment.discount,
     c.objective.advantage_kind,
   )
-  return of_groups(judged)._replace(of_tokens_BL=of_tokens_BL)
+  return group_advantages(judged)._replace(token_BL=token_BL)
 
 
 def part_advantages(
@@ -139,8 +142,8 @@ def part_advantages(
   discount: float,
   normalize: str,
 ) -> np.ndarray:
-  """float32 [B, L]: of each token on the mask that of its part (`objectives.turn_advantages`); 0
-  elsewhere.
+  """Spreads the advantage of each part over its masked tokens, float32 [B, L]
+  (`objectives.turn_advantages`); 0 elsewhere.
 
   Args:
     reward_BL: a part's reward is the sum over its tokens.

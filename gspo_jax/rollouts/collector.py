@@ -23,7 +23,7 @@ from gspo_jax import rewards
 from gspo_jax.data import recorded, sources
 from gspo_jax.data.tokenizer import Tokenizer, line_breaks
 from gspo_jax.rewards.signals import Signals
-from gspo_jax.rollouts import advantages, judging, metrics, schedules
+from gspo_jax.rollouts import advantages, metrics, schedules, scoring
 from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
@@ -37,7 +37,7 @@ from gspo_jax.system import hosts
 from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
-DESCRIBED = 100  # of them that are written down for an iteration
+DESCRIBED = 100  # Most of them in an iteration's file.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -46,12 +46,12 @@ class Collected:
   """Groups that an iteration trains on, and the metrics of all that was sampled for it."""
 
   groups: list[Group]
-  rollout: Rollout  # of these groups
+  rollout: Rollout  # Arrays of these groups.
   step: int  # the iteration that trains on them
-  version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
+  version: int  # Version of the last sampling weights; tokens of groups put aside may be older.
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
-  usage: Usage  # what this iteration has sampled, for whichever groups
+  advantage_BL: np.ndarray | None  # None unless turns or lines have rewards.
+  usage: Usage  # All sampling of this iteration, for any group.
   metrics: dict[str, float]
 
   @property
@@ -112,15 +112,15 @@ class Collector:
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
     self._under_way: list[Group] = []
-    self._limit = config.sampling.max_new_tokens  # of a response in this iteration
-    self._version = 0  # of the engine's weights
+    self._limit = config.sampling.max_new_tokens  # Most tokens of a response in this iteration.
+    self._version = 0  # Version of the engine's weights.
     # Ids of the groups that were finished before this iteration, and not needed.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
-    """Samples and scores the groups of an iteration, but for those that come from files;
-    `stages(name)` times its two stages. The engine has the weights of `version`, by default those
-    that the iteration begins with.
+    """Samples and scores the groups of an iteration; some may come from files. `stages(name)` times
+    its two stages. The engine has the weights of `version`, by default those of the iteration's
+    beginning.
 
     Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
     first. The mixed ones are trained on, in the order in which they were sampled; where there are
@@ -152,16 +152,16 @@ class Collector:
     groups = self._in_minibatches(on_record, chosen)
     rollout = self.rollout(groups)
     judged = advantages.Judged(c, groups, rollout, self._constraints, self._breaks_V)
-    advantage_PG, advantage_BL, of_advantages = advantages.make(judged)
+    advantage_PG, advantage_BL, advantage_metrics = advantages.make(judged)
     if sampled:
       row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
-    row |= self._metrics(on_record, sampled, chosen, rounds) | renewed | of_advantages
+    row |= self._metrics(on_record, sampled, chosen, rounds) | renewed | advantage_metrics
     version = self._version
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _begin_again(self) -> dict[str, float]:
-    """Puts a new response in the place of each that was put aside, finished or not, and has a token
-    of weights more than `rl.max_age` versions old. Returns their number, as a metric."""
+    """Restarts responses put aside with tokens of weights more than `rl.max_age` versions old,
+    finished or not. Returns their number as a metric."""
     if not self._config.rl.max_age:
       return {}
     oldest, number = self._version - self._config.rl.max_age, 0
@@ -175,7 +175,7 @@ class Collector:
     return {"partial/begun_again": float(number)}
 
   def _on_record(self) -> list[Group]:
-    """The next groups that come from files."""
+    """Returns the next groups from files."""
     count, c = self._config.rl.prompts - self._fresh, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [Group.on_record(x, c.rl.group_size, self._tokenizer.decode) for x in records]
@@ -188,7 +188,7 @@ class Collector:
     return [filled(group, c.rl.group_size) for group in chosen]
 
   def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
-    """All groups; each mini-batch, which is a stretch of them, has its share of both."""
+    """Orders the groups: each mini-batch, a stretch of them, has its share of both."""
     groups = [*on_record, *chosen]
     if not (on_record and chosen):
       return groups
@@ -216,8 +216,8 @@ class Collector:
     return row
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
-    """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
-    most P, and one per mini-batch at least.
+    """Samples until P groups are finished or the budget is spent. Returns the finished ones: at
+    most P, at least one per mini-batch.
 
     At most so many responses are under way as the groups that are missing have. When a group's
     worth of them has ended, an extra prompt takes their place. (Were all extra prompts begun at
@@ -242,7 +242,7 @@ class Collector:
 
     def begin() -> None:
       """Begins as many prompts as there is room for."""
-      room = (places - sum(group.left for group in groups)) // G
+      room = (places - sum(group.unfinished for group in groups)) // G
       count = min(room, P + c.rl.extra_prompts - len(later) - len(groups))
       if count > 0:
         new = self._new_groups(count, step, attempt, next(begins))
@@ -270,7 +270,7 @@ class Collector:
     return done
 
   def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
-    """The next prompts that are wanted, with responses to be sampled."""
+    """Draws the next wanted prompts, with responses to be sampled."""
     c, most = self._config, self._config.rl.group_size
     # A prompt that comes up again in one step gets other responses.
     seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
@@ -286,25 +286,24 @@ class Collector:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
   def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
-    """Gives finished groups what they are worth; returns how often the verifier came to each of its
-    outcomes."""
+    """Scores finished groups; returns the counts of the verifier's outcomes."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
     verdicts = hosts.run_on_first_host(lambda: self._verdicts(groups))
-    judging.hand_out(groups, verdicts)
+    scoring.assign_verdicts(groups, verdicts)
     return verdicts.outcomes
 
-  def _verdicts(self, groups: Sequence[Group]) -> judging.Verdicts:
+  def _verdicts(self, groups: Sequence[Group]) -> scoring.Verdicts:
     c = self._config
     if self._environment:
-      return judging.of_conversations(groups, c.environment)
+      return scoring.score_conversations(groups, c.environment)
     longest = c.sampling.max_new_tokens if c.overlong_follows else 0
-    return judging.of_responses(
+    return scoring.score_responses(
       groups, self._score, longest=longest, breaks_V=self._breaks_V, signals=self._signals
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Writes down the responses without a verdict; ends the run if there is none at all."""
+    """Writes the responses without a verdict to a file; ends the run if no response has one."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -341,19 +340,19 @@ class Collector:
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
+    """Snapshots the sampling state; the returned function makes JSON of it for a checkpoint."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._under_way]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Goes on from what `position` made, of a run of another job with what there is in both."""
+    """Restores a state of `position`; after another job, its common part."""
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
     self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
 
   def _again(self, prompt: Prompt) -> Environment | None:
-    """A new environment for a trajectory that goes on, on the first host."""
+    """Makes a new environment for a continued trajectory, on the first host."""
     if self._environment is None:
       return SingleTurn(prompt.tokens)
     return self._environment(prompt) if hosts.is_first() else None

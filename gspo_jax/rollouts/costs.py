@@ -14,8 +14,8 @@ from gspo_jax.settings.sampling import EnvironmentConfig
 
 
 def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.ndarray:
-  """Takes the costs from the rewards of finished conversations, at the last token of each turn, and
-  adds figures: `reward`, which is without costs, and `cost`. Once for each conversation.
+  """Subtracts costs from rewards of finished conversations, at each turn's last token. Adds the
+  figures `reward`, without costs, and `cost`. Call it once for each conversation.
 
   Returns:
     float32 [B]: what each conversation is worth. Conversations of the same task rewards, tokens and
@@ -35,7 +35,7 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
       sampled_X = np.flatnonzero(trajectory.turns >= 0)
       last_X = np.diff(trajectory.turns[sampled_X], append=-1) != 0
       ends_U, tokens_U = sampled_X[last_X], np.diff(np.flatnonzero(last_X), prepend=-1)
-      rewards = trajectory.rewards.copy()  # of which a copy of the trajectory may know
+      rewards = trajectory.rewards.copy()  # A copy of the trajectory may refer to the old one.
       rewards[ends_U] -= config.token_cost * tokens_U + config.call_cost * calls_U
       trajectory.columns["rewards"] = rewards
       cost = config.token_cost * int(tokens_U.sum()) + config.call_cost * int(calls_U.sum())
@@ -45,20 +45,19 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
 
 
 def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
-  """float32 [B]: sums of the rewards of conversations."""
+  """Sums the rewards of each conversation, float32 [B]."""
   # float64 adds up float32 all but exactly, so that it does not matter in which turns they are.
   return np.array([x.rewards.sum(dtype=np.float64) for x in trajectories], np.float32)
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether dynamic sampling lets a group teach: its responses are worth different values, or all
-  are right and one may have cost more than another. Where all are wrong alike, the cheapest way to
-  be wrong is nothing to learn."""
+  """Whether dynamic sampling keeps a group: its values differ, or all are right and their costs may
+  differ. If all are wrong alike, the cheapest wrong response teaches nothing."""
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
 
 def _calls(trajectory: Trajectory) -> np.ndarray:
-  """Tool calls of each turn."""
+  """Returns the tool calls of each turn."""
   calls = trajectory.calls
   name, reported = type(trajectory.environment).__name__, trajectory.figures["tool_calls"]
   if min(calls) < 0:

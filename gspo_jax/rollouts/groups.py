@@ -25,7 +25,7 @@ class Group:
   responses: Sequence[str] = ()
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
-  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # See `rewards.Scores`.
   # float32, by name: further rewards, and costs (rewards/signals.py)
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   # float32: what the verifier said, before any shaping; None: `correct_G`
@@ -33,11 +33,11 @@ class Group:
 
   @property
   def finished(self) -> bool:
-    return not self.left
+    return not self.unfinished
 
   @property
-  def left(self) -> int:
-    """Responses that are not finished."""
+  def unfinished(self) -> int:
+    """Counts unfinished responses."""
     return sum(not trajectory.finished for trajectory in self.trajectories)
 
   @property
@@ -47,12 +47,12 @@ class Group:
 
   @property
   def mixed(self) -> bool:
-    """Whether the verifier's own values differ, and so there is something to learn from."""
+    """Whether the verifier's own values differ, so that the group teaches something."""
     value_G = self.correct_G if self.value_G is None else self.value_G
     return not alike(value_G[self.known_G])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON; of a group that has been scored, with what it is worth."""
+    """Returns JSON; a scored group's has its rewards."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -69,7 +69,7 @@ class Group:
 
   @classmethod
   def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
-    """A group as `get_state` left it, with environments that `make` makes."""
+    """Restores a group from `get_state`, with environments by `make`."""
     state = dict(state)
     prompt = state.pop("prompt")
     info = tuple((key, value) for key, value in prompt["info"])
@@ -89,8 +89,8 @@ class Group:
   def on_record(
     cls, record: recorded.Group, size: int, decode: Callable[[list[int]], str]
   ) -> "Group":
-    """A scored group of `size` responses that were read from a file. In the place of those that
-    are missing it has some without a token, on which there is no verdict."""
+    """Makes a scored group of `size` responses from a file. Missing ones have no token and no
+    verdict."""
     prompt = record.prompt
     trajectories = [
       recorded_turn(prompt.tokens, g, response.tokens, response.stopped, prompt.id)
@@ -104,8 +104,8 @@ class Group:
 
 
 def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_SAMPLED) -> Group:
-  """A scored group of `size` responses: those that it has fewer are rows of the prompt alone, or of
-  padding where it is empty, without a verdict."""
+  """Fills a scored group up to `size` responses. The additional rows are the prompt alone, or
+  padding if it is empty, without a verdict."""
   blanks, nothing = range(len(group.trajectories), size), np.zeros(0, np.int32)
   rows = [recorded_turn(prompt, g, nothing, False, group.prompt.id) for g in blanks]
 
@@ -129,5 +129,5 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 def alike(values: np.ndarray) -> bool:
-  """Whether numbers are equal but for the rounding of float32, or there are none."""
+  """Whether numbers are equal up to float32 rounding, or there are none."""
   return not len(values) or np.ptp(values) <= advantages.ROUNDING * abs(values).max()

@@ -12,8 +12,8 @@ from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Of everything that was sampled, which with dynamic sampling is more than is trained on; rewards
-  of what there is a verdict on."""
+  """Computes metrics of all samples, which with dynamic sampling are more than the training batch;
+  rewards count with a verdict."""
   trajectories = trajectories_of(groups)
   judged = [group.reward_G[group.known_G] for group in groups]
   reward_X = np.concatenate(judged)
@@ -34,14 +34,13 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
 
 
 def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """Of sampled tokens with a support on record: how many tokens that has, and the probability that
-  these have without truncation."""
+  """Computes the mean size of recorded supports, and their probability without truncation."""
   size, mass = [], []
   for trajectory in trajectories:
     if trajectory.support is not None:
-      kept_n, columns = (trajectory.support != NO_TOKEN).sum(axis=1), trajectory.columns
-      size.append(kept_n[kept_n > 0])
-      mass.append(np.exp(columns["full_logp"] - columns["logp"])[kept_n > 0])
+      size_n, columns = (trajectory.support != NO_TOKEN).sum(axis=1), trajectory.columns
+      size.append(size_n[size_n > 0])
+      mass.append(np.exp(columns["full_logp"] - columns["logp"])[size_n > 0])
   if not size:
     return {}
   size, mass = np.concatenate(size), np.concatenate(mass)
@@ -49,7 +48,7 @@ def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def size_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Of groups of several sizes."""
+  """Computes metrics of group sizes."""
   sizes = [len(group.trajectories) for group in groups]
   return {
     "group_size/mean": float(np.mean(sizes)),
@@ -62,7 +61,7 @@ def size_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def round_metrics(
   sampled: Sequence[Group], chosen: Sequence[Group], rounds: int
 ) -> dict[str, float]:
-  """Of dynamic sampling."""
+  """Computes metrics of dynamic sampling."""
   return {
     "dynamic_sampling/rounds": float(rounds),
     "dynamic_sampling/discarded_groups": float(len(sampled) - len(chosen)),
@@ -71,7 +70,7 @@ def round_metrics(
 
 
 def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Of the responses that come from files: how many, and their rewards and lengths there."""
+  """Computes number, reward and length of responses from files."""
   known_B = np.concatenate([group.known_G for group in groups])
   lengths_B = np.array([trajectory.length for trajectory in trajectories_of(groups)])
   return {
@@ -82,7 +81,7 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Means over conversations; figures of those whose environment has not failed."""
+  """Computes means over conversations; figures only without a failed environment."""
   trajectories = trajectories_of(groups)
   figures = means([x.figures for x in trajectories if not x.failure])
   row = {f"environment/{name}": value for name, value in figures.items()}
@@ -99,9 +98,9 @@ def partial_metrics(
   surplus: Container[int],
   version: int,
 ) -> dict[str, float]:
-  """How old what is trained on is, against the `version` that sampled last; groups that
-  this iteration has finished, beyond the `surplus` that was before it, and those that wait for a
-  later one; tokens of all groups that are not yet trained on."""
+  """Computes the age of trained tokens against `version`, the last sampling weights; groups
+  finished in this iteration, without the earlier `surplus`, and waiting ones; and sampled tokens
+  not yet trained on."""
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)
   waiting = [group for group in under_way if group.finished]

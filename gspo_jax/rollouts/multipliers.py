@@ -30,7 +30,7 @@ _combined = jax.jit(O.constrained_advantages)
 class Multiplier:
   """Of one cost, as the next iteration takes it."""
 
-  sum: float  # of what its violations came to
+  sum: float  # Integral of its violations.
   value: float
 
   def update(self, cost: CostSignal, violation: float) -> None:
@@ -55,7 +55,7 @@ class Constraints:
     valid_PG: np.ndarray | None = None,
     combine: Callable = _combined,
   ) -> tuple[np.ndarray, dict[str, float]]:
-    """Advantages [P, G] under the present multipliers, which then move; and metrics.
+    """Computes advantages [P, G] under the present multipliers, and metrics; then updates these.
 
     Args:
       valid_PG: which responses count; None: those with a verdict.
@@ -89,19 +89,18 @@ class Constraints:
     return np.asarray(advantage_PG), row
 
   def get_state(self) -> dict[str, dict[str, float]]:
-    """JSON of the multipliers."""
+    """Returns JSON of the multipliers."""
     return {name: vars(multiplier).copy() for name, multiplier in self.multipliers.items()}
 
   def set_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-    """Goes on with what `get_state` gave; costs that it does not have begin anew. Bounds are those
-    of now."""
+    """Restores a state of `get_state`; new costs begin anew. Bounds are the present ones."""
     for name in self.multipliers.keys() & state.keys():
       most = self._config.active_costs[name].most
       self.multipliers[name] = Multiplier(*(min(x, most) for x in state[name].values()))
 
 
 def deviation(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:
-  """The standard deviation within groups, of all groups together; 0 where there is none."""
+  """Computes the standard deviation within groups, pooled over all; 0 without any."""
   value_PG, size_P1 = np.where(valid_PG, value_PG, 0.0), valid_PG.sum(1, keepdims=True)
   mean_P1 = value_PG.sum(1, keepdims=True) / np.maximum(size_P1, 1)
   squares = np.where(valid_PG, (value_PG - mean_P1) ** 2, 0.0).sum()

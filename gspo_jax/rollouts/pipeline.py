@@ -89,7 +89,7 @@ class Pipeline:
     self._mesh, self._copy = mesh, publish
     # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
     self._beside = rl.lag > 0 and engine.loads_beside_steps
-    self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # in order
+    self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # ordered
     self._position = collector.position()  # after the batch that was given out last
     self._published: tuple[Any, int] = None, -1  # weights and their version
     self._loaded = -1  # version that the engine has; the thread's, unless it has nothing to do
@@ -101,14 +101,14 @@ class Pipeline:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """What is being collected ends at the engine's next step, and nothing comes of it."""
+    """Stops the collecting thread and discards its batch."""
     self._ended.set()
     if self._worker is not None:
       self._worker.shutdown(cancel_futures=True)
 
   def publish(self, params: Any, version: int) -> None:
-    """Gives the sampler the trainer's parameters, for the batches that are begun from now on. A
-    notice breaks it off, and is left to the next check: the caller has yet to say what to save."""
+    """Gives the sampler the trainer's parameters for all later batches. A notice breaks it off and
+    is left to the next check: the caller has yet to say what to save."""
     if self._worker is None or self._beside:
       with contextlib.suppress(preemption.Preempted):
         self._engine.load(params, version)
@@ -117,12 +117,12 @@ class Pipeline:
       self._published = self._copy(params), version
 
   def release(self) -> None:
-    """Has the engine give up its weights where the updates need their memory."""
+    """Frees the engine's weights if the updates need their memory."""
     if self._worker is None:
       self._engine.release()
 
   def next(self, step: int) -> Collected:
-    """The batch of an iteration, whose turn it is; begins the one `lag` iterations later."""
+    """Returns the batch of an iteration, in turn; begins the one `lag` iterations later."""
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)
     while self._begun < min(step + self._rl.lag, self._rl.iterations):
@@ -135,7 +135,7 @@ class Pipeline:
 
   @contextlib.contextmanager
   def engine(self) -> Iterator[Engine]:
-    """The engine with the weights that were published last, while nothing is collected."""
+    """Yields the engine with the last published weights, while nothing is collected."""
     if self._worker is None:
       yield self._engine
       return
@@ -147,32 +147,31 @@ class Pipeline:
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint: the
-    batches that were begun and not yet given out, for whose end it waits, and where the collector
-    stands after them."""
+    """Snapshots the sampling state; the returned function makes JSON of it for a checkpoint. It
+    waits for the batches in flight, and adds them and the collector's state after them."""
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
       with preemption.checked_by(lambda: None):  # a notice may be why
         ahead = [self._wait(job) for job in jobs]
-      where = ahead[-1].position if ahead else position
+      snapshot = ahead[-1].position if ahead else position
       batches = [get_state(collected) for collected, _ in ahead]
-      return where() | (dict(ahead=batches) if batches else {})
+      return snapshot() | (dict(ahead=batches) if batches else {})
 
     return state
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Goes on from what `position` made. Batches of a run with a larger lag are all trained on;
-    after one with a smaller lag more are begun at once. ValueError if they do not go with the run.
-    """
+    """Restores a state of `position`. Batches of a run with a larger lag are all trained on; after
+    one with a smaller lag more are begun at once. Raises ValueError if they do not go with the
+    run."""
     self._collector.set_position(state)
     self._position = self._collector.position()
     for batch in state.get("ahead", ()):
       try:
         collected = from_state(batch, self._collector)
       except ValueError as error:
-        what = f"a batch waits to be trained on in the checkpoint: {error}"
-        raise ValueError(f"{what}, or begin in a new --workdir") from error
+        reason = f"a batch waits to be trained on in the checkpoint: {error}"
+        raise ValueError(f"{reason}, or begin in a new --workdir") from error
       self._jobs.append(_done(Ahead(collected, self._position)))
       self._begun += 1
 
@@ -187,9 +186,9 @@ class Pipeline:
     return Ahead(collected, self._collector.position())
 
   def _elsewhere(self, step: int, weights: Any, version: int) -> Ahead:
-    """The same in the worker's thread, with the seconds that it took and waited before."""
-    begun, stages = time.perf_counter(), Stopwatch()
-    waited = begun - self._idle_since if self._idle_since else 0.0
+    """Collects in the worker's thread; records its seconds and its waiting time."""
+    start_s, stages = time.perf_counter(), Stopwatch()
+    waited = start_s - self._idle_since if self._idle_since else 0.0
     try:
       with self._on_its_mesh(), preemption.checked_by(self._check):
         self._check()
@@ -207,8 +206,8 @@ class Pipeline:
     return ahead
 
   def _check(self) -> None:
-    """A notice is for the trainer, who needs the batches that were begun to save; what was begun
-    beyond them ends when the trainer has."""
+    """Ends the thread's work after the trainer has ended. Until then a notice is the trainer's: it
+    saves the batches in flight."""
     if self._ended.is_set():
       raise preemption.Preempted
 
@@ -238,14 +237,14 @@ def _done(ahead: Ahead) -> concurrent.futures.Future:
 
 
 def write(directory: Path, collected: Collected) -> None:
-  """A file for the batch of an iteration, which `read` makes the same of. Raises WriteError."""
+  """Writes the batch of an iteration to a file for `read`. Raises WriteError."""
   with files.writing(directory):
     directory.mkdir(exist_ok=True)
   files.write_whole(batch_file(directory, collected.step), [json.dumps(get_state(collected))])
 
 
 def read(directory: Path, step: int, collector: Collector) -> Collected:
-  """The batch of an iteration on record.
+  """Reads the recorded batch of an iteration.
 
   Raises:
     ValueError: there is none, or it does not go with the run; names the file.
@@ -260,7 +259,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
-  """Returns JSON of a batch, without its rollout, which its groups make."""
+  """Returns JSON of a batch without its rollout, which its groups make."""
   file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
   np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(
@@ -274,7 +273,7 @@ def get_state(collected: Collected) -> dict[str, Any]:
 
 
 def from_state(state: Mapping[str, Any], collector: Collector) -> Collected:
-  """A batch as `get_state` left it."""
+  """Restores a batch from `get_state`."""
   arrays = np.load(io.BytesIO(base64.b64decode(state["arrays"])))
   groups = [Group.from_state(g, lambda p: SingleTurn(p.tokens)) for g in state["groups"]]
   return Collected(

@@ -29,10 +29,10 @@ class PromptFilter:
     self._dropped: dict[str, int] = {}  # id: iteration
 
   def readmit(self, step: int) -> None:
-    """Brings back, with a clean slate, what has been out long enough."""
+    """Brings back prompts after `readmit_after` iterations, with a clean slate."""
     after = self.config.readmit_after
-    for name, when in [*self._dropped.items()] if after else ():
-      if step - when >= after:
+    for name, dropped_step in [*self._dropped.items()] if after else ():
+      if step - dropped_step >= after:
         del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
@@ -46,8 +46,8 @@ class PromptFilter:
     return prompt.id
 
   def update(self, groups: Sequence[Group], step: int) -> None:
-    """Counts the scored groups of iteration `step`, drops prompts that they speak against, and
-    brings back those that a group which was sampled all the same speaks for.
+    """Counts the scored groups of iteration `step`; drops prompts, and brings back dropped ones
+    that a sampled group speaks for.
 
     A response without a verdict does not count, and its group adds nothing to those in a row. It
     does not end them either, unless another response does.
@@ -75,12 +75,12 @@ class PromptFilter:
         self._dropped.pop(name, None)
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
-    """Responses to a prompt since it came into use, and right ones."""
+    """Counts the responses to a prompt since it came into use, and right ones."""
     _, responses, right, *_ = self._tried.get(self._row(prompt), (0, 0, 0, 0))
     return responses, right
 
   def metrics(self) -> dict[str, float]:
-    """Prompts seen and prompts out, the latter by reason; nothing where nothing is dropped."""
+    """Counts prompts in use and dropped ones by reason; empty if nothing is ever dropped."""
     if not self.config.drop_after:
       return {}
     always = sum(self._tried[name][3] > 0 for name in self._dropped)

@@ -13,21 +13,21 @@ from gspo_jax.rollouts.multipliers import Constraints
 REWARDS = np.array([[1, 0, 0, 1], [0, 0, 5, 0]], np.float32)
 
 
-def of_groups(stopped, **changes):
+def group_advantages(stopped, **changes):
   config = config_of(tiny.get_config, objective__advantage="batch", **changes)
   groups = [SimpleNamespace(reward_G=row, known_G=np.ones(4, bool)) for row in REWARDS]
   rollout = SimpleNamespace(stopped=np.array(stopped))
-  return advantages.of_groups(Judged(config, groups, rollout)).of_responses_PG
+  return advantages.group_advantages(Judged(config, groups, rollout)).response_PG
 
 
 def test_what_is_masked_out_is_in_neither_mean_nor_deviation_of_the_batch():
   stopped = [True] * 8
   stopped[6] = False  # the 5
-  left = of_groups(stopped, rl__mask_truncated=True)
+  left = group_advantages(stopped, rl__mask_truncated=True)
   deviation = np.std([1, 0, 0, 1, 0, 0, 0], ddof=1)
   np.testing.assert_allclose(left[0], np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5)
   assert not left[1].any(), "without it the group has no spread"
-  assert of_groups(stopped)[1].all()
+  assert group_advantages(stopped)[1].all()
 
 
 def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
@@ -50,7 +50,7 @@ def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
   kept = [(REWARDS[0], length[0]), (REWARDS[1, [0, 1, 3]], length[1, [0, 1, 3]])]
   standardised = [[(x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in pair] for pair in kept]
   combined = np.concatenate([right - 0.5 * short for right, short in standardised])
-  actual = found.of_responses_PG.reshape(-1)[stopped]
+  actual = found.response_PG.reshape(-1)[stopped]
   np.testing.assert_allclose(actual, combined / combined.std(ddof=1), rtol=1e-5)
-  assert found.of_responses_PG[1, 2] == 0
+  assert found.response_PG[1, 2] == 0
   assert found.metrics["constraint/extra/reward"] == np.float32(length.reshape(-1)[stopped].mean())

@@ -31,7 +31,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.data.sources import Batches
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.rollouts import judging
+from gspo_jax.rollouts import scoring
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs import checkpoint, provenance
 from gspo_jax.sampling import Driver, Trajectory
@@ -110,8 +110,8 @@ def conversations():
   assert len(list(driver.run())) == 2
   groups, config = [Group(prompt, trajectories)], config_of(tiny_tools.get_config).environment
   groups[0].responses = [str(one.tokens.tolist()) for one in trajectories]
-  judging.hand_out(
-    groups, hosts.run_on_first_host(lambda: judging.of_conversations(groups, config))
+  scoring.assign_verdicts(
+    groups, hosts.run_on_first_host(lambda: scoring.score_conversations(groups, config))
   )
   return dict(
     turns=[one.tokens[one.turns < 0].tolist() for one in trajectories],

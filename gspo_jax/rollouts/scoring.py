@@ -25,14 +25,14 @@ class Verdicts:
   unknown: Mapping[int, str]  # responses without a verdict, and why
   outcomes: Mapping[str, int]  # how often the verifier came to each of them
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
-  rewards: Sequence[np.ndarray] | None = None  # of each token, where turns or lines have some
-  figures: Sequence[Mapping[str, float]] | None = None  # of conversations
-  failures: Sequence[str] | None = None  # of their environments; "": none
+  rewards: Sequence[np.ndarray] | None = None  # Rewards of tokens, if turns or lines have some.
+  figures: Sequence[Mapping[str, float]] | None = None  # Figures of conversations.
+  failures: Sequence[str] | None = None  # Failures of their environments; "": none.
   values: np.ndarray | None = None  # float32 [B]: before any shaping; None: those of `correct`
 
 
-def of_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
-  """What environments said of conversations that are over, of which costs are taken."""
+def score_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
+  """Collects the environments' verdicts on finished conversations, and charges costs."""
   trajectories = trajectories_of(groups)
   value_B = costs.totals(trajectories)
   reward_B = costs.charge(trajectories, config)
@@ -50,7 +50,7 @@ def of_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verd
   )
 
 
-def of_responses(
+def score_responses(
   groups: Sequence[Group],
   score: Scorer,
   *,
@@ -58,7 +58,7 @@ def of_responses(
   breaks_V: np.ndarray | None = None,
   signals: Signals | None = None,
 ) -> Verdicts:
-  """What the verifier and the signals say of responses of one turn.
+  """Scores single-turn responses by the verifier and the signals.
 
   Args:
     longest: tokens that the overlong punishment is to see of a response that reaches the limit it
@@ -90,8 +90,8 @@ def of_responses(
   )
 
 
-def hand_out(groups: Sequence[Group], verdicts: Verdicts) -> None:
-  """Gives groups what their responses are worth. ValueError for a reward that is not finite."""
+def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
+  """Assigns rewards and verdicts to groups. Raises ValueError for a reward that is not finite."""
   start = 0
   for group in groups:
     end = start + len(group.trajectories)
