@@ -19,7 +19,7 @@ from gspo_jax.cli import before_jax
 from gspo_jax.models import transformer
 
 
-def asked(*arguments, module="gspo_jax.main", **more):
+def run_module(*arguments, module="gspo_jax.main", **more):
   return called([sys.executable, "-m", module, *arguments], **more)
 
 
@@ -27,7 +27,7 @@ FILES = {path.stem for path in (ROOT / "configs").glob("[!_]*.py")} - {"common"}
 
 
 def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path):
-  done = asked("--help", cwd=tmp_path)
+  done = run_module("--help", cwd=tmp_path)
   assert done.returncode == 0 and not done.stderr
   for name in FILES:
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
@@ -51,13 +51,13 @@ print(*{name.split(".")[0] for name in sys.modules} - before - sys.stdlib_module
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, code, tmp_path):
-  """Libraries, weights and data take minutes, and what starts runs again goes by the code."""
+  """Opening takes minutes, and schedulers go by the exit code."""
   process = started(command(tmp_path, *SMALL))
   assert "loading JAX" in process.stderr.readline()
   process.send_signal(number)
   assert process.wait(30) == code
-  told = "ended; the same command continues from what is on disk\n"
-  assert process.stderr.read().endswith(f": {told}")
+  message = "ended; the same command continues from what is on disk\n"
+  assert process.stderr.read().endswith(f": {message}")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks up which signals are caught")
@@ -70,9 +70,9 @@ def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, cod
 )
 def test_every_command_ends_at_ctrl_c_with_one_line(module, tmp_path):
   if module == "experiments.run":
-    pytest.importorskip("matplotlib")  # of the extra `experiments`, without which it says so first
+    pytest.importorskip("matplotlib")  # Without the extra `experiments` it says so first.
   process = started([sys.executable, "-m", module, "--config=tiny", str(tmp_path)])
-  while not caught(process.pid) & 1 << (signal.SIGHUP - 1):  # by a thread from then on
+  while not caught(process.pid) & 1 << (signal.SIGHUP - 1):  # A thread has them from then on.
     assert process.poll() is None
     time.sleep(0.001)
   process.send_signal(signal.SIGINT)
@@ -82,7 +82,7 @@ def test_every_command_ends_at_ctrl_c_with_one_line(module, tmp_path):
 
 
 def caught(pid):
-  """The signals that a process has handlers for, as bits."""
+  """Returns a process's handled signals, as bits."""
   return int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
@@ -103,21 +103,21 @@ def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
 
 
 def test_the_configurations_need_no_checkout():
-  """They are installed as gspo_jax.configs, where there is no `configs`."""
+  """They are installed as gspo_jax.configs, without `configs`."""
   for path in before_jax.CONFIGS.glob("*.py"):
     assert not re.search(r"^\s*(from|import) configs\b", path.read_text(), re.MULTILINE), path
 
 
 def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
-  begun, takes = before_jax.greeting(["--config=tiny", "--workdir=/x", "--config.seed=1"]).split(
+  start, takes = before_jax.greeting(["--config=tiny", "--workdir=/x", "--config.seed=1"]).split(
     "\n", 1
   )
-  assert begun.startswith("gspo_jax: tiny in /x; loading JAX")
+  assert start.startswith("gspo_jax: tiny in /x; loading JAX")
   assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; about two minutes\n"
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
     assert before_jax.greeting(lacking) == ""
   (tmp_path / "a(.py").write_text("def get_config(: not Python\n")
-  for name in "moe_aime:tiny", str(tmp_path / "a(.py"):  # of other hardware; told when it is read
+  for name in "moe_aime:tiny", str(tmp_path / "a(.py"):
     assert before_jax.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
 
 
@@ -129,19 +129,19 @@ def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypa
   assert before_jax.wrong([]).startswith("--config must be given: ")
   with pytest.raises(SystemExit, match="2"):
     before_jax.begin(["main", "--config=tinny:gemma", "--workdir=x"])
-  said = capsys.readouterr().err
+  message = capsys.readouterr().err
   assert re.fullmatch(
-    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", said
+    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", message
   )
 
 
 def test_what_a_configuration_says_of_itself():
-  what, hardware, variants = before_jax.described(before_jax.CONFIGS / "gsm8k.py")
-  assert what.endswith("on one chip.") and "v5e (16 GiB)" in hardware
+  summary, hardware, variants = before_jax.described(before_jax.CONFIGS / "gsm8k.py")
+  assert summary.endswith("on one chip.") and "v5e (16 GiB)" in hardware
   assert variants == ["0.6B-v5e", "tiny"]
   _, _, variants = before_jax.described(before_jax.CONFIGS / "tiny_schedules.py")
   assert variants == ["length", "groups", "growing"]
-  for name in FILES:  # so that the help can
+  for name in FILES:  # The help needs it.
     assert before_jax.described(before_jax.CONFIGS / f"{name}.py")[1], name
 
 
@@ -154,21 +154,23 @@ def test_what_a_configuration_says_of_itself():
 )
 def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
   done = called([sys.executable, "-S", "-m", module])  # without site-packages
-  said = rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
-  assert done.returncode == 2 and re.fullmatch(said, done.stderr), done.stderr
+  message = (
+    rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
+  )
+  assert done.returncode == 2 and re.fullmatch(message, done.stderr), done.stderr
 
 
 def parameters(overrides):
   changes = dict(flag.split("=") for flag in overrides)
   model = config_of(tiny.get_config, **{key: int(value) for key, value in changes.items()}).model
-  made = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
-  return sum(leaf.size for leaf in jax.tree.leaves(made))
+  params = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+  return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
   (tmp_path / "here").mkdir()
   flags = [f"--config.{flag}" for flag in SMALL]
-  done = asked(
+  done = run_module(
     "--config=tiny", "--dry_run", f"--workdir={tmp_path / 'run'}", *flags,
     cwd=tmp_path / "here", XDG_CACHE_HOME=str(tmp_path / "cache"),
   )  # fmt: skip
@@ -189,7 +191,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
-  done = asked("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
+  done = run_module("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
   assert done.returncode == 2 and not done.stdout
   assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
   (tmp_path / "config.json").write_text('{"seed": 1}')
@@ -207,7 +209,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
   ],
 )
 def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
-  done = asked("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
+  done = run_module("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
   assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
   assert "Traceback" not in done.stderr
   assert not [*tmp_path.iterdir()]
@@ -217,13 +219,13 @@ def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
 def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, tmp_path):
   (tmp_path / "bytes").write_bytes(b"\xff")
   for name, why in ("missing", "No such file"), (".", "Is a directory"), ("bytes", "decode byte"):
-    done = asked(f"--flagfile={name}", module=module, cwd=tmp_path)
+    done = run_module(f"--flagfile={name}", module=module, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(f"gspo_jax: --flagfile={name}: .*{why}", done.stderr), done.stderr
 
 
 def test_a_dump_of_nowhere_is_one_line():
-  done = asked("foo://x", module="gspo_jax.replay")
+  done = run_module("foo://x", module="gspo_jax.replay")
   assert done.returncode == 2 and "Traceback" not in done.stderr
   assert "foo://x: no file system is known by foo://" in done.stderr
 
@@ -236,7 +238,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
     (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
-    done = asked(*flags, module="gspo_jax.aot", cwd=tmp_path)
+    done = run_module(*flags, module="gspo_jax.aot", cwd=tmp_path)
     assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -276,8 +278,8 @@ def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
     return config
 
   changes = REFUSED[message]
-  where = changes.get("checkpoint__directory", "").replace("HERE", str(tmp_path))
-  changes = changes | ({"checkpoint__directory": where} if where else {})
+  directory = changes.get("checkpoint__directory", "").replace("HERE", str(tmp_path))
+  changes = changes | ({"checkpoint__directory": directory} if directory else {})
   with pytest.raises(ValueError, match=message):
     inputs.check(config_of(get_config, **changes), tmp_path / "run")
 
@@ -292,7 +294,7 @@ def gib(text, name):
 
 
 def test_its_memory_is_that_of_a_device():
-  """Eight devices here: weights and moments are split over `fsdp`, and over `data` they are not."""
+  """Weights and moments are split over `fsdp`, and not over `data`, of eight devices."""
   whole = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1)
   split = printed(tiny.get_config, mesh__data=1, mesh__fsdp=8)
   state = "weights and the optimizer's moments"
@@ -304,25 +306,27 @@ def test_its_memory_is_that_of_a_device():
 
 def test_a_critic_is_in_its_memory_and_its_operations():
   lines = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1)
-  found = re.search(r"critic: ([\d,]+) parameters, a model of its own", lines)[1]
-  count, moments = int(found.replace(",", "")), "the critic's weights and moments"
+  number = re.search(r"critic: ([\d,]+) parameters, a model of its own", lines)[1]
+  count, moments = int(number.replace(",", "")), "the critic's weights and moments"
   assert count == pytest.approx(parameters([]), rel=0.02) and count < parameters([])  # no head
   assert gib(lines, moments) == pytest.approx(12 * count / 2**30, rel=0.02)
-  of_head = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1, critic__name="head")
-  assert "critic: 129 parameters, a head on the policy's trunk" in of_head
+  head_lines = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1, critic__name="head")
+  assert "critic: 129 parameters, a head on the policy's trunk" in head_lines
 
   def operations(text):
     return float(re.search(r"at most ([\d.e+]+), of", text)[1])
 
-  assert operations(lines) == pytest.approx(operations(of_head) * 9 / 6, rel=0.01)
+  assert operations(lines) == pytest.approx(operations(head_lines) * 9 / 6, rel=0.01)
 
 
 def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
   devices = [types.SimpleNamespace(device_kind="TPU v5p")]
   config = config_of(common.base)
-  *_, one = plan.iteration(config, devices, None)
-  *_, two = plan.iteration(config, devices * 2, None)
-  seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
+  *_, first = plan.iteration(config, devices, None)
+  *_, second = plan.iteration(config, devices * 2, None)
+  seconds = [
+    float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (first, second)
+  ]
   assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
 
 
@@ -351,10 +355,10 @@ def test_the_flagship_at_toy_size_has_a_plan():
 
 
 def test_a_mesh_that_only_samples_has_its_own_memory():
-  one = printed(common.base, rl__lag=2)
+  shared = printed(common.base, rl__lag=2)
   two = printed(common.base, rl__lag=2, rollout_mesh__fsdp=2, mesh__fsdp=4)
   assert "devices: 4 x cpu" in two and "rollout mesh: 2 further ones (data 1 x fsdp 2 " in two
   assert "of the rollout mesh" in two and "while it samples" not in two
-  assert "rollout mesh" not in one and "while it samples" in one
+  assert "rollout mesh" not in shared and "while it samples" in shared
   weights = "the sampler's weights"
   assert gib(two, "the next weights for it") == pytest.approx(2 * gib(two, weights), rel=0.02)

@@ -12,13 +12,13 @@ from gspo_jax.tasks import arithmetic
 
 
 def test_splits_are_disjoint_whatever_the_order_of_the_terms():
-  train, held = (arithmetic.problems(split, 2) for split in ("train", "heldout"))
+  train, heldout = (arithmetic.problems(split, 2) for split in ("train", "heldout"))
   trained, held_out = (
     {tuple(sorted(problems[i]["id"].split("+"))) for i in range(len(problems))}
-    for problems in (train, held)
+    for problems in (train, heldout)
   )
-  assert len(train) + len(held) == 90**2
-  assert 0.01 < len(held) / 90**2 < 0.04
+  assert len(train) + len(heldout) == 90**2
+  assert 0.01 < len(heldout) / 90**2 < 0.04
   assert not trained & held_out
 
 

@@ -25,8 +25,8 @@ def ask(talk, text):
 
 
 def test_the_splits_are_apart_and_whole():
-  train, held = (calculator.problems(split, 1) for split in ("train", "heldout"))
-  ids = [{source[i]["id"] for i in range(len(source))} for source in (train, held)]
+  train, heldout = (calculator.problems(split, 1) for split in ("train", "heldout"))
+  ids = [{source[i]["id"] for i in range(len(source))} for source in (train, heldout)]
   assert len(ids[0]) + len(ids[1]) == 9**3 and not ids[0] & ids[1] and ids[1]
   assert {f"{i[2]}*{i[0]}{i[3:]}" for i in ids[1]} == ids[1], "with 3*4+5, 4*3+5 is held out"
   with pytest.raises(ValueError, match="digits=3"):
@@ -43,8 +43,8 @@ def test_demonstrations_are_conversations_that_the_environment_would_have_had():
     pieces = calculator.demonstration(row, 0.5, seed=i)
     assert pieces == calculator.demonstration(row, 0.5, seed=i)
     talk = environment(row["question"], row["answer"])
-    for said, heard in zip(pieces[:-1:2], pieces[1::2]):
-      assert ask(talk, said) == (heard, 0.0, False)
+    for request, reply in zip(pieces[:-1:2], pieces[1::2]):
+      assert ask(talk, request) == (reply, 0.0, False)
     _, reward, done = ask(talk, pieces[-1])
     assert done and reward == arithmetic.verify(pieces[-1], row["answer"])
     turns[len(pieces)] += 1
@@ -60,19 +60,21 @@ def test_a_pupil_who_checks_asks_twice_and_answers_as_he_would_have():
   source = calculator.problems("train", 2)
   rows = [source[i] for i in range(0, len(source), 3001)]
   plain = [calculator.demonstration(row, 0.5, seed=i) for i, row in enumerate(rows)]
-  # of the pupil before he could check: what cold starts of configs/tiny_tools.py have learned from
+  # The pupil without checks: cold starts of configs/tiny_tools.py learned from it.
   assert zlib.crc32(repr(plain).encode()) == 3962201812
   share = collections.Counter()
   for i, row in enumerate(rows):
     pieces = calculator.demonstration(row, 0.5, seed=i, checks=0.75)
     assert pieces == calculator.demonstration(row, 0.5, seed=i, checks=0.75)
-    talk, asked = environment(row["question"], row["answer"]), []
-    for said, heard in zip(pieces[:-1:2], pieces[1::2]):
-      assert ask(talk, said) == (heard, 0.0, False)
-      asked.append(said)
+    talk, requests = environment(row["question"], row["answer"]), []
+    for request, reply in zip(pieces[:-1:2], pieces[1::2]):
+      assert ask(talk, request) == (reply, 0.0, False)
+      requests.append(request)
     assert ask(talk, pieces[-1])[2]
-    assert all(asked.count(said) <= 2 for said in asked) and asked == sorted(asked, key=asked.index)
-    share.update(asked.count(said) for said in set(asked))
+    assert all(requests.count(request) <= 2 for request in requests) and requests == sorted(
+      requests, key=requests.index
+    )
+    share.update(requests.count(request) for request in set(requests))
     always = calculator.demonstration(row, 0.0, seed=i, checks=1.0)[:-1]
     assert always[::4] == always[2::4] and always[1::4] == always[3::4]
   assert share[2] / (share[1] + share[2]) == pytest.approx(0.75, abs=0.07)
@@ -98,12 +100,12 @@ def test_the_calculator_answers_and_judges():
 def test_a_cold_start_learns_the_turns_and_not_what_the_calculator_says():
   source = sources.load(config(train="calculator:train", carry_errors=0.5), TOK, "train")
   prompt = next(p for p in map(source.__getitem__, range(999)) if len(p.demonstration) == 5)
-  said = ["", ""]
+  texts = ["", ""]
   tokens, mask = sources.pack_demonstrations([prompt], TOK, 60)
-  for token, kept in zip(tokens[0, len(prompt.tokens) :], mask[0, len(prompt.tokens) :]):
-    said[int(kept)] += "|" if token == TOK.stop_ids[0] else TOK.decode([token])
-  asked, first, again, second, answer = prompt.demonstration
-  assert said == [first + second, f"{asked}|{again}|{answer}|"]
+  for token, sampled in zip(tokens[0, len(prompt.tokens) :], mask[0, len(prompt.tokens) :]):
+    texts[int(sampled)] += "|" if token == TOK.stop_ids[0] else TOK.decode([token])
+  request, first, again, second, answer = prompt.demonstration
+  assert texts == [first + second, f"{request}|{again}|{answer}|"]
   with pytest.raises(sources.DataError, match=r"data\.digits=3"):
     sources.load(config(train="calculator:train", digits=3), TOK, "train")
   checking = sources.load(config(train="calculator:train", checks=1.0), TOK, "train")

@@ -29,8 +29,8 @@ def test_the_environment_in_the_documentation():
   scope, tok = {}, TOK
   exec(re.search(r"```python\n(.*?)```", page, re.S).group(1), scope)
   talk = scope["Guess"](Prompt("x", "?", "42", (1,)), tok)
-  said = [talk.step([*tok.encode(text), *tok.stop_ids]) for text in ("forty", "40", "50", "42")]
-  assert [(tok.decode(o), r, d) for o, r, d in said] == [
+  steps = [talk.step([*tok.encode(text), *tok.stop_ids]) for text in ("forty", "40", "50", "42")]
+  assert [(tok.decode(o), r, d) for o, r, d in steps] == [
     ("A number, please. ", -0.1, False), ("Low. ", 0.0, False), ("High. ", 0.0, False),
     ("", 1.0, True),
   ]  # fmt: skip
@@ -48,7 +48,7 @@ FLAGS = (
 
 @pytest.mark.long
 def test_a_run_with_an_environment_of_ones_own(tmp_path):
-  """Random weights say random bytes, and this environment lets all of them speak three times."""
+  """Random weights give random bytes; this environment takes three turns of any."""
   (tmp_path / "my_game.py").write_text(
     """
 class Game:

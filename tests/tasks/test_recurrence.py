@@ -25,7 +25,7 @@ def rows(split="train", lines=LENGTHS):
 
 
 def numbers(text):
-  """Labels and values of lines, read again by a rule of its own."""
+  """Reads labels and values of lines by an independent rule."""
   pairs = [line.split(":") for line in text.removesuffix("\n").split("\n")]
   return [int(label[0], 36) * 10 + int(label[1]) for label, _ in pairs], [
     int(value[::-1]) for _, value in pairs
@@ -38,7 +38,7 @@ def test_answers_follow_the_recurrence_and_count_down(n):
     labels, values = numbers(row["question"] + row["answer"])
     assert labels == list(range(n + 1, -1, -1))
     assert all((a + b) % 100 == c for a, b, c in zip(values, values[1:], values[2:]))
-    assert len(row["question"]) == 12 and len(row["answer"]) + 1 == 6 * n  # with the end token
+    assert len(row["question"]) == 12 and len(row["answer"]) + 1 == 6 * n  # Includes the end token.
 
 
 def test_the_example_of_the_docs():
@@ -54,15 +54,15 @@ def test_splits_are_disjoint_by_their_numbers_and_hold_all_lengths_equally():
     assert len(set(collections.Counter(lengths).values())) == 1
     assert set(map(int, lengths)) == set(LENGTHS)
     pairs.append(set(numbers_of))
-  train, held = pairs
-  assert not train & held and len(train | held) == 10_000
-  assert 150 < len(held) < 250
+  train, heldout = pairs
+  assert not train & heldout and len(train | heldout) == 10_000
+  assert 150 < len(heldout) < 250
 
 
 @pytest.mark.parametrize("count", [48, 60, 96, 150])
 def test_problems_evenly_spread_have_all_lengths_equally(count):
-  held = rows("heldout")
-  lengths = [held[i * len(held) // count]["id"].split(":")[0] for i in range(count)]
+  heldout = rows("heldout")
+  lengths = [heldout[i * len(heldout) // count]["id"].split(":")[0] for i in range(count)]
   assert set(collections.Counter(lengths).values()) == {count // 3}
 
 
@@ -72,15 +72,15 @@ def test_a_pupil_who_forgets_nothing_is_right():
 
 
 def test_a_pupil_forgets_each_carry_with_the_probability_he_is_given():
-  asked = forgot = 0
+  carries = forgot = 0
   for row in rows("heldout", (32,)):
     _, values = numbers(row["question"] + recurrence.demonstration(row, 0.06, seed=1))
     for a, b, c in zip(values, values[1:], values[2:]):
       carried = a % 10 + b % 10 >= 10
       assert (a + b - c) % 100 in ((0, 10) if carried else (0,))
-      asked, forgot = asked + carried, forgot + ((a + b - c) % 100 == 10)
-  assert 2500 < asked < 3300
-  assert abs(forgot / asked - 0.06) < 4 * np.sqrt(0.06 * 0.94 / asked)
+      carries, forgot = carries + carried, forgot + ((a + b - c) % 100 == 10)
+  assert 2500 < carries < 3300
+  assert abs(forgot / carries - 0.06) < 4 * np.sqrt(0.06 * 0.94 / carries)
 
 
 @pytest.mark.parametrize("n, rate", [(8, 0.802), (16, 0.669), (32, 0.465)])
@@ -153,8 +153,8 @@ def test_partial_credit_needs_lines():
 
 def test_it_is_a_source_with_its_lengths_from_the_config():
   c = config(train="recurrence:train", eval="recurrence:heldout", lines=(8, 128))
-  held = sources.load(dataclasses.replace(c, max_prompt_tokens=12), BYTES, "eval")
-  lengths = {len(held[i].demonstration) + 1 for i in range(len(held))}
+  heldout = sources.load(dataclasses.replace(c, max_prompt_tokens=12), BYTES, "eval")
+  lengths = {len(heldout[i].demonstration) + 1 for i in range(len(heldout))}
   assert lengths == {48, 768}
   with pytest.raises(sources.DataError, match=r"data\.max_prompt_tokens=11"):
     sources.load(dataclasses.replace(c, max_prompt_tokens=11), BYTES, "eval")

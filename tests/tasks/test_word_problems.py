@@ -22,19 +22,19 @@ def test_the_verifier_takes_the_expressions(split):
   for row in some_of_each(split):
     assert math_answer.judge(row["expression"], row["answer"]) == "right", row
     assert 1 < int(row["answer"]) <= LARGEST
-    told = set(re.findall(r"\d+", row["question"]))
-    assert told >= set(re.findall(r"\d+", row["expression"])), row
+    numbers = set(re.findall(r"\d+", row["question"]))
+    assert numbers >= set(re.findall(r"\d+", row["expression"])), row
     assert not set("{}") & set(row["question"])
 
 
 def test_held_out_texts_and_numbers_are_their_own():
   assert not {text for text, _ in TRAIN} & {text for text, _ in HELD_OUT}
   shape = str.maketrans(dict.fromkeys(string.digits, "#"))
-  train, held = (
+  train, heldout = (
     {re.sub("#+", "#", row["question"].translate(shape)) for row in some_of_each(split)}
     for split in ("train", "heldout")
   )
-  assert not train & held
+  assert not train & heldout
   assert {e for _, e in HELD_OUT} <= {e for _, e in TRAIN}, "what is to be done is known"
 
 
