@@ -37,21 +37,21 @@ CODE = """
   experiments                0.0       0    10.0    0.04       0
   gspo_jax                   2.7       1    10.3    0.12       6
   gspo_jax/aot               0.0       0    10.0    0.00       0
-  gspo_jax/cli              43.8      28    13.4    0.69       0
+  gspo_jax/cli               0.0       0     9.6    0.05       0
   gspo_jax/data             11.4       5    14.4    0.77      22
   gspo_jax/evaluation        0.0       0     9.3    0.00       0
   gspo_jax/learner          15.3       9    16.9    0.82      18
   gspo_jax/models            0.0       0    10.2    0.00       0
   gspo_jax/objectives        2.6       0    12.6    0.41       0
   gspo_jax/report            0.0       0    10.1    0.03       0
-  gspo_jax/rewards           8.6       5    13.7    0.59      21
-  gspo_jax/rollouts         16.5      15    14.6    1.06      30
+  gspo_jax/rewards           1.8       0     9.3    0.00       0
+  gspo_jax/rollouts          2.5       0    10.5    0.25       5
   gspo_jax/runs              0.0       0    10.1    0.03       0
   gspo_jax/sampling         13.0       6    13.2    0.77      23
   gspo_jax/settings         17.1      13    12.5    0.79      17
   gspo_jax/system           17.5       9    12.9    0.87      24
-  gspo_jax/tasks            18.1       0    14.0    0.35      20
-  gspo_jax/verifiers         5.3      10    12.4    0.50      17
+  gspo_jax/tasks             0.0       0    10.7    0.05       0
+  gspo_jax/verifiers         0.0       0    10.2    0.03       3
   tests                     18.1       8    12.2    0.38      10
 """
 # Ceilings for a new room, without a line above.

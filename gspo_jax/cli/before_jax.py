@@ -71,8 +71,8 @@ def installed() -> list[str]:
 
 
 def described(path: Path) -> tuple[str, str, list[str]]:
-  """Returns a configuration file's own description, its hardware and time ("" if it says none), and
-  the names of its variants."""
+  """Returns a configuration's own description, its hardware and time, and its variants. Hardware is
+  "" if the file does not say it."""
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
   variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)

@@ -37,8 +37,8 @@ def rewards(
   answers: Sequence[str],
   correct_B: np.ndarray,
 ) -> tuple[list[np.ndarray], dict[str, int]]:
-  """Computes rewards of the lines of B responses, float32 [U] each, as many as `response.split`
-  finds; and counts the lines misjudged by noise in either way.
+  """Computes rewards of the lines of B responses, float32 [U] each. There are as many as
+  `response.split` finds. Counts lines misjudged by noise in either way.
 
   Noise flips the verdicts on lines that were asked for and are there, as `shaping.flipped` flips
   those on responses: by the seed, the answer and the text up to the line's end. `correct_B`, of the
@@ -64,7 +64,7 @@ def rewards(
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Draws numbers in [0, 1); each depends on the lines up to its own."""
+  """Draws numbers in [0, 1). Each depends on the lines up to its own."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

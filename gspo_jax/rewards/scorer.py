@@ -112,7 +112,7 @@ def check_lines(config: RewardConfig) -> None:
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
-  """Returns the check of gold answers of a verifier, by its name; None if it has none."""
+  """Returns the check of gold answers of a verifier, by its name. None if it has none."""
   return getattr(_verifier(name), "check_answer", None) if name else None
 
 

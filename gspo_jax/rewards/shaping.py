@@ -40,7 +40,7 @@ def keeps_format(response: str, name: str) -> bool:
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
-  """Returns 0 up to longest - buffer tokens, falling linearly to -1 at `longest` and beyond.
+  """Returns 0 up to longest - buffer tokens, -1 from `longest` on, linear between.
 
   Reference: arXiv:2503.14476, eq. 13 (soft overlong punishment; 20,480 and 4,096 tokens there). The
   same formula in JAX is `objectives.overlong_penalty`.
@@ -68,5 +68,5 @@ def flipped(
 
 
 def uniform(digest: Any) -> float:
-  """Returns a number in [0, 1) from a SHA-256 digest; any change of its text changes it."""
+  """Returns a number in [0, 1) from a SHA-256 digest."""
   return int.from_bytes(digest.digest()[:7], "big") / 2**56

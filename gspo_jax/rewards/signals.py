@@ -78,7 +78,7 @@ class Signals:
 
 @contextlib.contextmanager
 def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """Opens the configured signals with their verifiers' processes; None if there are none.
+  """Opens the configured signals with their verifiers' processes. None if there are none.
 
   Raises:
     ValueError: a verifier cannot be started.

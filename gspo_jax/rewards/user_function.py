@@ -48,7 +48,7 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """Returns the prompt's record; further fields do not hide `id`, `question` and `answer`."""
+  """Returns the prompt's record. Further fields do not hide `id`, `question` and `answer`."""
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
@@ -65,7 +65,7 @@ def call(item: list[Any]) -> float:
 
 
 def checksum(name: str) -> str:
-  """Returns the checksum of the function's file; empty for a name without a module."""
+  """Returns the checksum of the function's file. Empty for a name without a module."""
   module, colon, _ = name.partition(":")
   if not colon:
     return ""

@@ -142,8 +142,8 @@ def part_advantages(
   discount: float,
   normalize: str,
 ) -> np.ndarray:
-  """Spreads the advantage of each part over its masked tokens, float32 [B, L]
-  (`objectives.turn_advantages`); 0 elsewhere.
+  """Spreads the advantage of each part over its masked tokens, float32 [B, L]. Others are 0
+  (`objectives.turn_advantages`).
 
   Args:
     reward_BL: a part's reward is the sum over its tokens.

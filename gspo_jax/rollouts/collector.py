@@ -118,7 +118,7 @@ class Collector:
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
-    """Samples and scores the groups of an iteration; some may come from files. `stages(name)` times
+    """Samples and scores the groups of an iteration. Some may come from files. `stages(name)` times
     its two stages. The engine has the weights of `version`, by default those of the iteration's
     beginning.
 
@@ -160,8 +160,8 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _begin_again(self) -> dict[str, float]:
-    """Restarts responses put aside with tokens of weights more than `rl.max_age` versions old,
-    finished or not. Returns their number as a metric."""
+    """Restarts responses with tokens of weights more than `rl.max_age` versions old. Returns their
+    number as a metric."""
     if not self._config.rl.max_age:
       return {}
     oldest, number = self._version - self._config.rl.max_age, 0
@@ -303,7 +303,7 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Writes the responses without a verdict to a file; ends the run if no response has one."""
+    """Writes the responses without a verdict to a file. Ends the run if no response has one."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -340,7 +340,7 @@ class Collector:
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state; the returned function makes JSON of it for a checkpoint."""
+    """Snapshots the sampling state. The returned function makes JSON of it for a checkpoint."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._under_way]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])

@@ -51,7 +51,7 @@ def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether dynamic sampling keeps a group: its values differ, or all are right and their costs may
+  """Whether dynamic sampling keeps a group. Its values differ, or all are right and their costs may
   differ. If all are wrong alike, the cheapest wrong response teaches nothing."""
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 

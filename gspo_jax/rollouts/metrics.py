@@ -12,8 +12,7 @@ from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Computes metrics of all samples, which with dynamic sampling are more than the training batch;
-  rewards count with a verdict."""
+  """Computes metrics of all samples, also those not trained on. Rewards count with a verdict."""
   trajectories = trajectories_of(groups)
   judged = [group.reward_G[group.known_G] for group in groups]
   reward_X = np.concatenate(judged)
@@ -98,9 +97,9 @@ def partial_metrics(
   surplus: Container[int],
   version: int,
 ) -> dict[str, float]:
-  """Computes the age of trained tokens against `version`, the last sampling weights; groups
-  finished in this iteration, without the earlier `surplus`, and waiting ones; and sampled tokens
-  not yet trained on."""
+  """Computes the age of trained tokens against `version`, the last sampling weights. Counts groups
+  finished in this iteration, without the earlier `surplus`, waiting ones, and sampled tokens not
+  yet trained on."""
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)
   waiting = [group for group in under_way if group.finished]

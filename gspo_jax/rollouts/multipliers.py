@@ -55,7 +55,7 @@ class Constraints:
     valid_PG: np.ndarray | None = None,
     combine: Callable = _combined,
   ) -> tuple[np.ndarray, dict[str, float]]:
-    """Computes advantages [P, G] under the present multipliers, and metrics; then updates these.
+    """Computes advantages [P, G] under the present multipliers, and metrics. Then updates these.
 
     Args:
       valid_PG: which responses count; None: those with a verdict.

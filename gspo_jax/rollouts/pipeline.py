@@ -122,7 +122,7 @@ class Pipeline:
       self._engine.release()
 
   def next(self, step: int) -> Collected:
-    """Returns the batch of an iteration, in turn; begins the one `lag` iterations later."""
+    """Returns the batch of an iteration, in turn. Begins the one `lag` iterations later."""
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)
     while self._begun < min(step + self._rl.lag, self._rl.iterations):
@@ -147,7 +147,7 @@ class Pipeline:
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state; the returned function makes JSON of it for a checkpoint. It
+    """Snapshots the sampling state. The returned function makes JSON of it for a checkpoint. It
     waits for the batches in flight, and adds them and the collector's state after them."""
     jobs, position = tuple(self._jobs), self._position
 

@@ -46,7 +46,7 @@ class PromptFilter:
     return prompt.id
 
   def update(self, groups: Sequence[Group], step: int) -> None:
-    """Counts the scored groups of iteration `step`; drops prompts, and brings back dropped ones
+    """Counts the scored groups of iteration `step`. Drops prompts, and brings back dropped ones
     that a sampled group speaks for.
 
     A response without a verdict does not count, and its group adds nothing to those in a row. It
@@ -80,7 +80,7 @@ class PromptFilter:
     return responses, right
 
   def metrics(self) -> dict[str, float]:
-    """Counts prompts in use and dropped ones by reason; empty if nothing is ever dropped."""
+    """Counts prompts in use and dropped ones by reason. Empty if nothing is ever dropped."""
     if not self.config.drop_after:
       return {}
     always = sum(self._tried[name][3] > 0 for name in self._dropped)

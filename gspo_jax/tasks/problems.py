@@ -34,7 +34,7 @@ class Problems:
 
 
 def held_out(keys: np.ndarray) -> np.ndarray:
-  """Selects the problems of the held-out split by keys (uint64); equal keys go together. A fixed
+  """Selects the problems of the held-out split by keys (uint64). Equal keys go together. A fixed
   pseudo-random number in [0, 1) of each key decides (the finaliser of SplitMix64)."""
   x = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -81,7 +81,7 @@ def open_verifier(partial: float) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Whether the last line is exactly that of `answer`; the lines before do not count."""
+  """Whether the last line is exactly that of `answer`. The lines before do not count."""
   return response.rpartition("\n")[2] == answer.rpartition("\n")[2]
 
 

@@ -76,7 +76,7 @@ def shared(time_limit_s: float) -> "MathVerifier":
 
 
 def _forget() -> None:
-  """Gives a forked process its own lock and verifiers: pipes are the parent's."""
+  """Gives a forked process its own lock and verifiers. The pipes are the parent's."""
   global _lock
   _lock = threading.Lock()
   _shared.clear()

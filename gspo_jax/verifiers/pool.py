@@ -115,7 +115,7 @@ class Pool(contextlib.AbstractContextManager):
     self.close()
 
   def _run(self, items: Sequence[Any]) -> list[Any]:
-    """Returns the items' results; without items, waits until all workers started or cannot."""
+    """Returns the items' results. Without items, waits until all workers started or cannot."""
     results, died = [None] * len(items), set()
     waiting = collections.deque(range(len(items)))
     for worker in self._workers:
@@ -205,7 +205,7 @@ class _Worker:
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
 
   def started(self, message: dict[str, Any] | None) -> None:
-    """Handles the answer to the warm-up; kills a worker without one, or with an error."""
+    """Handles the answer to the warm-up. Kills a worker without one, or with an error."""
     if message is None:
       self._failed(f"it was not ready after {START_LIMIT_S:.0f} s")
     elif "value" not in message:
@@ -224,7 +224,7 @@ class _Worker:
       self.pipe.send_bytes(json.dumps([time_limit_s, item]).encode())
 
   def receive(self) -> dict[str, Any] | None:
-    """Returns the next message; None if there is none yet, {} if the process is gone."""
+    """Returns the next message. None if there is none yet, {} if the process is gone."""
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
     except (EOFError, OSError, ValueError):

@@ -4,7 +4,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def after(response: str) -> str:
-  """Returns the text after the last `</think>`; nothing if a thought is still open.
+  """Returns the text after the last `</think>`. Nothing if a thought is still open.
 
   A response without either tag is an answer as a whole. One that begins within a thought, because
   its prompt ends with `<think>`, has to be given with that tag (`with_opening`).
@@ -14,6 +14,6 @@ def after(response: str) -> str:
 
 
 def with_opening(response: str, thinks: bool) -> str:
-  """Prepends `<think>` to the response to a prompt with that ending, unless it closes the thought
-  itself (then nothing hangs on it)."""
+  """Prepends `<think>` to the response to a prompt with that ending. Not if it closes the thought
+  itself: then nothing hangs on it."""
   return OPEN + response if thinks and CLOSE not in response else response

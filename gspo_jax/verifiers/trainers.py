@@ -61,7 +61,7 @@ def _has_answer(gold: str | None) -> bool:
 
 
 def _content(conversation: Sequence[dict[str, Any]]) -> str:
-  """Returns the text of the last message; parts without text (images) are left out."""
+  """Returns the text of the last message. Parts without text (images) are left out."""
   content = conversation[-1].get("content") or ""
   if isinstance(content, str):
     return content

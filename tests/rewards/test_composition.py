@@ -14,7 +14,6 @@ from gspo_jax import rewards
 from gspo_jax.rewards import shaping, user_function
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
-from gspo_jax.verifiers import string_match
 
 HERE = Path(__file__).parent
 
@@ -92,11 +91,6 @@ def test_noise_does_not_follow_other_text():
     for k in (0, 1)
   ]
   assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.03
-
-
-@pytest.mark.parametrize("response, answer, outcome", tables.read(HERE / "string_match.txt"))
-def test_string_match(response, answer, outcome):
-  assert string_match.verify(response, answer) == outcome
 
 
 def test_a_function_of_the_users(monkeypatch):

@@ -14,9 +14,6 @@ from support.sandboxes import PRINTS_2
 from gspo_jax import rewards
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
-from gspo_jax.verifiers import math_answer, string_match, thought
-from gspo_jax.verifiers.pool import Failure
-from gspo_jax.verifiers.programs import cases
 
 RAISED = [OSError(28, "No space left"), RecursionError(), MemoryError(), ValueError("a\nb")]
 RAISED += [UnicodeError("surrogates"), KeyError("x"), StopIteration(), AssertionError()]
@@ -134,32 +131,7 @@ def test_a_program_that_fails_is_wrong_and_not_unknown():
   )
 
 
-def test_failures_are_their_names():
-  failure = Failure("crash", "for a\n  reason")
-  assert failure == str(failure) == "crash" != "timeout" and failure.reason == "for a reason"
-
-
 # Responses that were cut off.
-
-CODE = "```python\nprint(18)\n```"
-EXTRACTED = {  # An answer outside of a thought; within an open thought it is none.
-  math_answer.extract: "so it is 18",
-  string_match.extract: "18",
-  cases.extract: CODE,
-}
-
-
-@pytest.mark.parametrize("extract", EXTRACTED, ids=lambda extract: extract.__module__)
-@pytest.mark.parametrize("boxed", [False, True])
-def test_an_open_thought_gives_no_answer(extract, boxed):
-  text = EXTRACTED[extract]
-  text = rf"{text}, \boxed{{18}}" if boxed and text is not CODE else text
-  assert extract(text) is not None
-  assert extract(f"<think>hm</think>{text}") is not None
-  assert extract(f"{text}</think>{text}") is not None
-  assert extract(f"<think>{text}") is None
-  assert extract(f"<think>hm</think>{text}<think>{text}") is None
-  assert extract(f"<think>{text}</think>") is None
 
 
 def test_the_scorer_knows_what_was_cut_off():
@@ -183,10 +155,3 @@ def test_a_prompt_may_begin_the_thought():
       scores = score(texts, thinks)
     assert scores.correct.tolist() == [0, 1, 1]
     assert scores.outcomes["unparsable"] == 1
-
-
-def test_thought():
-  assert thought.after("a</think>b") == thought.after("<think>a</think>b") == "b"
-  assert thought.after("a") == "a" and thought.after("<think>a") == ""
-  assert thought.with_opening("a</think>b", True) == "a</think>b"
-  assert thought.with_opening("a", True) == "<think>a" and thought.with_opening("a", False) == "a"

@@ -247,3 +247,8 @@ def test_failures_have_a_reason():
     raised, late, dead = evaluate.map(["{}['key']", SLEEP % 60, EXIT])
   assert raised.reason == "KeyError: 'key'" and late.reason == "it took longer than 0.5 s"
   assert dead.reason == "its process died twice"
+
+
+def test_failures_are_their_names():
+  failure = pool.Failure("crash", "for a\n  reason")
+  assert failure == str(failure) == "crash" != "timeout" and failure.reason == "for a reason"

@@ -151,7 +151,7 @@ def _same_at_points(a, b, symbols) -> bool:
 
 
 def _exponents(value) -> set:
-  """Variables in exponents of negative numbers; they stand for integers, as in (-1)^n."""
+  """Variables in exponents of negative numbers. They stand for integers, as in (-1)^n."""
   powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
   return set().union(*(power.exp.free_symbols for power in powers))
 
@@ -176,7 +176,7 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """Returns the constant value of `a / b`; None if it is not constant."""
+  """Returns the constant value of `a / b`. None if it is not constant."""
   a, b = _variables(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):

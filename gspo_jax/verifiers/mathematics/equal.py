@@ -115,14 +115,14 @@ def _is_sum(relation: Relation) -> bool:
 
 
 def _is_name(term) -> bool:
-  """Whether it is a name: a letter but x, y or z; an index; Greek; a length, AB."""
+  """Whether it is a name but x, y or z: a letter, x_1, α, or a length AB."""
   letters = term.args if isinstance(term, sp.Mul) else (term,)
   pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
   return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:
-  """Compares chains from either end; a pair up to a constant factor on both sides."""
+  """Compares chains from either end, and pairs up to a constant factor on both sides."""
   for other in (ours, _turned(ours)):
     if gold.operators == other.operators:
       if all(map(algebra.same_expression, gold.members, other.members)):
@@ -194,7 +194,7 @@ def _in_order(a, b) -> bool:
 
 
 def _any_order(a, b) -> bool:
-  """Matches items one to one, in any order; equality is an equivalence here."""
+  """Matches items one to one, in any order. Equality is an equivalence here."""
   rest = list(b)
   for item in a:
     match = next((i for i, other in enumerate(rest) if same_answer(item, other)), None)

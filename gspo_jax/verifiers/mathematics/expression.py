@@ -160,7 +160,7 @@ class _Reader:
     return sp.Mul(*map(self.letter, token.text[:-1]))
 
   def exponent(self):
-    """Reads an exponent: a group, or a signed atom; carets associate to the right."""
+    """Reads an exponent: a group, or a signed atom. Carets associate to the right."""
     self.depth += 1
     if self.depth > MAX_DEPTH:
       raise Unreadable("nested too deeply")

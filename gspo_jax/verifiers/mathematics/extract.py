@@ -124,7 +124,7 @@ def extract(response: str, finished: bool = True) -> str | None:
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """Returns the text after the last marker, "" if it is no answer; None without a marker.
+  """Returns the text after the last marker, "" if it is no answer. None without a marker.
 
   "####" begins a heading of Markdown if its line is more than a value, and not the last one.
   """
@@ -278,7 +278,7 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 
 
 def _after_box(text: str) -> str | None:
-  """Returns the text of "the final answer is" after the last box; it replaces the box.
+  """Returns the text of "the final answer is" after the last box. It replaces the box.
 
   The box is the surer one where more is said than a value and its unit.
   """
@@ -299,7 +299,7 @@ def _is_listing(gap: str) -> bool:
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
-  """Returns the braces' content or the word at `start`, and its end; None: not closed."""
+  """Returns the braces' content or the word at `start`, and its end. None: not closed."""
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])
     return (start + word.end(), trim(word[0]) or None) if word else (start, None)

@@ -58,7 +58,7 @@ def series(reader, name: str):
 
 
 def vector(reader):
-  """Reads a bold or arrowed letter as a name of its own; a number as itself."""
+  """Reads a bold or arrowed letter as a name of its own, but a number as itself."""
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):
     return reader.inner(inside)

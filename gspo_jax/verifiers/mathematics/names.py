@@ -31,7 +31,7 @@ _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.
 
 
 def name(tokens: list[Token]) -> str | None:
-  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area"; None for others.
+  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area". None for others.
 
   2x, -x, x^2 or x+1 are none: where they equal 18, the answer is not 18.
   """
@@ -56,7 +56,7 @@ CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
 
 
 def multiplied(tokens: list[Token]) -> list[Token]:
-  """Returns the name after a number and the tokens between; empty without one."""
+  """Returns the name after a number and the tokens between. Empty without one."""
   number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
   for start in range(1, len(tokens) if number else 0):
     if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):

@@ -46,7 +46,7 @@ _LABEL = re.compile(
 
 
 def plain(text: str) -> str:
-  """Removes "the answer is", colours and sizes; one kind of dash, 12 for 12th."""
+  """Removes "the answer is", colours and sizes. There is one kind of dash, and 12th is 12."""
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
   text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
   return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))

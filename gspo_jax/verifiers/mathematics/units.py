@@ -116,13 +116,13 @@ class Unit:
 
 
 def multiplier(word: str) -> F | None:
-  """Returns the factor of a word: 12 of dozen; None if it is no factor."""
+  """Returns the factor of a word: 12 of dozen. None if it is no factor."""
   word = word.casefold()
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
 def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
-  """Parses words after a number: (factor, unit or None); None if they are no unit.
+  """Parses words after a number: (factor, unit or None). None if they are no unit.
 
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
   no unit of measurement stands apart from the number and is a plural, or follows "per".
@@ -187,7 +187,7 @@ def _named(word: str) -> str | None:
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, its power, scale) of words but adjectives; None: they name nothing."""
+  """Returns (dimension, its power, scale) of words but adjectives. None: they name nothing."""
   measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()

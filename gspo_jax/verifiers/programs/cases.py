@@ -215,7 +215,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence, three or more of ` or ~, and its mark; or empty texts."""
+  """Returns a line's fence, three or more of ` or ~, and its mark. Both are empty without one."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -259,8 +259,8 @@ def _same_line(ours: str, gold: str) -> bool:
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns a length above any equal output, printed or as the JSON of `wire.encode`: 1 MiB more
-  than needed, for spaces and other spellings of numbers."""
+  """Returns a length above any equal output, printed or as JSON. 1 MiB more than needed is for
+  spaces and other spellings of numbers."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
@@ -301,7 +301,7 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any]) -> bool:
-  """Compares the pairs of a dict; keys of `expected` are texts, as JSON's are."""
+  """Compares the pairs of a dict. Keys of `expected` are texts, as JSON's are."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

@@ -161,8 +161,8 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 def _remove(directory: str) -> None:
-  """Removes a program's files: nested deeper than Python's recursion, or without read permission.
-  What cannot be removed stays, and nothing is raised."""
+  """Removes a program's files, whatever their depth and permissions. What cannot be removed stays,
+  and nothing is raised."""
   for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
     with contextlib.suppress(OSError):
       os.rmdir(directory)

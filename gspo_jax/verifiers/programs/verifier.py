@@ -139,7 +139,8 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._kill()
 
   def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
-    """Returns the outcome of a program; work submitted before a kill (`kills` of then) ends."""
+    """Returns the outcome of a program. Work submitted before a kill, of which there were `kills`,
+    ends."""
     if program is None:
       return Outcome.UNPARSABLE
     self._asked.kills, reason = kills, ""

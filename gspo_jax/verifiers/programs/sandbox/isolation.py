@@ -31,7 +31,7 @@ _ROOT = "/dev"  # Mount point of the new root, seen by the sandbox alone.
 
 
 def enter_namespaces(identity: int) -> bool:
-  """Leaves the parent's namespaces; the next child is process 1 of its own.
+  """Leaves the parent's namespaces. The next child is process 1 of its own.
 
   Root without the right to do so (in a container) first becomes the user `identity`, since the
   kernel does not bound the threads of its root. Returns whether this process is still the machine's

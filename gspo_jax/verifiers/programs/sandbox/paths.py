@@ -51,7 +51,7 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
 
 
 def inside(path: str, moved: dict[str, str]) -> str:
-  """Returns the path inside of a path of the host; the same path unless a prefix was moved."""
+  """Returns the path inside of a path of the host. Only moved prefixes change."""
   for prefix in sorted(moved, key=len, reverse=True):
     if _below(path, [prefix]):
       return moved[prefix] + path[len(prefix) :]

@@ -144,7 +144,7 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
 
 
 def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
-  """Collects output until the process ends, is late or writes too much; then kills the rest."""
+  """Collects output until the process ends, is late or writes too much. Then kills the rest."""
   handle = os.pidfd_open(candidate)
   output = {name: bytearray() for name in readers}
   names = {reader: name for name, reader in readers.items()}
@@ -195,7 +195,7 @@ def _drain(reader: int, into: bytearray) -> int | None:
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Ends the candidate and its children; it stays a zombie until it is waited for."""
+  """Ends the candidate and its children. It stays a zombie until it is waited for."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
       os.kill(-1, signal.SIGKILL)  # every process of the namespace but this one
