@@ -135,7 +135,7 @@ def main():
       logp = forward_logp(lora.join(trained, frozen), model, tokens_BT, targets_BT, FLOAT32)
       return -(advantage_B * logp.mean(1)).mean()
 
-    updates, moments = tx.update(jax.grad(loss)(trained), moments, trained, tx.numbers)
+    updates, moments = tx.update(jax.grad(loss)(trained), moments, trained, tx.hyperparameters)
     return jax.tree.map(jnp.add, trained, updates), moments
 
   before, done = changes(params, model, tokens_BT, targets_BT), 0

@@ -75,7 +75,7 @@ def measure(run: Run) -> None:
     whole = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
     sizes = parts, c.rl.prompts, c.rl.group_size
     minibatches = batches.minibatches(whole, *sizes, run.mesh, packed=False)
-    return [x.replace(old_logp_BT=x.sampler_logp_BT, first_B=None) for x in minibatches]
+    return [x.replace(first_B=None) for x in minibatches]
 
   looks = sum(number <= c.rl.minibatches for number in UPDATES)
   making = sampled(state.params, 1, c.rl.minibatches, passes=3)

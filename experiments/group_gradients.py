@@ -45,7 +45,7 @@ def make_group_moments(
   """
 
   def moments(params: Any, batch: TrainBatch) -> Moments:
-    if batch.inputs.row_B is not None or jax.sharding.get_abstract_mesh().size > 1:
+    if batch.inputs.places or jax.sharding.get_abstract_mesh().size > 1:
       raise ValueError("gradients of groups need a batch that is not packed, on one device")
     trained, frozen = lora.split(params)
     number = len(batch.mask_BT) // learner.group_size

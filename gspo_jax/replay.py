@@ -60,7 +60,7 @@ def replay(directory: epath.Path) -> bool:
       say(f"parameter {name}: {count} values not finite")
     for i, batch in enumerate(batches):
       plain = packing.undo(batch)
-      if batch.inputs.row_B is not None:  # The mesh may be another one.
+      if batch.inputs.places:  # The mesh may be another one.
         shards, responses = sharding.batch_shards(mesh), learner.response_tokens
         batch = packing.plan(plain, shards, learner.group_size, responses)
       batch, plain = sharding.put_batch((batch, plain), mesh)

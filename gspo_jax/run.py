@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from gspo_jax import rewards, teacher
@@ -30,7 +29,7 @@ from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.profiler import Profiler
-from gspo_jax.sampling import Engine, LocalEngine, delimiters
+from gspo_jax.sampling import Engine, LocalEngine
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, hub, lock
 from gspo_jax.system.files import WriteError
@@ -85,16 +84,6 @@ class Run:
   def teacher(self) -> teacher.Teacher | None:
     """The teacher; None without distillation."""
     return self.inputs.teacher
-
-  @functools.cached_property
-  def line_breaks(self) -> np.ndarray:
-    """int32 [V]: line breaks in the text of each token."""
-    return tokenizer.line_breaks(self.tokenizer)
-
-  @functools.cached_property
-  def delimiters(self) -> delimiters.Delimiters:
-    """Delimiters of steps."""
-    return delimiters.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
 
   def initial_params(self) -> Any:
     """Loads the configured weights, or initializes random ones, in the training layout."""

@@ -31,8 +31,8 @@ from gspo_jax.models import flops
 from gspo_jax.models.params import as_read, with_adapters
 from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collected
-from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.pipeline import Pipeline
+from gspo_jax.rollouts.samples_log import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Totals, memory
 from gspo_jax.runs.phase import Phase
@@ -43,14 +43,15 @@ from gspo_jax.structs import TrainBatch, TrainState
 
 
 def train(run: Run, start_params: Callable[[], Any]) -> Any:
-  """Trains for `rl.iterations`, or what is left of them, and returns the parameters.
+  """Trains to the end of `rl.iterations` and returns the parameters.
 
-  `start_params` gives the policy before the first iteration, which is also the reference policy of
-  the KL penalty.
+  Args:
+    start_params: makes the policy before the first iteration, which is also the reference policy of
+      the KL penalty.
 
   Raises:
-    Preempted: the machine is about to go; where the run stands has been saved.
-    NonFiniteError: NaN or infinity; what the update met has been saved.
+    Preempted: the machine is about to go; a checkpoint has been saved.
+    NonFiniteError: NaN or infinity; the batches and the state of the update have been saved.
   """
   c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
@@ -63,57 +64,63 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   with sampling, phase:
     phase.set_resume_point(last, state, position(sampling, total), row)
     if row is not None:
-      conclude(run, phase, sampling, state, row)
+      finish_iteration(run, phase, sampling, state, row)
     for step in phase.steps():
-      begun = time.perf_counter()
+      start_time = time.perf_counter()
       with run.profiler("all", step):
         with run.profiler("sample", step):
           collected = sampling.next(step)
         with phase.stages("logp"):
           params = frozen | params_of(state)
-          minibatches = [fill(programs.passes, params, batch) for batch in place(run, collected)]
-          minibatches, of_advantages = jax.block_until_ready(programs.advantages(minibatches))
-        taken = batches.epochs(minibatches, c.rl.epochs)
-        phase.keep_batches(step, taken)
+          minibatches = batches.place(c, run.mesh, collected, programs.segments)
+          minibatches = [fill(programs.passes, params, batch) for batch in minibatches]
+          minibatches, advantage_row = jax.block_until_ready(programs.advantages(minibatches))
+        epochs = batches.epochs(minibatches, c.rl.epochs)
+        phase.keep_batches(step, epochs)
         phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
         sampling.release()
         with phase.stages("update"), run.profiler("update", step):
-          state, row, seconds = updated(run, programs, state, taken, collected)
-        scoring, training = operations(run, collected)
-        row |= of_advantages | flops.utilisation(training, seconds, run.mesh.devices.flat)
-        usage = collected.usage
-        total = total.plus(usage.tokens, usage.flops + scoring + training)
+          state, row, seconds = update(run, programs, state, epochs, collected)
+        rollout, usage = collected.rollout, collected.usage
+        model = run.teacher and run.teacher.model
+        work = flops.iteration_flops(c, model, rollout.prompt_lengths, rollout.ends)
+        row |= advantage_row | flops.utilisation(work.updates, seconds, run.mesh.devices.flat)
+        total = total.plus(usage.tokens, usage.flops + work.passes + work.updates)
         row |= total.metrics()
         with phase.stages("publish"):
           sampling.publish(state.params, version=step + 1)
-        row["tokens_per_second"] = usage.tokens / (time.perf_counter() - begun)
+        row["tokens_per_second"] = usage.tokens / (time.perf_counter() - start_time)
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
         with phase.stages("report"):
           reviews = [programs.review(state.params, b, state.clip_factor) for b in minibatches]
-          run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
-      state = with_ranges(c, state, row)
+          arrays = batches.sample_arrays(c, rollout, minibatches, reviews)
+          records = rollout_records(collected, arrays, run.tokenizer.decode)
+          run.writer.dump_rollouts("rl", step, records)
+      state = with_clip_factor(c, state, row)
       phase.set_resume_point(step, state, position(sampling, total), row)
-      conclude(run, phase, sampling, state, row)
+      finish_iteration(run, phase, sampling, state, row)
   return state.params
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """What the devices run in an iteration besides sampling."""
+  """Programs of an iteration besides sampling."""
 
+  segments: batches.Segments | None  # None if a response has one importance ratio
   passes: Sequence[tuple[Pass, Callable]]  # without gradient, before the updates
   advantages: advantages.Part
   update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
-  review: Callable[..., dict[str, jax.Array]]  # for dumps
+  review: Callable[..., dict[str, jax.Array]]  # fills the samples log
   rates: np.ndarray  # learning rate of each update
 
 
 def programs_of(run: Run) -> Programs:
-  """The programs of the configured objective."""
+  """Makes the programs of the configured objective."""
   c, learner = run.config, learner_of(run.config, "rl")
   tx, critic = optimizers(c)
   old_policy = make_old_policy(learner, c.objective)
   return Programs(
+    batches.make_segments(c.objective, run.tokenizer),
     make_passes(run, learner, old_policy),
     advantages.make(c, critic),
     make_rl_step(learner, c.objective, tx, critic),
@@ -123,7 +130,7 @@ def programs_of(run: Run) -> Programs:
 
 
 def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
-  """The training state before the first iteration."""
+  """Makes the training state before the first iteration."""
   c = run.config
   tx, critic = optimizers(c)
   state = new_state(start_policy(run, start_params), tx, c.objective.adaptive_clip)
@@ -134,7 +141,7 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
 
 
 def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
-  """The policy before the first iteration, with its adapters."""
+  """Makes the policy before the first iteration, with its adapters."""
   c = run.config
   return with_adapters(
     start_params(), c.model, c.lora, c.compute.dtype, run.mesh, c.seed_of("lora")
@@ -144,28 +151,30 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resumed(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """What the run has used so far, and the row of metrics that is still to be concluded: at the
-  start, one that has the curve begin with an evaluation. Sampling goes on where it stood."""
+  """Resumes sampling; returns the totals and the unfinished row of metrics.
+
+  At the start of a run that row has the curve begin with an evaluation.
+  """
   if saved is None:
     return Totals(), dict(step=0) | Totals().metrics()
   sampling.set_position(saved["position"])
   return Totals(**saved["position"]["total"]), saved["pending"]
 
 
-def updated(
+def update(
   run: Run,
   programs: Programs,
   state: TrainState,
-  taken: Sequence[TrainBatch],
+  minibatches: Sequence[TrainBatch],
   collected: Collected,
 ) -> tuple[TrainState, dict[str, Any], float]:
-  """The state after the updates of an iteration, its row of metrics, and their seconds."""
-  c, rollout, begun, metrics = run.config, collected.rollout, time.perf_counter(), []
-  for minibatch in taken:
+  """Makes the updates of an iteration; returns state, metrics, and seconds."""
+  c, rollout, start_time, metrics = run.config, collected.rollout, time.perf_counter(), []
+  for minibatch in minibatches:
     state, metric = programs.update(state, minibatch)
     metrics.append(metric)
     run.profiler.count("update", 1, state)
-  # The devices are busy; what the host has to do comes now.
+  # The devices are busy; the host does its part now.
   rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
@@ -173,22 +182,22 @@ def updated(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  if c.rl.lag or collected.version != collected.step:  # as what a run with a lag has left
-    judged_B = collected.known_B | c.distillation.alone
-    row |= lag_metrics(rollout, collected.step, (trained_B > 0) & judged_B)
+  if c.rl.lag or collected.version != collected.step:  # a resumed run may have had a lag
+    verdict_B = collected.known_B | c.distillation.alone
+    row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
   jax.block_until_ready(state)
-  return state, row, time.perf_counter() - begun
+  return state, row, time.perf_counter() - start_time
 
 
-def with_ranges(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
-  """The state with the clip ranges of the next iteration; they wait while only a critic learns."""
+def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
+  """Sets the next clip ranges, unless only a critic learns."""
   if row["step"] <= c.critic.warmup:
     return state
   return adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
-  """The passes before an iteration's updates, each with its program."""
+  """Makes the passes before an iteration's updates, each with its program."""
   c = run.config
   make = dict(
     old_policy=lambda: old_policy,
@@ -200,7 +209,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """The parameters that passes read and no update changes, by name."""
+  """Loads the parameters of passes without updates, by name."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
@@ -209,28 +218,13 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
   return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}
 
 
-def place(run: Run, collected: Collected) -> list[TrainBatch]:
-  """The mini-batches of an iteration, on the devices."""
-  c = run.config
-  unit = c.objective.segment_unit
-  return batches.place(
-    c,
-    run.mesh,
-    collected.rollout,
-    reward_PG=collected.reward_PG,
-    advantage_PG=collected.advantage_PG,
-    advantage_BL=collected.advantage_BL,
-    known_B=collected.known_B,
-    version=collected.step,
-    breaks_V=run.line_breaks if unit == "line" else None,
-    delimiters=run.delimiters if unit == "step" else None,
-  )
-
-
-def conclude(
+def finish_iteration(
   run: Run, phase: Phase, sampling: Pipeline, state: TrainState, row: dict[str, Any]
 ) -> None:
-  """Evaluates, reports and saves what is due after an iteration, whose row of metrics this is."""
+  """Evaluates, reports and saves if it is due after an iteration.
+
+  `row` holds its metrics.
+  """
   c, step = run.config, row["step"]
   last = step == c.rl.iterations
   evaluated = step % c.eval.every == 0 or last
@@ -252,7 +246,7 @@ def conclude(
 
 
 def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
-  """ValueError if the metric `checkpoint.best` is not in the first row that it could be in."""
+  """Raises ValueError if the metric `checkpoint.best` is missing."""
   due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
     near = difflib.get_close_matches(best, row, n=1)
@@ -261,42 +255,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Remembers where the run stands; called, the result makes JSON of it for a checkpoint."""
-  where = sampling.position()
-  return lambda: where() | dict(total=total.get_state())
-
-
-def operations(run: Run, collected: Collected) -> tuple[float, float]:
-  """Model FLOPs of an iteration's passes without gradient and of its updates, with each prompt
-  counted once, without padding and without what is calculated twice."""
-  c, prompt_B, end_B = run.config, collected.rollout.prompt_lengths, collected.rollout.ends
-  prompt_P = prompt_B[:: c.rl.group_size]
-  taught = run.teacher and run.teacher.model
-  without_gradient = flops.pass_flops(c, taught, prompt_P, prompt_B, end_B)
-  forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
-  return without_gradient, 3 * c.rl.epochs * c.models * forward
-
-
-def records(
-  run: Run,
-  collected: Collected,
-  minibatches: list[TrainBatch],
-  reviews: list[dict[str, jax.Array]],
-) -> list[dict[str, Any]]:
-  """Records of the dump for each response; `reviews` are of the policy after the updates."""
-  B, G = len(collected.rollout.tokens), run.config.rl.group_size
-
-  def in_order(arrays: Sequence[jax.Array]) -> np.ndarray:
-    return batches.in_rollout_order(arrays, minibatches, B, G)
-
-  ratio_BT = in_order([review["log_ratio_BT"] for review in reviews])
-  clipped_BT = in_order([review["clipped_BT"] for review in reviews])
-  first, fields = minibatches[0], {}
-  if run.config.estimator.on_devices:  # else advantages are those of the rollout
-    for name in ("old_value_BT", "advantage_B", "advantage_BT"):
-      if getattr(first, name) is not None:
-        fields[name] = in_order([getattr(batch, name) for batch in minibatches])
-  if first.unit_BT is not None:
-    unit_BT = in_order([batch.unit_BT for batch in minibatches])
-    fields["segments"] = unit_BT, in_order([review["gradient_BT"] for review in reviews])
-  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **fields)
+  """Remembers position and totals; returns a function to their JSON."""
+  sampler_position = sampling.position()
+  return lambda: sampler_position() | dict(total=total.get_state())

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,9 @@ from gspo_jax import inputs, sharding, teacher, train
 from gspo_jax.aot import estimate, plan, programs
 from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.learner import packing
-from gspo_jax.learner.advantages import of_teacher
+from gspo_jax.learner.advantages import teacher_advantages
 from gspo_jax.models import hf, transformer
-from gspo_jax.models.flops import forward_flops
+from gspo_jax.models.flops import forward_flops, iteration_flops
 from gspo_jax.run import open_run
 from gspo_jax.runs import provenance
 from gspo_jax.runs.weight_source import WeightSource
@@ -76,7 +75,7 @@ def directory(tmp_path_factory):
 def batch(**changes):
   base = make_batch(SMALLER_DENSE)
   tokens_BT = base.inputs.tokens_BT % SMALLER_DENSE.vocab_size
-  return with_inputs(base, tokens_BT=tokens_BT).replace(**changes)
+  return with_inputs(base, tokens_BT=tokens_BT).with_fields(**changes)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -87,8 +86,8 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
   batches = [batch(advantage_BT=advantage_BT), batch(advantage_BT=advantage_BT)]
   teacher_logps = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
   teacher_logps = [np.float32(x) for x in teacher_logps]
-  taught = [b.replace(teacher_logp_BT=x) for b, x in zip(batches, teacher_logps)]
-  results, metrics = of_teacher(config)(taught)
+  taught = [b.with_fields(teacher_logp_BT=x) for b, x in zip(batches, teacher_logps)]
+  results, metrics = teacher_advantages(config)(taught)
   ratios, expected = [], []
   for part, teacher_BT in zip(batches, teacher_logps):
     mask_BT = part.mask_BT > 0
@@ -259,14 +258,12 @@ def test_its_pass_is_counted(directory):
   path, _, model = directory
   config = student(path)
   taught, prompts = teacher.find(config), np.array([5, 5, 7, 7])
-  rollout = SimpleNamespace(prompt_lengths=prompts, ends=np.array([9, 8, 8, 10]))
-  collected = SimpleNamespace(rollout=rollout)
-  alone = SimpleNamespace(config=dataclasses.replace(config, distillation=OFF), teacher=None)
+  ends = np.array([9, 8, 8, 10])
+  alone = dataclasses.replace(config, distillation=OFF)
   (without, updates), (with_it, same) = (
-    train.operations(run, collected)
-    for run in (alone, SimpleNamespace(config=config, teacher=taught))
+    iteration_flops(c, model, prompts, ends) for c, model in ((alone, None), (config, taught.model))
   )
-  forward = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
+  forward = forward_flops(model, prompts[::4], prompts, ends)
   assert with_it - without == pytest.approx(forward) and forward > 0 and same == updates
 
 

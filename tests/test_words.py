@@ -40,7 +40,7 @@ CODE = """
   gspo_jax/cli               0.0       0     9.6    0.05       0
   gspo_jax/data             11.4       5    14.4    0.77      22
   gspo_jax/evaluation        0.0       0     9.3    0.00       0
-  gspo_jax/learner          15.3       9    16.9    0.82      18
+  gspo_jax/learner           0.0       0    10.4    0.09       3
   gspo_jax/models            0.0       0    10.2    0.00       0
   gspo_jax/objectives        2.6       0    12.6    0.41       0
   gspo_jax/report            0.0       0    10.1    0.03       0

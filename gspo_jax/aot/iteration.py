@@ -191,7 +191,7 @@ def packed_microbatches(
 ) -> int:
   """Micro-batches of an update for the sequences, with `rows` rows per device."""
   prompts = np.full(len(lengths), prompt)
-  _, placed = packing.places(lengths, window, shards, prompts, group_size, response_tokens)
+  placed = packing.places(lengths, window, shards, prompts, group_size, response_tokens)
   return int(placed.row_B.max()) // rows + 1
 
 

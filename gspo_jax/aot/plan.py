@@ -15,8 +15,7 @@ from gspo_jax.aot.estimate import activation_bytes, changed, device_bytes
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
-from gspo_jax.models import critic as critics
-from gspo_jax.models import flops, remat, transformer
+from gspo_jax.models import flops, head, remat, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.settings import passes
 from gspo_jax.settings.reading import default
@@ -49,7 +48,8 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   text.append(f"model: {count:,} parameters{each}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
-    declared = jax.tree.leaves(critics.table(config.model, apart))
+    model = transformer.table(config.model) if apart else None
+    declared = jax.tree.leaves(head.critic_table(config.model, model))
     trunk = "a model of its own" if apart else "a head on the policy's trunk"
     text.append(f"critic: {sum(math.prod(w.shape) for w in declared):,} parameters, {trunk}")
   if taught := inputs.teacher:
@@ -134,8 +134,8 @@ def iteration(
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   end_B = prompt_B + c.sampling.max_new_tokens
   forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
-  total = (c.sampled_share + 3 * rl.epochs * c.models) * forward  # Sampling and updates.
-  total += flops.pass_flops(c, taught and taught.model, prompt_P, prompt_B, end_B)
+  work = flops.iteration_flops(c, taught and taught.model, prompt_B, end_B)
+  total = c.sampled_share * forward + work.updates + work.passes
   peak, basis = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()

@@ -29,7 +29,14 @@ from gspo_jax.settings import run as configuration
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
+from gspo_jax.structs import (
+  CriticTargets,
+  MetricInputs,
+  ModelInputs,
+  Places,
+  TrainBatch,
+  TrainState,
+)
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -291,28 +298,26 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
       sampler_experts_BTlk=experts,
       support_BTX=field(jnp.int32, case.length, width) if width else None,
       prompt_B=shared,
-      row_B=place,
-      start_B=place,
-      trunk_B=shared,
-      path_B=shared,
+      places=Places(place, place, place, shared, shared) if c.rl.packed else None,
     ),
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
     sampler_logp_BT=real,
-    current_BT=real if c.rl.partial or c.rl.lag or c.job == "offline" else None,
-    age_B=field(jnp.int32) if c.rl.lag else None,
     advantage_BT=None if c.estimator.by_response else real,
-    return_BT=real if "old_value_BT" in filled else None,
     mixed_B=field(jnp.bool_) if c.objective.kl_groups == "mixed" else None,
     unit_BT=tokens if c.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     old_experts_BTlk=experts,
-    order_B=place,
+    critic_targets=CriticTargets(return_BT=real if "old_value_BT" in filled else None),
+    metric_inputs=MetricInputs(
+      current_BT=real if c.rl.partial or c.rl.lag or c.job == "offline" else None,
+      age_B=field(jnp.int32) if c.rl.lag else None,
+    ),
   )
   # Experts need replay; a teacher's log-probs and last values are merged into advantages.
   used = {"old_experts_BTlk", "teacher_logp_BT", "last_value_B"}
-  return batch.replace(**dict.fromkeys(filled - used, real))
+  return batch.with_fields(**dict.fromkeys(filled - used, real))
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:

@@ -11,17 +11,17 @@ from gspo_jax.objectives import adapted_factor
 from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainState
 
-METRIC = "clip_fraction/token"  # of an iteration, all updates together
+METRIC = "clip_fraction/token"  # one value for all updates of an iteration
 RANGES = ("clip_low", "clip_high", "clip_range")
 
 
 def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
-  """The state with a factor of the clip ranges, 1, if they are to move."""
+  """Adds a factor of the clip ranges, 1, if they are adaptive."""
   return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
 
 
 def in_force(numbers: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
-  """An objective's numbers with its ranges at this factor; None: as configured."""
+  """Returns hyperparameters with clip ranges at this factor; None for the configured ones."""
   if factor is None:
     return numbers
   return {key: n * factor if key in RANGES else n for key, n in numbers.items()}
@@ -30,9 +30,10 @@ def in_force(numbers: Mapping[str, Any], factor: jax.Array | None) -> Mapping[st
 def adapted(
   state: TrainState, row: Mapping[str, Any], config: AdaptiveClipConfig, on_nonfinite: str
 ) -> TrainState:
-  """The state after an iteration with this row of metrics. It is made on the devices: no value is
-  fetched. After an update that was not finite, with "stop", the ranges stay as the update met them,
-  and as they are where no token was trained on.
+  """Returns the state with the clip ranges that follow from a row of metrics.
+
+  It is computed on the devices: no value is fetched. After an update that was not finite, with
+  "stop", the ranges stay as the update met them. They also stay where no token was trained on.
   """
   if state.clip_factor is None:
     return state

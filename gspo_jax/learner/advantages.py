@@ -18,71 +18,75 @@ from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import P
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import AdvantageInputs, TrainBatch
 
-# From all mini-batches of an iteration to the same with advantages of tokens, and metrics.
-Made = tuple[list[TrainBatch], dict[str, jax.Array]]
-Part = Callable[[Sequence[TrainBatch]], Made]
+# Mini-batches of an iteration with their advantages, and metrics.
+Filled = tuple[list[TrainBatch], dict[str, jax.Array]]
+Part = Callable[[Sequence[TrainBatch]], Filled]
 EPSILON = 1e-6  # added to the standard deviation of advantages
 
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
-  """The part of the configured estimator, and metrics of what the loss will multiply with."""
+  """Makes the configured estimator's part, with metrics of advantages."""
   make_part, by_token = PARTS.get(c.estimator.name), c.objective.loss.by_token
   part = make_part(c, critic) if make_part else lambda batches: (list(batches), {})
 
-  def described(batches: Sequence[TrainBatch]) -> Made:
+  def described(batches: Sequence[TrainBatch]) -> Filled:
     batches, row = part(batches)
     return batches, _described(batches, by_token) | row
 
   return described
 
 
-def of_critic(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
-  """A jitted function of all mini-batches of an iteration, which need `reward_BT` and
-  `old_value_BT`, with a `kl_coef` `ref_logp_BT`, with `bootstrap` `last_value_B` and `cut_off_B`,
-  for turns `turn_BT`. It returns them with `advantage_BT` and `return_BT`, and metrics.
+def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
+  """Makes advantages and returns from a critic's values.
+
+  A jitted function of all mini-batches of an iteration. They need `reward_BT` and `old_value_BT`,
+  with a `kl_coef` `ref_logp_BT`, with `bootstrap` `last_value_B` and `cut_off_B`, for turns
+  `turn_BT`. It returns them with `advantage_BT` and `return_BT`, and metrics.
 
   `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
   of GAE have the values in them, and would flatter.)
   """
   number = {key: float(numbers.get(key, 0.0)) for key in ("discount", "trace", "kl_coef")}
 
-  def of_batch(
+  def batch_advantages(
     batch: TrainBatch, number: Mapping[str, Any]
   ) -> tuple[TrainBatch, jax.Array, dict[str, Any]]:
-    mask_BT, reward_BT, metrics = batch.mask_BT, batch.reward_BT, {}
+    mask_BT, needed, metrics = batch.mask_BT, batch.advantage_inputs, {}
+    reward_BT, old_value_BT = needed.reward_BT, batch.critic_targets.old_value_BT
     if config.kl_coef:
       tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
       reward_BT = reward_BT - number["kl_coef"] * tokens_BT
       responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
       metrics["reward/kl_penalty"] = Mean(number["kl_coef"] * tokens_BT.sum(), responses)
     gamma, last_B, estimate = number["discount"], None, O.gae
-    if batch.cut_off_B is not None:
-      last_B = jnp.where(batch.cut_off_B, batch.last_value_B, 0)
-    if batch.turn_BT is not None:
-      estimate = functools.partial(O.turn_gae, turn_BT=batch.turn_BT)
+    if needed.cut_off_B is not None:
+      last_B = jnp.where(needed.cut_off_B, needed.last_value_B, 0)
+    if needed.turn_BT is not None:
+      estimate = functools.partial(O.turn_gae, turn_BT=needed.turn_BT)
     advantage_BT, return_BT = estimate(
       reward_BT,
-      batch.old_value_BT,
+      old_value_BT,
       mask_BT,
       discount=gamma,
       trace=number["trace"],
       last_value_B=last_B,
     )
     outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
-    used = dict.fromkeys(("reward_BT", "last_value_B", "cut_off_B", "turn_BT"))
-    made = batch.replace(advantage_BT=advantage_BT, return_BT=return_BT, **used)
-    return made, outcome_BT, metrics
+    batch = batch.replace(advantage_inputs=AdvantageInputs())
+    return batch.with_fields(advantage_BT=advantage_BT, return_BT=return_BT), outcome_BT, metrics
 
   @jax.jit
   def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
-    batches, outcomes, metrics = zip(*(of_batch(batch, number) for batch in batches))
+    batches, outcomes, metrics = zip(*(batch_advantages(batch, number) for batch in batches))
     masks = [batch.mask_BT for batch in batches]
     described = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | described
     # About their means: squares of values and returns far from 0 would cancel.
-    about = [_about_mean(x, masks)[1] for x in ([b.old_value_BT for b in batches], outcomes)]
+    about = [
+      _about_mean(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
+    ]
     explained = map(O.explained_variance.sums, *about, masks)
     row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
@@ -94,35 +98,43 @@ def of_critic(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
   return lambda batches: advantages(list(batches), number)
 
 
-def of_reference(config: ObjectiveConfig, group_size: int) -> Part:
-  """Advantages of rewards less a price on leaving the reference, r_i − β Σ_t log π_old/π_ref, β
-  being `reward_kl_coef`: as the configured estimator makes them of a group's rewards.
+def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
+  """Makes advantages of rewards less a price on leaving the reference.
+
+  The configured estimator compares r_i − β Σ_t log π_old/π_ref in a group, β being
+  `reward_kl_coef`.
 
   The mini-batches need `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Responses that are not trained
   on are in no mean.
   """
-  of_group = O.ESTIMATORS[config.advantage_kind].of_group
+  estimate = O.ESTIMATORS[config.advantage_kind].of_group
 
   @jax.jit
-  def advantages(batches: Sequence[TrainBatch], coef: float) -> Made:
+  def advantages(batches: Sequence[TrainBatch], coef: float) -> Filled:
     rewards, valid, prices = [], [], []
     for batch in batches:
       mask_BT = batch.mask_BT > 0
       drift_BT = jnp.where(mask_BT, batch.old_logp_BT - batch.ref_logp_BT, 0)
       prices.append(coef * drift_BT.sum(axis=1))
-      rewards.append(_in_groups(batch.reward_BT.sum(axis=1) - prices[-1], batch))
+      rewards.append(_in_groups(batch.advantage_inputs.reward_BT.sum(axis=1) - prices[-1], batch))
       valid.append(_in_groups(mask_BT.any(axis=1), batch))
     reward_PG, valid_PG = (jnp.concatenate(x).reshape(-1, group_size) for x in (rewards, valid))
-    made = jnp.split(of_group(reward_PG, valid_PG=valid_PG).reshape(-1), len(batches))
+    advantages = jnp.split(estimate(reward_PG, valid_PG=valid_PG).reshape(-1), len(batches))
     total = Mean(sum(price_B.sum() for price_B in prices), valid_PG.sum(dtype=jnp.float32))
-    given = [b.replace(reward_BT=None, advantage_B=_in_rows(x, b)) for b, x in zip(batches, made)]
-    return given, {"reward/kl_penalty": total.compute()}
+    batches = [
+      b.replace(advantage_inputs=AdvantageInputs(), advantage_B=_in_rows(x, b))
+      for b, x in zip(batches, advantages)
+    ]
+    return batches, {"reward/kl_penalty": total.compute()}
 
   return lambda batches: advantages(list(batches), config.reward_kl_coef)
 
 
 def _in_groups(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """In the order before `packing.plan`, on every device: groups may lie on several."""
+  """Restores the order before `packing.plan`, on every device.
+
+  Groups may lie on several devices.
+  """
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
@@ -137,8 +149,10 @@ def _in_rows(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="by_token")
 def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
-  """`_moments` of the advantages of tokens, where a loss takes such and there are some, else of
-  responses: of those that are trained on."""
+  """Describes the advantages that the loss multiplies with.
+
+  These are of tokens if the loss takes such and there are some, else of responses.
+  """
   if by_token and batches[0].advantage_BT is not None:
     return _moments([b.advantage_BT for b in batches], [b.mask_BT for b in batches])
   masks = [(b.mask_BT > 0).any(axis=1).astype(jnp.float32) for b in batches]
@@ -146,7 +160,7 @@ def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array
 
 
 def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
-  """Mean, standard deviation, least and largest where the masks are 1; 0 where none of them is."""
+  """Returns mean, standard deviation, minimum and maximum over masks; 0 without tokens."""
   mean, far = _about_mean(values, masks)
   std = jnp.sqrt(_mean([x**2 for x in far], masks))
   extremes = [
@@ -161,7 +175,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
 def _about_mean(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """The mean over the tokens of all mini-batches, and by how much each [B, T] is above it."""
+  """Returns the mean over all mini-batches, and each [B, T] less it."""
   mean = _mean(values, masks)
   return mean, [value_BT - mean for value_BT in values]
 
@@ -174,9 +188,11 @@ def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
   return functools.reduce(merge, sums).compute()
 
 
-def of_teacher(config: DistillationConfig) -> Part:
-  """The student samples, the teacher scores the same tokens, and each token's advantage is how much
-  likelier the teacher finds it than the student did, beside that of its rewards or instead of it.
+def teacher_advantages(config: DistillationConfig) -> Part:
+  """Makes advantages from the log-probs of a teacher on the student's tokens.
+
+  Each token's advantage is how much likelier the teacher finds it than the student did, beside that
+  of its rewards or in its place.
 
   Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)), with c `coef`, γ
   `discount` and w `reward_weight` (`objectives.distillation_advantages`). The mini-batches need
@@ -186,27 +202,28 @@ def of_teacher(config: DistillationConfig) -> Part:
 
 
 @jax.jit
-def _distilled(batches: list[TrainBatch], number: Mapping[str, Any]) -> Made:
+def _distilled(batches: list[TrainBatch], number: Mapping[str, Any]) -> Filled:
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT
     if reward_BT is None:
       reward_BT = batch.advantage_B[:, None]
     gain_BT = number["coef"] * O.distillation_advantages(
-      batch.old_logp_BT, batch.teacher_logp_BT, batch.mask_BT, number["discount"]
+      batch.old_logp_BT, batch.advantage_inputs.teacher_logp_BT, batch.mask_BT, number["discount"]
     )
     reward_BT = jnp.where(batch.mask_BT > 0, number["reward_weight"] * reward_BT, 0)
-    return batch.replace(advantage_BT=reward_BT + gain_BT, teacher_logp_BT=None)
+    return batch.replace(advantage_BT=reward_BT + gain_BT, advantage_inputs=AdvantageInputs())
 
   divergences = [
-    O.reverse_kl.sums(batch.old_logp_BT, batch.teacher_logp_BT, batch.mask_BT) for batch in batches
+    O.reverse_kl.sums(batch.old_logp_BT, batch.advantage_inputs.teacher_logp_BT, batch.mask_BT)
+    for batch in batches
   ]
   metrics = {"distillation/reverse_kl": functools.reduce(merge, divergences)}
   return [advantages(batch) for batch in batches], O.compute(metrics)
 
 
 PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
-  gae=lambda c, critic: of_critic(c.critic, critic.numbers),
-  turn_gae=lambda c, critic: of_critic(c.critic, critic.numbers),
-  kl_in_reward=lambda c, _: of_reference(c.objective, c.rl.group_size),
-  distillation=lambda c, _: of_teacher(c.distillation),
+  gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),
+  turn_gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),
+  kl_in_reward=lambda c, _: reference_advantages(c.objective, c.rl.group_size),
+  distillation=lambda c, _: teacher_advantages(c.distillation),
 )

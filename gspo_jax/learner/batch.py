@@ -1,79 +1,66 @@
-"""From what was sampled to the mini-batches of an iteration, and back to its order."""
+"""Rollouts to mini-batches on the devices, and arrays of these back to the rollout's order."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from gspo_jax import sharding
+from gspo_jax.data.tokenizer import Tokenizer, line_breaks
 from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import ages as ages_of
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.objectives.advantages import alike
-from gspo_jax.sampling.delimiters import Delimiters, step_ends
+from gspo_jax.sampling.delimiters import Delimiters, delimiters, step_ends
 from gspo_jax.sampling.parts import breaks, segment_ids
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
+from gspo_jax.structs import MetricInputs, ModelInputs, Rollout, TrainBatch
+
+Segments = Callable[[Rollout], np.ndarray | None]
+
+
+class Scored(Protocol):
+  """A rollout with its rewards and advantages (`rollouts.collector.Collected`)."""
+
+  rollout: Rollout
+  step: int  # version of the weights before the updates
+  reward_PG: np.ndarray
+  known_B: np.ndarray  # bool: there is a verdict on the response
+  advantage_PG: np.ndarray
+  advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage
 
 
 def place(
-  c: RunConfig,
-  mesh: jax.sharding.Mesh,
-  rollout: Rollout,
-  *,
-  reward_PG: np.ndarray,
-  advantage_PG: np.ndarray,
-  advantage_BL: np.ndarray | None,
-  known_B: np.ndarray,
-  version: int,
-  breaks_V: np.ndarray | None = None,
-  delimiters: Delimiters | None = None,
+  c: RunConfig, mesh: jax.sharding.Mesh, scored: Scored, segments: Segments | None = None
 ) -> list[TrainBatch]:
-  """The mini-batches of an iteration, on the devices.
+  """Returns the mini-batches of an iteration, on the devices.
 
   Args:
-    advantage_BL: of each token, where turns or lines have rewards of their own.
-    known_B: on which responses there is a verdict.
-    version: of the weights before the updates.
-    breaks_V: line breaks in the text of each token, for segments that are lines.
-    delimiters: what ends a segment that is a step.
+    segments: of `make_segments`; None if responses have one importance ratio each.
   """
+  rollout, version = scored.rollout, scored.step
   older = has_older(rollout, version)
-  # Conversations may begin differently. What was put aside went through the prompt again, with
-  # other weights, so that each trajectory of a group may have other experts there. With a lag
-  # those of servers may too, which take new weights under way; their record (`rl.replay`)
-  # makes the same updates with any engine. Older tokens without a lag may be of either.
-  moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
-  shared = not c.environment.name and not (moved and rollout.routing is not None)
-  reward_BL, mixed_B = None, None
-  if c.objective.kl_groups == "mixed":
-    alike_P1 = np.asarray(alike(reward_PG, known_B.reshape(reward_PG.shape)))
-    mixed_B = np.repeat(~alike_P1, reward_PG.shape[1])
+  shared = shares_prompts(c, rollout, older)
   if not c.distillation.alone:  # a teacher needs no verdict
-    rollout = judged(rollout, known_B)
-  if c.estimator.needs & {"critic", "reference"}:  # advantages are made of it on the devices
-    reward_BL = of_tokens(rollout, reward_PG, in_parts=advantage_BL is not None)
+    rollout = with_verdict(rollout, scored.known_B)
   batch = train_batch(
     rollout,
-    advantage_PG,
-    advantage_BL,
-    segments_of(c.objective, rollout, breaks_V, delimiters),
+    scored.advantage_PG,
+    scored.advantage_BL,
+    segments and segments(rollout),
     shared_prompts=shared,
     version=version if c.rl.partial or c.rl.lag or c.job == "offline" or older else None,
     ages=c.rl.ages > 0,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
-    reward_BL=reward_BL,
-  ).replace(
-    mixed_B=mixed_B,
-    cut_off_B=~rollout.stopped if c.critic.bootstrap else None,
-    turn_BT=rollout.turns if c.estimator.needs >= {"critic", "turns"} else None,
   )
   return minibatches(
-    batch,
+    batch.with_fields(**optional_fields(c, scored, rollout)),
     c.rl.minibatches,
     c.rl.prompts,
     c.rl.group_size,
@@ -83,21 +70,53 @@ def place(
   )
 
 
+def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
+  """Whether a group's trajectories begin with the same tokens and experts."""
+  # Conversations may begin differently. A response that was put aside went through the prompt
+  # again, with other weights and perhaps other experts than those of its group. With a lag,
+  # servers may take new weights between responses of a group too; the record of experts
+  # (`rl.replay`) makes the same updates with any engine. Older tokens without a lag may be either.
+  moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
+  return not c.environment.name and not (moved and rollout.routing is not None)
+
+
+def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
+  """Returns the fields of a batch for some configurations only."""
+  fields = {}
+  if c.objective.kl_groups == "mixed":
+    alike_P1 = np.asarray(alike(scored.reward_PG, scored.known_B.reshape(scored.reward_PG.shape)))
+    fields["mixed_B"] = np.repeat(~alike_P1, scored.reward_PG.shape[1])
+  if c.estimator.needs & {"critic", "reference"}:  # advantages are made on the devices
+    in_parts = scored.advantage_BL is not None
+    fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
+  if c.critic.bootstrap:
+    fields["cut_off_B"] = ~rollout.stopped
+  if c.estimator.needs >= {"critic", "turns"}:
+    fields["turn_BT"] = rollout.turns
+  return fields
+
+
 def has_older(rollout: Rollout, version: int) -> bool:
-  """Whether other weights than those of `version` have sampled some token. That may be so without a
-  lag too: in batches on record, or left from a run with a lag that is gone on with."""
+  """Whether weights of another version have sampled some token.
+
+  Without a lag this happens too: in recorded batches, and in batches of a resumed run that had one.
+  """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
 
-def judged(rollout: Rollout, known_B: np.ndarray) -> Rollout:
-  """The rollout without the responses on which there is no verdict: an advantage of 0 would still
-  count in the means of a loss, and in its penalties."""
+def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
+  """Masks the responses without a verdict.
+
+  With an advantage of 0 they would still count in the means of a loss, and in its penalties.
+  """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
 
-def of_tokens(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """The reward of each token that counts in `rollout`: of turns or lines where these have rewards
-  of their own, else of the response at its end."""
+def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
+  """Returns the reward of each trained token, float32 [B, L].
+
+  in_parts: whether turns or lines have rewards of their own; else a response has, at its end.
+  """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
     return rollout.rewards * live_B[:, None]
@@ -105,29 +124,45 @@ def of_tokens(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.nda
 
 
 def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-  """float32 [B, L]: each reward at the last token that is trained on, 0 elsewhere."""
+  """Puts each reward at the last trained token: float32 [B, L]."""
   L = mask_BL.shape[1]
   last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
-  at_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
-  return np.where(at_BL, reward_B[:, None], 0).astype(np.float32)
+  end_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
+  return np.where(end_BL, reward_B[:, None], 0).astype(np.float32)
+
+
+def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
+  """Makes a function to parts with importance ratios of their own.
+
+  None if a response has one ratio.
+  """
+  unit = objective.segment_unit
+  if unit is None:
+    return None
+  breaks_V = line_breaks(tokenizer) if unit == "line" else None
+  marks = delimiters(objective.segment_delimiters, tokenizer) if unit == "step" else None
+  return lambda rollout: segments_of(objective, rollout, breaks_V, marks)
 
 
 def segments_of(
   objective: ObjectiveConfig,
   rollout: Rollout,
   breaks_V: np.ndarray | None,
-  delimiters: Delimiters | None,
-) -> np.ndarray | None:
-  """Parts of each trajectory that have an importance ratio of their own; None: there are none."""
-  unit, turn_BT, ends_BT = objective.segment_unit, rollout.turns, None
-  if unit is None:
-    return None
+  marks: Delimiters | None,
+) -> np.ndarray:
+  """Numbers the segments of each trajectory, int32 [B, L].
+
+  Args:
+    breaks_V: line breaks in the text of each token; None if segments are not lines.
+    marks: ends of steps; None if segments are not steps.
+  """
+  unit, ends_BT = objective.segment_unit, None
   if unit == "line":
     ends_BT = breaks(rollout.tokens, breaks_V) > 0
   if unit == "step":
-    ends_BT = step_ends(delimiters, rollout.tokens, rollout.mask, turn_BT)
+    ends_BT = step_ends(marks, rollout.tokens, rollout.mask, rollout.turns)
   size = objective.segment_tokens
-  return segment_ids(rollout.mask, turn_BT=turn_BT, size=size, ends_BT=ends_BT)
+  return segment_ids(rollout.mask, turn_BT=rollout.turns, size=size, ends_BT=ends_BT)
 
 
 def train_batch(
@@ -140,63 +175,79 @@ def train_batch(
   version: int | None = None,
   replays_sampler: bool = False,
   mask_truncated: bool = False,
-  reward_BL: np.ndarray | None = None,
   ages: bool = False,
 ) -> TrainBatch:
-  """The rollout as the learner sees it; its old log-probabilities are still to be decided.
+  """Returns the rollout as inputs of an update, on the host.
 
   Args:
-    advantage_BL: of each token, where they differ within a trajectory.
-    unit_BL: segments of each trajectory, where they have importance ratios of their own.
-    shared_prompts: the trajectories of a group begin with the same tokens, for which the sampler
-      used the same experts.
-    version: of the weights before the updates, where older ones may have sampled some tokens. What
-      sampler and trainer are compared by is then left out for these; None: all are of one version.
-    replays_sampler: experts stay on record for all tokens in any case, since they are replayed.
-    mask_truncated: leave responses that were cut off out of the loss.
-    reward_BL: of each token, for a critic.
-    ages: say how old each response is, against `version`.
+    advantage_BL: advantages of tokens; None if a response has one.
+    unit_BL: segments of each trajectory; None if a response has one importance ratio.
+    shared_prompts: the trajectories of a group begin with the same tokens and the same experts.
+    version: of the weights before the updates, where older ones may have sampled some tokens, which
+      no comparison of sampler and trainer counts then; None if all are of one version.
+    replays_sampler: whether the experts of all tokens are needed, since they are replayed.
+    mask_truncated: whether responses that were cut off are left out of the loss.
+    ages: whether metrics are split by the age of responses, against `version`.
   """
-  length = rollout.tokens.shape[1]
-  segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
-  experts_BTlk = rollout.routing
-  if experts_BTlk is not None:  # whatever padding holds was not chosen by anybody
-    kept = segments_BT[:, :, None, None] > 0
-    if version is not None and not replays_sampler:
-      kept &= (fed_to(rollout.version) == version)[:, :, None, None]
-    experts_BTlk = np.where(kept, experts_BTlk, experts_BTlk.dtype.type(routing.NO_EXPERT))
-  mask_BT, current_BT = rollout.mask, None
+  mask_BT = rollout.mask
   if mask_truncated:
     mask_BT = mask_BT * rollout.stopped[:, None].astype(mask_BT.dtype)
-  if version is not None:
-    current_BT = rollout.version == version
-    if replays_sampler:  # of older tokens too, so that those after them are of another network
-      current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
-    current_BT = current_BT.astype(mask_BT.dtype)
+  length = rollout.tokens.shape[1]
+  segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
   inputs = ModelInputs(
     tokens_BT=rollout.tokens,
     segments_BT=segments_BT,
-    sampler_experts_BTlk=experts_BTlk,
+    sampler_experts_BTlk=sampler_experts(rollout, segments_BT, version, replays_sampler),
     support_BTX=rollout.support,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
+  )
+  metric_inputs = MetricInputs(
+    current_tokens(rollout, version, replays_sampler), ages_of(rollout, version) if ages else None
   )
   return TrainBatch(
     inputs,
     mask_BT=mask_BT,
     advantage_B=advantage_PG.reshape(-1).astype(np.float32),
-    old_logp_BT=None,
+    old_logp_BT=rollout.logp,
     sampler_logp_BT=rollout.logp,
-    current_BT=current_BT,
     unit_BT=unit_BL,
     advantage_BT=advantage_BL,
-    reward_BT=reward_BL,
-    age_B=ages_of(rollout, version) if ages else None,
+    metric_inputs=metric_inputs,
   )
 
 
+def sampler_experts(
+  rollout: Rollout, segments_BT: np.ndarray, version: int | None, replays_sampler: bool
+) -> np.ndarray | None:
+  """Returns the sampler's experts without those of padding and older weights."""
+  experts_BTlk = rollout.routing
+  if experts_BTlk is None:
+    return None
+  chosen_BT = segments_BT > 0
+  if version is not None and not replays_sampler:
+    chosen_BT = chosen_BT & (fed_to(rollout.version) == version)
+  no_expert = experts_BTlk.dtype.type(routing.NO_EXPERT)
+  return np.where(chosen_BT[:, :, None, None], experts_BTlk, no_expert)
+
+
+def current_tokens(
+  rollout: Rollout, version: int | None, replays_sampler: bool
+) -> np.ndarray | None:
+  """Marks tokens of the weights of `version`; None for one version."""
+  if version is None:
+    return None
+  current_BT = rollout.version == version
+  if replays_sampler:  # tokens after an older one are of another network: its experts are replayed
+    current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
+  return current_BT.astype(rollout.mask.dtype)
+
+
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Version of the weights that each token was first fed to, from those that sampled the tokens:
-  what was fed gave the next sampled token. -1 where none follows. int32 [B, L] -> [B, L]."""
+  """Version of the weights that each token was first fed to.
+
+  int32 [B, L], -1 where no sampled token follows. The pass over a token gave the next sampled one,
+  so its version is that of the next one.
+  """
   length = version_BL.shape[1]
   place_BL = np.where(version_BL >= 0, np.arange(length), length)
   after_BL = np.minimum.accumulate(
@@ -216,20 +267,19 @@ def minibatches(
   packed: bool,
   response_tokens: int = 0,
 ) -> list[TrainBatch]:
-  """Mini-batches of whole groups on the devices, packed if `packed`.
+  """Splits a batch into mini-batches of whole groups, on the devices.
 
-  The first one is marked. Where there are fewer than `prompts` groups, padding takes the place of
-  the missing ones, evenly in all mini-batches.
+  Padding takes the place of missing groups, evenly in all mini-batches.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:
     place = _places(prompts, group_size, parts)
     batch = jax.tree.map(lambda x: x[place], _widened(batch, missing))
-  cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
+  pieces = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
-  batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
-  of_each_B = np.ones(len(batches[0].mask_BT), bool)
-  batches = [batch.replace(first_B=of_each_B & (i == 0)) for i, batch in enumerate(batches)]
+  batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*pieces)]
+  all_B = np.ones(len(batches[0].mask_BT), bool)
+  batches = [batch.replace(first_B=all_B & (i == 0)) for i, batch in enumerate(batches)]
   if packed:
     shards = sharding.batch_shards(mesh)
     batches = [packing.plan(batch, shards, group_size, response_tokens) for batch in batches]
@@ -237,18 +287,18 @@ def minibatches(
 
 
 def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
-  """The batch with so many rows of padding after it."""
-  nothing = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
+  """Appends rows of padding."""
+  empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
 
   def widen(path, x):
-    room = ((0, rows), *((0, 0),) * (x.ndim - 1))
-    return np.pad(x, room, constant_values=nothing.get(path[-1].name, 0))
+    widths = ((0, rows), *((0, 0),) * (x.ndim - 1))
+    return np.pad(x, widths, constant_values=empty.get(path[-1].name, 0))
 
   return jax.tree_util.tree_map_with_path(widen, batch)
 
 
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
-  """Mini-batches in the order of an iteration's updates: the same ones `number` times.
+  """Repeats mini-batches for all epochs, in the order of an iteration's updates.
 
   The marked one is so in the first epoch only: later it meets weights that updates have changed.
   """
@@ -257,7 +307,7 @@ def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Rows of a rollout, made `prompts` groups long, in the order of the batch."""
+  """Rows of a rollout of `prompts` groups, in batch order."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
@@ -265,11 +315,32 @@ def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
 def in_rollout_order(
   values: Sequence[jax.Array], batches: Sequence[TrainBatch], rows: int, group_size: int
 ) -> np.ndarray:
-  """Fetches [B, ...] values of mini-batches as [rows, ...] in the order of the rollout that they
-  were made from, without the padding."""
+  """Fetches values of mini-batches as [rows, ...], without padding."""
   pairs = [sharding.fetch((value, batch.order_B)) for value, batch in zip(values, batches)]
   all_B = np.concatenate([packing.in_order(value, order) for value, order in pairs])
   if rows < len(all_B):
     place = _places(len(all_B) // group_size, group_size, len(batches))
     all_B = all_B[np.argsort(place)]
   return all_B[:rows]
+
+
+def sample_arrays(
+  c: RunConfig,
+  rollout: Rollout,
+  batches: Sequence[TrainBatch],
+  reviews: Sequence[Mapping[str, Any]],
+) -> dict[str, np.ndarray]:
+  """Fetches the arrays of the samples log, in rollout order.
+
+  reviews: of `passes.make_review`, one for each mini-batch.
+  """
+  columns = {name: [review[name] for review in reviews] for name in reviews[0]}
+  columns["unit_BT"] = [batch.unit_BT for batch in batches]
+  if c.estimator.on_devices:  # else advantages are those of the rollout
+    columns["old_value_BT"] = [batch.critic_targets.old_value_BT for batch in batches]
+    columns["advantage_B"] = [batch.advantage_B for batch in batches]
+    columns["advantage_BT"] = [batch.advantage_BT for batch in batches]
+  fetch = functools.partial(
+    in_rollout_order, batches=batches, rows=len(rollout.tokens), group_size=c.rl.group_size
+  )
+  return {name: fetch(values) for name, values in columns.items() if values[0] is not None}

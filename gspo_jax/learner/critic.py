@@ -24,8 +24,7 @@ from gspo_jax.learner import optimizer, programs
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
-from gspo_jax.models import critic as models
-from gspo_jax.models import weights
+from gspo_jax.models import head, transformer, weights
 from gspo_jax.objectives.reductions import Max, Metrics
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ModelConfig
@@ -41,18 +40,18 @@ class Critic(NamedTuple):
 
   config: CriticConfig
   tx: Optimizer
-  numbers: Mapping[str, float]  # of the configuration
+  hyperparameters: Mapping[str, float]
 
 
 def values(
   config: CriticConfig,
-  critic: models.Critic,
+  critic: head.Critic,
   hidden_RTD: jax.Array,
   rows: Rows,
   learner: Learner,
   numbers: Mapping[str, Any],
 ) -> jax.Array:
-  """V_t, float32 [B, T]; 0 at position 0, before which there is nothing.
+  """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
     hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
@@ -62,20 +61,20 @@ def values(
 
 def _after(
   config: CriticConfig,
-  critic: models.Critic,
+  critic: head.Critic,
   hidden_RTD: jax.Array,
   rows: Rows,
   learner: Learner,
   numbers: Mapping[str, Any],
 ) -> jax.Array:
-  """The value of what there is with each token of the rows, [R, T]."""
+  """Returns the value of the state after each token, [R, T]."""
   if critic.trunk is not None:
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient
       hidden_RTD += numbers["trunk_coef"] * (moving_RTD - hidden_RTD)
-  return models.values(critic, hidden_RTD)
+  return head.values(critic, hidden_RTD)
 
 
 def new_critic(
@@ -84,14 +83,15 @@ def new_critic(
   mesh: jax.sharding.Mesh,
   seed: int,
   policy: Callable[[], Any],
-) -> models.Critic:
-  """A critic in the training layout; its head is 0.
+) -> head.Critic:
+  """Makes a critic in the training layout; its head is 0.
 
   Args:
     policy: gives the parameters that a model of its own begins with, in arrays of their own.
   """
   copied = config.name == "model" and config.init == "policy"
-  declared = models.table(model, config.name == "model" and not copied)
+  trunk = transformer.table(model) if config.name == "model" and not copied else None
+  declared = head.critic_table(model, trunk)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
   init = jax.jit(lambda key: weights.init(declared, key, jnp.float32), out_shardings=layout)
   fresh = init(jax.random.key(seed))
@@ -100,12 +100,15 @@ def new_critic(
 
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
-) -> Callable[[Any, models.Critic, ModelInputs], Any]:
-  """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch,
-  and with `bootstrap` that of what follows the last token, [B]. On the policy's trunk it takes the
-  experts that the sampler used, if an update replays those."""
+) -> Callable[[Any, head.Critic, ModelInputs], Any]:
+  """Makes the jitted pass to the values [B, T] of a batch.
 
-  def values_of(policy: Any, critic: models.Critic, inputs: ModelInputs) -> Any:
+  It takes the parameters of policy and critic, and has no gradient. With `bootstrap` it also
+  returns the value after the last token, [B]. On the policy's trunk it replays the sampler's
+  experts if an update does.
+  """
+
+  def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
     if config.bootstrap:  # rows with a shared prompt do not hold the last token of the longest
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
@@ -113,7 +116,7 @@ def make_values(
       replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
-    numbers = dict(trunk_coef=1.0)  # of gradients
+    numbers = dict(trunk_coef=1.0)  # a factor of gradients
     after_RT = _after(config, critic, hidden_RTD, rows, learner, numbers)
     value_BT = before_next(after_RT, rows)
     if not config.bootstrap:
@@ -128,10 +131,14 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]
 ) -> Metrics:
-  """Metrics of an update, among them its loss, undivided: a mean over tokens."""
+  """Returns metrics of the critic, with its undivided loss, a mean over tokens."""
   clip = numbers["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
-    value_BT, batch.old_value_BT, batch.return_BT, batch.mask_BT, clip=clip
+    value_BT,
+    batch.critic_targets.old_value_BT,
+    batch.critic_targets.return_BT,
+    batch.mask_BT,
+    clip=clip,
   )
   if clip is None:
     del metrics["clip_fraction/value"]
@@ -141,12 +148,15 @@ def loss(
 def update(
   new: TrainState,
   old: TrainState,
-  grads: models.Critic,
+  grads: head.Critic,
   apply: Callable,
   numbers: Mapping[str, Any],
 ) -> tuple[TrainState, Metrics]:
-  """The new state with the critic's own update, and metrics of it. Over the first updates, as many
-  as the critic is warmed up for, the policy and its optimizer are those of the old state."""
+  """Applies the critic's own update and returns the state and metrics.
+
+  Over the first updates, as many as the critic is warmed up for, the policy and its optimizer are
+  those of the old state.
+  """
   params, moments = old.critic.params, old.critic.opt_state
   updates, moments = apply(grads, moments, params, numbers["critic_optimizer"])
   critic = CriticState(optax.apply_updates(params, updates), moments)
@@ -159,7 +169,7 @@ def update(
 
 
 def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | None]:
-  """Of the updates of "sft" or "rl": the policy's optimizer, and the critic with its own."""
+  """Makes the policy's optimizer and the critic for updates of a phase."""
   if phase == "sft":
     return optimizer.make(c.sft_optimizer, c.sft.steps), None
   updates, warmup = c.rl.iterations * c.rl.updates, c.critic.warmup * c.rl.updates

@@ -26,7 +26,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
-EMPTY = dict(  # what stands in padding; in other fields 0
+EMPTY = dict(  # values of padding; 0 for other fields
   old_experts_RTlk=routing.NO_EXPERT,
   sampler_experts_RTlk=routing.NO_EXPERT,
   support_RTX=NO_TOKEN,
@@ -35,19 +35,20 @@ EMPTY = dict(  # what stands in padding; in other fields 0
 
 @flax.struct.dataclass
 class Rows:
-  """What the model takes, by row."""
+  """Inputs of the model by row."""
 
   tokens_RT: Array
-  targets_RT: Array  # the token after each one, if there is any
+  targets_RT: Array  # the token after each one
   segments_RT: Array
   old_experts_RTlk: Array | None
   sampler_experts_RTlk: Array | None
-  support_RTX: Array | None  # of the token after each one
-  positions_RT: Array | None = None  # of each token in its sequence; None: in its row
-  # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
-  # in none of them. None: where it is in the batch
+  support_RTX: Array | None  # support of the target
+  # Position of each token in its sequence; None if rows are sequences
+  positions_RT: Array | None = None
+  # int32 [B, T]: place of each token in the rows of its device, taken as one list; beyond the end
+  # for a token without a row. None if rows are sequences
   place_BT: Array | None = None
-  prompt_B: Array | None = None  # tokens of the prompt; None: unknown, or those of a trunk
+  prompt_B: Array | None = None  # tokens of the prompt; None if unknown or in a trunk
   responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: unknown
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
   paths: Paths | None = None
@@ -60,7 +61,7 @@ def forward(
   compute: ComputeConfig,
   replayed_experts_RTlk: Array | None = None,
 ) -> transformer.Output:
-  """Runs the model over rows, with replayed experts in the place of the router's choice."""
+  """Runs the model over rows, with replayed experts if there are any."""
   return transformer.forward(
     params,
     model,
@@ -76,7 +77,7 @@ def forward(
 def plain(
   inputs: ModelInputs, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
-  """A row for each sequence; with the experts of the old policy, where they are known."""
+  """Returns rows of one sequence each, with the old policy's experts."""
   support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
   rows = Rows(
     tokens_RT=inputs.tokens_BT,
@@ -103,7 +104,7 @@ def trees(
   response_tokens: int,
   old_experts_BTlk: Array | None = None,
 ) -> Rows:
-  """As many rows as sequences, but shorter: a group's rows on one device share its prompt.
+  """Returns shorter rows: groups on one device share their prompts.
 
   The trunk is the prompt without its last token. That one begins every branch, since what it
   predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433. The last
@@ -141,8 +142,10 @@ def trees(
 def packed(
   inputs: ModelInputs, R: int, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
-  """R rows, each with the sequences that `packing.plan` says; where these share prompts, as in
-  `trees`, attention has longer rows of its own."""
+  """Returns R rows with the sequences that `packing.plan` puts there.
+
+  Where these share prompts, as in `trees`, attention has longer rows of its own.
+  """
   rows = sharding.rows_of_a_device(R)
 
   def on_each_device(sequences, row_B, start_B, trunk_B, path_B, prompt_B):
@@ -176,32 +179,35 @@ def packed(
     return arrange(marked, written_BT, (rows, T)).replace(place_BT=place_BT, paths=paths)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  of_each = inputs.row_B, inputs.start_B, inputs.trunk_B, inputs.path_B, inputs.prompt_B
-  return run(plain(inputs, old_experts_BTlk), *of_each)
+  sequences, plan = plain(inputs, old_experts_BTlk), inputs.places
+  return run(sequences, plan.row_B, plan.start_B, plan.trunk_B, plan.path_B, inputs.prompt_B)
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Rows of this shape on one device with every token in its place; the others are padding."""
+  """Puts every token in its place in rows of one device.
 
-  def put(path, x_BT: jax.Array) -> jax.Array:
+  Other places are padding.
+  """
+
+  def scatter(path, x_BT: jax.Array) -> jax.Array:
     return scattered(x_BT, place_BT, shape, EMPTY.get(path[-1].name, 0))
 
   time_T = jnp.arange(sequences.tokens_RT.shape[1], dtype=jnp.int32)
   time_BT = jnp.broadcast_to(time_T[None], place_BT.shape)
-  rows = jax.tree.map_with_path(put, sequences.replace(positions_RT=time_BT))
+  rows = jax.tree.map_with_path(scatter, sequences.replace(positions_RT=time_BT))
   return rows.replace(place_BT=place_BT)
 
 
 def scattered(
   x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
 ) -> jax.Array:
-  """[B, T, ...] in rows of this shape, each where it is to be of these as one list."""
+  """Scatters [B, T, ...] to places of rows, taken as one list."""
   x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
   return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
 
 def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
-  """[R, T, ...] to [B, T, ...], `empty` for tokens that are in none of the rows."""
+  """Gathers [R, T, ...] as [B, T, ...], `empty` for tokens without a row."""
   if rows.place_BT is None:
     return x_RT
 
@@ -214,8 +220,10 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """[R, T, ...] to [B, U, ...]: what stands before each token of the responses, from the last one
-  of the prompt on; `x_RT` itself where it is unknown where that is."""
+  """Takes the positions before each response token: [R, T, ...] to [B, U, ...].
+
+  They begin with the last token of the prompt. Returns `x_RT` itself if prompts are unknown.
+  """
   if not rows.responses:
     return x_RT
 
@@ -230,7 +238,7 @@ def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
 
 
 def in_rows(x_BU: jax.Array, rows: Rows) -> jax.Array:
-  """Puts back what `before_responses` took, with 0 in all other places."""
+  """Reverses `before_responses`, with 0 in all other places."""
   if not rows.responses:
     return x_BU
 
@@ -239,8 +247,8 @@ def in_rows(x_BU: jax.Array, rows: Rows) -> jax.Array:
       trees = len(x_BU) // rows.tree.branches
       return rows.tree.join(jnp.zeros((trees, rows.tree.trunk), x_BU.dtype), x_BU)
     nothing_RT = jnp.zeros(tokens_RT.shape, x_BU.dtype)
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-    return jax.vmap(put)(nothing_RT, x_BU, prompt_B - 1)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(write)(nothing_RT, x_BU, prompt_B - 1)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(x_BU, rows.tokens_RT, rows.prompt_B)

@@ -35,8 +35,11 @@ VOLATILITY = "router/volatility"
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """int32 [B]: of each response when weights of `version` are updated; -1 where it has no version,
-  as what is on record and padding: it is in no class. On the host."""
+  """Age of each response, int32 [B], on the host.
+
+  It counts from weights of `version`; -1 for responses without a version, such as recorded ones and
+  padding, which are in no class.
+  """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
   return np.where(sampled_B, version - oldest_B, -1).astype(np.int32)
@@ -45,7 +48,7 @@ def ages(rollout: Rollout, version: int) -> np.ndarray:
 def lag_metrics(
   rollout: Rollout, version: int, trained_B: np.ndarray | None = None
 ) -> dict[str, float]:
-  """The mean and the largest age of the tokens that are trained on. On the host.
+  """Returns mean and largest age of trained tokens, on the host.
 
   Args:
     trained_B: on which responses; None: all.
@@ -62,14 +65,17 @@ def lag_metrics(
 def age_metrics(
   logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array, classes: int
 ) -> Metrics:
-  """Of the responses of each age: their share, the mean of |s_i - 1| with the geometric ratio s_i,
-  whatever the loss, the share of their tokens that is clipped, and the mean of |1/|y_i| Σ_t Δ_it|,
-  the trainer's log-probabilities less those of what sampled; 0 where there are none."""
+  """Returns metrics of the responses of each age, 0 without any.
+
+  Their share; the mean of |s_i - 1| with the geometric ratio s_i, whatever the loss; the share of
+  their tokens that is clipped; the mean of |1/|y_i| Σ_t Δ_it|, the trainer's log-probabilities less
+  those of what sampled.
+  """
   if not classes:
     return {}
   live_BT = batch.mask_BT > 0
   length_B = live_BT.sum(1)
-  age_B = jnp.minimum(batch.age_B, classes - 1)
+  age_B = jnp.minimum(batch.metric_inputs.age_B, classes - 1)
   inside_BX = (age_B[:, None] == np.arange(classes)[None]) & (length_B > 0)[:, None]
   count_X = _by_class(jnp.ones_like(length_B), inside_BX)
   deviation_B = abs(ratios.bounded_expm1(_log_ratio(logp_BT, batch.old_logp_BT, live_BT)))
@@ -80,12 +86,14 @@ def age_metrics(
     "by_age/clip_fraction": _clipped(clipped_BT, live_BT, inside_BX),
     "mismatch/by_age": Mean(_by_class(mismatch_B, inside_BX), count_X),
   }
-  return _of_each(sums, [str(age) for age in range(classes)])
+  return _by_name(sums, [str(age) for age in range(classes)])
 
 
 def length_limits(longest: int) -> list[int]:
-  """The largest length of each class: six powers of two at most, from 4 on, of which the last one
-  is no less than `longest`."""
+  """Returns the largest length of each class.
+
+  They are six powers of two at most, from 4 on, of which the last one is no less than `longest`.
+  """
   last = max(2, (longest - 1).bit_length())
   return [2**n for n in range(max(2, last - LENGTH_CLASSES + 1), last + 1)]
 
@@ -93,8 +101,10 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """The share of the responses that are so long, and the mean reward of those among them that have
-  a verdict (`known_B`); 0 where there are none. On the host."""
+  """Returns share and mean reward of the responses of each length class.
+
+  The mean is over responses with a verdict (`known_B`), 0 without any. On the host.
+  """
   row = {}
   for limit, inside_B in zip(length_limits(longest), _length_classes(length_B, longest).T):
     judged_B = inside_B & known_B
@@ -110,8 +120,11 @@ def length_metrics(
   clipped_BT: jax.Array,
   longest: int,
 ) -> Metrics:
-  """The standard deviation of log s_i = 1/|y_i| Σ_t log w_it over the responses that are so long,
-  whatever the loss, and the share of their tokens that is clipped; 0 where there are none."""
+  """Returns spread of ratios and share of clipped tokens by length class.
+
+  The spread is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it, whatever the loss; 0
+  without responses.
+  """
   live_BT = mask_BT > 0
   length_B = live_BT.sum(1)
   log_ratio_B = _log_ratio(logp_BT, old_logp_BT, live_BT)
@@ -122,11 +135,11 @@ def length_metrics(
     "by_length/log_ratio_std": Std(count_X, *moments),
     "by_length/clip_fraction": _clipped(clipped_BT, live_BT, inside_BX),
   }
-  return _of_each(sums, [f"le_{limit}" for limit in length_limits(longest)])
+  return _by_name(sums, [f"le_{limit}" for limit in length_limits(longest)])
 
 
-def _of_each(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
-  """Of each class, from sums over all classes, [X] each."""
+def _by_name(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
+  """Splits sums over all classes, [X] each, into metrics of each class."""
   return {
     f"{metric}/{name}": type(total)(*(x_X[i] for x_X in total))
     for metric, total in sums.items()
@@ -135,32 +148,34 @@ def _of_each(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
 
 
 def _clipped(clipped_BT: jax.Array, live_BT: jax.Array, inside_BX: jax.Array) -> Mean:
-  """The share of the tokens of each class that is clipped."""
+  """Returns the share of clipped tokens of each class."""
   clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
   return Mean(clipped_X, _by_class(live_BT.sum(1), inside_BX))
 
 
 def _length_classes(length_B, longest: int):
-  """bool [B, classes]: which class a response is in; an empty one is in none."""
+  """Marks the class of each response, bool [B, classes]; none if empty."""
   upper = np.array(length_limits(longest))
   lower = np.array([0, *upper[:-1]])
   return (length_B[:, None] > lower[None]) & (length_B[:, None] <= upper[None])
 
 
 def _by_class(x_B: jax.Array, inside_BX: jax.Array) -> jax.Array:
-  """float32 [X]: the sum over the responses of each class."""
+  """Sums over the responses of each class: float32 [X]."""
   return jnp.where(inside_BX, x_B[:, None], 0).sum(0).astype(jnp.float32)
 
 
 def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -> jax.Array:
-  """[B]: the mean over a response's tokens of log π less log π_old, a constant."""
+  """Returns the mean log-ratio of a response's tokens, a constant, [B]."""
   log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
   return jnp.where(live_BT, log_ratio_BT, 0).sum(1) / jnp.maximum(live_BT.sum(1), 1)
 
 
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
-  """The derivative of the undivided loss by each token's log-probability, [B, T]: that of the sum
-  over responses."""
+  """Differentiates the undivided loss by each token's log-probability, [B, T].
+
+  It is the derivative of the sum over responses.
+  """
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
 
@@ -171,7 +186,10 @@ def segment_metrics(
   batch: TrainBatch,
   clipped_BT: jax.Array,
 ) -> Metrics:
-  """Segments of a response and tokens of a segment, in the mean; and of the segments in each place:
+  """Returns metrics of segments by their place in a response.
+
+  Besides segments of a response and tokens of a segment, in the mean, of the segments in each
+  place:
 
   - clip_fraction: the share of their tokens that is clipped, in the mean;
   - gradient: Σ_t |∂L/∂ log π_θ(y_t)| in the mean, with L not yet divided by the number of
@@ -218,7 +236,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
-  """bool [B, U] for each place: which segments are there."""
+  """Marks the segments in each place, bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
   # floor(3 (u + ½) / K), in whole numbers.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
@@ -227,9 +245,11 @@ def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
 
 
 def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
-  """`mismatch/current/...` and `mismatch/older/...`, of the trainer before the updates: of tokens
-  that its own weights sampled, where `current_BT` is 1, and of the other trained ones. And their
-  share."""
+  """Compares sampler and trainer by the version of the weights.
+
+  `mismatch/current/...` counts tokens that the current weights sampled, where `current_BT` is 1,
+  and `mismatch/older/...` the other trained ones, whose share it returns too.
+  """
   older_BT, metrics = batch.mask_BT - current_BT, {}
   for name, mask_BT in (("current", current_BT), ("older", older_BT)):
     sums = O.mismatch.sums(batch.own_logp_BT, batch.sampler_logp_BT, mask_BT)
@@ -238,7 +258,7 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
 
 
 def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
-  """Router statistics over layers: balance (1 is even), entropy in nats, busiest expert, drops."""
+  """Returns router statistics over layers: balance (1 is even), entropy, drops."""
   tokens = stats.tokens.sum()
   share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
   return {
@@ -251,7 +271,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures how far the routing has moved since the rollout, per layer, and sampler to trainer.
+  """Measures the change of experts since the rollout, by layer.
 
   Without replay: the experts that this forward pass used against those on record for the same
   tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the

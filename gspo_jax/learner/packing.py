@@ -16,29 +16,19 @@ attention then reads other rows, in which each has the prompt in front of it (`s
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.structs import ModelInputs, TrainBatch
-
-
-class Places(NamedTuple):
-  """Fields of `ModelInputs`."""
-
-  row_B: np.ndarray
-  start_B: np.ndarray
-  trunk_B: np.ndarray | None = None
-  path_B: np.ndarray | None = None
+from gspo_jax.structs import ModelInputs, Places, TrainBatch
 
 
 def plan(
   batch: TrainBatch, shards: int, group_size: int = 1, response_tokens: int = 0
 ) -> TrainBatch:
-  """The batch with a place for each response, on the host; its responses in another order.
+  """Gives each response a place in rows, on the host, reordered.
 
   Each of the `shards` devices gets B / shards responses, about as many tokens as the others, and
   packs them on its own. Rows without tokens get no place.
@@ -49,9 +39,9 @@ def plan(
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
-  order_B, placed = places(length_B, T, shards, inputs.prompt_B, group_size, response_tokens)
-  batch = jax.tree.map(lambda x: x[order_B], batch)
-  return batch.replace(inputs=batch.inputs.replace(**placed._asdict()), order_B=order_B)
+  placed = places(length_B, T, shards, inputs.prompt_B, group_size, response_tokens)
+  batch = jax.tree.map(lambda x: x[placed.order_B], batch)
+  return batch.replace(inputs=batch.inputs.replace(places=placed))
 
 
 def places(
@@ -61,63 +51,74 @@ def places(
   prompt_B: np.ndarray | None = None,
   group_size: int = 1,
   response_tokens: int = 0,
-) -> tuple[np.ndarray, Places]:
-  """Order and places of sequences, as in `plan`, that begin with so many tokens of a prompt; None:
-  with one that they do not share."""
+) -> Places:
+  """Returns order and places of sequences, as in `plan`.
+
+  They begin with `prompt_B` shared tokens; None if each has a prompt of its own.
+  """
   order_B = balanced_order(length_B, shards)
-  apart = _on_each(order_B, shards, lambda of: Places(*first_fit(length_B[of], T)))
+  apart = _on_each(
+    order_B, shards, lambda order_X: Places(order_X, *first_fit(length_B[order_X], T))
+  )
   together = math.gcd(group_size, len(length_B) // shards)
   if prompt_B is None or not shares(T, response_tokens, together):
-    return order_B, apart
+    return apart
   shared_B = np.clip(prompt_B - 1, 0, length_B)
   tokens_U = (length_B - shared_B).reshape(-1, together).sum(1)
   order_U = balanced_order(tokens_U + shared_B.reshape(-1, together).max(1), shards)
   grouped_B = (order_U[:, None] * together + np.arange(together)).reshape(-1).astype(np.int32)
 
-  def fill(of: np.ndarray) -> Places:
+  def fill(order_X: np.ndarray) -> Places:
     longest = with_prompts(T, response_tokens)
-    return beside_prompts(length_B[of], shared_B[of], of // together, T, longest)
+    group_X = order_X // together
+    return Places(
+      order_X, *beside_prompts(length_B[order_X], shared_B[order_X], group_X, T, longest)
+    )
 
   grouped = _on_each(grouped_B, shards, fill)
   if grouped.row_B.max() <= apart.row_B.max():
-    return grouped_B, grouped
+    return grouped
   # Groups are too different for devices to have as much to do: each response has its own prompt.
   start_B = apart.start_B
-  return order_B, Places(apart.row_B, start_B + shared_B[order_B], start_B, start_B)
+  return Places(order_B, apart.row_B, start_B + shared_B[order_B], start_B, start_B)
 
 
 def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
-  """What `fill` says of the responses of each device."""
-  of_each = [fill(of) for of in np.split(order_B, shards)]
-  return Places(*(None if x[0] is None else np.concatenate(x) for x in zip(*of_each)))
+  """Joins the places that `fill` returns for each device."""
+  devices = [fill(order_X) for order_X in np.split(order_B, shards)]
+  return jax.tree.map(lambda *parts: np.concatenate(parts), *devices)
 
 
 def shares(T: int, response_tokens: int, group_size: int) -> bool:
-  """Whether responses of a group share their prompt in packed rows. It makes rows of attention
-  longer, whatever is shared, so that the room for a prompt has to be a third of a row."""
+  """Whether a group's responses share their prompt in packed rows.
+
+  It makes rows of attention longer, whatever is shared, so that the room for a prompt has to be a
+  third of a row.
+  """
   return group_size > 1 and 0 < response_tokens < T and 3 * (T - response_tokens) >= T
 
 
 def with_prompts(T: int, response_tokens: int) -> int:
-  """Positions of a row of attention, in which each response has its prompt: two of the longest more
-  than in other rows."""
+  """Returns the length of a row of attention with its prompts.
+
+  It is two of the longest prompts more than other rows, since each response has its prompt there.
+  """
   return T + 2 * (T - response_tokens)
 
 
 def undo(batch: TrainBatch) -> TrainBatch:
-  """Undoes `plan`."""
-  inputs = batch.inputs.replace(**dict.fromkeys(Places._fields))
-  plain = batch.replace(inputs=inputs, order_B=None)
+  """Reverses `plan`."""
+  plain = batch.replace(inputs=batch.inputs.replace(places=None))
   return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """[B, ...] in the order that the responses had before `plan`; None: they have it."""
+  """Restores the order before `plan`; None if it was kept."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 
 def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
-  """int32 [B]: the responses of the first device, of the second, ...; B / shards of each.
+  """Orders responses by device, B / shards of each: int32 [B].
 
   From the longest to the shortest, one for each device in turn: the longer, the fewer tokens the
   device has so far.
@@ -131,7 +132,7 @@ def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
 
 
 def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """int32 [B] ×2: row of each response, -1 for an empty one, and where it starts there.
+  """Returns row (-1 if empty) and start of each response.
 
   First-fit decreasing: from the longest to the shortest, each into the first row with room for it.
   """
@@ -147,8 +148,10 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def beside_prompts(
   length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, size: int, longest: int
-) -> Places:
-  """Places of responses of which those of a group share their first `shared_B` tokens in a row.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """Returns places of responses that share prompts within a row.
+
+  The responses of a group share their first `shared_B` tokens.
 
   From the largest group to the smallest, its longest response first, each into the first row with
   the group's prompt and room for the rest, or else into the first with room for both. A row has
@@ -157,14 +160,14 @@ def beside_prompts(
   B = len(length_B)
   row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
   used_R, paths_R, trunk_R = np.zeros((3, B), np.int32)
-  numbers, of_B = np.unique(group_B, return_inverse=True)
-  total_U = np.bincount(of_B, length_B, len(numbers))
-  there = None
-  for i in np.lexsort((-length_B, of_B, -total_U[of_B])):
+  numbers, index_B = np.unique(group_B, return_inverse=True)
+  total_U = np.bincount(index_B, length_B, len(numbers))
+  current = None
+  for i in np.lexsort((-length_B, index_B, -total_U[index_B])):
     if not length_B[i]:
       continue
-    if of_B[i] != there:
-      there, has_R = of_B[i], np.zeros(B, bool)
+    if index_B[i] != current:
+      current, has_R = index_B[i], np.zeros(B, bool)
     more_R = np.where(has_R, length_B[i] - shared_B[i], length_B[i])
     fits_R = (used_R + more_R <= size) & (paths_R + length_B[i] <= longest)
     row_B[i] = row = np.argmax(fits_R & has_R if (fits_R & has_R).any() else fits_R)
@@ -174,16 +177,20 @@ def beside_prompts(
     trunk_B[i], start_B[i], path_B[i] = trunk_R[row], used_R[row], paths_R[row]
     used_R[row] += length_B[i] - shared_B[i]
     paths_R[row] += length_B[i]
-  return Places(row_B, start_B, trunk_B, path_B)
+  return row_B, start_B, trunk_B, path_B
 
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:
-  """int32 []: micro-batches of R rows up to the last one that holds a response; at least 1."""
-  return jnp.maximum(inputs.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
+  """Returns the number of micro-batches of R rows with a response.
+
+  At least 1.
+  """
+  return jnp.maximum(inputs.places.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
 
 
 def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
-  """Micro-batch i: all sequences, but those that lie in other rows are in none."""
-  row_B = inputs.row_B - i * sharding.rows_of_a_device(R)
+  """Returns micro-batch i: all sequences, with only its rows in place."""
+  row_B = inputs.places.row_B - i * sharding.rows_of_a_device(R)
   inside_B = (row_B >= 0) & (row_B < sharding.rows_of_a_device(R))
-  return inputs.replace(row_B=jnp.where(inside_B, row_B, -1))
+  places = inputs.places.replace(row_B=jnp.where(inside_B, row_B, -1))
+  return inputs.replace(places=places)

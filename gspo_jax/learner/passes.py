@@ -14,7 +14,7 @@ from gspo_jax.learner import layout, packing, programs
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.metrics import token_gradient
-from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.objective import configured_loss
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
@@ -27,25 +27,25 @@ from gspo_jax.structs import ModelInputs, TrainBatch
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """Settings of an update: all that it needs besides its arrays."""
+  """Settings of an update, besides its arrays."""
 
   model: ModelConfig
   compute: ComputeConfig
-  temperature: float  # of the policy: the one that its responses are sampled at
+  temperature: float  # temperature of sampling, and with it of the policy
   microbatches: int
   load_balance_coef: float
   # An update whose loss or gradient is NaN or infinite is left out. "skip": the next one is made as
   # usual. "stop": all later ones are left out too, so that the state stays as it was.
   on_nonfinite: str = "stop"
   group_size: int = 1  # sequences that share a prompt
-  # Of a response, at most; of a batch's positions, the others are for the prompt. Some objectives
-  # divide by it.
+  # Largest number of tokens of a response. The other positions of a batch are for the prompt. Some
+  # objectives divide by it.
   response_tokens: int = 0
   ages: int = 0  # classes of `by_age`; 0: none
 
 
 def learner_of(c: RunConfig, phase: str) -> Learner:
-  """Settings of the updates of "sft" or "rl"."""
+  """Makes the settings of the updates of phase "sft" or "rl"."""
   common = dict(model=c.model, compute=c.compute, on_nonfinite=c.on_nonfinite)
   if phase == "sft":
     balance = c.sft.load_balance_coef
@@ -70,9 +70,11 @@ def log_probs(
   replay: str = "none",
   old_experts_BTlk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
-  """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
-  rows that it read. Position 0 has no probability and holds 0, and so do tokens of prompts that are
-  known as such. Of tokens with a support on record, π is renormalised over it (`head.token_logp`).
+  """Returns log-probs and entropies [B, T], the forward pass and its rows.
+
+  Entry t is log π(token t | tokens before it). Position 0 has no probability and holds 0, and so do
+  the tokens of known prompts. Tokens with a recorded support have π renormalised over it
+  (`head.token_logp`).
 
   With `replay`, π is the network that the experts on record make, with the gate weights of the
   router in `params`; ValueError if there is no such record.
@@ -101,16 +103,18 @@ def log_probs(
 
 
 def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """What was read at each token, of rows, in the place of the token after it, [B, T]; 0 at position
-  0, before which there is nothing."""
+  """Moves values at each token to the next one, [B, T].
+
+  Position 0, before which there is nothing, gets 0.
+  """
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
 def rows_of(
   inputs: ModelInputs, learner: Learner, old_experts_BTlk: jax.Array | None = None
 ) -> Rows:
-  """The rows that the model reads of a batch, or of one of its `parts`."""
-  if inputs.row_B is not None:
+  """Makes the model's rows of a batch or one of its `parts`."""
+  if inputs.places:
     R = len(inputs.tokens_BT) // learner.microbatches
     return layout.packed(inputs, R, old_experts_BTlk, learner.response_tokens)
   if inputs.prompt_B is not None:
@@ -119,7 +123,7 @@ def rows_of(
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
-  """The experts that mode `replay` forces upon the policy; ValueError if the batch has none."""
+  """Returns the replayed experts of mode `replay`; ValueError without any."""
   if replay == "none":
     return None
   name = dict(R2="old_experts", R3="sampler_experts")[replay]
@@ -130,7 +134,7 @@ def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
 
 
 def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
+  """Makes the jitted pass to the trainer's log-probs [B, T]."""
 
   def logp(params: Any, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner)[0]
@@ -148,7 +152,7 @@ class OldPolicy(NamedTuple):
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """A jitted pass without gradient: what these parameters are as the old policy of a batch.
+  """Makes the jitted pass to the old policy of a batch.
 
   Log-probabilities under its own routing, and that routing; with R3, under the sampler's. So the
   first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
@@ -171,82 +175,84 @@ def make_review(
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, ModelInputs], OldPolicy],
 ) -> Callable[..., dict[str, jax.Array]]:
-  """A pass without gradient, for dumps of rollouts, [B, T] each: `log_ratio_BT`, log π under these
-  parameters less the old policy's; `clipped_BT`, the tokens that the loss of an update would clip
-  there, with the ranges at a factor; where there are segments, `gradient_BT`, the derivative of the
-  loss there (`token_gradient`).
+  """Makes the pass for the samples log, after the updates, [B, T] each.
+
+  It returns `log_ratio_BT`, log π under these parameters less the old policy's; `clipped_BT`, the
+  tokens that the loss of an update would clip there, with the ranges at a factor; where there are
+  segments, `gradient_BT`, the derivative of the loss there (`token_gradient`).
 
   `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
   other experts, and needs a pass of its own.
   """
 
-  def replayed(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
+  def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner, objective.replay, old_experts_BTlk)[0]
 
-  replayed = programs.jit(by_part(replayed, learner), learner.compute)
-  judged = _judged(objective.structure, learner.response_tokens)
+  replay_pass = programs.jit(by_part(replay_pass, learner), learner.compute)
+  measure = _reviewer(objective.structure, learner.response_tokens)
 
   def review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
   ) -> dict[str, jax.Array]:
     if objective.replay == "R2":
-      logp_BT = replayed(params, batch.old_experts_BTlk, batch.inputs)
+      logp_BT = replay_pass(params, batch.old_experts_BTlk, batch.inputs)
     else:
       logp_BT = old_policy(params, batch.inputs).old_logp_BT
     numbers = in_force(objective.numbers(), clip_factor)
-    return judged(logp_BT, batch, numbers)
+    return measure(logp_BT, batch, numbers)
 
   return review
 
 
 @functools.cache
-def _judged(objective: ObjectiveConfig, max_length: int) -> Callable:
-  def judged(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
+  def measure(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> dict[str, Any]:
     entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
 
     def loss(logp_BT: jax.Array) -> tuple:
-      return policy_loss(objective, logp_BT, entropy_BT, batch, max_length, numbers)
+      return configured_loss(objective, logp_BT, entropy_BT, batch, max_length, numbers)
 
     fields = dict(log_ratio_BT=logp_BT - batch.old_logp_BT, clipped_BT=loss(logp_BT)[2])
     if batch.unit_BT is not None:
       fields |= dict(gradient_BT=token_gradient(lambda x_BT: loss(x_BT)[0], logp_BT))
     return fields
 
-  return jax.jit(judged)
+  return jax.jit(measure)
 
 
 def fill(
   passes: Sequence[tuple[Pass, Callable]], params: Mapping[str, Any], batch: TrainBatch
 ) -> TrainBatch:
-  """The batch with what stays fixed during the updates.
+  """Runs the passes before the updates and fills their fields.
 
   Args:
     passes: with the program of each, (*parameters that it reads, inputs) -> fields that it fills.
     params: by the names that passes have for them.
   """
-  batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)  # unless a pass says otherwise
   for declared, program in passes:
     fields = program(*(params[name] for name in declared.reads), batch.inputs)
     fields = fields if isinstance(fields, tuple) else (fields,)
-    batch = batch.replace(**dict(zip(declared.fills, fields, strict=True)))
+    batch = batch.with_fields(**dict(zip(declared.fills, fields, strict=True)))
   return batch
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """`function(*params, inputs)`, which returns arrays [B, ...]; of a packed batch by micro-batch:
-  it needs no more memory than an update."""
+  """Runs a function of (*params, inputs) by micro-batch if they are packed.
+
+  It returns arrays [B, ...] and needs no more memory than an update.
+  """
 
   def whole(*arguments: Any) -> Any:
     *params, inputs = arguments
-    if inputs.row_B is None:
+    if not inputs.places:
       return function(*arguments)
     R = len(inputs.tokens_BT) // learner.microbatches
 
-    def of_part(i):
+    def run_part(i):
       part = packing.part(inputs, i, R)
-      return part.row_B >= 0, function(*params, part)
+      return part.places.row_B >= 0, function(*params, part)
 
-    def put(total, new):
+    def merge_rows(total, new):
       (_, old), (inside_B, new) = total, new
 
       def choose(new, old):
@@ -255,7 +261,7 @@ def by_part(function: Callable, learner: Learner) -> Callable:
       return inside_B, jax.tree.map(choose, new, old)
 
     number = packing.count(inputs, R)
-    return accumulate(of_part, number, put, learner.microbatches)[1]
+    return accumulate(run_part, number, merge_rows, learner.microbatches)[1]
 
   return whole
 
@@ -263,19 +269,21 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 def parts(
   batch: TrainBatch, learner: Learner
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
-  """Returns the number of micro-batches, and a function to the i-th of them; of a packed batch,
-  those with tokens in their rows: at most `learner.microbatches`. Responses that lie in other rows
-  are masked there."""
+  """Returns the number of micro-batches and a function to the i-th.
+
+  Of a packed batch they are those with tokens in their rows, at most `learner.microbatches`.
+  Responses in other rows are masked there.
+  """
   number = learner.microbatches
-  if batch.inputs.row_B is not None:
+  if batch.inputs.places:
     R = len(batch.mask_BT) // number
 
-    def of_rows(i):
+    def packed_part(i):
       inputs = packing.part(batch.inputs, i, R)
-      mask_BT = jnp.where(inputs.row_B[:, None] >= 0, batch.mask_BT, 0)
+      mask_BT = jnp.where(inputs.places.row_B[:, None] >= 0, batch.mask_BT, 0)
       return batch.replace(inputs=inputs, mask_BT=mask_BT)
 
-    return packing.count(batch.inputs, R), of_rows
+    return packing.count(batch.inputs, R), packed_part
 
   def on_each_device(batch):  # every part has rows of every device: those of a group stay together
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)

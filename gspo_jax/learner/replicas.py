@@ -11,7 +11,7 @@ from gspo_jax.sharding import P
 
 
 def apart(params: Any) -> Any:
-  """Parameters whose gradients are left as each replica has them."""
+  """Marks parameters so that each replica keeps its own gradient."""
   if sharding.axis_size("data") == 1:
     return params
   return jax.tree.map(
@@ -20,7 +20,7 @@ def apart(params: Any) -> Any:
 
 
 def summed(grads: Any) -> Any:
-  """Gradients summed over replicas, as far as they are not.
+  """Sums gradients over replicas, unless they are summed already.
 
   Each device sends a part of its own: those that have the same part of a weight divide it, and
   gather the sums within the replica.
@@ -40,8 +40,7 @@ def _summed(x: jax.Array) -> jax.Array:
 
 
 def _divided(shape: tuple[int, ...], split: P) -> P:
-  """The layout with the largest dimension that allows it split over all of a replica's axes that
-  split none."""
+  """Splits the largest possible dimension over a replica's unused axes."""
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})
   for dimension in sorted(range(len(shape)), key=lambda i: -shape[i]):

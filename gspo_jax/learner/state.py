@@ -9,8 +9,7 @@ import optax
 from gspo_jax import sharding
 from gspo_jax.learner import adaptive_clip
 from gspo_jax.learner.critic import Critic, optimizers
-from gspo_jax.models import critic as critics
-from gspo_jax.models import lora
+from gspo_jax.models import head, lora, transformer
 from gspo_jax.models.params import NO_ADAPTERS, abstract, abstract_params, abstract_table
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
@@ -24,8 +23,10 @@ def new_state(
   tx: optax.GradientTransformation,
   adaptive: AdaptiveClipConfig = FIXED,
 ) -> TrainState:
-  """A training state at step 0; the optimizer's moments are laid out as the parameters that it
-  changes."""
+  """Makes a training state at step 0.
+
+  The moments of the optimizer are laid out as the parameters that it changes.
+  """
   zero = jnp.zeros((), jnp.int32)
   moments = jax.jit(tx.init)(lora.split(params)[0])
   state = TrainState(zero, params, moments, skipped=jnp.zeros_like(zero))
@@ -33,14 +34,14 @@ def new_state(
 
 
 def with_critic(
-  state: TrainState, params: critics.Critic, tx: optax.GradientTransformation
+  state: TrainState, params: head.Critic, tx: optax.GradientTransformation
 ) -> TrainState:
-  """The state with a critic and the moments of its optimizer."""
+  """Adds a critic and the moments of its optimizer."""
   return StateWithCritic(**vars(state), critic=CriticState(params, jax.jit(tx.init)(params)))
 
 
 def params_of(state: TrainState) -> dict[str, Any]:
-  """The parameters that updates change, by the names that passes have for them."""
+  """Returns the parameters that updates change, by their names in passes."""
   policy = dict(policy=state.params)
   return policy if state.critic is None else policy | dict(critic=state.critic.params)
 
@@ -54,20 +55,23 @@ def abstract_state(
   adaptive: AdaptiveClipConfig = FIXED,
   critic: Critic | None = None,
 ) -> TrainState:
-  """Shapes and shardings of a training state, for restoring one without making one first. With
-  adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
+  """Returns shapes and shardings of a training state, for restoring one.
+
+  With adapters, the parameters are as passes of compute type `frozen_dtype` read them.
+  """
   dtype = frozen_dtype if adapters.rank else jnp.float32
   params = abstract_params(model, mesh, sharding.TRAIN, dtype, adapters)
   state = jax.eval_shape(lambda p: new_state(p, tx, adaptive), params)
   if critic is not None:
-    declared = critics.table(model, critic.config.name == "model")
+    trunk = transformer.table(model) if critic.config.name == "model" else None
+    declared = head.critic_table(model, trunk)
     params = abstract_table(declared, mesh, sharding.TRAIN, jnp.float32)
     state = jax.eval_shape(lambda s, p: with_critic(s, p, critic.tx), state, params)
   return abstract(state, mesh)
 
 
 def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainState:
-  """The same of "sft" or "rl"."""
+  """Returns the abstract training state of phase "sft" or "rl"."""
   tx, critic = optimizers(c, phase)
   with jax.set_mesh(mesh):
     if phase == "sft":

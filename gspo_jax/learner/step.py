@@ -14,6 +14,7 @@ from gspo_jax.learner import critic as critics
 from gspo_jax.learner import programs, replicas
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.critic import Critic
+from gspo_jax.learner.layout import Rows
 from gspo_jax.learner.metrics import (
   age_metrics,
   length_metrics,
@@ -22,38 +23,44 @@ from gspo_jax.learner.metrics import (
   version_metrics,
   volatility_metrics,
 )
-from gspo_jax.learner.objective import policy_loss
-from gspo_jax.learner.optimizer import Optimizer, numbered
+from gspo_jax.learner.objective import configured_loss
+from gspo_jax.learner.optimizer import Optimizer, as_optimizer
 from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
-from gspo_jax.models import lora
+from gspo_jax.models import lora, transformer
 from gspo_jax.models.experts import moe
-from gspo_jax.objectives.reductions import Last, Max, Mean, merge
+from gspo_jax.objectives.reductions import Last, Max, Mean, Metrics, merge
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.structs import TrainBatch, TrainState
 
 
-class WithNumbers(NamedTuple):
-  """A jitted function whose last argument is given: scalars, which a sweep varies. Whatever their
-  values are, the program is the same."""
+class WithHyperparameters(NamedTuple):
+  """A jitted function and its last argument, scalars that a sweep varies.
+
+  The program is the same for all of their values.
+  """
 
   function: Callable
-  numbers: Mapping[str, Any]
+  hyperparameters: Mapping[str, Any]
 
   def __call__(self, *arguments: Any) -> Any:
-    return self.function(*arguments, self.numbers)
+    return self.function(*arguments, self.hyperparameters)
 
-  def compile(self, *arguments: Any) -> "WithNumbers":
-    """The same, compiled for arguments like these and for no others."""
-    return self._replace(function=self.function.lower(*arguments, self.numbers).compile())
+  def compile(self, *arguments: Any) -> "WithHyperparameters":
+    """Compiles the function for arguments like these and for no others."""
+    lowered = self.function.lower(*arguments, self.hyperparameters)
+    return self._replace(function=lowered.compile())
 
   def trace(self, *arguments: Any) -> Any:
-    return self.function.trace(*arguments, self.numbers)
+    """Traces the function with these arguments."""
+    return self.function.trace(*arguments, self.hyperparameters)
 
 
-def with_numbers(function: Callable, numbers: Mapping[str, Any]) -> WithNumbers:
-  """`function` with these numbers. They are Python's: in arithmetic an array keeps its type."""
-  return WithNumbers(function, jax.tree.map(float, numbers))
+def with_hyperparameters(
+  function: Callable, hyperparameters: Mapping[str, Any]
+) -> WithHyperparameters:
+  """Binds hyperparameters as Python floats: in arithmetic an array keeps its type."""
+  return WithHyperparameters(function, jax.tree.map(float, hyperparameters))
 
 
 def make_rl_step(
@@ -61,22 +68,28 @@ def make_rl_step(
   objective: ObjectiveConfig,
   tx: optax.GradientTransformation | Optimizer,
   critic: Critic | None = None,
-) -> WithNumbers:
-  """The jitted update of the policy, and of a critic if there is one, on one mini-batch, (state,
-  batch) -> (state, metrics); the state is donated. Numbers of the configuration (clip ranges, rates
-  and so on) are arguments: configurations that differ in nothing else are one program."""
-  tx = numbered(tx)
-  numbers = dict(
+) -> WithHyperparameters:
+  """Makes the jitted update on one mini-batch, (state, batch) -> (state, metrics).
+
+  The state is donated. Numbers of the configuration (clip ranges, rates and so on) are arguments:
+  configurations that differ in nothing else are one program.
+
+  Args:
+    critic: updated in the same pass; None without a critic.
+  """
+  tx = as_optimizer(tx)
+  hyperparameters = dict(
     objective=objective.numbers(),
-    optimizer=tx.numbers,
+    optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
-    numbers |= dict(critic=critic.numbers, critic_optimizer=critic.tx.numbers)
+    hyperparameters |= dict(critic=critic.hyperparameters)
+    hyperparameters |= dict(critic_optimizer=critic.tx.hyperparameters)
     config, apply_to_critic = critic.config.structure, critic.tx.update
   step = _rl_step(learner, objective.structure, tx.update, config, apply_to_critic)
-  return with_numbers(step, numbers)
+  return with_hyperparameters(step, hyperparameters)
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,59 +100,100 @@ def _rl_step(
   critic_config: CriticConfig | None,
   apply_to_critic: Callable | None,
 ) -> Callable:
-  def loss(params, critic, batch, all_numbers):
-    numbers = all_numbers["objective"]
+  def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
+    (policy, critic), batch = trained, part(i)
     logp_BT, entropy_BT, out, rows = log_probs(
-      params, batch.inputs, learner, objective.replay, batch.old_experts_BTlk
+      lora.join(policy, frozen), batch.inputs, learner, objective.replay, batch.old_experts_BTlk
     )
-    batch, of_old = with_own_logp(objective, logp_BT, batch)
-    longest = learner.response_tokens
-
-    def of_policy(logp_BT):
-      return policy_loss(objective, logp_BT, entropy_BT, batch, longest, numbers)
-
-    total, metrics, clipped_BT = of_policy(logp_BT)
-    if longest:
-      metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
-    metrics |= age_metrics(logp_BT, batch, clipped_BT, learner.ages)
+    batch, metrics = with_own_logp(objective, logp_BT, batch)
+    total, loss_metrics, clipped_BT = configured_loss(
+      objective,
+      logp_BT,
+      entropy_BT,
+      batch,
+      learner.response_tokens,
+      hyperparameters["objective"],
+    )
+    metrics |= loss_metrics | _class_metrics(learner, logp_BT, batch, clipped_BT)
+    metrics |= _mismatch_metrics(objective, logp_BT, batch)
+    metrics |= _row_metrics(out, rows, objective.replay)
     if batch.unit_BT is not None:
-      metrics |= segment_metrics(lambda x_BT: of_policy(x_BT)[0], logp_BT, batch, clipped_BT)
-    mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
-    if batch.current_BT is not None:
-      mask_BT = mask_BT * batch.current_BT
-    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT) | of_old
-    if objective.old_logp == "behaviour":
-      metrics |= version_metrics(batch, mask_BT)
-    metrics |= volatility_metrics(out, rows, objective.replay)
-    empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
-    metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
-    if "clip_range" in numbers:
-      metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
+      loss = functools.partial(
+        _loss_at, objective, entropy_BT, batch, learner, hyperparameters["objective"]
+      )
+      metrics |= segment_metrics(loss, logp_BT, batch, clipped_BT)
+    if "clip_range" in hyperparameters["objective"]:
+      metrics |= {"clip_range": Last(jnp.float32(hyperparameters["objective"]["clip_range"]))}
+    value = total.numerator
     if critic is not None:
-      of_critic = all_numbers["critic"]
-      value_BT = critics.values(critic_config, critic, out.hidden_BTD, rows, learner, of_critic)
-      metrics |= critics.loss(critic_config, value_BT, batch, of_critic)
-    return total, metrics, out.stats
+      numbers = hyperparameters["critic"]
+      value_BT = critics.values(critic_config, critic, out.hidden_BTD, rows, learner, numbers)
+      metrics |= critics.loss(critic_config, value_BT, batch, numbers)
+      value = value + critic_weight * metrics[critics.LOSS].numerator
+    return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
-  def share(batch, numbers):  # a denominator depends on masks alone
-    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)
-    total, *_ = policy_loss(
-      objective, nothing_BT, nothing_BT, batch, learner.response_tokens, numbers["objective"]
+  def critic_weight(batch, hyperparameters):
+    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)  # a denominator depends on masks alone
+    total = _loss_at(
+      objective, nothing_BT, batch, learner, hyperparameters["objective"], nothing_BT
     )
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
 
-  return _step(learner, loss, apply, apply_to_critic, share)
+  return _step(learner, numerator, apply, apply_to_critic, critic_weight)
+
+
+def _loss_at(
+  objective: ObjectiveConfig,
+  entropy_BT: jax.Array,
+  batch: TrainBatch,
+  learner: Learner,
+  hyperparameters: Mapping[str, Any],
+  logp_BT: jax.Array,
+) -> Mean:
+  """Returns the undivided loss as a function of log-probabilities, its last argument."""
+  longest = learner.response_tokens
+  return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
+
+
+def _class_metrics(
+  learner: Learner, logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array
+) -> Metrics:
+  """Returns the metrics of responses by their length and by their age."""
+  metrics, longest = age_metrics(logp_BT, batch, clipped_BT, learner.ages), learner.response_tokens
+  if longest:
+    metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
+  return metrics
+
+
+def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch) -> Metrics:
+  """Compares trainer and sampler on tokens of the current weights.
+
+  Older weights are another policy, whatever the sampler does.
+  """
+  mask_BT, current_BT = batch.mask_BT, batch.metric_inputs.current_BT
+  if current_BT is not None:
+    mask_BT = mask_BT * current_BT
+  metrics = O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT)
+  return metrics | (version_metrics(batch, mask_BT) if objective.old_logp == "behaviour" else {})
+
+
+def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
+  """Returns volatility of routing, and padding in the rows."""
+  empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
+  padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
+  return volatility_metrics(out, rows, replay) | padding
 
 
 def with_own_logp(
   objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, Any]]:
-  """The batch whose old log-probabilities are, in a first mini-batch, those of this very pass: with
-  `recompute` it is the same policy, and the ratio exactly 1.
+  """Replaces old log-probs of a first mini-batch by this very pass.
 
-  Another program that computes them, without a gradient, rounds otherwise. By how much is the
-  metric `mismatch/recomputed`: |mean Δ| of a sequence, in the mean. It is in the ratios of all
-  later mini-batches.
+  With `recompute` they are of the same policy, and the ratio is exactly 1.
+
+  Another program that computes them, without a gradient, rounds otherwise. The metric
+  `mismatch/recomputed` says by how much: |mean Δ| of a sequence, in the mean. It is in the ratios
+  of all later mini-batches.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -149,27 +203,34 @@ def with_own_logp(
   return batch.replace(old_logp_BT=own_BT), metrics
 
 
-def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer) -> WithNumbers:
-  """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
-  tx = numbered(tx)
-  numbers = dict(optimizer=tx.numbers, load_balance_coef=learner.load_balance_coef)
+def make_sft_step(
+  learner: Learner, tx: optax.GradientTransformation | Optimizer
+) -> WithHyperparameters:
+  """Makes the jitted supervised update; donates the state.
+
+  The loss is the mean over tokens of -log π(token).
+  """
+  tx = as_optimizer(tx)
+  hyperparameters = dict(optimizer=tx.hyperparameters, load_balance_coef=learner.load_balance_coef)
   learner = dataclasses.replace(learner, load_balance_coef=0.0)
-  return with_numbers(_sft_step(learner, tx.update), numbers)
+  return with_hyperparameters(_sft_step(learner, tx.update), hyperparameters)
 
 
 @functools.lru_cache(maxsize=8)
 def _sft_step(learner: Learner, apply: Callable) -> Callable:
-  def loss(params, _, batch, __):
-    logp_BT, entropy_BT, out, _ = log_probs(params, batch.inputs, learner)
+  def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
+    (policy, _), batch = trained, part(i)
+    logp_BT, entropy_BT, out, _ = log_probs(lora.join(policy, frozen), batch.inputs, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
-    return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
+    metrics = {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}
+    return _with_balance(learner, total.numerator, total, metrics, out.stats, hyperparameters)
 
-  return _step(learner, loss, apply)
+  return _step(learner, numerator, apply)
 
 
 def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
-  """The jitted loss of `make_sft_step`, without its update."""
+  """Makes the jitted loss of `make_sft_step`, without its update."""
 
   def loss(params, batch):
     logp_BT = log_probs(params, batch.inputs, learner)[0]
@@ -178,79 +239,93 @@ def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
   return programs.jit(loss, learner.compute)
 
 
+def _with_balance(
+  learner: Learner,
+  value: jax.Array,
+  total: Mean,
+  metrics: Metrics,
+  stats: moe.RouterStats | None,
+  hyperparameters: Mapping[str, Any],
+) -> tuple[jax.Array, Metrics]:
+  """Adds the load-balance loss; returns it with all metrics."""
+  metrics |= {"loss": total}
+  if stats is not None:
+    metrics |= router_metrics(stats, learner.model)
+    balance = moe.load_balance(stats, learner.model)
+    value = value + hyperparameters["load_balance_coef"] * balance * total.denominator
+  return value, metrics
+
+
 def _step(
   learner: Learner,
-  loss: Callable,
+  numerator: Callable,
   apply: Callable,
   apply_to_critic: Callable | None = None,
-  share: Callable | None = None,
+  critic_weight: Callable | None = None,
 ) -> Callable:
-  """Gradient of `loss(params, critic, batch, numbers) -> (Mean, metrics, router stats)` and one
-  Optax update, by `Optimizer.update`; (state, batch, numbers) -> (state, metrics).
+  """Jits the gradient of a loss and one Optax update, by `Optimizer.update`.
+
+  (state, batch, hyperparameters) -> (state, metrics). `numerator` returns the numerator of the loss
+  on micro-batch i as a function of what is trained, and metrics with "loss" among them.
 
   Numerators are differentiated and summed over micro-batches, denominators are summed, and they
   are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
-  loss is the exception: it is a product of two means, taken per micro-batch.) A batch of nothing to
-  train on changes nothing. The metric `updates_skipped` counts, since the start of the run, the
-  updates that were left out.
+  loss is the exception: it is a product of two means, taken per micro-batch.) A batch without a
+  trained token changes nothing. The metric `updates_skipped` counts, since the start of the run,
+  the updates that were left out.
 
   A critic learns in the same pass, from the metric `critic.LOSS`, with an optimizer of its own. Its
-  numerators count `share(batch, numbers)` times, so that one division by the denominator of the
-  policy's loss is right for both: that one over the critic's own, of a whole mini-batch.
+  numerators count `critic_weight(batch, hyperparameters)` times, so that one division by the
+  denominator of the policy's loss is right for both: that one over the critic's own, of a whole
+  mini-batch.
   """
-
-  def numerator(changed, frozen, batch, numbers, weight):
-    trained, critic = changed
-    total, metrics, stats = loss(lora.join(trained, frozen), critic, batch, numbers)
-    metrics |= {"loss": total}
-    value = total.numerator
-    if critic is not None:
-      value = value + weight * metrics[critics.LOSS].numerator
-    if stats is not None:
-      metrics |= router_metrics(stats, learner.model)
-      balance = moe.load_balance(stats, learner.model)
-      value = value + numbers["load_balance_coef"] * balance * total.denominator
-    return value, metrics
-
   gradient = jax.grad(numerator, has_aux=True)
 
   def add(total, new):
     return jax.tree.map(jnp.add, total[0], new[0]), merge(total[1], new[1])
 
-  def step(state: TrainState, batch: TrainBatch, numbers: Mapping[str, Any]):
+  def step(state: TrainState, batch: TrainBatch, hyperparameters: Mapping[str, Any]):
     number, part = parts(batch, learner)
-    trained, frozen = lora.split(state.params)
-    if "objective" in numbers:
-      numbers = numbers | dict(objective=in_force(numbers["objective"], state.clip_factor))
-    critic, weight, changed = state.critic, None, (trained, None)
-    if not jax.tree.leaves(frozen):  # adapters are small
-      changed = replicas.apart(trained), None
-    if critic is not None:
-      trunk = replicas.apart(critic.params.trunk)
-      weight, changed = share(batch, numbers), (changed[0], critic.params.replace(trunk=trunk))
-
-    def of_part(i):
-      return gradient(changed, frozen, part(i), numbers, weight)
-
-    grads, metrics = accumulate(of_part, number, add, learner.microbatches)
+    if "objective" in hyperparameters:
+      ranges = in_force(hyperparameters["objective"], state.clip_factor)
+      hyperparameters = hyperparameters | dict(objective=ranges)
+    policy, frozen = lora.split(state.params)
+    constants = dict(frozen=frozen, part=part, hyperparameters=hyperparameters, critic_weight=None)
+    if state.critic is not None:
+      constants |= dict(critic_weight=critic_weight(batch, hyperparameters))
+    differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
+    grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
     trains = denominator > 0  # without a token, Adam would still follow its momentum
     grads = replicas.summed(grads)
     grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
-    updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
-    params = lora.join(optax.apply_updates(trained, updates), frozen)
+    updates, opt_state = apply(grads, state.opt_state, policy, hyperparameters["optimizer"])
+    params = lora.join(optax.apply_updates(policy, updates), frozen)
     grad_norm = optax.tree.norm(grads)
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":
       sound &= state.skipped == 0
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    if critic is not None:
-      new, of_critic = critics.update(new, state, critic_grads, apply_to_critic, numbers)
-      metrics |= of_critic
-      sound &= jnp.isfinite(of_critic[critics.GRAD_NORM].value)
+    if state.critic is not None:
+      new, row = critics.update(new, state, critic_grads, apply_to_critic, hyperparameters)
+      metrics |= row
+      sound &= jnp.isfinite(row[critics.GRAD_NORM].value)
     state = jax.tree.map(lambda new, old: jnp.where(sound & trains, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
     return state, metrics
 
   return programs.jit(step, learner.compute, donate_argnums=0)
+
+
+def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
+  """Returns trained parameters with gradients that stay on each replica.
+
+  Adapters are small: their gradients are summed over replicas in each pass.
+  """
+  if not jax.tree.leaves(frozen):
+    policy = replicas.apart(policy)
+  if state.critic is None:
+    return policy, None
+  critic = state.critic.params
+  return policy, critic.replace(trunk=replicas.apart(critic.trunk))

@@ -14,8 +14,8 @@ APART = (
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
-# Comparisons of what may not be there: no token that the weights of now have sampled, no response
-# of an age.
+# Comparisons that may have nothing to compare: no token of the current weights, no response of an
+# age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
@@ -32,7 +32,7 @@ class Compared(NamedTuple):
 
 @jax.jit
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | Compared]:
-  """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
+  """Merges the metrics of an iteration's updates into scalars.
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
   ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
@@ -42,17 +42,17 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
   for i, metrics in enumerate(minibatches):
     scalars = _scalars({k: v for k, v in metrics.items() if k in APART})
     row |= {f"minibatch/{i}/{name}": value for name, value in scalars.items()}
-  of_all = "mismatch/current/", "mismatch/older/"
+  all_minibatches = "mismatch/current/", "mismatch/older/"
 
-  def of_sampler(name: str) -> bool:
+  def is_sampler(name: str) -> bool:
     sampler = name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"
-    return sampler and not name.startswith(of_all)
+    return sampler and not name.startswith(all_minibatches)
 
-  return row | _scalars({k: v for k, v in minibatches[0].items() if of_sampler(k)})
+  return row | _scalars({k: v for k, v in minibatches[0].items() if is_sampler(k)})
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divided; the one metric that is a vector over layers becomes its mean, its largest and each."""
+  """Divides sums; a vector over layers becomes mean, maximum and each."""
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():

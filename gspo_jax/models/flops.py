@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -86,19 +87,25 @@ def forward_flops(
   return float(np.sum(prompts.forward() - prompts.head) + np.sum(responses.forward()))
 
 
-def pass_flops(
-  c: RunConfig,
-  teacher: ModelConfig | None,
-  prompt_P: np.ndarray,
-  prompt_B: np.ndarray,
-  end_B: np.ndarray,
-) -> float:
-  """Model FLOPs of an iteration's passes without gradient; see `forward_flops`."""
+class IterationFlops(NamedTuple):
+  """Model FLOPs of an iteration."""
+
+  passes: float  # Passes without gradient.
+  updates: float
+
+
+def iteration_flops(
+  c: RunConfig, teacher: ModelConfig | None, prompt_B: np.ndarray, end_B: np.ndarray
+) -> IterationFlops:
+  """Counts the model FLOPs of an iteration; see `forward_flops`."""
+  prompt_P = prompt_B[:: c.rl.group_size]
   models = dict(policy=c.model, teacher=teacher)
-  return sum(
+  without_gradient = sum(
     forward_flops(models[declared.model], prompt_P, prompt_B, end_B)
     for declared in passes.of_run(c)
   )
+  forward = forward_flops(c.model, prompt_P, prompt_B, end_B)
+  return IterationFlops(without_gradient, 3 * c.rl.epochs * c.models * forward)
 
 
 def utilisation(

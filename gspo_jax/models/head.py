@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
+from gspo_jax.models import weights
 from gspo_jax.models.attention.blocks import softcap
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
@@ -188,3 +190,29 @@ def _project_backward(residuals, dy_BtV):
 
 
 project.defvjp(_project_forward, _project_backward)
+
+
+@flax.struct.dataclass
+class Critic:
+  """A value head, on the policy's trunk or on a model of its own."""
+
+  trunk: Any  # Params without a head. None means the policy's trunk.
+  weight: Any  # D
+  bias: Any  # []
+
+
+def critic_table(config: ModelConfig, trunk: Any = None) -> Critic:
+  """Declares every weight of a critic. The head starts at 0, so the first values are 0.
+
+  trunk: Table of weights of its own model. None means the policy's trunk.
+  """
+  w = weights.weight_factory(config)
+  return Critic(trunk and trunk.replace(head=None), w("D", wide=True), w("", wide=True))
+
+
+def values(critic: Critic, hidden_BTD: jax.Array) -> jax.Array:
+  """Values V = w · h + b of hidden states, float32 [B, T]."""
+  weight_D = sharding.reshard(critic.weight.astype(jnp.float32), P())
+  hidden_BTD = hidden_BTD.astype(jnp.float32)
+  value_BT = sharding.einsum("BTD,D->BT", hidden_BTD, weight_D, out=P(BATCH, None))
+  return value_BT + critic.bias.astype(jnp.float32)

@@ -27,7 +27,6 @@ from gspo_jax.rollouts import advantages, metrics, schedules, scoring
 from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
-from gspo_jax.rollouts.rooms import room_for, rooms
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.sampling import Driver, Engine, Environment, SingleTurn, Usage, assemble, requests
 from gspo_jax.sampling.driver import new_groups
@@ -94,9 +93,11 @@ class Collector:
     self._workload = requests.workload(
       config, tuple(tokenizer.stop_ids), environment is not None, tokenizer.vocab_size
     )
-    self._rooms = rooms(config, [prompts, *([] if records is None else [records.prompts])])
-    if self._rooms != (config.data.max_prompt_tokens,) and hosts.is_first():
-      sizes = " or ".join(map(str, self._rooms))
+    self._buckets = schedules.length_buckets(
+      config, [prompts, *([] if records is None else [records.prompts])]
+    )
+    if self._buckets != (config.data.max_prompt_tokens,) and hosts.is_first():
+      sizes = " or ".join(map(str, self._buckets))
       sys.stderr.write(f"updates have room for prompts of {sizes} tokens; each is compiled once\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
@@ -335,7 +336,7 @@ class Collector:
       )
     trajectories, c = trajectories_of(groups), self._config
     longest = max(len(trajectory.prompt) for trajectory in trajectories)
-    room = room_for(longest, self._rooms, c.data.max_prompt_tokens)
+    room = schedules.bucket_length(longest, self._buckets, c.data.max_prompt_tokens)
     window = room + c.sampling.max_new_tokens
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 

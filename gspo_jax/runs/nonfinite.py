@@ -22,7 +22,15 @@ from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.runs import checkpoint
-from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
+from gspo_jax.structs import (
+  AdvantageInputs,
+  CriticTargets,
+  MetricInputs,
+  ModelInputs,
+  Places,
+  TrainBatch,
+  TrainState,
+)
 from gspo_jax.system import hosts, jsons
 
 ABOUT = "failure.json"
@@ -158,8 +166,8 @@ def dump(
   fetched = [sharding.fetch(batch) for batch in batches]
   if hosts.is_first():
     for i, batch in enumerate(fetched):
-      fields = vars(batch.inputs) | vars(batch.replace(inputs=None))
-      arrays = {k: np.asarray(v) for k, v in fields.items() if v is not None}
+      leaves = jax.tree_util.tree_leaves_with_path(batch)
+      arrays = {path[-1].name: np.asarray(leaf) for path, leaf in leaves}
       with (directory / f"batch_{i}.npz").open("wb") as file:
         np.savez(file, **arrays)
     figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN.
@@ -183,10 +191,18 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
 
 def _batch(path: epath.Path) -> TrainBatch:
   try:
-    with path.open("rb") as file, np.load(file) as arrays:
-      inputs = {field.name for field in dataclasses.fields(ModelInputs)}
-      read = {name: arrays[name] for name in inputs & set(arrays)}
-      rest = {name: arrays[name] for name in set(arrays) - inputs}
-      return TrainBatch(ModelInputs(**read), **rest)
+    with path.open("rb") as file, np.load(file) as archive:
+      arrays = dict(archive)
+
+    def struct(kind: type, **fields: Any) -> Any:
+      names = {field.name for field in dataclasses.fields(kind)} & arrays.keys()
+      return kind(**{name: arrays.pop(name) for name in names}, **fields)
+
+    places = struct(Places) if "row_B" in arrays else None
+    inputs = struct(ModelInputs, places=places)
+    parts = dict(
+      critic_targets=CriticTargets, advantage_inputs=AdvantageInputs, metric_inputs=MetricInputs
+    )
+    return TrainBatch(inputs, **{name: struct(kind) for name, kind in parts.items()}, **arrays)
   except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
     raise ValueError(f"{path} is not a mini-batch that a run wrote: {error}") from error

@@ -9,6 +9,7 @@ from support.small_updates import learner, make_batch, with_inputs
 
 from experiments import group_gradients
 from gspo_jax import objectives as O
+from gspo_jax.learner import packing
 from gspo_jax.learner.passes import log_probs
 
 G = 4
@@ -107,4 +108,4 @@ def test_estimates_are_without_bias():
 def test_groups_that_are_not_apart_are_refused(batch):
   find = group_gradients.make_group_moments(LEARNER, [gspo])
   with pytest.raises(ValueError, match="not packed"):
-    find(initial(SMALLER_MOE), with_inputs(batch, row_B=np.zeros(len(batch.mask_BT), np.int32)))
+    find(initial(SMALLER_MOE), packing.plan(batch, 1))

@@ -11,7 +11,7 @@ from support.small_updates import GSPO, make_batch
 from configs import tiny
 from gspo_jax import sharding
 from gspo_jax.learner import packing
-from gspo_jax.learner.advantages import make, of_reference
+from gspo_jax.learner.advantages import make, reference_advantages
 from gspo_jax.learner.batch import at_the_end
 from gspo_jax.settings.mesh import MeshConfig
 
@@ -23,7 +23,7 @@ def batches():
   rng, made = np.random.default_rng(0), [make_batch(seed=seed) for seed in (0, 1)]
   made[1].mask_BT[:3] = 0  # of a group one is left
   rewards = [rng.integers(0, 2, len(b.mask_BT)).astype(np.float32) for b in made]
-  return [b.replace(reward_BT=at_the_end(r, b.mask_BT)) for b, r in zip(made, rewards)], rewards
+  return [b.with_fields(reward_BT=at_the_end(r, b.mask_BT)) for b, r in zip(made, rewards)], rewards
 
 
 def expected(kind):
@@ -48,7 +48,7 @@ def test_a_price_on_leaving_the_reference_is_taken_from_rewards_before_they_are_
   kind, shards
 ):
   """On two devices packed, where the responses of a group lie apart."""
-  part = of_reference(dataclasses.replace(GSPO, advantage=kind, reward_kl_coef=COEF), G)
+  part = reference_advantages(dataclasses.replace(GSPO, advantage=kind, reward_kl_coef=COEF), G)
   given, _ = batches()
   if not shards:
     found, row = part(given)
@@ -63,7 +63,7 @@ def test_a_price_on_leaving_the_reference_is_taken_from_rewards_before_they_are_
   advantage, price = expected(kind)
   np.testing.assert_allclose(np.concatenate(ours), advantage, atol=1e-4)
   assert row["reward/kl_penalty"] == pytest.approx(price, rel=1e-4)
-  assert all(b.reward_BT is None for b in found)
+  assert all(b.advantage_inputs.reward_BT is None for b in found)
 
 
 @pytest.mark.parametrize("name, by_token", [("gspo", False), ("gspo_token", True)])
@@ -71,7 +71,7 @@ def test_advantages_without_a_critic_are_described_too(name, by_token):
   """Of the responses that are trained on, or of their tokens; over all mini-batches."""
   rng, (given, _) = np.random.default_rng(1), batches()
   given = [
-    b.replace(reward_BT=None, advantage_BT=rng.normal(5, 2, b.mask_BT.shape).astype(np.float32))
+    b.with_fields(reward_BT=None, advantage_BT=rng.normal(5, 2, b.mask_BT.shape).astype(np.float32))
     for b in given
   ]
   found, row = make(config_of(tiny.get_config, objective__name=name), None)(given)

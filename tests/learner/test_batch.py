@@ -1,6 +1,7 @@
 """Mini-batches of an iteration, and the way back to the order of the rollout."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from gspo_jax import sharding
 from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, place, train_batch
 from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
+from gspo_jax.structs import AdvantageInputs, ModelInputs, Rollout, TrainBatch
 
 T = 5
 ONE = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
@@ -81,14 +82,16 @@ def test_what_a_token_was_fed_to_sampled_the_next_one():
 
 def test_older_weights_are_told_apart():
   made = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
-  np.testing.assert_array_equal(made.current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
+  current_BT = made.metric_inputs.current_BT
+  np.testing.assert_array_equal(current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
   recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
   np.testing.assert_array_equal(made.inputs.sampler_experts_BTlk[..., 0, 0] >= 0, recorded)
   kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
   np.testing.assert_array_equal(kept.inputs.sampler_experts_BTlk[:, :4] >= 0, True)
-  assert not kept.current_BT.any()  # replayed experts of older weights make another network
+  # Replayed experts of older weights make another network.
+  assert not kept.metric_inputs.current_BT.any()
   alone = train_batch(rollout(), np.ones(2), shared_prompts=False)
-  assert alone.current_BT is None
+  assert alone.metric_inputs.current_BT is None
 
 
 def test_responses_that_were_cut_off_are_masked():
@@ -100,9 +103,12 @@ def test_responses_that_were_cut_off_are_masked():
   )  # the model reads them still
 
 
-JUDGED = dict(
-  reward_PG=np.ones((1, 2)), advantage_PG=np.zeros((1, 2)), advantage_BL=None, version=4
-)  # fmt: skip
+JUDGED = dict(reward_PG=np.ones((1, 2)), advantage_PG=np.zeros((1, 2)), advantage_BL=None, step=4)
+
+
+def scored(rollout, **fields):
+  """A rollout with rewards and advantages."""
+  return SimpleNamespace(rollout=rollout, **fields)
 
 
 def placing(name, **distillation):
@@ -122,29 +128,30 @@ def test_what_a_key_asks_for_is_in_the_batch_and_else_nothing():
   ppo = dict(objective__name="ppo_clip", critic__name="head", environment__name="calculator")
   for known, mixed in ((True, True), True), ((True, False), False):
     config = config_of(common.base, objective__kl_groups="mixed", objective__kl_coef=0.1, **sizes)
-    (made,) = place(config, ONE, given, known_B=np.array(known), **judged)
+    (made,) = place(config, ONE, scored(given, known_B=np.array(known), **judged))
     assert made.mixed_B.tolist() == [mixed, mixed]
-    assert made.cut_off_B is made.turn_BT is made.reward_BT is None
+    assert made.advantage_inputs == AdvantageInputs()
   keys = dict(critic__bootstrap=True, objective__advantage="turn_gae")
   config = config_of(common.base, **ppo, **sizes, **keys)
-  (made,) = place(config, ONE, given, known_B=np.ones(2, bool), **judged)
-  assert made.cut_off_B.tolist() == (~given.stopped).tolist() == [False, True]
-  np.testing.assert_array_equal(made.turn_BT, given.turns)
-  assert made.mixed_B is None and made.reward_BT.sum() == 1
+  (made,) = place(config, ONE, scored(given, known_B=np.ones(2, bool), **judged))
+  assert made.advantage_inputs.cut_off_B.tolist() == (~given.stopped).tolist() == [False, True]
+  np.testing.assert_array_equal(made.advantage_inputs.turn_BT, given.turns)
+  assert made.mixed_B is None and made.advantage_inputs.reward_BT.sum() == 1
   config = config_of(common.base, objective__reward_kl_coef=0.1, **sizes)
-  (made,) = place(config, ONE, given, known_B=np.ones(2, bool), **judged)
-  assert made.reward_BT.sum() == 1 and made.cut_off_B is made.turn_BT is None
+  (made,) = place(config, ONE, scored(given, known_B=np.ones(2, bool), **judged))
+  assert made.advantage_inputs.reward_BT.sum() == 1
+  assert made.advantage_inputs.cut_off_B is made.advantage_inputs.turn_BT is None
 
 
 @pytest.mark.parametrize("known", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_responses_without_a_verdict_are_masked_for_every_loss(name, known):
   given, known_B = rollout(), np.array(known)
-  (made,) = place(placing(name), ONE, given, known_B=known_B, **JUDGED)
+  (made,) = place(placing(name), ONE, scored(given, known_B=known_B, **JUDGED))
   np.testing.assert_array_equal(made.mask_BT, given.mask * known_B[:, None])
 
 
 def test_a_teacher_alone_needs_no_verdict():
   config, given = placing("ppo_clip", teacher="t", reward_weight=0.0), rollout()
-  (made,) = place(config, ONE, given, known_B=np.zeros(2, bool), **JUDGED)
+  (made,) = place(config, ONE, scored(given, known_B=np.zeros(2, bool), **JUDGED))
   np.testing.assert_array_equal(made.mask_BT, given.mask)

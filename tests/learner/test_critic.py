@@ -17,19 +17,20 @@ from configs import common, tiny_ppo
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
-from gspo_jax.learner.advantages import of_critic
+from gspo_jax.learner.advantages import critic_advantages
 from gspo_jax.learner.batch import at_the_end
 from gspo_jax.learner.critic import Critic, make_values, new_critic
-from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.passes import log_probs
 from gspo_jax.learner.state import abstract_state, new_state, with_critic
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.models import transformer
-from gspo_jax.models.critic import values as head_values
+from gspo_jax.models.head import values as head_values
 from gspo_jax.runs.checkpoint import restore_state, save_state
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import OptimizerConfig
+from gspo_jax.structs import AdvantageInputs
 
 MODEL = SMALLER_DENSE
 HEAD = CriticConfig(**(common.base().critic.to_dict() | dict(name="head", trunk_coef=0.5)))
@@ -71,7 +72,7 @@ def batch():
     name: (rng.normal(0.5, 0.3, (B, T)) * plain.mask_BT).astype(np.float32)
     for name in ("advantage_BT", "old_value_BT", "return_BT")
   }
-  return plain.replace(reward_BT=reward_BT, **noise)
+  return plain.with_fields(reward_BT=reward_BT, **noise)
 
 
 def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1, **numbers):
@@ -79,7 +80,7 @@ def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1,
   mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
   critic = critic_of(config, **numbers)
   step = make_rl_step(learner(MODEL, microbatches=microbatches), PPO, TX, critic)
-  given = batch().replace(reward_BT=None)
+  given = batch().with_fields(reward_BT=None)
   with jax.set_mesh(mesh):
     policy, params = on(mesh, config)
     state = with_critic(new_state(policy, TX), params, critic.tx)
@@ -153,17 +154,18 @@ def test_what_was_cut_off_goes_on_from_the_value_of_its_last_state():
   cut_B, last_B = np.arange(B) % 2 > 0, rng.normal(size=B).astype(np.float32)
   turns_BT = np.broadcast_to(np.arange(T) // 5, (B, T)).astype(np.int32)
   mask = np.asarray(batch().mask_BT) > 0
-  arrays = [np.float64(x) for x in (batch().reward_BT, batch().old_value_BT)]
+  arrays = batch().advantage_inputs.reward_BT, batch().critic_targets.old_value_BT
+  arrays = [np.float64(x) for x in arrays]
   worth_B = np.where(cut_B, np.float64(last_B), 0)
   for turn_BT, expected in (
     (None, paper.gae(*arrays, mask, 0.9, 0.8, worth_B)),
     (turns_BT, paper.turn_gae(*arrays, mask, turns_BT, 0.9, 0.8, worth_B)),
   ):
-    given = batch().replace(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
-    (found,), _ = of_critic(config, config.numbers(1))([given])
-    for name, wanted in zip(("advantage_BT", "return_BT"), expected):
-      np.testing.assert_allclose(getattr(found, name), wanted, atol=1e-5)
-    assert found.last_value_B is found.cut_off_B is found.turn_BT is None
+    given = batch().with_fields(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
+    (found,), _ = critic_advantages(config, config.numbers(1))([given])
+    for found_BT, wanted in zip((found.advantage_BT, found.critic_targets.return_BT), expected):
+      np.testing.assert_allclose(found_BT, wanted, atol=1e-5)
+    assert found.advantage_inputs == AdvantageInputs()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -173,17 +175,19 @@ def test_advantages_are_those_of_the_recursion(normalize):
   shorter = make_batch(lengths=(7, 3, 20, 0, 5, 9, 2, 11, 6, 6, 8, 4, 19, 3, 5, 12), seed=4)
   second = with_inputs(batch(), segments_BT=shorter.inputs.segments_BT)
   second = second.replace(mask_BT=shorter.mask_BT)
-  second = second.replace(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
-  dirty = [b.replace(old_value_BT=np.where(b.mask_BT > 0, b.old_value_BT, np.nan)) for b in
-           (batch(), second)]  # fmt: skip
-  actual, row = of_critic(config, config.numbers(1))(dirty)
+  second = second.with_fields(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
+  dirty = []
+  for clean in batch(), second:
+    value_BT = np.where(clean.mask_BT > 0, clean.critic_targets.old_value_BT, np.nan)
+    dirty.append(clean.with_fields(old_value_BT=value_BT))
+  actual, row = critic_advantages(config, config.numbers(1))(dirty)
   expected = []
   for given in dirty:
     mask = np.asarray(given.mask_BT)
     drift = np.where(mask > 0, np.float64(given.old_logp_BT) - given.ref_logp_BT, 0)
     reward, value = (
-      np.float64(given.reward_BT) - 0.3 * drift,
-      np.nan_to_num(given.old_value_BT),
+      np.float64(given.advantage_inputs.reward_BT) - 0.3 * drift,
+      np.nan_to_num(given.critic_targets.old_value_BT),
     )
     outcome, _ = paper.gae(reward, np.zeros_like(reward), mask, 0.9, 1.0)
     expected.append((*paper.gae(reward, np.float64(value), mask, 0.9, 0.8), outcome, value, mask))
@@ -196,10 +200,11 @@ def test_advantages_are_those_of_the_recursion(normalize):
   assert row["advantage/std"] == pytest.approx(std, rel=1e-4)
   if normalize:
     advantage = np.where(inside, (advantage - mean) / (std + 1e-6), 0)
-  for name, wanted in ("advantage_BT", advantage), ("return_BT", returns):
-    ours = np.concatenate([getattr(given, name) for given in actual])
-    np.testing.assert_allclose(ours, wanted, atol=1e-5)
-  assert actual[0].reward_BT is None
+  ours = np.concatenate([b.advantage_BT for b in actual])
+  np.testing.assert_allclose(ours, advantage, atol=1e-5)
+  ours = np.concatenate([b.critic_targets.return_BT for b in actual])
+  np.testing.assert_allclose(ours, returns, atol=1e-5)
+  assert actual[0].advantage_inputs.reward_BT is None
 
 
 def test_the_variance_of_large_returns_is_explained_too():
@@ -210,11 +215,11 @@ def test_the_variance_of_large_returns_is_explained_too():
     of_row_B1 = 1000 + 0.1 * rng.normal(size=(B, 1))
     reward_BT = at_the_end(of_row_B1[:, 0].astype(np.float32), batch().mask_BT)
     value_BT = (of_row_B1 - 30 + 0.05 * rng.normal(size=(B, T))).astype(np.float32)
-    parts.append(batch().replace(reward_BT=reward_BT, old_value_BT=value_BT))
+    parts.append(batch().with_fields(reward_BT=reward_BT, old_value_BT=value_BT))
     live = batch().mask_BT > 0
     pairs.append((np.broadcast_to(of_row_B1, (B, T))[live], np.float64(value_BT)[live]))
   returns, values = (np.concatenate(x) for x in zip(*pairs))
-  _, row = of_critic(config, config.numbers(1))(parts)
+  _, row = critic_advantages(config, config.numbers(1))(parts)
   expected = 1 - np.var(returns - values) / np.var(returns)
   assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
 
@@ -238,7 +243,7 @@ def test_explained_variance_is_of_what_the_returns_vary():
 
 def test_the_trunk_has_the_gradient_of_both_means():
   """The policy's is a mean over responses, the critic's over tokens; in packed micro-batches."""
-  mesh, given = sharding.make_mesh(MESH, jax.devices()[:1]), batch().replace(reward_BT=None)
+  mesh, given = sharding.make_mesh(MESH, jax.devices()[:1]), batch().with_fields(reward_BT=None)
   with jax.set_mesh(mesh):
     given = sharding.put_batch(given, mesh)
 
@@ -249,8 +254,9 @@ def test_the_trunk_has_the_gradient_of_both_means():
       logp_BT, entropy_BT, out, _ = log_probs(policy, given.inputs, learner(MODEL))
       half_BTD = (out.hidden_BTD + jax.lax.stop_gradient(out.hidden_BTD)) / 2
       value_BT = jnp.pad(head_values(critic, half_BTD)[:, :-1], ((0, 0), (1, 0)))
-      actual = O.value_loss(value_BT, given.old_value_BT, given.return_BT, given.mask_BT, 0.2)
-      of_policy = policy_loss(PPO, logp_BT, entropy_BT, given, T)[0]
+      targets = given.critic_targets
+      actual = O.value_loss(value_BT, targets.old_value_BT, targets.return_BT, given.mask_BT, 0.2)
+      of_policy = configured_loss(PPO, logp_BT, entropy_BT, given, T)[0]
       return of_policy.compute() + actual[0], actual
 
     (of_policy, of_critic), (loss, wanted) = expected(on(mesh, HEAD))

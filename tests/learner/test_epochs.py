@@ -1,7 +1,6 @@
 """Several passes over a rollout, with clip ranges that move meanwhile, in whole runs."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.learner import adaptive_clip, batch, optimizer
+from gspo_jax.models.flops import iteration_flops
 from gspo_jax.run import open_run
 from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
@@ -41,13 +41,13 @@ SMALL = SMALL_VALUES | dict(
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch):
   """Advantages of either sign, without a model that gets anything right."""
-  place = train.place
+  place = batch.place
 
-  def placed(run, collected):
+  def placed(c, mesh, collected, segments):
     advantage_PG = np.sin(collected.rollout.tokens.sum(1)).reshape(collected.advantage_PG.shape)
-    return place(run, dataclasses.replace(collected, advantage_PG=advantage_PG))
+    return place(c, mesh, dataclasses.replace(collected, advantage_PG=advantage_PG), segments)
 
-  monkeypatch.setattr(train, "place", placed)
+  monkeypatch.setattr(batch, "place", placed)
 
 
 def run(workdir, **changes):
@@ -102,12 +102,11 @@ def test_epochs_are_the_same_mini_batches_and_the_first_is_marked_once():
 
 
 def test_updates_take_as_many_operations_as_there_are_epochs():
-  sampled = SimpleNamespace(prompt_lengths=np.array([5, 5, 7, 7]), ends=np.array([9, 8, 8, 10]))
+  prompt_B, end_B = np.array([5, 5, 7, 7]), np.array([9, 8, 8, 10])
 
   def operations(epochs):
     config = config_of(tiny.get_config, **SMALL | dict(rl__epochs=epochs))
-    run = SimpleNamespace(config=config, teacher=None)
-    return train.operations(run, SimpleNamespace(rollout=sampled))
+    return iteration_flops(config, None, prompt_B, end_B)
 
   passes, updates = zip(operations(1), operations(3))
   assert passes[0] == passes[1] > 0 and updates[1] == 3 * updates[0] == 9 * passes[0]

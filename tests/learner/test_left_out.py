@@ -27,7 +27,7 @@ OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=
 
 def batch(**changes):
   made = make_batch(lengths=LENGTHS + LENGTHS)
-  return made.replace(ref_logp_BT=None, **changes)
+  return made.with_fields(ref_logp_BT=None, **changes)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -38,7 +38,7 @@ def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(mic
   current[:4] = 0
   stale = (whole.mask_BT > 0) & (current == 0)
   far = whole.sampler_logp_BT - 3 * stale.astype(np.float32)  # whatever older weights said
-  params, row = after(step, DENSE, whole.replace(sampler_logp_BT=far, current_BT=current))
+  params, row = after(step, DENSE, whole.with_fields(sampler_logp_BT=far, current_BT=current))
   _, expected = after(step, DENSE, whole.replace(mask_BT=current))
   names = [name for name in row if name.startswith("mismatch/")]
   assert len(names) == 9 and row["mismatch/abs/max"] > 0
@@ -53,13 +53,13 @@ def test_what_cannot_be_compared_is_no_metric():
   """Of older weights alone, as with a lag: 0 would say that sampler and trainer agree."""
   step = rl_step(learner(DENSE, ages=3), dataclasses.replace(OBJECTIVE, old_logp="behaviour"), SGD)
   whole = batch(age_B=np.full(16, 1, np.int32), own_logp_BT=batch().sampler_logp_BT)
-  _, row = after(step, DENSE, whole.replace(current_BT=0 * whole.mask_BT))
+  _, row = after(step, DENSE, whole.with_fields(current_BT=0 * whole.mask_BT))
   compared = {name for name in row if name.startswith(("mismatch/", "by_age/"))}
   shares = {f"by_age/responses/{age}" for age in range(3)}
   of_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
   older = {name for name in compared if name.startswith("mismatch/older/")}
   assert compared == shares | of_age | older and len(older) == 10
-  _, row = after(step, DENSE, whole.replace(current_BT=whole.mask_BT))
+  _, row = after(step, DENSE, whole.with_fields(current_BT=whole.mask_BT))
   assert {"mismatch/abs/max", "mismatch/current/ess/sequence"} <= row.keys()
   assert {n for n in row if n.startswith("mismatch/older/")} == {"mismatch/older/tokens"}
 

@@ -29,9 +29,9 @@ from support.small_updates import (
 
 from gspo_jax import objectives as O
 from gspo_jax.learner import metrics, packing
-from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.objective import configured_loss
 from gspo_jax.sampling.parts import segment_ids
-from gspo_jax.structs import ModelInputs, TrainBatch
+from gspo_jax.structs import MetricInputs, ModelInputs, TrainBatch
 
 SEGMENT = dataclasses.replace(
   GSPO, name="segment", segment_unit="tokens", segment_tokens=3, clip_low=0.01, clip_high=0.02
@@ -56,7 +56,12 @@ def age_case(rows, classes, seed):
   age_B[:3] = -1  # in no class
   plain = np.zeros(mask_BT.shape, np.int32)
   batch = TrainBatch(
-    ModelInputs(plain, plain), mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B
+    ModelInputs(plain, plain),
+    mask_BT,
+    np.zeros(rows),
+    old_BT,
+    sampler_BT,
+    metric_inputs=MetricInputs(age_B=age_B),
   )
   return logp_BT, batch, clipped_BT
 
@@ -70,13 +75,13 @@ def test_figures_by_age():
   expected = {age: [] for age in range(classes)}
   for logp_BT, batch, clipped_BT in parts:
     for i, live in enumerate(batch.mask_BT > 0):
-      if live.any() and batch.age_B[i] >= 0:
+      if live.any() and batch.metric_inputs.age_B[i] >= 0:
         of_old, of_sampler = (
           (logp_BT[i] - old_BT[i])[live].mean(dtype=np.float64)
           for old_BT in (batch.old_logp_BT, batch.sampler_logp_BT)
         )
         values = abs(np.exp(of_old) - 1), abs(of_sampler), clipped_BT[i][live]
-        expected[min(batch.age_B[i], classes - 1)].append(values)
+        expected[min(batch.metric_inputs.age_B[i], classes - 1)].append(values)
   total = sum(map(len, expected.values()))
   assert not expected[1] and len(expected[3]) > len(expected[2]) > 0
   for age, actual in expected.items():
@@ -194,7 +199,7 @@ def test_metrics_by_place_of_two_micro_batches():
     minibatch = jax.tree.map(lambda x: x[rows], batch)
 
     def loss(logp_BT):
-      return policy_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), minibatch)
+      return configured_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), minibatch)
 
     clipped_BT = loss(logp_BT[rows])[2]
     return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT[rows], minibatch, clipped_BT)
@@ -237,7 +242,7 @@ def test_the_gradient_has_all_terms_of_the_loss():
   })  # fmt: skip
   with_kl, without = (
     metrics.token_gradient(
-      lambda x, c=config: policy_loss(c, x, jnp.zeros_like(x), batch)[0], batch.sampler_logp_BT
+      lambda x, c=config: configured_loss(c, x, jnp.zeros_like(x), batch)[0], batch.sampler_logp_BT
     )
     for config in (wide, dataclasses.replace(wide, kl_coef=None, kl=None))
   )
@@ -293,7 +298,7 @@ def test_a_review_has_the_gradient_of_each_token():
   actual = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
   logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch.inputs)
   expected = metrics.token_gradient(
-    lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
+    lambda x: configured_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )
   np.testing.assert_allclose(actual["gradient_BT"], expected, rtol=1e-5, atol=1e-7)
   live_BT = batch.mask_BT > 0

@@ -15,7 +15,7 @@ from support import objectives_reference as paper
 
 from configs import common, dense_math, moe_aime, tiny, tiny_tools
 from gspo_jax import objectives as O
-from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.passes import learner_of
 from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective, options_of
 from gspo_jax.settings.reading import from_dict
@@ -67,7 +67,7 @@ ENTROPY = np.where(CASE["mask"], 0.5, np.nan).astype(np.float32)
 
 def value_and_gradient(config, given):
   def numerator(logp_BT):
-    *sums, _ = policy_loss(config, logp_BT, ENTROPY, given, MAX)
+    *sums, _ = configured_loss(config, logp_BT, ENTROPY, given, MAX)
     return sums[0].numerator, sums
 
   grad, sums = jax.grad(numerator, has_aux=True)(CASE["logp"])
@@ -226,7 +226,9 @@ def test_responses_are_divided_by_what_they_have_at_most():
   values.update(sampling=dict(max_new_tokens=24), objective=dict(name="dr_grpo"))
   assert learner_of(from_dict(values.to_dict()), "rl").response_tokens == 24
   config = objective("dr_grpo")
-  losses = [policy_loss(config, CASE["logp"], ENTROPY, batch(), n)[0].compute() for n in (10, 20)]
+  losses = [
+    configured_loss(config, CASE["logp"], ENTROPY, batch(), n)[0].compute() for n in (10, 20)
+  ]
   assert losses[0] == pytest.approx(2 * float(losses[1]), rel=1e-6)
 
 
@@ -319,7 +321,7 @@ def test_the_keys_of_minirl_have_the_gradient_of_its_equation():
 def test_what_is_clipped_is_what_the_loss_clips():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
-    *_, actual = policy_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
+    *_, actual = configured_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
     args = CASE["logp"], CASE["old"], CASE["advantage"], CASE["mask"]
     options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
     options |= dict(max_length=MAX) if name in ("dr_grpo", "dppo") else {}

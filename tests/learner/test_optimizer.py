@@ -35,7 +35,9 @@ def test_a_longer_run_goes_on_at_the_rate_that_its_schedule_ended_with(schedule)
   config = dataclasses.replace(CONFIG, schedule=schedule, warmup_steps=4)
   short, longer = rates(config, 40), dataclasses.replace(config, schedule_steps=40)
   np.testing.assert_array_equal(rates(longer, 80), [*short, *[short[-1]] * 40])
-  assert make(longer, 80).numbers == make(config, 40).numbers  # updates take the same
+  assert (
+    make(longer, 80).hyperparameters == make(config, 40).hyperparameters
+  )  # updates take the same
   assert rates(config, 80)[40] > 4 * short[-1]
 
 
@@ -75,7 +77,7 @@ def test_the_update_is_that_of_optax_with_the_same_constants(changes):
   assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
   for i in range(1, 10):
     grads = optimizer_tree(i)
-    updates, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
+    updates, state = jax.jit(ours.update)(grads, states[0], params, ours.hyperparameters)
     their_updates, their_state = adamw.update(grads, states[1], theirs)
     states = state, their_state
     params = optax.apply_updates(params, updates)

@@ -143,11 +143,11 @@ def test_every_response_has_a_place_of_its_own(shards, seed):
   chex.assert_trees_all_equal(packing.undo(planned), batch)
   taken = np.zeros((shards, per_shard, size), int)
   for i, length in enumerate(planned.inputs.segments_BT.sum(1)):
-    assert (planned.inputs.row_B[i] >= 0) == (length > 0)
+    assert (planned.inputs.places.row_B[i] >= 0) == (length > 0)
     if length:
-      start = planned.inputs.start_B[i]
+      start = planned.inputs.places.start_B[i]
       assert start + length <= size
-      taken[i // per_shard, planned.inputs.row_B[i], start : start + length] += 1
+      taken[i // per_shard, planned.inputs.places.row_B[i], start : start + length] += 1
   assert taken.max() <= 1 and taken.sum() == length_B.sum()
   used = (taken[:, :, 0] > 0).sum(1)
   assert (np.diff((taken[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
@@ -164,7 +164,8 @@ def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
   prompt_B = np.repeat(rng.integers(1, longest + 1, groups), group)
   length_B = prompt_B + rng.integers(1, size - longest + 1, groups * group)
   length_B[rng.random(len(length_B)) < 0.1] = 0
-  order_B, placed = packing.places(length_B, size, shards, prompt_B, group, size - longest)
+  placed = packing.places(length_B, size, shards, prompt_B, group, size - longest)
+  order_B = placed.order_B
   np.testing.assert_array_equal(np.sort(order_B), np.arange(len(length_B)))
   per_shard = len(length_B) // shards
   width = packing.with_prompts(size, size - longest)
@@ -188,7 +189,7 @@ def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
   ).all()
   rows = [
     (taken[0, :, :, 0] > 0).sum(1).max(),
-    packing.places(length_B, size, shards)[1].row_B.max(),
+    packing.places(length_B, size, shards).row_B.max(),
   ]
   assert rows[0] <= rows[1] + 1, "no more rows than without"
 
@@ -196,9 +197,9 @@ def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
 def test_prompts_are_shared_where_they_are_long():
   """4 responses of 4 + 7 tokens to a prompt fill 2 rows of 20, not 4."""
   lengths, prompts = np.full(4, 11), np.full(4, 4)
-  assert packing.places(lengths, 20, 1)[1].row_B.max() == 3
-  assert packing.places(lengths, 20, 1, prompts, 4, 12)[1].row_B.max() == 1
-  assert packing.places(lengths, 20, 1, prompts, 4, 16)[1].trunk_B is None  # a fifth of the row
+  assert packing.places(lengths, 20, 1).row_B.max() == 3
+  assert packing.places(lengths, 20, 1, prompts, 4, 12).row_B.max() == 1
+  assert packing.places(lengths, 20, 1, prompts, 4, 16).trunk_B is None  # a fifth of the row
 
 
 @pytest.mark.parametrize("shards", [1, 8])

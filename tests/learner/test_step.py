@@ -141,7 +141,7 @@ def test_what_sampled_is_compared_with_the_trainer_by_the_version_of_its_weights
   mask_BT = np.asarray(batch.mask_BT)
   older_BT = mask_BT * (np.arange(len(mask_BT)) % 2)[:, None]
   said_BT = own_BT - 0.5 * older_BT - 0.001 * mask_BT
-  batch = batch.replace(
+  batch = batch.with_fields(
     own_logp_BT=own_BT, sampler_logp_BT=said_BT, old_logp_BT=said_BT, current_BT=mask_BT - older_BT
   )
   step = rl_step(learner(MOE), objective, SGD)
@@ -439,7 +439,7 @@ def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_b
   find(initial(DENSE), batch.inputs)
   review = passes.make_review(learner(DENSE), GSPO, find)
   for fields in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
-    review(initial(DENSE), batch.replace(**fields))
+    review(initial(DENSE), batch.with_fields(**fields))
   assert find._cache_size() == 1
 
 

@@ -83,7 +83,7 @@ def test_numbers_do_not_make_another_program():
     make_rl_step(learner(DENSE), o, optimizer.make(CONFIG, 9)) for o in (ALL_TERMS, wider)
   )
   assert first.function is second.function
-  assert first.numbers != second.numbers
+  assert first.hyperparameters != second.hyperparameters
 
 
 def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():

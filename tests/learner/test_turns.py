@@ -89,7 +89,7 @@ def objective(name, **changes):
 
 def loss(name, logp_BT, batch, **changes):
   batch = batch.replace(ref_logp_BT=batch.old_logp_BT)
-  total, metrics, _ = train_step.policy_loss(
+  total, metrics, _ = train_step.configured_loss(
     objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch, 30
   )
   return total.numerator / total.denominator, compute(metrics)

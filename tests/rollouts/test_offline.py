@@ -95,7 +95,7 @@ def test_nothing_is_sampled_and_all_is_as_recorded(kind):
     batch = batches.train_batch(
       out.rollout, out.advantage_PG, shared_prompts=True, version=out.version
     )
-    assert not batch.current_BT.any(), "what a sampler said of them is not known"
+    assert not batch.metric_inputs.current_BT.any(), "what a sampler said of them is not known"
 
 
 def test_every_group_comes_up_once_in_an_epoch_in_an_order_of_the_seed():
@@ -150,8 +150,10 @@ def test_fresh_responses_take_their_share():
   batch = batches.train_batch(
     out.rollout, out.advantage_PG, shared_prompts=True, version=out.version
   )
-  np.testing.assert_array_equal(batch.current_BT[~recorded_B], batch.mask_BT[~recorded_B])
-  assert not batch.current_BT[recorded_B].any()
+  np.testing.assert_array_equal(
+    batch.metric_inputs.current_BT[~recorded_B], batch.mask_BT[~recorded_B]
+  )
+  assert not batch.metric_inputs.current_BT[recorded_B].any()
 
 
 def test_a_response_without_a_verdict_is_no_target():
@@ -160,9 +162,9 @@ def test_a_response_without_a_verdict_is_no_target():
   out.groups[1].unknown = {2: "timeout"}
   known_B = np.arange(P * G) != G + 2
   there_B = out.rollout.mask.any(axis=1)
-  judged = batches.judged(out.rollout, out.known_B)
+  judged = batches.with_verdict(out.rollout, out.known_B)
   np.testing.assert_array_equal(judged.mask.any(axis=1), there_B & known_B)
-  rewards_B = batches.of_tokens(judged, out.reward_PG, in_parts=False).sum(axis=1)
+  rewards_B = batches.token_rewards(judged, out.reward_PG, in_parts=False).sum(axis=1)
   np.testing.assert_array_equal(rewards_B, out.reward_PG.reshape(-1) * (there_B & known_B))
 
 

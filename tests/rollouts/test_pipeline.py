@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from support.rollouts import (
 )
 
 from gspo_jax import sharding
+from gspo_jax.learner.batch import place
 from gspo_jax.learner.passes import learner_of, log_probs
 from gspo_jax.models import publication, transformer
 from gspo_jax.rollouts.groups import Group, filled
@@ -35,7 +35,6 @@ from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import SingleTurn
 from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
 from gspo_jax.system import preemption
-from gspo_jax.train import place
 
 LAST = 6
 WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
@@ -179,11 +178,10 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
     objective=dataclasses.replace(config.objective, replay="R3"),
   )
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-  run = SimpleNamespace(config=config, environment=None, mesh=mesh)
   mixed = dataclasses.replace(new[0][0], groups=first, rollout=made.rollout(first))
   score = jax.jit(lambda inputs: log_probs(PARAMS, inputs, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
-    for batch in place(run, mixed):
+    for batch in place(config, mesh, mixed):
       alone = score(batch.inputs.replace(prompt_B=None))
       found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch.inputs), alone))
       np.testing.assert_allclose(found, alone, atol=1e-5)
@@ -229,11 +227,12 @@ def test_tokens_of_older_weights_are_not_compared_as_current_without_a_lag(made_
   compared, current = [], []
   for collected in out:
     rollout = collected.rollout
-    batches = place(SimpleNamespace(config=plain, environment=None, mesh=mesh), collected)
-    masks = [b.mask_BT * (1 if b.current_BT is None else b.current_BT) for b in batches]
+    batches = place(plain, mesh, collected)
+    currents = [b.metric_inputs.current_BT for b in batches]
+    masks = [b.mask_BT * (1 if x_BT is None else x_BT) for b, x_BT in zip(batches, currents)]
     compared.append(sum(int(mask_BT.sum()) for mask_BT in masks))
     current.append(int((rollout.version == collected.step).sum()))
-    assert (batches[0].current_BT is None) == (current[-1] == rollout.lengths.sum())
+    assert (currents[0] is None) == (current[-1] == rollout.lengths.sum())
   assert compared == current and min(current) < max(current)
 
 

@@ -222,7 +222,7 @@ def test_missing_rows_cost_a_packed_update_nothing():
   assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
-  assert ((plan.inputs.row_B < 0) == empty[plan.order_B]).all()
+  assert ((plan.inputs.places.row_B < 0) == empty[plan.order_B]).all()
   assert (batch.inputs.sampler_experts_BTlk[empty] == -1).all()
   (*_, whole), _ = iterate(6, **WHOLE, objective__volatility=True)
   of_whole = batches.train_batch(whole.rollout, whole.advantage_PG, shared_prompts=True)
@@ -258,7 +258,7 @@ def test_every_part_of_an_iteration_takes_smaller_groups(make):
       assert one.advantage_BL.shape == one.rollout.logp.shape
       assert not one.advantage_BL[~known_B].any() and np.isfinite(one.advantage_BL).all()
     assert len(dumped(one)) == known_B.sum()
-    assert not batches.judged(one.rollout, known_B).mask[~known_B].any()
+    assert not batches.with_verdict(one.rollout, known_B).mask[~known_B].any()
   assert smaller
 
 

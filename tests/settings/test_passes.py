@@ -10,7 +10,7 @@ from support.small_models import DENSE, SMALLER_DENSE
 from configs import tiny, tiny_distil, tiny_ppo
 from gspo_jax.models import flops
 from gspo_jax.settings import passes
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import AdvantageInputs, CriticTargets, TrainBatch
 
 CASES = {
   "as sampled": (tiny.get_config, dict(objective__old_logp="sampler"), [], []),
@@ -68,10 +68,13 @@ def test_the_passes_of_a_run(get_config, changes, names, frozen):
   assert list(models) == frozen
   assert all(m is (SMALLER_DENSE if n == "teacher" else DENSE) for n, m in models.items())
   assert "teacher" not in passes.frozen(c, None)
-  fields = {field.name for field in dataclasses.fields(TrainBatch)}
+  structs = TrainBatch, CriticTargets, AdvantageInputs
+  fields = {field.name for struct in structs for field in dataclasses.fields(struct)}
   assert fields >= {name for declared in passes.of_run(c) for name in declared.fills}
-  lengths = np.array([3]), np.array([3, 3]), np.array([7, 9])
-  policy, teacher = (flops.forward_flops(m, *lengths) for m in (DENSE, SMALLER_DENSE))
+  lengths = np.array([3, 3]), np.array([7, 9])
+  policy, teacher = (
+    flops.forward_flops(m, lengths[0][:1], *lengths) for m in (DENSE, SMALLER_DENSE)
+  )
   forward = {name: policy for name in names} | dict(teacher=teacher)
   counted = sum(forward[name] for name in names)
-  assert flops.pass_flops(c, SMALLER_DENSE, *lengths) == counted
+  assert flops.iteration_flops(c, SMALLER_DENSE, *lengths).passes == counted

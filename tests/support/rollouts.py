@@ -11,8 +11,8 @@ from gspo_jax.data.sources import Prompts
 from gspo_jax.rewards import Scores
 from gspo_jax.rewards.signals import Signals
 from gspo_jax.rollouts.collector import Collector
-from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.groups import Group
+from gspo_jax.rollouts.samples_log import rollout_records
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
 from gspo_jax.settings.sampling import DEFAULT
@@ -169,4 +169,4 @@ def groups(**spec):
 def dumped(collected, decode=letters):
   """Records of a batch, with an unchanged policy."""
   zeros = np.zeros(collected.rollout.logp.shape)
-  return rollout_records(collected, zeros, zeros > 0, decode)
+  return rollout_records(collected, dict(log_ratio_BT=zeros, clipped_BT=zeros > 0), decode)

@@ -1,10 +1,10 @@
-"""Room for prompts: no more than they need, and few lengths."""
+"""Length buckets of prompts: no more than they need, and few lengths."""
 
 import pytest
 from support.rollouts import NEW, G, P, collector, iterate, settings
 
 from gspo_jax.data.sources import Mixture, Prompts
-from gspo_jax.rollouts.rooms import room_for, rooms
+from gspo_jax.rollouts.schedules import bucket_length, length_buckets
 from gspo_jax.structs import Prompt
 
 
@@ -15,15 +15,17 @@ def of_lengths(*lengths):
 TAIL = of_lengths(*[20] * 800, *[60] * 190, *[500] * 10)
 
 
-def test_rooms_are_quantiles_of_the_lengths_of_a_batch():
+def test_buckets_are_quantiles_of_the_lengths_of_a_batch():
   config = settings(prompts=4, data__max_prompt_tokens=1024)
-  assert rooms(config, [TAIL]) == (64, 512), "with 4 prompts, 0.41 of iterations have none over 20"
-  assert rooms(settings(prompts=2, data__max_prompt_tokens=1024), [TAIL]) == (32, 64, 512)
+  assert length_buckets(config, [TAIL]) == (64, 512), (
+    "with 4 prompts, 0.41 of iterations have none over 20"
+  )
+  assert length_buckets(settings(prompts=2, data__max_prompt_tokens=1024), [TAIL]) == (32, 64, 512)
   mixed = Mixture((TAIL, of_lengths(700)), (1.0, 1.0))
-  assert rooms(config, [mixed]) == (64, 704)
-  assert rooms(config, [TAIL, of_lengths(700)]) == (64, 704)
-  assert rooms(config, [of_lengths(*range(90, 101))]) == (112,), "96 would bring little"
-  assert rooms(settings(data__max_prompt_tokens=100), [of_lengths(100)]) == (100,)
+  assert length_buckets(config, [mixed]) == (64, 704)
+  assert length_buckets(config, [TAIL, of_lengths(700)]) == (64, 704)
+  assert length_buckets(config, [of_lengths(*range(90, 101))]) == (112,), "96 would bring little"
+  assert length_buckets(settings(data__max_prompt_tokens=100), [of_lengths(100)]) == (100,)
 
 
 @pytest.mark.parametrize("source, changes", [
@@ -31,12 +33,12 @@ def test_rooms_are_quantiles_of_the_lengths_of_a_batch():
   (TAIL, dict(environment__name="calculator", environment__max_turns=4)),
   ((), {}),  # made as they are read, or in files that grow
 ])  # fmt: skip
-def test_there_is_one_room_where_rows_are_not_a_prompt_and_its_response(source, changes):
-  assert rooms(settings(data__max_prompt_tokens=600, **changes), [source]) == (600,)
+def test_there_is_one_bucket_where_rows_are_not_a_prompt_and_its_response(source, changes):
+  assert length_buckets(settings(data__max_prompt_tokens=600, **changes), [source]) == (600,)
 
 
-def test_a_prompt_of_other_data_has_room():
-  assert [room_for(n, (32, 64), 1024) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 1024]
+def test_a_prompt_of_other_data_has_a_bucket():
+  assert [bucket_length(n, (32, 64), 1024) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 1024]
 
 
 def test_a_rollout_is_as_long_as_its_prompts_need(capsys):

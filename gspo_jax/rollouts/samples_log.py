@@ -1,0 +1,102 @@
+"""The samples log: readable records of the responses that an iteration trained on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.rollouts.collector import Collected
+
+TOKENS = 200_000  # tokens of one log that are written one by one, with their log-ratios
+
+
+def rollout_records(
+  collected: Collected, arrays: Mapping[str, np.ndarray], decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+  """Returns a JSON object for each response.
+
+  Args:
+    arrays: by the names of `learner.batch.sample_arrays`, in the order of the rollout.
+    decode: from tokens to text.
+  """
+  rollout, G = collected.rollout, collected.advantage_PG.shape[1]
+  used_BL = rollout.mask > 0
+  texts = {i: decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
+  records, written = [], 0
+  advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
+  for row, used_L in enumerate(used_BL):
+    if not used_L.any():  # a recorded group may have fewer responses
+      continue
+    tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
+    advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
+    record = _summary(collected, row, G, float(advantage), tokens)
+    written += int(used_L.sum())
+    ids_X = rollout.tokens[row][used_L].tolist()
+    whole = rollout.response(row) == ids_X  # one turn, which may be read again (data/recorded.py)
+    if whole:
+      record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
+    if written <= TOKENS:
+      # The tokens of a decoded text, encoded again, may be others.
+      record |= dict(response_ids=ids_X) if whole else {}
+      record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
+    records.append(record)
+  return records
+
+
+def _summary(
+  collected: Collected,
+  row: int,
+  group_size: int,
+  advantage: float,
+  tokens: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+  """Returns the texts and figures of one response, from arrays [X] of its tokens."""
+  group, sample = collected.groups[row // group_size], row % group_size
+  verdict = sample not in group.unknown
+  record = dict(
+    prompt_id=group.prompt.id,
+    sample=sample,
+    prompt=group.prompt.question,
+    response=group.responses[sample],
+    answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
+    reward=float(group.reward_G[sample]) if verdict else None,
+    advantage=round(advantage, 4),
+    length=int(collected.rollout.lengths[row]),
+    truncated=not bool(collected.rollout.stopped[row]),
+    ratio=round(float(np.exp(tokens["log_ratio_BT"].mean())), 6),
+    clipped=bool(tokens["clipped_BT"].any()),
+    eval=False,
+  )
+  if not verdict:
+    record["unknown"] = group.unknown[sample]
+  if group.signals:
+    signals = {name: float(value_G[sample]) for name, value_G in group.signals.items()}
+    record["signals"] = signals if verdict else dict.fromkeys(signals)
+  return record
+
+
+def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
+  """Returns one list for each figure of a response's tokens, from arrays [X]."""
+  columns = dict(
+    log_ratio=[round(x, 4) for x in tokens["log_ratio_BT"].tolist()],
+    clipped_tokens=tokens["clipped_BT"].astype(int).tolist(),
+  )
+  if "old_value_BT" in tokens:
+    columns["values"] = [round(x, 4) for x in tokens["old_value_BT"].tolist()]
+  if "unit_BT" in tokens:
+    columns |= _segment_columns(tokens["log_ratio_BT"], tokens["unit_BT"], tokens["gradient_BT"])
+  return columns
+
+
+def _segment_columns(
+  log_ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
+) -> dict[str, list]:
+  """Returns the segment of each token, and of each segment its ratio and Σ |derivative|."""
+  size_U = np.maximum(np.bincount(segment_X), 1)
+  mean_U = np.bincount(segment_X, log_ratio_X) / size_U
+  gradient_U = np.bincount(segment_X, abs(gradient_X))
+  return dict(
+    segments=segment_X.tolist(),
+    segment_ratio=[round(float(x), 6) for x in np.exp(mean_U)],
+    segment_gradient=[float(f"{x:.4g}") for x in gradient_U],
+  )
