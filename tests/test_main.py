@@ -5,7 +5,6 @@ import json
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,14 +16,14 @@ from support.command_line import (
   ROOT,
   SMALL,
   SMALL_MODEL,
+  TALK,
+  TOGETHER,
   environment,
   figures,
-  killed_and_whole,
   modules_in,
   rows,
   rows_of,
   run,
-  run_until,
 )
 from support.configs import config_of
 
@@ -130,70 +129,6 @@ def test_its_metrics_show_that_it_is_off_policy(finished):
   assert evaluated == [0, 4, 8]
 
 
-@pytest.mark.slow
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
-  run_until(tmp_path, "sft", 4, signal.SIGKILL)
-  stderr, _ = run_until(tmp_path, "rl", 3, signal.SIGINT)
-  assert "the same command continues" in stderr
-  run_until(tmp_path, "rl", 5, signal.SIGKILL)
-  run(tmp_path, *SMALL)
-  assert figures(tmp_path) == figures(finished[0])
-  same = (tmp_path / "rollouts" / "eval_000008.jsonl").read_text()
-  assert same == (finished[0] / "rollouts" / "eval_000008.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_run_with_adapters_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  flags = [*SMALL, "lora.rank=2", "rl_optimizer.learning_rate=1e-2"]
-  _, killed = killed_and_whole(tmp_path, flags)
-  last = rows_of(killed, "rl")[-1]
-  assert last["mismatch/abs/max"] < 1e-4, "sampler and trainer have the same sums"
-  assert last["ratio/deviation"] > 0, "adapters move"
-
-
-CRITIC = """
-  objective.name=ppo_clip critic.name=model critic.warmup_iterations=2 critic.kl_coef=0.01
-  rl.packed=True rl.microbatches=2 critic_optimizer.learning_rate=1e-3
-""".split()
-
-
-@pytest.mark.slow
-def test_a_run_with_a_critic_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  _, killed = killed_and_whole(tmp_path, [*SMALL, *CRITIC])
-  first, *_, last = rows_of(killed, "rl")[1:]
-  assert first["learning_rate"] == 0 == first["ratio/deviation"], "the critic learns alone"
-  assert last["ratio/deviation"] > 0 and last["reward/kl_penalty"] != 0
-  assert last["value/mean"] != 0 == first["value/mean"], "there is a price before any reward"
-  record = json.loads((killed / "rollouts" / "rl_000008.jsonl").read_text().splitlines()[0])
-  assert len(record["values"]) == record["length"]
-
-
-PARTIAL = """
-  job=rl rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
-  rl.iterations=6 eval.every=9 eval.greedy=False engine.steps=2 engine.slots=12
-""".split()
-
-
-# Conversations that are put aside, replayed, recomputed and sampled in several rounds.
-TOGETHER = """
-  job=rl rl.extra_prompts=4 rl.token_budget=150 rl.iterations=4 eval.every=9 eval.greedy=False
-  objective.old_logp=recompute objective.replay=R3 objective.volatility=True
-  data.query_set.extra_rounds=1 environment.name=talk:Talk environment.max_turns=4
-  sampling.stop_strings=('1','7') sampling.max_new_tokens=40
-  environment.token_cost=0.01 environment.call_cost=0.1
-""".split()
-TALK = """
-class Talk:
-  def __init__(self, prompt, tok):
-    self.prompt, self.tok, self.heard = prompt, tok, 0
-  def reset(self):
-    return self.prompt.tokens
-  def step(self, response):
-    self.heard += 1
-    return self.tok.encode("so?"), len(response) % 5 / 5, self.heard == 3
-"""
-
-
 def talking(folder):
   """Environment variables and flags for a run with the environment of TOGETHER."""
   (folder / "talk.py").write_text(TALK)
@@ -202,7 +137,7 @@ def talking(folder):
 
 @pytest.mark.long
 def test_partial_rollouts_go_with_everything_else(tmp_path):
-  run(tmp_path / "run", *SMALL, *TOGETHER, **talking(tmp_path))
+  run(tmp_path / "run", *SMALL, *TOGETHER.split(), **talking(tmp_path))
   training = [row for row in rows_of(tmp_path / "run", "rl") if row["step"]]
   assert [row["step"] for row in training] == [1, 2, 3, 4]
   for row in training:
@@ -218,37 +153,6 @@ def test_partial_rollouts_go_with_everything_else(tmp_path):
   assert training[0]["partial/stale_tokens"] == 0 and "mismatch/abs/max" in training[0]
   assert max(row["partial/stale_tokens"] for row in training) > 0
   assert max(row["partial/oldest"] for row in training) >= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [PARTIAL, TOGETHER], ids=["alone", "with everything else"])
-def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(flags, tmp_path):
-  whole, _ = killed_and_whole(tmp_path, [*SMALL, *flags], **talking(tmp_path))
-  assert max(row["partial/stale_tokens"] for row in rows_of(whole, "rl")[1:]) > 0
-
-
-QUERY_SET = """
-  job=rl reward.name=one_in_three:reward reward.workers=1 data.query_set.drop_after=1
-  data.query_set.readmit_after=3 data.query_set.extra_rounds=2 eval.greedy=False eval.every=9
-  rl.iterations=6 checkpoint.every=2 sampling.max_new_tokens=2 eval.max_new_tokens=2
-""".split()
-
-
-@pytest.mark.slow  # test_prompt_filter.py reads the saved choice.
-def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  # 27 prompts from two files, so that they come up again and again.
-  rows = [dict(id=f"{i}", question=f"{i}+{i}=", answer=str(2 * i)) for i in range(27)]
-  for name, part in ("a", rows[:9]), ("b", rows[9:]):
-    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-  # A third of whatever a random policy says is right.
-  (tmp_path / "one_in_three.py").write_text(
-    "reward = lambda text, prompt: float(sum(map(ord, text + prompt['answer'])) % 3 == 0)"
-  )
-  train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
-  whole, _ = killed_and_whole(tmp_path, [*SMALL, *QUERY_SET, train], **modules_in(tmp_path))
-  training = rows_of(whole, "rl")[1:]
-  assert training[-1]["query_set/dropped"] > 0 and training[-1]["query_set/tried"] > 20
-  assert any(row["dynamic_sampling/rounds"] > 1 for row in training)
 
 
 EVALUATION = (

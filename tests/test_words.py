@@ -38,7 +38,7 @@ CODE = """
   gspo_jax                   2.7       1    10.3    0.12       6
   gspo_jax/aot               0.0       0    10.0    0.00       0
   gspo_jax/cli               0.0       0     9.6    0.05       0
-  gspo_jax/data             11.4       5    14.4    0.77      22
+  gspo_jax/data              0.0       0     9.3    0.02       2
   gspo_jax/evaluation        0.0       0     9.3    0.00       0
   gspo_jax/learner           0.0       0    10.4    0.09       3
   gspo_jax/models            0.0       0    10.2    0.00       0
@@ -47,9 +47,9 @@ CODE = """
   gspo_jax/rewards           1.8       0     9.3    0.00       0
   gspo_jax/rollouts          2.5       0    10.5    0.25       5
   gspo_jax/runs              0.0       0    10.1    0.03       0
-  gspo_jax/sampling         13.0       6    13.2    0.77      23
+  gspo_jax/sampling          1.4       0    10.5    0.03       0
   gspo_jax/settings         17.1      13    12.5    0.79      17
-  gspo_jax/system           17.5       9    12.9    0.87      24
+  gspo_jax/system            0.0       0     9.9    0.09       2
   gspo_jax/tasks             0.0       0    10.7    0.05       0
   gspo_jax/verifiers         0.0       0    10.2    0.03       3
   tests                     18.1       8    12.2    0.38      10

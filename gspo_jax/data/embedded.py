@@ -43,7 +43,7 @@ class Embedded:
     return len(self._problems)
 
   def questions(self) -> Iterator[str]:
-    """Every question, without the rest of its prompt, which takes ten times as long."""
+    """Returns every question alone; whole prompts take ten times as long."""
     return (self._problems[index]["question"] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> structs.Prompt:

@@ -1,7 +1,7 @@
 """Rows of files and of TFDS data sets, one at a time and undecoded.
 
-A row comes with where it is (for messages), an id, and a function that decodes it, so that what is
-wrong with one row does not end the reading of the others.
+A row comes with where it is (for messages), an id, and a function that decodes it, so that an
+error in one row does not end the reading of the others.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _MAGIC = r"[*?\[]"
 
 
 class BadRow(ValueError):
-  """A fault of one row; the message says what to do about it."""
+  """A fault of one row; the message says title to do about it."""
 
 
 class Skipped:
@@ -48,9 +48,9 @@ class Skipped:
       self.count += 1
       self.first = self.first or f"; {place}: {error}"
 
-  def warn(self, what: str) -> None:
+  def warn(self, title: str) -> None:
     if self.count:
-      logging.warning("%s: %d rows left out%s", what, self.count, self.first)
+      logging.warning("%s: %d rows left out%s", title, self.count, self.first)
 
 
 def read(spec: str, key: str) -> Iterator[Row]:
@@ -63,7 +63,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # A pattern may match more files at the next start: the ids of these stay what they are.
+    # A pattern may match more files at the next start: the ids of these stay the same.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -77,7 +77,7 @@ def is_pattern(spec: str) -> bool:
 
 
 def named(spec: str, key: str) -> list[epath.Path]:
-  """The files that a path or pattern names, sorted."""
+  """Returns the files of a path or pattern, sorted."""
   magic = re.search(_MAGIC, spec)
   try:
     if magic:
@@ -87,12 +87,12 @@ def named(spec: str, key: str) -> list[epath.Path]:
       files = sorted(located(root, key).glob(pattern))
     else:
       files = [located(spec, key)]
-    there = bool(files) and files[0].exists()
+    exists = bool(files) and files[0].exists()
   except ValueError as error:
     raise DataError(str(error)) from error
-  except (NotImplementedError, OSError) as error:  # of a file system
+  except (NotImplementedError, OSError) as error:  # file systems raise various errors
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
-  if not there:
+  if not exists:
     none = "no file matches" if magic else "there is no file"
     raise DataError(
       f"{key}: {none} {spec}. Set --config.{key} to arithmetic:train, tfds:name/split or files"
@@ -127,7 +127,10 @@ def _parquet(file: epath.Path) -> Numbered:
   from pyarrow import parquet
 
   def value(scalar: pa.Scalar) -> Any:
-    """Python's; of short floats the number that was meant, 0.1 and not 0.10000000149."""
+    """Returns the Python value.
+
+    Of short floats it is the shortest decimal, 0.1 and not 0.10000000149.
+    """
     if isinstance(scalar, pa.FloatScalar | pa.HalfFloatScalar) and scalar.is_valid:
       kind = np.float32 if isinstance(scalar, pa.FloatScalar) else np.float16
       return float(str(kind(scalar.as_py())))
@@ -176,7 +179,10 @@ _READERS = {
 
 
 def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
-  """Random access to a TFDS split; `tfds:name` is the train or test split, as the key has it."""
+  """Opens a TFDS split for random access.
+
+  Without a split it is train or test, by the key.
+  """
   import tensorflow_datasets as tfds  # slow to import, and seldom needed
 
   name, _, split = spec.removeprefix("tfds:").rpartition("/")

@@ -76,7 +76,7 @@ FORMATS = {
   "livecodebench": Format(
     "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
-  "apps": Format("question", "input_output", **_PROGRAM),  # and TACO
+  "apps": Format("question", "input_output", **_PROGRAM),  # TACO too
   "humaneval": Format(
     "prompt", "json:prompt,test,entry_point", demonstration="canonical_solution", template=_FUNCTION
   ),
@@ -94,21 +94,21 @@ def prompt(
   form: Format,
   tok: tokenizer.Tokenizer,
   *,
-  where: tuple["Condition", ...] = (),
+  filters: tuple["Condition", ...] = (),
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """Makes the prompt that a row holds; None where the filter leaves it out.
+  """Makes the prompt of a row; None: the filter leaves it out.
 
   Raises:
     BadRow: says what is wrong with the row, and what to do about it.
   """
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
-  if not all(c.keeps(_lookup(row, c.field, "the filter")) for c in where if c.field != TOKENS):
+  if not all(c.keeps(_lookup(row, c.field, "the filter")) for c in filters if c.field != TOKENS):
     return None
-  *before, asked = _messages(row, form)
-  question = asked["content"]
+  *before, last = _messages(row, form)
+  question = last["content"]
   whole, answer = _answer(row, form)
   demonstration = whole
   if form.demonstration:
@@ -119,7 +119,7 @@ def prompt(
     template = form.starter_template.replace("{starter}", str(starter))
   text = tok.render(question, template=template, before=before)
   tokens = tuple(tok.encode(text))
-  if not all(c.keeps(len(tokens)) for c in where if c.field == TOKENS):
+  if not all(c.keeps(len(tokens)) for c in filters if c.field == TOKENS):
     return None
   if len(tokens) > max_tokens:
     raise BadRow(
@@ -134,8 +134,10 @@ def prompt(
 
 
 def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
-  """The messages of a prompt, of which the last one is the question: those of a field that holds
-  messages, up to the user's last one."""
+  """Returns the messages of a prompt, the question last.
+
+  A field of messages ends with the user's last one.
+  """
   key = form.key("question_field")
   value = None if "{" in form.question else _lookup(row, form.question, key)
   if not (isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)):
@@ -158,8 +160,12 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
 def _further(
   row: Mapping[str, Any], used: Collection[str | None], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-  """The other fields of a row as texts, those of objects in it under dotted names: for verifiers
-  and evaluation. Lists and texts over MAX_INFO are left out; `json:` in the answer brings them."""
+  """Returns the other fields of a row as texts, nested ones under dotted names.
+
+  They are for verifiers and evaluation.
+
+  Lists and texts over MAX_INFO are left out; `json:` in the answer includes them.
+  """
   for name, value in row.items():
     if isinstance(value, Mapping):
       yield from _further(value, used, f"{prefix}{name}.")
@@ -171,7 +177,7 @@ def _further(
 
 
 def _fields(spec: str) -> list[str]:
-  """The fields that a question or an answer is made of."""
+  """Returns the fields of a question or an answer."""
   if spec.startswith(JSON):
     return [pair.rpartition("=")[2] for pair in spec.removeprefix(JSON).split(",")]
   return re.findall(r"\{([^{}]+)\}", spec) or [spec]
@@ -194,9 +200,9 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   else:
     answer = whole.strip()
   if not answer:
-    what = "the pattern " if form.name else "data.answer_pattern="
+    pattern = "the pattern " if form.name else "data.answer_pattern="
     raise BadRow(
-      f"{what}{form.answer_pattern!r} finds no answer in the field {form.answer!r} (its end: "
+      f"{pattern}{form.answer_pattern!r} finds no answer in the field {form.answer!r} (its end: "
       f"{whole[-40:]!r}). Correct the row or {form.key('answer_pattern')}"
     )
   return whole, answer
@@ -206,7 +212,10 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
 
 
 def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -> str:
-  """The text of a field, or of a template of fields; numbers are written out if allowed."""
+  """Returns the text of a field or template.
+
+  Numbers are written out if allowed.
+  """
   if "{" in name:
     return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
   value = _lookup(row, name, key)
@@ -216,9 +225,9 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
   except UnicodeError as error:
     raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
   except TypeError as error:
-    wanted = "text or a number" if numbers else "text"
+    expected = "text or a number" if numbers else "text"
     raise BadRow(
-      f"the field {name!r} is {error}, and {wanted} was expected. Correct the row or {key}"
+      f"the field {name!r} is {error}, and {expected} was expected. Correct the row or {key}"
     ) from error
   if not text.strip():
     raise BadRow(f"the field {name!r} is empty. Fill it in")
@@ -269,8 +278,11 @@ def _text(value: Any, numbers: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """Values that JSON has no word for: NumPy values, the bytes of TFDS, decimals and dates of
-  Parquet. Of short floats the number that was meant: 0.1 and not 0.10000000149."""
+  """Converts values without a JSON type.
+
+  These are NumPy values, bytes of TFDS, decimals and dates of Parquet. Of short floats it takes
+  the shortest decimal, 0.1 and not 0.10000000149.
+  """
   if isinstance(value, bytes):
     return value.decode("utf-8")
   if isinstance(value, np.ndarray):
@@ -288,7 +300,7 @@ def _kind(value: Any) -> str:
 
 # Filters.
 
-TOKENS = "prompt_tokens"  # in a filter: the length of the prompt, which is no field of the row
+TOKENS = "prompt_tokens"  # name of the prompt's length in filters
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "==": operator.eq,
   "!=": operator.ne,
@@ -351,8 +363,10 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
 
 
 def named(config: DataConfig, name: str) -> Format:
-  """A format by name, or the one that the section `data` describes; with the configured template,
-  unless it has its own."""
+  """Returns a format by name, or the one of section `data`.
+
+  It has the configured template unless it has its own.
+  """
   if not name:
     return config.form
   form = FORMATS[name]

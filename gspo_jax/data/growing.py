@@ -22,8 +22,8 @@ from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
-JOURNAL = "refreshes.json"  # of the workdir: the looks of each source
-Look = dict[str, list[int]]  # by file, the number of bytes read and their CRC-32
+JOURNAL = "refreshes.json"  # looks of each source, in the workdir
+Look = dict[str, list[int]]  # number of bytes read and their CRC-32, by file
 
 
 def load(
@@ -77,7 +77,7 @@ class Growing:
 
   @property
   def contents(self) -> str:
-    """Returns a string of all that the order of rows depends on."""
+    """Describes the rows and their order."""
     looks = json.dumps(self._looks[: self.looks])
     return f"{self.path} grows: {len(self)} rows {zlib.crc32(looks.encode()):08x}"
 
@@ -87,7 +87,7 @@ class Growing:
     self._count_shared()
 
   def keep(self, journal: Path) -> None:
-    """Writes looks to a journal from now on, and repeats those in it.
+    """Writes looks to a journal from now on, and repeats earlier ones.
 
     Raises:
       ValueError: the journal is damaged.
@@ -108,7 +108,7 @@ class Growing:
       self.look()
 
   def look(self) -> int:
-    """Reads new lines, or those of the next look in the journal, and returns the number of rows.
+    """Reads new lines, or the journal's next look, and counts new rows.
 
     Raises:
       DataError: for a bad row, as at the start, and for a file whose known part has changed.
@@ -133,7 +133,10 @@ class Growing:
     return len(self) - before
 
   def _read_new(self) -> tuple[Look, list[tuple[str, int, bytes]]]:
-    """Returns the next look and its new lines: file, number of the first line, text."""
+    """Returns the next look and its new lines.
+
+    Lines are tuples of file, number of the first line, text.
+    """
     before = self._looks[self.looks - 1] if self.looks else {}
     journal = self._looks[self.looks] if self.looks < len(self._looks) else {}
     names = journal or [str(file) for file in files.named(self.path, self._key)]

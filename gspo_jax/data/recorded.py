@@ -17,7 +17,7 @@ from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
 from gspo_jax.structs import Prompt
 
-CHARACTERS = 1 << 20  # of a text: more would take the tokenizer longer than a run should wait
+CHARACTERS = 1 << 20  # limit of a text: longer ones keep the tokenizer busy for too long
 LARGEST = 1e6  # reward
 
 
@@ -25,20 +25,20 @@ LARGEST = 1e6  # reward
 class Response:
   tokens: np.ndarray  # int32 [n]
   reward: float
-  stopped: bool  # by a stop token; False: it was cut off
+  stopped: bool  # ended by a stop token; False: cut off
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
   """Responses to one prompt, as many as a group has at most."""
 
-  id: str  # of the first of them: file and line
+  id: str  # file and line of the first response
   prompt: Prompt
   responses: tuple[Response, ...]
 
   @property
   def content(self) -> str:
-    """As that of a prompt, with a checksum of the responses."""
+    """Content of the prompt with a checksum of the responses."""
     checksum = 0
     for r in self.responses:
       checksum = zlib.crc32(r.tokens.tobytes() + f" {r.reward} {r.stopped}".encode(), checksum)
@@ -64,7 +64,7 @@ class Recordings:
     return Prompts([group.prompt for group in self.rows])
 
   def left_out(self) -> dict[str, float]:
-    """Metrics that tell of rows that were left out; nothing where there were none."""
+    """Returns metrics of skipped rows; empty without any."""
     counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
     return {name: float(count) for name, count in counts.items() if count}
 
@@ -82,8 +82,10 @@ class Limits:
 def load(
   spec: str, tok: tokenizer.Tokenizer, template: str, limits: Limits, on_error: str
 ) -> Recordings:
-  """Every response of the files, in groups of those to the same prompt, in their order there. Of
-  more responses than a group has, every `group_size` are one; what is left is a smaller one.
+  """Reads all responses of the files, grouped by prompt in file order.
+
+  A prompt with more responses than a group gives several groups of `group_size`, the last one
+  smaller.
 
   Raises:
     DataError: for a file that cannot be read, one without a response that can be used, and for the
@@ -103,9 +105,9 @@ def load(
     raise DataError(f"offline.data={spec}: there is no response that can be used ({why})")
   skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
-  for of_prompt in rows.values():
-    for part in (of_prompt[start : start + G] for start in range(0, len(of_prompt), G)):
-      groups.append(Group(part[0][0], of_prompt[0][1], tuple(response for *_, response in part)))
+  for responses in rows.values():
+    for part in (responses[start : start + G] for start in range(0, len(responses), G)):
+      groups.append(Group(part[0][0], responses[0][1], tuple(response for *_, response in part)))
   return Recordings(groups, skipped.count, unknown)
 
 
@@ -119,7 +121,7 @@ def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 def _read(
   row: Any, tok: tokenizer.Tokenizer, template: str, limits: Limits
 ) -> tuple[Prompt, Response | None]:
-  """The prompt of a row, and its response; None where it has no reward.
+  """Returns a row's prompt and response; None: it has no reward.
 
   Raises:
     BadRow: says what is wrong with the row, and what to do about it.
@@ -193,7 +195,9 @@ def _ids(row: Mapping[str, Any], key: str, most: int, vocabulary: int) -> list[i
   return ids
 
 
-def _require_length(what: str, ids: Sequence[int], most: int, key: str) -> None:
+def _require_length(field: str, ids: Sequence[int], most: int, key: str) -> None:
   if not 0 < len(ids) <= most:
     must = f"must take 1 to {key}={most}"
-    raise BadRow(f"the {what} takes {len(ids)} tokens, and {must}. Shorten it, or raise that limit")
+    raise BadRow(
+      f"the {field} takes {len(ids)} tokens, and {must}. Shorten it, or raise that limit"
+    )

@@ -17,16 +17,17 @@ class Reader:
 
   form: Format
   tok: tokenizer.Tokenizer
-  where: tuple[formats.Condition, ...]
-  max_tokens: int  # of a prompt
+  filters: tuple[formats.Condition, ...]
+  max_tokens: int  # limit of a prompt
   skipped: Skipped
   check: Check | None = None
-  prefix: str = ""  # of ids
+  prefix: str = ""  # prefix of ids
   filtered: int = 0  # rows that the conditions leave out
-  seen: dict[str, str] = dataclasses.field(default_factory=dict)  # id: place
+  places: dict[str, str] = dataclasses.field(default_factory=dict)  # place by id
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
-    """The prompts of these rows. DataError names the first bad row unless these are skipped."""
+    """Returns the prompts of these rows. Raises DataError for the first bad row unless they are
+    skipped."""
     prompts = []
     for place, default_id, decode in rows:
       with self.skipped.row(place):
@@ -34,27 +35,27 @@ class Reader:
           decode(),
           self.form,
           self.tok,
-          where=self.where,
+          filters=self.filters,
           max_tokens=self.max_tokens,
           default_id=default_id,
         )
         if prompt is None:
           self.filtered += 1
           continue
-        if prompt.id in self.seen:
-          taken = f"the id {prompt.id!r} is that of {self.seen[prompt.id]} too"
-          raise BadRow(f"{taken}. Make ids unique")
+        if prompt.id in self.places:
+          message = f"the id {prompt.id!r} is that of {self.places[prompt.id]} too"
+          raise BadRow(f"{message}. Make ids unique")
         if self.check:
           try:
             self.check(prompt.answer)
           except ValueError as error:
             raise BadRow(f"{error}. Correct the row") from error
-        self.seen[prompt.id] = place
+        self.places[prompt.id] = place
         prompts.append(dataclasses.replace(prompt, id=self.prefix + prompt.id))
     return prompts
 
   @property
   def left_out(self) -> str:
-    """Says which rows became no prompts."""
+    """Counts rows without a prompt, in words."""
     bad = f"{self.skipped.count} bad rows"
     return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"

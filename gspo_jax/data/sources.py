@@ -28,7 +28,7 @@ from gspo_jax.data.files import Skipped, read
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 
-_WORDS = 8  # of a question, compared before whole questions are
+_WORDS = 8  # first words of a question, compared before whole questions
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
 )
@@ -74,15 +74,15 @@ class Mixture:
 
   def __getitem__(self, index: int) -> structs.Prompt:
     ends = list(itertools.accumulate(map(len, self.sources)))
-    which = bisect.bisect_right(ends, index)
-    return self.sources[which][index - (ends[which - 1] if which else 0)]
+    number = bisect.bisect_right(ends, index)
+    return self.sources[number][index - (ends[number - 1] if number else 0)]
 
 
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> Source:
-  """The prompts of `config.train` (split 'train') or `config.eval` (split 'eval'). A row whose
-  answer does not pass `check` is a bad row.
+  """Returns the prompts of `config.train` (split 'train') or `config.eval` (split 'eval'). A row
+  with an answer refused by `check` is a bad row.
 
   Raises:
     DataError: for a bad file, an empty data set, and for the first bad row unless
@@ -94,7 +94,10 @@ def load(
 def load_spec(
   config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
 ) -> Source:
-  """The prompts of a source or mixture; `key` is the config key that holds `spec`."""
+  """Returns the prompts of a source or mixture.
+
+  `key` is the config key of `spec`.
+  """
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
   if len(set(names)) < len(names):
@@ -113,7 +116,10 @@ def load_spec(
 
 
 def parts_of(spec: str, key: str) -> list[re.Match]:
-  """The sources that a spec names, each with the groups form, path, weight and where."""
+  """Returns the sources of a spec.
+
+  Each is a match with the groups form, path, weight and where.
+  """
   if not spec.strip():
     raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
   parts = [_SPEC.fullmatch(part.strip()) for part in spec.split(",")]
@@ -151,18 +157,18 @@ def reader_of(
   prefix: str = "",
   check: Check | None = None,
 ) -> Reader:
-  """What makes prompts of the rows of a part of a spec; DataError for what cannot be one."""
+  """Returns a reader of the rows of a part of a spec. Raises DataError if there can be none."""
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
     raise DataError(
       f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
     )
-  form, where = formats.named(config, name), formats.conditions(part["where"] or "", key)
+  form, filters = formats.named(config, name), formats.conditions(part["where"] or "", key)
   for field, value in ("question_field", form.question), ("answer_field", form.answer):
     if not value:
       raise DataError(f"data.{field} is empty. Set it to the field of {key}={path} that holds it")
   skipped = Skipped(config.on_error)
-  return Reader(form, tok, where, config.max_prompt_tokens, skipped, check, prefix)
+  return Reader(form, tok, filters, config.max_prompt_tokens, skipped, check, prefix)
 
 
 class Batches(Iterator[list[structs.Prompt]]):
@@ -237,7 +243,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """How many draws it takes until every row has come: of a mixture, every row of every part."""
+  """Counts draws until every row of every part has come."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -245,7 +251,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """All that the order depends on: the rows and their number, and the weights of a mixture."""
+  """Describes rows, their order, and the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -278,20 +284,22 @@ def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Pro
 
 
 def _first_words(text: str, words: int | None = None) -> str:
-  """Returns the first words of a text with single spaces; None: all words."""
+  """Returns the first words with single spaces; None: all."""
   return " ".join(text.split(None, -1 if words is None else words)[:words])
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """Returns the metric that tells of bad rows; nothing where there were none."""
+  """Returns the metric of bad rows; empty without any."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """Tokens that come after the prompt, and 1 where supervised fine-tuning learns to write them:
-  texts and the stop after each; 0 on what an environment says between them."""
+  """Returns the tokens after a prompt, and a mask.
+
+  The mask is 1 on texts and their stop tokens, and 0 on an environment's tokens.
+  """
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
     written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
@@ -324,7 +332,7 @@ def pack_demonstrations(
 
 
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
-  """`source` without the demonstrations that `pack_demonstrations` could not pack into `length`.
+  """Returns `source` without demonstrations longer than `length`.
 
   With on_error 'raise' the first one is an error; with 'skip' they join `skipped`. The embedded
   task is looked at in samples only, and comes back whole.

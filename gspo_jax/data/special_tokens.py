@@ -25,10 +25,12 @@ def read_json(file: epath.Path) -> dict[str, Any]:
 def add(
   tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
 ) -> dict[str, str]:
-  """Adds the tokens that are named beside tokenizer.json, as transformers 5 does, and returns the
-  special ones that have a name (`_from_pretrained` and `TokenizersBackend` there)."""
-  now = "added_tokens_decoder" in config
-  legacy = {} if now else read_json(directory / "special_tokens_map.json")
+  """Adds tokens named beside tokenizer.json, and returns named special ones.
+
+  Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`.
+  """
+  modern = "added_tokens_decoder" in config
+  legacy = {} if modern else read_json(directory / "special_tokens_map.json")
   extra, config = _extra(config), config | legacy
   flagged, extra = list(extra), extra or _extra(legacy)
   named = {name: value for name, value in config.items() if name.endswith("_token")}
@@ -40,9 +42,9 @@ def add(
     if value is not None and not isinstance(value, bool)
   }
   special = {name: token.content for name, token in named.items()}
-  if now:
-    which = f"added_tokens_decoder of {directory}"
-    listed = {int(i): _token(token, which) for i, token in config["added_tokens_decoder"].items()}
+  if modern:
+    source = f"added_tokens_decoder of {directory}"
+    listed = {int(i): _token(token, source) for i, token in config["added_tokens_decoder"].items()}
   else:
     listed = {}
     for text, i in read_json(directory / "added_tokens.json").items():
@@ -51,12 +53,12 @@ def add(
     listed |= tokenizer.get_added_tokens_decoder()
   tokens = [token for _, token in sorted(listed.items())]
   before = tokenizer.get_added_tokens_decoder().values()
-  known = {token.content for token in (*tokens, *before)}
+  contents = {token.content for token in (*tokens, *before)}
   further = [*named.values(), *(_token(value, f"special tokens of {directory}") for value in extra)]
   eos = special.get("eos_token")
-  if eos is not None and eos not in known and tokenizer.token_to_id(eos) is None:
+  if eos is not None and eos not in contents and tokenizer.token_to_id(eos) is None:
     raise TokenizerError(f"eos_token {eos!r} of {directory} is not in its tokenizer.json")
-  tokens += [token for token in further if token.content not in known]
+  tokens += [token for token in further if token.content not in contents]
   are_special = {*special.values(), *(token.content for token in before if token.special)}
   for token in tokens:
     token.special |= token.content in are_special
@@ -70,7 +72,10 @@ def _extra(config: dict[str, Any]) -> Any:
 
 
 def _token(value: Any, name: str) -> tokenizers.AddedToken:
-  """A token is written as a string, which is a special one, or as an object with its flags."""
+  """Reads a token.
+
+  A string is a special one, an object has its flags.
+  """
   flags = value if isinstance(value, dict) else dict(content=value, special=True)
   if not isinstance(flags.get("content"), str):
     raise TokenizerError(f"{name} is {value!r:.40}, and a text was expected")

@@ -19,7 +19,7 @@ FOLDER = "additional_chat_templates"  # beside chat_template.jinja
 
 
 def read(directory: epath.Path, config: dict[str, Any]) -> str:
-  """The default of the templates in files, or else of those in the config; '' if there are none."""
+  """Returns the default template of files or config; '': there is none."""
   files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
   named = {
     "default" if file.parent == directory else file.stem: file.read_text()
@@ -40,7 +40,7 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
 
 
 def arguments(source: str) -> list[str]:
-  """What may be passed to a template besides the messages."""
+  """Returns a template's arguments besides the messages."""
   tree = jinja2.Environment(extensions=_EXTENSIONS).parse(source)
   return sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
 

@@ -29,10 +29,18 @@ class _Chats:
   def render(
     self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
   ) -> str:
-    """The text of a prompt, ready for `encode`: `chat` of messages and then a user's turn, which
-    holds `template` with `{question}` replaced; other braces stay, so LaTeX needs no escaping."""
-    asked = dict(role="user", content=template.replace("{question}", question))
-    return self.chat([*before, asked])
+    """Renders a prompt's text for `encode`: messages, then a user's turn.
+
+    The turn is `template` with `{question}` replaced. Other braces stay, so LaTeX needs no
+    escaping.
+
+    The turn is `template` with `{question}` replaced. Other braces stay, so LaTeX needs no
+    escaping.
+
+    Other braces stay, so LaTeX needs no escaping.
+    """
+    user = dict(role="user", content=template.replace("{question}", question))
+    return self.chat([*before, user])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +51,26 @@ class ByteTokenizer(_Chats):
   stop_ids: tuple[int, ...] = (257,)
   bos_id: int = 258
   vocab_size: int = 259
-  system: str = ""  # what is said before any other message
+  system: str = ""  # system prompt
   path: str = "bytes"
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of the bytes among `ids`; special tokens are skipped, broken UTF-8 becomes U+FFFD."""
+    """Decodes the bytes among `ids`; broken UTF-8 becomes U+FFFD."""
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> list[bytes]:
-    """The byte of each token, by id; none for special tokens."""
+    """Returns the byte of each token by id; none for special tokens."""
     return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
 
   def begin(self, text: str) -> str:
-    """`text` as the beginning of a prompt: as it is."""
+    """Begins a prompt with plain `text`, unchanged."""
     return text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a prompt that consists of messages: one after another, on lines of their own."""
+    """Renders messages one after another, on lines of their own."""
     return "\n".join(message["content"] for message in _led(self.system, messages))
 
 
@@ -78,18 +86,19 @@ class HFTokenizer(_Chats):
   pad_id: int
   stop_ids: tuple[int, ...]  # first the one that ends demonstrations: that of a turn, or else eos
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
-  system: str = ""  # what is said before any other message, unless they begin with such a one
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the template
+  system: str = ""  # system prompt, unless the messages have one
 
   @property
   def bos_id(self) -> int | None:
-    """The token that begins texts, if there is one."""
+    """Returns the first token of texts; None: there is none."""
     return self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of `text`; special tokens written in it are recognised, none are added.
+    """Returns token ids of `text`; written special tokens are recognised.
 
-    What follows a plain prompt's bos token is a text of its own, as if the token were not there.
+    Special tokens written in it are recognised, none are added. What follows a plain prompt's bos
+    token is a text of its own, as if the token were not there.
     """
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
@@ -98,7 +107,7 @@ class HFTokenizer(_Chats):
 
   @functools.cached_property
   def _skipped(self) -> set[int]:
-    """Tokens without a text: special ones and those that stop, but for tags.
+    """Returns tokens without a text: special tokens and stop tokens, except tags.
 
     Tags are what formats are made of, <think> or </answer>: some checkpoints flag them as special.
     """
@@ -109,22 +118,31 @@ class HFTokenizer(_Chats):
     return {i for i, text in skipped.items() if text.strip("</>") not in tags}
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; special tokens but for tags, and ids beyond the vocabulary are skipped."""
-    known = [int(i) for i in ids if 0 <= i < self.vocab_size and int(i) not in self._skipped]
-    return self.tokenizer.decode(known, skip_special_tokens=False)
+    """Decodes `ids`.
+
+    Special tokens but for tags, and ids beyond the vocabulary, are skipped.
+
+    Special tokens but for tags, and ids beyond the vocabulary, are skipped.
+    """
+    tokens = [int(i) for i in ids if 0 <= i < self.vocab_size and int(i) not in self._skipped]
+    return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
   def token_bytes(self) -> list[bytes]:
-    """The bytes that each token stands for, by id: of a special token those of its name, of a part
-    of a character those that it has."""
+    """Returns the bytes of each token by id.
+
+    A special token has those of its name, a part of a character those that it has.
+
+    A special token has those of its name, a part of a character those that it has.
+    """
     tokenizer = self.tokenizer
-    how = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
+    decoder = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
     added, bytes_V = tokenizer.get_added_tokens_decoder(), [b""] * self.vocab_size
     for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
       if i in added:
         bytes_V[i] = added[i].content.encode()
-      elif "ByteLevel" in how:
+      elif "ByteLevel" in decoder:
         bytes_V[i] = b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
-      elif "ByteFallback" in how and re.fullmatch("<0x[0-9A-F]{2}>", token):
+      elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
         bytes_V[i] = bytes([int(token[3:5], 16)])
       elif tokenizer.decoder:  # behind another token: at the beginning some leave out a space
         bytes_V[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
@@ -133,14 +151,17 @@ class HFTokenizer(_Chats):
     return bytes_V
 
   def begin(self, text: str) -> str:
-    """Plain `text` as the beginning of a prompt: behind the bos token, if the checkpoint wants one
-    and it is not there."""
+    """Begins a prompt with plain `text`, after the bos token if needed."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a prompt that consists of messages, up to where the assistant begins to speak;
-    without a chat template one after another, on lines of their own."""
+    """Renders messages up to the assistant's turn.
+
+    Without a chat template they are on lines of their own.
+
+    Without a chat template they are on lines of their own.
+    """
     messages = _led(self.system, messages)
     if not self.chat_template:
       return self.begin("\n".join(message["content"] for message in messages))
@@ -158,14 +179,13 @@ class HFTokenizer(_Chats):
 
 
 def _led(system: str, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-  """Messages behind what the system says, unless it speaks in them already."""
+  """Prepends the system prompt unless the messages have one."""
   speaks = bool(messages) and messages[0].get("role") in ("system", "developer")
   first = [] if speaks or not system else [dict(role="system", content=system)]
   return [*first, *messages]
 
 
-# The files of a tokenizer, as far as they are there; and one with further tokens that end a text,
-# which has other things too.
+# The files of a tokenizer, if they exist; generation_config.json has further stop tokens.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -182,7 +202,7 @@ Tokenizer = ByteTokenizer | HFTokenizer
 
 
 def shows(tokenizer: Tokenizer, text: str) -> bool:
-  """Whether the text of tokens can hold `text`: special tokens are left out of it."""
+  """Returns if decoded text can hold `text`; special tokens are not decoded."""
   return text.strip() in tokenizer.decode(tokenizer.encode(text))
 
 
@@ -194,7 +214,7 @@ def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def load(path: str) -> Tokenizer:
-  """`"bytes"`, or a directory or a repository of the hub with a checkpoint's tokenizer files.
+  """Opens `"bytes"`, or a directory or hub repository with a checkpoint's tokenizer files.
 
   Raises:
     TokenizerError: naming the path (or file) and the config key to set.
@@ -224,7 +244,7 @@ def load(path: str) -> Tokenizer:
 def copy(
   source: epath.Path, directory: Path, patterns: Sequence[str] = (*FILES, GENERATION)
 ) -> None:
-  """Copies the files of a tokenizer from its directory, which may be in a bucket."""
+  """Copies a tokenizer's files from its directory, local or in a bucket."""
   for pattern in patterns:
     for file in source.glob(pattern):
       target = directory / str(file.relative_to(source))
@@ -233,7 +253,7 @@ def copy(
 
 
 def load_for(path: str, vocab_size: int, prompts: DataConfig | None = None) -> Tokenizer:
-  """`load`, for a model of so many tokens, and for prompts as a section `data` wants them.
+  """Calls `load` for a model's vocabulary and the prompts of section `data`.
 
   Special tokens beyond them are left out, unless they begin or end texts: what has their name
   is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
@@ -258,11 +278,11 @@ def _prompting(tok: Tokenizer, path: str, config: DataConfig) -> Tokenizer:
   if isinstance(tok, HFTokenizer) and not config.chat_template:
     tok = dataclasses.replace(tok, chat_template="")
   if arguments := dict(config.template_arguments):
-    known = templates.arguments(getattr(tok, "chat_template", ""))
-    if unknown := set(arguments) - set(known):
+    available = templates.arguments(getattr(tok, "chat_template", ""))
+    if unknown := set(arguments) - set(available):
       raise TokenizerError(
         f"data.template_arguments.{min(unknown)}: the chat template of {path!r} has no such"
-        f" argument; there are {', '.join(known) or 'none'}"
+        f" argument; there are {', '.join(available) or 'none'}"
       )
     tok = dataclasses.replace(tok, arguments=arguments)
   return tok
@@ -316,8 +336,10 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
 def _adds_bos(
   tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
 ) -> bool:
-  """Whether plain text wants the bos token before it: the config says so, or tokenizer.json, which
-  has a template for it."""
+  """Returns if plain text begins with the bos token.
+
+  The config or tokenizer.json's template says so.
+  """
   if config.get("add_bos_token") is not None or "bos_token" not in special:
     return bool(config.get("add_bos_token"))
   bos = tokenizer.token_to_id(special["bos_token"])
@@ -330,7 +352,7 @@ def _stop_ids(
   special: dict[str, str],
   generation: dict[str, Any],
 ) -> tuple[int, ...]:
-  """The configured eos token, then every further one that the generation config names."""
+  """Returns the configured eos token, then the generation config's further ones."""
   ids = []
   if "eos_token" in special:
     ids.append(tokenizer.token_to_id(special["eos_token"]))
@@ -341,9 +363,9 @@ def _stop_ids(
       f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
       " generation_config.json"
     )
-  known = set(tokenizer.get_vocab(with_added_tokens=True).values())
+  vocabulary = set(tokenizer.get_vocab(with_added_tokens=True).values())
   for stop in ids:
-    if type(stop) is not int or stop not in known:
+    if type(stop) is not int or stop not in vocabulary:
       raise TokenizerError(
         f"eos_token_id {stop!r} of {directory / 'generation_config.json'} is no token of"
         " tokenizer.json"
@@ -352,7 +374,7 @@ def _stop_ids(
 
 
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
-  """The special token that a chat template puts behind what the assistant said, if there is one.
+  """Returns the special token after an assistant's turn, if any.
 
   Base models come with such templates too (Qwen3's), and their files name another stop token: what
   they write after the end of their turn would belong to the response.
@@ -364,7 +386,7 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
     )
   except Exception:  # one that takes no such messages; what prompts need of it is checked with them
     return []
-  _, said, after = text.rpartition("said")
-  ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if said else []
+  _, answer, after = text.rpartition("said")
+  ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if answer else []
   kinds = tokenizer.get_added_tokens_decoder()
   return ids[:1] if ids and ids[0] in kinds and kinds[ids[0]].special else []

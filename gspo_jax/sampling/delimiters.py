@@ -24,14 +24,14 @@ class Delimiters:
   stop_ids: tuple[int, ...]  # they end a turn
 
 
-def choose(given: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
-  """The delimiters that are given, or the tags that the tokenizer's chat template has.
+def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
+  """Returns the texts, or the tags in the tokenizer's chat template if there are none.
 
   Raises:
     ValueError: there are neither.
   """
-  if given:
-    return tuple(given)
+  if texts:
+    return tuple(texts)
   template = getattr(tokenizer, "chat_template", "")
   if tags := tuple(tag for tag in TAGS if tag in template):
     return tags
@@ -44,16 +44,19 @@ def choose(given: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
   )
 
 
-def delimiters(given: Sequence[str] | None, tokenizer: Any) -> Delimiters:
-  """`choose`, with what finding them takes."""
-  texts = tuple(text.encode() for text in choose(given, tokenizer))
-  return Delimiters(texts, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
+def delimiters(texts: Sequence[str] | None, tokenizer: Any) -> Delimiters:
+  """Returns delimiters as `choose` has them, with the bytes of all tokens."""
+  encoded = tuple(text.encode() for text in choose(texts, tokenizer))
+  return Delimiters(encoded, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
 
 
 def step_ends(
-  given: Delimiters, tokens_BT: np.ndarray, mask_BT: np.ndarray, turn_BT: np.ndarray | None = None
+  delimiters: Delimiters,
+  tokens_BT: np.ndarray,
+  mask_BT: np.ndarray,
+  turn_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Sampled tokens that end a step: those that complete a delimiter. bool [B, T].
+  """Marks sampled tokens that complete a delimiter, bool [B, T].
 
   A delimiter lies within one turn; observations in between count for nothing, and delimiters may
   overlap. A stop token behind one belongs to the step that it ends.
@@ -64,13 +67,13 @@ def step_ends(
     turns = [] if turn_BT is None else np.flatnonzero(np.diff(turn_BT[row, time_X])) + 1
     for time_U in np.split(time_X, turns):
       tokens = tokens_BT[row, time_U].tolist()
-      pieces = [given.bytes_of.get(token, b"") for token in tokens]
+      pieces = [delimiters.bytes_of.get(token, b"") for token in tokens]
       text, end_U = b"".join(pieces), np.cumsum(list(map(len, pieces)))
-      for delimiter in given.texts:
+      for delimiter in delimiters.texts:
         ends, place = [], text.find(delimiter)
         while place >= 0:
           ends.append(place + len(delimiter))
           place = text.find(delimiter, place + 1)
         ends_BT[row, time_U[np.searchsorted(end_U, ends)]] = True
-      ends_BT[row, time_U[:-1]] &= ~np.isin(tokens[1:], given.stop_ids)
+      ends_BT[row, time_U[:-1]] &= ~np.isin(tokens[1:], delimiters.stop_ids)
   return ends_BT

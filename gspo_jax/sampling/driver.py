@@ -56,8 +56,8 @@ class Driver:
     engine.start(workload)
 
   def begin(self, group: Sequence[Trajectory]) -> None:
-    """Submits a group: new trajectories, or what is not finished of ones that were put aside. A
-    prompt that all of them begin with is prefilled once."""
+    """Submits a group of new trajectories, or the unfinished ones of a group. A common prompt is
+    prefilled once."""
     prompt = group[0].prompt
     alike = all(each.prompt is prompt or each.prompt == prompt for each in group)
     if alike and not any(len(each.tokens) for each in group):
@@ -93,7 +93,8 @@ class Driver:
       yield from self._answered(go_on=False)
 
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
-    """One request: new trajectories of one prompt in the order of their samples, or any one."""
+    """Submits one request: new trajectories of one prompt in order of samples, or any single
+    one."""
     first, load = trajectories[0], self._workload
     for trajectory in trajectories:
       trajectory.limit = max(self._limit, len(trajectory.tokens) + 1)
@@ -106,14 +107,14 @@ class Driver:
         seed=first.seed,
         stop_ids=load.stop_ids,
         stop_strings=load.stop_strings,
-        begun=tuple(first.tokens.tolist()),
+        prior=tuple(first.tokens.tolist()),
         unfinished=len(first.turn_tokens),
         tag=trajectories,
       )
     )
 
   def _hand_over(self, response: Response, pool: Any) -> None:
-    """Gives what was sampled to its trajectory, and a turn that is over to the environment."""
+    """Appends a response to its trajectory, and a finished turn to its environment's queue."""
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
         f"{type(self._engine).__name__} does not say which tokens each one was drawn from, and the "
@@ -126,10 +127,10 @@ class Driver:
       self._asked.append((trajectory, response, future))
 
   def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
-    """Asks for the next turn of every trajectory whose environment has answered, or ends it."""
+    """Requests the next turn of trajectories with an answered turn, or ends them."""
     answered, waiting = [], []
-    for asked in self._asked:  # each is looked at once: threads may answer between two looks
-      (answered if asked[-1].done() else waiting).append(asked)
+    for turn in self._asked:  # each is looked at once: threads may answer between two looks
+      (answered if turn[-1].done() else waiting).append(turn)
     self._asked = waiting
     answers = [future.result() for *_, future in answered]
     if not all(isinstance(trajectory.environment, SingleTurn) for trajectory, *_ in answered):
@@ -192,8 +193,7 @@ def new_groups(
   render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
   tags: Sequence[Any] | None = None,
 ) -> list[list[Trajectory]]:
-  """Begins `size` trajectories, or as many as it says of each, about the prompts that one seed is
-  for.
+  """Begins `size` trajectories, or a size for each prompt, with the noise of one seed.
 
   Groups that begin with the same tokens are numbered like one larger group, so that no trajectory
   has the noise of another.
@@ -202,21 +202,20 @@ def new_groups(
     longest: tokens that a prompt may have.
     make: an environment for each; None: they are single turns.
     render: from messages to token ids, for environments that begin with messages.
-    tags: of the groups, for whoever asked and for messages; by default the prompts' ids.
+    tags: of the groups, for the caller and for messages; by default the prompts' ids.
 
   Raises:
     ValueError: an environment begins with nothing, with too many tokens, or with messages where
       there is no `render` for them; or it raises, and there is no conversation yet to end by that.
   """
-  groups, numbers = [], collections.Counter()  # of trajectories that begin with the same tokens
+  groups, numbers = [], collections.Counter()  # trajectories by their first tokens
   sizes = [size] * len(prompts) if isinstance(size, int) else size
   tags = tags or [prompt.id for prompt in prompts]
-  asked = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
+  repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
   if make is None:
-    begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for prompt in asked]
+    conversations = iter([(x.tokens, SingleTurn(x.tokens)) for x in repeated])
   else:
-    begun = _conversations(asked, longest, make, render)
-  conversations = iter(begun)
+    conversations = iter(_conversations(repeated, longest, make, render))
   for tag, size in zip(tags, sizes, strict=True):
     group = list(itertools.islice(conversations, size))
     first = max(numbers[tokens] for tokens, _ in group)
@@ -232,25 +231,25 @@ def _conversations(
   make: Callable[[Prompt], Environment],
   render: Callable[[Sequence[Message]], Sequence[int]] | None,
 ) -> list[tuple[tuple[int, ...], Environment | None]]:
-  """What each conversation begins with, and its environment, which the first host has: None stands
-  for it on the others."""
-  begun: list[tuple[tuple[int, ...], Environment]] = []
+  """Returns the first tokens and the environment of each conversation; None: another host has
+  the environment."""
+  conversations: list[tuple[tuple[int, ...], Environment]] = []
 
   def begin() -> list[tuple[int, ...]]:
-    begun.extend(_begun(make, prompt, longest, render) for prompt in prompts)
-    return [tokens for tokens, _ in begun]
+    conversations.extend(_begin_conversation(make, prompt, longest, render) for prompt in prompts)
+    return [tokens for tokens, _ in conversations]
 
-  told = hosts.run_on_first_host(begin)
-  return begun or [(tokens, None) for tokens in told]
+  tokens = hosts.run_on_first_host(begin)
+  return conversations or [(prefix, None) for prefix in tokens]
 
 
-def _begun(
+def _begin_conversation(
   make: Callable[[Prompt], Environment],
   prompt: Prompt,
   longest: int,
   render: Callable[[Sequence[Message]], Sequence[int]] | None,
 ) -> tuple[tuple[int, ...], Environment]:
-  """A new environment, behind the prompt that it begins with."""
+  """Returns the prompt of a new environment, and the environment."""
   try:
     environment = make(prompt)
     first = environment.reset()
@@ -266,10 +265,10 @@ def _begun(
       )
     return tokens, environment
   except Exception as error:  # it is the user's
-    what = str(error)
+    reason = str(error)
     if not isinstance(error, ValueError):
-      what = f"{type(error).__name__}: {error} (--verbosity=1: where)"
-    raise ValueError(f"the environment of prompt {prompt.id} cannot begin: {what}") from error
+      reason = f"{type(error).__name__}: {error} (--verbosity=1: where)"
+    raise ValueError(f"the environment of prompt {prompt.id} cannot begin: {reason}") from error
 
 
 class Answer(NamedTuple):
@@ -282,7 +281,7 @@ class Answer(NamedTuple):
 
 
 def _answer(environment: Environment | None, response: list[int]) -> Answer:
-  """The answer to a turn, where there is an environment."""
+  """Returns an environment's answer to a turn."""
   if environment is None:
     return Answer()
   try:

@@ -16,21 +16,21 @@ class ServersGone(Exception):
 class Engine(Protocol):
   """Samples responses to requests with the weights that it was given last."""
 
-  usage: Usage  # since the last `start`
+  usage: Usage  # counts since the last `start`
   # Whether one thread may load weights while another one steps; what loads then calls `revive`.
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Takes a copy of the trainer's parameters, in place when it returns; `version` names them."""
+    """Copies the trainer's parameters; `version` names them."""
 
   def revive(self) -> None:
-    """Brings back what samples if it was lost, for a thread that loads while another one steps."""
+    """Restores lost samplers, for a thread that loads while another one steps."""
 
   def release(self) -> None:
-    """Gives up the weights, whose memory the updates need; `load` comes before the next `start`."""
+    """Frees the weights during updates; `load` comes before the next `start`."""
 
   def start(self, workload: Workload) -> None:
-    """Makes ready for the requests of one workload; those of an earlier one are forgotten."""
+    """Prepares for the requests of one workload, and forgets earlier ones."""
 
   def submit(self, request: Request) -> None:
     """Queues a request. Raises ValueError if it does not fit the workload."""
@@ -41,7 +41,7 @@ class Engine(Protocol):
     ...
 
   def step(self) -> list[Response]:
-    """Goes on for a while and returns the responses that were finished meanwhile.
+    """Samples for a while, and returns finished responses.
 
     Raises:
       Preempted: in a run that was told to go (system/preemption.py).
@@ -49,6 +49,6 @@ class Engine(Protocol):
     ...
 
   def stop(self) -> list[Response]:
-    """Ends the workload and frees what it took. Returns what is finished by now, and the others
-    with the tokens that they have, so that they may be gone on with."""
+    """Ends the workload and frees its memory. Returns finished responses, and others with their
+    tokens so far."""
     ...

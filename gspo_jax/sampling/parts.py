@@ -43,20 +43,20 @@ def segment_ids(
 
 
 def _latest(x_X: np.ndarray, where_X: np.ndarray) -> np.ndarray:
-  """x at the latest place, this one included, that `where_X` marks; it marks the first."""
+  """x at the latest position marked in `where_X`, this one included; position 0 is marked."""
   return x_X[np.maximum.accumulate(np.where(where_X, np.arange(len(x_X)), 0))]
 
 
 def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
-  """Line breaks in the text of each token, of a table of all; tokens beyond it have none."""
-  known = (tokens >= 0) & (tokens < len(breaks_V))
-  return np.append(breaks_V, 0)[np.where(known, tokens, -1)]
+  """Counts line breaks in the text of each token; tokens beyond the table have none."""
+  in_table = (tokens >= 0) & (tokens < len(breaks_V))
+  return np.append(breaks_V, 0)[np.where(in_table, tokens, -1)]
 
 
 def line_rewards(
   reward_U: Sequence[float], tokens_X: np.ndarray, breaks_V: np.ndarray
 ) -> np.ndarray:
-  """Rewards of the lines of a response, each on the token that ends its line. float32 [X].
+  """Rewards of a response's lines, each on the last token of its line. float32 [X].
 
   That is the token with its line break, and the last token for the last line. Where a token has
   several breaks, it gets the rewards of all the lines that it ends.

@@ -24,7 +24,7 @@ class Workload:
   trajectories: int  # under way at once, at most
   group_size: int = 1  # trajectories that begin with the same prompt
   stop_ids: tuple[int, ...] = ()  # tokens that end a turn; they belong to it
-  stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these
+  stop_strings: tuple[str, ...] = ()  # the token that completes one ends a turn too
   several_turns: bool = False  # an environment answers, and the trajectory goes on
   partial: bool = False  # trajectories may be put aside and gone on with
   record_routing: bool = False  # keep the experts that prefill and decoding chose
@@ -36,12 +36,12 @@ class Workload:
 
   @property
   def window(self) -> int:
-    """Positions of a slot: the longest prompt and all that may follow it."""
+    """Positions of a slot: the longest prompt and its longest continuation."""
     return self.prompt_length + self.sampling.max_new_tokens
 
   @property
   def prefix_length(self) -> int:
-    """Tokens of the longest prefix: what comes back is prefilled again, all but its last token."""
+    """Tokens of the longest prefix; continued responses are prefilled again."""
     return self.window - 1 if self.several_turns or self.partial else self.prompt_length
 
   @property
@@ -58,32 +58,32 @@ class Sizes:
   slots: int  # responses decoded at once, over all devices
   window: int  # positions of a slot
   rows: int  # prefixes that a device prefills at once, at most
-  entries: int  # of a device's queue of prefixes
+  entries: int  # prefixes in a device's queue
   longest: int  # tokens of a prefix
   prompt: int  # positions that the longest prefix of a request is padded to
   prefix: int  # positions of an entry: no less, since what was put aside comes back
-  pages: int  # of a device, for slots and queue; 0: both are dense
+  pages: int  # pages of a device for slots and queue; 0: both are dense
   page: int  # positions of a page
   piece: int  # tokens that a device prefills at once
 
   def at_once(self, length: int) -> int:
-    """Prefixes, padded to this length, that a device prefills in one call."""
+    """Prefixes, padded to this length, in one prefill call of a device."""
     return min(self.rows, max(1, self.piece // length))
 
   def bucket(self, prefix: int) -> int:
-    """Length that a prefix of so many tokens is padded to."""
+    """Length to pad a prefix to."""
     return bucket(prefix, self.longest, self.piece)
 
 
 def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
-  """The shapes for `shards` devices, over which slots and queue are split.
+  """Shapes for `shards` devices, with slots and queue split over them.
 
   Raises:
     ValueError: `cache_tokens` are not enough for one response on every device.
   """
-  slots = -(-config.slots_for(workload.trajectories) // shards)  # of one device
+  slots = -(-config.slots_for(workload.trajectories) // shards)  # per device
   rows, longest = -(-slots // workload.samples), workload.prefix_length
-  if config.cache_tokens:  # what is put aside comes back
+  if config.cache_tokens:  # displaced responses come back
     longest = max(longest, workload.window - 1)
   prefix = bucket(longest, longest, config.prefill_tokens)
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
@@ -115,8 +115,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:
-  """Length that a prefix is padded to, without its last token, which is not prefilled; beyond
-  `piece`, whole pieces. Few lengths, few programs."""
+  """Padded length of a prefix without its last token; whole pieces beyond `piece`."""
   length, longest = (max(n - 1, SHORTEST) for n in (prefix, longest))
   if length > piece:
     return -(-length // piece) * piece
@@ -132,27 +131,27 @@ class Request:
   """
 
   prompt: tuple[int, ...]
-  max_new_tokens: int  # of each response, those in `begun` not counted
+  max_new_tokens: int  # per response, without `prior`
   samples: int = 1
   first_sample: int = 0  # number of the first of them, of the responses to this prompt
   seed: int = 0
   stop_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()  # it also ends with the token that completes one of them
-  begun: tuple[int, ...] = ()  # tokens after the prompt that are there already
-  unfinished: int = 0  # of these, the last ones, which belong to the turn that is gone on with
-  tag: Any = None  # for whoever asked
+  prior: tuple[int, ...] = ()  # tokens after the prompt, sampled or observed earlier
+  unfinished: int = 0  # last ones of `prior`, in the turn under way
+  tag: Any = None  # returned with the responses
 
   @property
   def prefix(self) -> tuple[int, ...]:
-    return (*self.prompt, *self.begun)
+    return (*self.prompt, *self.prior)
 
   @property
   def prefix_length(self) -> int:
-    return len(self.prompt) + len(self.begun)
+    return len(self.prompt) + len(self.prior)
 
   def check(self, longest: int, window: int, vocab_size: int, detokenize: Any) -> None:
-    """Raises ValueError if it does not fit prefixes of `longest` tokens, the window or a model with
-    so many tokens, or if stop strings have no `detokenize`."""
+    """Raises ValueError if the request does not fit `longest`, the window, the vocabulary or
+    lacks `detokenize`."""
     if not self.prompt:
       raise ValueError("a prompt is empty: it has at least one token")
     if self.max_new_tokens < 1 or self.samples < 1:
@@ -164,7 +163,7 @@ class Request:
         f"prefixes of {longest} tokens in a window of {window}"
       )
     least, most = min(self.prefix), max(self.prefix)
-    if not 0 <= least <= most < vocab_size:  # or the devices take others in their place
+    if not 0 <= least <= most < vocab_size:  # devices would clamp them
       raise ValueError(
         f"a prefix has token ids from {least} to {most}: the model has 0 to {vocab_size - 1}"
       )
@@ -182,7 +181,7 @@ class Response:
   logp: np.ndarray  # float32 [n]: under the distribution they were drawn from
   full_logp: np.ndarray  # float32 [n]: under the one without top-k, top-p and min-p
   version: np.ndarray  # int32 [n]: of the weights that sampled each token
-  stopped: bool  # by a stop token or a stop string; False: by its length, or not yet finished
+  stopped: bool  # ended by a stop token or string; False: by its length, or unfinished
   finished: bool  # False: `Engine.stop` came before its end
   # int8 or int16 [prefix + n - 1, l, k]: experts of every token that was fed; None: not recorded
   experts: np.ndarray | None
@@ -195,11 +194,11 @@ class Usage:
   """Cost of sampling; sums, which several workloads add up."""
 
   tokens: int = 0  # sampled
-  flops: float = 0.0  # of the model, for prefixes and sampled tokens
+  flops: float = 0.0  # model operations for prefixes and sampled tokens
   prefilled: int = 0  # tokens of prefixes
   padded: int = 0  # tokens that prefilling computed, padding included
-  steps: int = 0  # of decoding
-  slot_steps: int = 0  # of decoding, over all slots; `tokens` of them were of use
+  steps: int = 0  # decode steps
+  slot_steps: int = 0  # decode steps over all slots; `tokens` of them were of use
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
   put_aside: int = 0  # responses that were begun again, since there was no page for them
@@ -233,7 +232,7 @@ class Usage:
 def workload(
   c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool, vocabulary: int = 0
 ) -> Workload:
-  """The requests that RL makes of the engine; several_turns: of an environment."""
+  """Returns RL's requests to the engine; several_turns: an environment answers."""
   budget = c.rl.token_budget
   return Workload(
     c.sampling,
@@ -253,7 +252,7 @@ def workload(
 
 
 def paged(config: EngineConfig) -> bool:
-  """Whether the cache is in pages: `auto` takes them on TPU, and where it is said how many."""
+  """Returns if the cache is in pages: `auto` on TPU, and with `cache_tokens`."""
   if config.cache == "auto":
     return bool(config.cache_tokens) or sharding.platform() == "tpu"
   return config.cache == "paged"

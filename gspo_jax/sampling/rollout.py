@@ -83,7 +83,7 @@ def sample_rollout(
   seed: int = 0,
   pad_id: int = 0,
 ) -> Rollout:
-  """Samples single turns with an engine that has its weights; `workload` says all about them.
+  """Samples single turns with an engine that has weights.
 
   Returns:
     Rows as long as the workload's window, in the prompts' order.

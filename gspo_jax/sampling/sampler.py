@@ -13,27 +13,27 @@ from gspo_jax.sharding import BATCH, P
 
 
 def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
-  """The PRNG key of a response: from the seed, a hash of its prompt and its number there."""
+  """PRNG key of a response: the seed, a hash of its prompt, and its number."""
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
 
 def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """float32 logits at the configured temperature; at 1 for greedy decoding, which has no other."""
+  """float32 logits at the configured temperature; at 1 for greedy decoding."""
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
 def within(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """-inf for ids beyond the tokenizer's, which padded vocabularies have; 0: for none."""
+  """Sets ids beyond the tokenizer's, of padded vocabularies, to -inf; 0: none."""
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
   return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocabulary, logits_BV, -jnp.inf)
 
 
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """-inf for the tokens that top-k, then top-p, then min-p leave out."""
+  """Sets tokens outside top-k, then top-p, then min-p to -inf."""
   if config.top_k:
-    kept = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
-    logits_BV = jnp.where(logits_BV < kept[:, -1:], -jnp.inf, logits_BV)
+    top_logits = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
+    logits_BV = jnp.where(logits_BV < top_logits[:, -1:], -jnp.inf, logits_BV)
   if config.top_p < 1:
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     p = jax.nn.softmax(descending, axis=-1)
@@ -48,16 +48,17 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """The tokens that top-k, then top-p, then min-p keep, the likeliest first, NO_TOKEN where they
-  are fewer than k: int32 [B, k]. Of equal ones at the edge of the k the first, unlike `truncate`,
-  which keeps all of them."""
+  """Tokens within top-k, then top-p, then min-p, likeliest first: int32 [B, k], NO_TOKEN beyond.
+
+  Of ties at the edge of k it keeps the first, and `truncate` all.
+  """
   kept_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   kept_Bk = truncate(kept_Bk, dataclasses.replace(config, top_k=0))
   return jnp.where(kept_Bk > -jnp.inf, token_Bk, NO_TOKEN).astype(jnp.int32)
 
 
 def only(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
-  """-inf for the tokens that are not in the support."""
+  """Sets tokens outside the support to -inf."""
 
   def on_each_device(logits_BV, support_BX):
     B, V = logits_BV.shape
@@ -78,8 +79,9 @@ def sample(
   support_BX: jax.Array | None = None,
   vocabulary: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """A token per row, and its log-probability under the distribution it was drawn from (tempered,
-  truncated, renormalised) and under the one that is only tempered.
+  """Samples a token per row.
+
+  Returns it with its log-probability after temperature and truncation, and after temperature alone.
 
   Row b's noise depends on (keys_B[b], position_B[b]) alone: the same token whatever else is in the
   batch. Drawn by the Gumbel-max trick, which needs no cumulative sum over V, in two steps: a block
@@ -119,7 +121,7 @@ def sample(
 
 
 def _blocks(x_BV: jax.Array) -> jax.Array:
-  """[B, V] as [B, J, W], about square, filled up with -inf; W is a power of two."""
+  """Reshapes [B, V] to [B, J, W], about square, padded with -inf; W is a power of two."""
   V = x_BV.shape[-1]
   W = 1 << math.isqrt(V).bit_length()
   x_BX = jnp.pad(x_BV, ((0, 0), (0, -V % W)), constant_values=-jnp.inf)
@@ -132,5 +134,5 @@ def _row(x_BX: jax.Array, index_B: jax.Array) -> jax.Array:
 
 
 def _noise(key: jax.Array, count: int) -> jax.Array:
-  """Gumbel noise whose two ends are as probable as they should be, down to 2^-64."""
+  """Gumbel noise with exact tails down to probability 2^-64."""
   return jax.random.gumbel(key, (count,), mode="highest")

@@ -11,7 +11,7 @@ def end(
   new: Sequence[int],
   detokenize: Callable[[list[int]], str] | None,
 ) -> tuple[int | None, list[int] | None]:
-  """Number of `new` tokens with the one that completes a stop string, and the next `tail`.
+  """Counts `new` tokens up to the end of a stop string, and returns the next `tail`.
 
   Args:
     tail: as the call before returned it, for the tokens before these; None at the first. It is the
@@ -36,8 +36,8 @@ def end(
     text = detokenize([*before, *new[:count]])
     return any(s in text for s in strings)
 
-  begun = request.begun[len(request.begun) - request.unfinished :]
-  before = with_text(begun)[-most:] if tail is None else tail
+  turn = request.prior[len(request.prior) - request.unfinished :]
+  before = with_text(turn)[-most:] if tail is None else tail
   completing = None
   if new and complete(len(new)):
     completing = next(n for n in range(1, len(new) + 1) if complete(n))

@@ -29,11 +29,11 @@ class Environment(Protocol):
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
-    """Returns what the policy answers first: messages to be rendered, or the prompt's token ids."""
+    """Returns the beginning: messages to be rendered, or the prompt's token ids."""
     ...
 
   def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
-    """Takes the tokens of a turn: observation tokens, the turn's reward, whether that was the last.
+    """Takes a turn's tokens; returns observation tokens, the turn's reward, and if it was the last.
 
     A turn ends with a stop token, or with a stop string; one that has neither was cut off because
     the trajectory may not become longer. The next turn goes on right after the observation, so
@@ -66,13 +66,13 @@ class SingleTurn:
     return (), 0.0, True
 
 
-COLUMNS = dict(  # of the n tokens that follow the prompt
+COLUMNS = dict(  # columns of the n tokens after the prompt
   tokens=np.int32,
   turns=np.int32,  # 0, 1, ... on sampled tokens, -1 on observations
   logp=np.float32,  # under the distribution that it was drawn from; 0 on observations
   full_logp=np.float32,  # under the one without top-k, top-p and min-p
-  version=np.int32,  # of the weights that sampled it, -1 on observations
-  rewards=np.float32,  # of a turn, at its last token
+  version=np.int32,  # weights of a sampled token, -1 on observations
+  rewards=np.float32,  # turn's reward at its last token
 )
 
 
@@ -124,7 +124,7 @@ class Trajectory:
 
   @property
   def oldest(self) -> int | None:
-    """Version of the oldest weights that have sampled a token of it; None: it has none."""
+    """Oldest version of the weights of its tokens; None: it has no tokens."""
     return min(self.version[self.turns >= 0].tolist(), default=None)
 
   @property
@@ -133,7 +133,7 @@ class Trajectory:
     return self.tokens[self._begun :].tolist()
 
   def add(self, response: Response) -> None:
-    """Appends what was sampled of the turn under way."""
+    """Appends sampled tokens to the turn under way."""
     n = len(response.tokens)
     if not n:  # nobody has begun it, though its prompt may have been prefilled
       return
@@ -148,12 +148,12 @@ class Trajectory:
     )
     if response.experts is not None:
       # A prefix is prefilled anew in every turn; what counts is how each token was fed at first.
-      seen = 0 if self.experts is None else len(self.experts)
-      new = response.experts[seen:]
-      self.experts = np.concatenate([self.experts, new]) if seen else new
+      filled = 0 if self.experts is None else len(self.experts)
+      new = response.experts[filled:]
+      self.experts = np.concatenate([self.experts, new]) if filled else new
 
   def end_turn(self, reward: float) -> None:
-    rewards = self.rewards.copy()  # of which a copy of the trajectory may know
+    rewards = self.rewards.copy()  # a copy of the trajectory may share it
     rewards[-1] = reward
     self.columns["rewards"] = rewards
     counted = self._counted
@@ -162,7 +162,7 @@ class Trajectory:
     self._begun = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
-    """Appends what the environment said, which the next turn follows."""
+    """Appends the environment's tokens; the next turn follows."""
     n = len(tokens)
     if self._counted is None:
       self.calls = (*self.calls[:-1], 1)
@@ -190,19 +190,19 @@ class Trajectory:
       self.failure = f"{type(self.environment).__name__}.figures() raised {error!r}"
 
   def fail(self, failure: str) -> None:
-    """Ends it in the turn that the environment failed in."""
+    """Ends it in the turn of the environment's failure."""
     self.end_turn(0.0)
     self.finished, self.failure = True, failure
     self.figures = dict(correct=0.0, tokens=float(self.length), tool_calls=float(sum(self.calls)))
 
   @property
   def _counted(self) -> int | None:
-    """Tool calls so far, where the environment says."""
+    """Tool calls so far; None: the environment does not count them."""
     calls = getattr(self.environment, "tool_calls", None)
     return int(calls) if isinstance(calls, int | np.integer) else None
 
   def copy(self) -> "Trajectory":
-    """A trajectory that stays as it is now while this one goes on; with the same environment."""
+    """Returns a snapshot with the same environment."""
     snapshot = copy.copy(self)
     snapshot.columns = dict(self.columns)
     return snapshot
@@ -213,7 +213,7 @@ class Trajectory:
       self.columns[name] = np.concatenate([old, part]) if len(old) else part
 
   def _extend_support(self, n: int, new: np.ndarray | None) -> None:
-    """Appends that of the n tokens which are about to be appended."""
+    """Appends the support of n tokens before their columns."""
     if self.support is None and new is None:
       return
     old = np.zeros((len(self.tokens), 0), np.int32) if self.support is None else self.support
@@ -233,7 +233,7 @@ class Trajectory:
   def from_state(
     cls, state: Mapping[str, Any], environment: Environment | None, tag: Any = None
   ) -> "Trajectory":
-    """A trajectory as `get_state` left it; `environment` is new, and is told the turns again. None:
+    """Restores the trajectory of `get_state` and replays its turns to a new environment; None:
     another host has it."""
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
@@ -257,8 +257,7 @@ def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
 def recorded_turn(
   prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
 ) -> Trajectory:
-  """A finished trajectory of one turn that somebody else has sampled, of weights with no version
-  and with likelihoods that are not known: 0."""
+  """Returns a finished single turn sampled elsewhere, with versions -1 and log-probs 0."""
   trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)
@@ -268,10 +267,10 @@ def recorded_turn(
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The mean of each figure, over those that have it."""
+  """Means of figures, each over the trajectories with it."""
   by_name: dict[str, list[float]] = {}
-  for of_trajectory in figures:
-    for name, value in of_trajectory.items():
+  for row in figures:
+    for name, value in row.items():
       by_name.setdefault(name, []).append(value)
   return {name: float(np.mean(values)) for name, values in by_name.items()}
 
@@ -279,7 +278,7 @@ def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def assemble(
   trajectories: Sequence[Trajectory], length: int, pad_id: int, support: int = 0
 ) -> Rollout:
-  """Puts each trajectory into one row of `length`: its prompt, what follows it, then padding.
+  """Puts each trajectory into one row of `length`: prompt, continuation, padding.
 
   Args:
     trajectories: finished ones, all with routing or none; but that those without a prompt, which
@@ -297,7 +296,7 @@ def assemble(
   experts_BLlk = None
   if trajectories[0].experts is not None:
     # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
-    # and none are needed, since nothing is predicted from it.
+    # None are needed: nothing is predicted from it.
     first = trajectories[0].experts
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None

@@ -12,16 +12,16 @@ class Chip:
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, sum over links, both directions
   network: float  # bytes per second to other slices, each way: a chip's share of its host's
-  axes: int  # of the torus
+  axes: int  # axes of the torus
   clock: float  # cycles per second
-  host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
-  kinds: tuple[str, ...]  # what JAX calls a device of it
-  devices: int = 1  # that JAX sees of one chip
-  vector_memory: int = 16 * 2**20  # that a kernel gets unless told otherwise, as its compiler says
+  host: str  # value of TPU_ACCELERATOR_TYPE for one host
+  kinds: tuple[str, ...]  # JAX's names of a device
+  devices: int = 1  # JAX devices of one chip
+  vector_memory: int = 16 * 2**20  # default limit of a kernel in its compiler
 
   @property
   def ring_speed(self) -> float:
-    """Bytes per second that a device sends over both links of one axis of the torus."""
+    """Bytes per second of a device over both links of a torus axis."""
     return self.ici_speed / 2 / self.axes / self.devices
 
 
@@ -67,8 +67,10 @@ def memory(kind: str) -> float | None:
 
 
 def vector_memory(kind: str) -> int:
-  """Bytes of vector memory for a Pallas kernel on one device; the least of all if `kind` is
-  unknown."""
+  """Bytes of vector memory for a Pallas kernel on one device.
+
+  For an unknown `kind` it is the minimum.
+  """
   return (_chip(kind) or Chip).vector_memory
 
 

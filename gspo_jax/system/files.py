@@ -18,8 +18,8 @@ class WriteError(Exception):
 
 
 def place(name: str) -> epath.Path:
-  """The path of that name: a local one, of ~ too, or one in a bucket. ValueError, which begins with
-  the name: its scheme is of something else."""
+  """Returns the path of a name: local, `~` too, or in a bucket. Raises ValueError for other
+  schemes."""
   scheme, separator, _ = name.partition("://")
   if separator and scheme != "gs":
     raise ValueError(
@@ -30,7 +30,7 @@ def place(name: str) -> epath.Path:
 
 
 def located(name: str, key: str) -> epath.Path:
-  """The path that a key names.
+  """Returns the path named by a key.
 
   Raises:
     ValueError: there is no such file system, or it does not answer; names the key.
@@ -42,25 +42,24 @@ def located(name: str, key: str) -> epath.Path:
   try:
     if "://" in name:
       path.exists()
-  except Exception as error:  # of a library for buckets: it is missing, or has its own
+  except Exception as error:  # a bucket library is missing, or raises its own errors
     raise ValueError(f"{key}={name}: {type(error).__name__}: {error}") from error
   return path
 
 
-def check_writable(what: str, directory: str | os.PathLike) -> None:
-  """ValueError, which begins with `what`, if no directory can be there and written to; nothing is
-  made yet."""
+def check_writable(key: str, directory: str | os.PathLike) -> None:
+  """Raises ValueError, beginning with `key`, if the directory cannot be made or written to."""
   path = Path(directory)
   try:
     above = next(p for p in (path, *path.absolute().parents) if _is_there(p))
   except OSError as error:
-    raise ValueError(f"{what}: {error.strerror}; give another name") from error
+    raise ValueError(f"{key}: {error.strerror}; give another name") from error
   if not above.is_dir():
-    raise ValueError(f"{what}: {above} is no directory; give one, or a new name")
+    raise ValueError(f"{key}: {above} is no directory; give one, or a new name")
   if above.absolute() == path.absolute() == Path("/"):
-    raise ValueError(f"{what}: that is the root of all files; give a directory of its own")
+    raise ValueError(f"{key}: that is the root of all files; give a directory of its own")
   if not os.access(above, os.W_OK | os.X_OK):
-    raise ValueError(f"{what}: {above} is not writable; give another one")
+    raise ValueError(f"{key}: {above} is not writable; give another one")
 
 
 def _is_there(path: Path) -> bool:
@@ -74,7 +73,7 @@ def _is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-  """Turns an OSError within the block into a `WriteError` that names its file, or else `path`."""
+  """Turns an OSError within into a `WriteError` with the file's name."""
   try:
     yield
   except OSError as error:
@@ -83,8 +82,11 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
-  """Writes texts, one after another, beside `path` and moves the file there: a reader finds the old
-  file or the new one. What UTF-8 cannot hold (lone surrogates) is escaped.
+  """Writes texts beside `path` and moves the file there.
+
+  Readers see the old or the new file.
+
+  Lone surrogates, which UTF-8 cannot hold, are escaped.
 
   Raises:
     WriteError: the directory is gone or read-only, the disk is full, or the like.
@@ -102,13 +104,13 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
 
 
 def seal(value: Any) -> str:
-  """One line of JSON with a checksum, so that any change of it is found out (`unseal`)."""
+  """Returns one line of JSON with a checksum, to detect any change (`unseal`)."""
   text = json.dumps(value)
   return json.dumps(dict(crc32=zlib.crc32(text.encode()), value=value))
 
 
 def unseal(text: str | bytes) -> Any:
-  """The value that was sealed. Raises ValueError where it is not what it was."""
+  """Returns the sealed value. Raises ValueError if it has changed."""
   try:
     sealed = json.loads(text)
     value = sealed["value"]

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def is_first() -> bool:
-  """Whether this is the first process, which decides and writes for all."""
+  """Returns if this is the first process, which decides and writes for all."""
   return jax.process_index() == 0
 
 
@@ -52,8 +52,10 @@ def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = Runtim
 
 @contextlib.contextmanager
 def enter_on_first_host(context: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
-  """Enters a context on the first process alone and yields its value; None on the others. Errors on
-  entering are raised as by `run_on_first_host`."""
+  """Enters a context on the first process alone and yields its value; None on the others.
+
+  Errors on entering are raised as by `run_on_first_host`.
+  """
   entered: list[T] = []
   with contextlib.ExitStack() as stack:
     run_on_first_host(lambda: entered.append(stack.enter_context(context)))

@@ -39,12 +39,12 @@ class HubError(ValueError):
 
 
 def is_id(name: str) -> bool:
-  """Whether `name` is that of a repository. What is there on this machine is a path."""
+  """Returns if `name` is a repository's. An existing path is a path."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
 def pinned(name: str, file: str = "config.json") -> str:
-  """The name with the commit that it stands for now, OWNER/NAME@COMMIT; a path as it is.
+  """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged.
 
   Of several processes the first one finds out, and all call this. Without a network it is the
   commit that the cache has of this revision.
@@ -60,7 +60,7 @@ def pinned(name: str, file: str = "config.json") -> str:
 
 
 def _resolved(name: str, file: str = "config.json") -> str:
-  """What `pinned` returns, as this process sees it."""
+  """Returns the result of `pinned`, for this process."""
   if not is_id(name):
     return name
   id_, revision = _ID.fullmatch(name).groups()
@@ -68,16 +68,19 @@ def _resolved(name: str, file: str = "config.json") -> str:
     return name
   from huggingface_hub import hf_hub_download
 
-  with _told(name, file):
+  with _raise_hub_errors(name, file):
     path = Path(hf_hub_download(id_, file, revision=revision, tqdm_class=_no_bar()))
-  return f"{id_}@{path.parent.name}"  # in the cache, a commit is a directory
+  return f"{id_}@{path.parent.name}"  # the cache has a directory per commit
 
 
 def directory(name: str) -> epath.Path:
-  """The directory that a name stands for: of a repository its place in the cache, with all that is
-  small; else the path, which may be of a bucket (`gs://`). ValueError where neither can be read."""
+  """Returns the directory of a name.
+
+  A repository's is in the cache, with all small files; a path may be in a bucket (`gs://`).
+  Raises ValueError if it cannot be read.
+  """
   if is_id(name):
-    return Repository.of(name).directory
+    return Repository.from_name(name).directory
   path = place(name)
   if "://" in name:
     with contextlib.suppress(FileNotFoundError), _read_from(path):
@@ -86,7 +89,7 @@ def directory(name: str) -> epath.Path:
 
 
 def bucket_reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
-  """As `Repository.reader`, of a file in a bucket."""
+  """Returns size and reader of a file in a bucket, as `Repository.reader` does."""
   with _read_from(path):
     system, name = fsspec.core.url_to_fs(str(path))
     size = system.size(name)
@@ -100,7 +103,7 @@ def bucket_reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
 
 @contextlib.contextmanager
 def _read_from(path: epath.Path) -> Iterator[None]:
-  """Turns what a file system raises, which may be anything, into a HubError."""
+  """Turns any error of a file system into a HubError."""
   try:
     yield
   except FileNotFoundError:
@@ -119,7 +122,7 @@ class Repository:
   commit: str
 
   @classmethod
-  def of(cls, name: str) -> "Repository":
+  def from_name(cls, name: str) -> "Repository":
     return cls(*_resolved(name).split("@"))
 
   @property
@@ -128,22 +131,22 @@ class Repository:
 
   @functools.cached_property
   def directory(self) -> epath.Path:
-    """Its place in the cache, filled with what is small."""
+    """Its place in the cache, filled with the small files."""
     from huggingface_hub import snapshot_download
 
     small = dict(allow_patterns=list(SMALL), tqdm_class=_no_bar())
-    with _told(self.name):
+    with _raise_hub_errors(self.name):
       return epath.Path(snapshot_download(self.id, revision=self.commit, **small))
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of all that it has; of what is here, if that tells which files have the weights."""
+    """Names of its files; those in the cache, if they include the weights' index."""
     from huggingface_hub import HfApi
 
-    here = [path.name for path in self.directory.iterdir()]
-    if {"model.safetensors", "model.safetensors.index.json"} & set(here):
-      return here
-    with _told(self.name):
+    local = [path.name for path in self.directory.iterdir()]
+    if {"model.safetensors", "model.safetensors.index.json"} & set(local):
+      return local
+    with _raise_hub_errors(self.name):
       return HfApi().list_repo_files(self.id, revision=self.commit)
 
   def download(self, files: Iterable[str]) -> None:
@@ -153,10 +156,10 @@ class Repository:
     Raises:
       HubError: the network or the hub fails, the disk is too small, or a file is not what it was.
     """
-    with _told(self.name):
+    with _raise_hub_errors(self.name):
       remotes = [_Remote.find(self, file) for file in files]
       cache = self.directory.parents[1]
-      missing = sum(remote.size - remote.there for remote in remotes)
+      missing = sum(remote.size - remote.bytes_in_cache for remote in remotes)
       if missing > (free := shutil.disk_usage(cache).free):
         raise HubError(
           f"{self.name} needs {missing / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB "
@@ -171,9 +174,11 @@ class Repository:
         list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
 
   def reader(self, file: str) -> tuple[int, Callable[[int, int], bytes]]:
-    """The size of a file in bytes, and a function that reads its bytes from one place to another.
-    Threads may call it at the same time. Both raise HubError."""
-    with _told(self.name, file):
+    """Returns a file's size, and a thread-safe function to read a range.
+
+    Both raise HubError.
+    """
+    with _raise_hub_errors(self.name, file):
       remote = _Remote.find(self, file)
     return remote.size, remote.read
 
@@ -185,7 +190,7 @@ class _Remote:
   repository: Repository
   file: str
   url: str
-  location: str  # with a signature, so that the hub need not be asked for each range
+  location: str  # signed: ranges need no further request to the hub
   size: int
   blob: Path
 
@@ -205,8 +210,8 @@ class _Remote:
     return self.blob.with_name(f"{self.blob.name}.incomplete")
 
   @property
-  def there(self) -> int:
-    """Bytes of it that are in the cache."""
+  def bytes_in_cache(self) -> int:
+    """Bytes of the file in the cache."""
     files = [path for path in (self.blob, self.partial) if path.exists()]
     return files[0].stat().st_size if files else 0
 
@@ -219,7 +224,7 @@ class _Remote:
       headers |= {"Range": f"bytes={start}-{stop - 1}"}
       return http_backoff("GET", self.location, headers=headers)
 
-    with _told(self.repository.name, self.file):
+    with _raise_hub_errors(self.repository.name, self.file):
       response = get()
       if response.status_code in (401, 403):  # signatures are good for an hour
         self.location = self.find(self.repository, self.file).location
@@ -238,9 +243,9 @@ class _Remote:
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / folder / f"{self.blob.name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-      if not self.blob.exists() and self.there > self.size:
+      if not self.blob.exists() and self.bytes_in_cache > self.size:
         self.partial.unlink()  # two processes wrote it: not all disks have locks
-      transfer.add(self.there, before=True)
+      transfer.add(self.bytes_in_cache, before=True)
       if not self.blob.exists():
         with _Counted(self.partial, transfer) as file:
           http_get(
@@ -252,7 +257,7 @@ class _Remote:
     hf_hub_download(self.repository.id, self.file, revision=self.repository.commit)
 
   def _verify(self) -> None:
-    """Compares size and, as far as the hub tells it, SHA-256 with those of the hub."""
+    """Compares size and, if the hub has it, SHA-256."""
     with open(self.partial, "rb") as file:
       digest = hashlib.file_digest(file, "sha256").hexdigest()
     is_digest = re.fullmatch("[0-9a-f]{64}", self.blob.name)
@@ -279,7 +284,7 @@ class _Counted(io.BufferedWriter):
 
 @functools.cache
 def _no_bar() -> type:
-  """Bars of the library that are not shown: `Transfer` says what there is to say."""
+  """Hides the library's progress bars: `Transfer` shows progress."""
   from tqdm import tqdm
 
   class NoBar(tqdm):
@@ -291,8 +296,8 @@ def _no_bar() -> type:
 
 
 @contextlib.contextmanager
-def _told(name: str, file: str = "") -> Iterator[None]:
-  """Turns what `huggingface_hub` and its HTTP client raise into a HubError."""
+def _raise_hub_errors(name: str, file: str = "") -> Iterator[None]:
+  """Turns errors of `huggingface_hub` and its HTTP client into a HubError."""
   import httpx2
 
   try:
@@ -304,7 +309,7 @@ def _told(name: str, file: str = "") -> Iterator[None]:
 
 
 def _reason(error: BaseException, name: str, file: str) -> str:
-  """What is wrong, and what to do."""
+  """Returns the error's cause and a remedy."""
   import httpx2
   from huggingface_hub import constants, errors
 
@@ -330,10 +335,10 @@ def _reason(error: BaseException, name: str, file: str) -> str:
   if status in (401, 403):
     return f"{page} may not be read ({status}): {login}"
   if isinstance(error, httpx2.HTTPError | ConnectionError):
-    what = f"status {status}" if status else f"{type(error).__name__}: {error}"
+    reason = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return (
       f"{id_} is no directory here, is not (whole) in {cache}, and {constants.ENDPOINT} does not "
-      f"answer as it should ({what}): try again; what has come so far is kept"
+      f"answer as it should ({reason}): try again; what has come so far is kept"
     )
-  where = getattr(error, "filename", None) or constants.HF_HUB_CACHE
-  return f"{where}: {getattr(error, 'strerror', None) or error}; HF_HOME says where the cache is"
+  path = getattr(error, "filename", None) or constants.HF_HUB_CACHE
+  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME says where the cache is"

@@ -9,7 +9,7 @@ DEEPEST = 200  # objects within objects: whoever shows or writes a value goes do
 
 
 def parse(text: str | bytes) -> Any:
-  """The value that a text holds.
+  """Returns the value of a JSON text.
 
   Raises:
     ValueError: it is no UTF-8, no JSON, an object has a key twice, or it is nested too deeply.
@@ -30,7 +30,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-  """The same for an object; anything else is a ValueError."""
+  """Returns the object of a JSON text. Raises ValueError for other values."""
   value = parse(text)
   if not isinstance(value, dict):
     raise ValueError(f"it is no JSON object, but {value!r:.40}")

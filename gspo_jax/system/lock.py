@@ -18,7 +18,7 @@ FILE = "lock"
 
 @contextlib.contextmanager
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
-  """Holds directories for this run; they are made where they are not there.
+  """Locks directories for this run, and creates missing ones.
 
   The first process takes the locks for all of the run. The kernel gives a lock back when the
   process ends, however it ends. On NFS the server keeps it, across machines. A file system without
@@ -35,7 +35,7 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
 
 
 def check(*directories: str | os.PathLike) -> None:
-  """ValueError, as from `alone_in`, if another run is in one of the directories; makes nothing."""
+  """Raises ValueError, as `alone_in` does, if another run is in one of the directories."""
   for directory in (Path(d).absolute() for d in directories if d and "://" not in str(d)):
     if (directory / FILE).is_file():
       with open(directory / FILE, encoding="utf-8") as file:

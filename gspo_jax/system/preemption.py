@@ -24,7 +24,7 @@ EXIT_CODE = stops.TRY_AGAIN
 # From SIGTERM to SIGKILL 30 are usual: Kubernetes, Slurm, preemptible machines of Google. Less by
 # two, since whoever starts runs again goes by the exit code, which SIGKILL would take.
 PLATFORM_S = 28.0
-BOARD = Path("/sys/class/dmi/id/product_name")  # of a machine, as Linux tells it
+BOARD = Path("/sys/class/dmi/id/product_name")  # name of the machine in Linux
 
 
 class Preempted(Exception):
@@ -41,13 +41,15 @@ class Preempted(Exception):
 
 
 def grace(seconds: float | None) -> float | None:
-  """`checkpoint.grace_s`, or where that is None what this platform is known to give. None: nobody
-  kills what takes longer, as on a machine of one's own."""
+  """Returns `checkpoint.grace_s`, or the platform's grace period.
+
+  None: the process is not killed.
+  """
   if seconds is not None:
     return seconds
-  of_google = BOARD.is_file() and BOARD.read_text(errors="replace").startswith("Google")
+  google = BOARD.is_file() and BOARD.read_text(errors="replace").startswith("Google")
   scheduled = {"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"} & os.environ.keys()
-  return PLATFORM_S if scheduled or of_google else None
+  return PLATFORM_S if scheduled or google else None
 
 
 class _Watch:
@@ -100,15 +102,16 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_checks = itertools.count()  # of all watches: hosts agree by it
-_of_thread = threading.local()
+_checks = itertools.count()  # checks of all watches: hosts agree by their count
+_thread_check = threading.local()
 
 
 @contextlib.contextmanager
 def watch(grace_s: float | None) -> Iterator[None]:
-  """Has a signal wait for the next `check` within, or the end; a second Ctrl-C does not wait. So
-  many seconds after SIGTERM the process ends in any case: what could not be saved by then would be
-  lost anyway. Within another watch it is that one. SIGTERM is JAX's where there are several hosts.
+  """Defers signals to the next `check` within, or to the end.
+
+  A second Ctrl-C does not wait. The process ends `grace_s` after SIGTERM at the latest. A watch
+  within another one is the outer one. With several hosts JAX handles SIGTERM.
   """
   global _watch
   if _watch is not None:
@@ -129,13 +132,13 @@ def watch(grace_s: float | None) -> Iterator[None]:
 
 def check() -> None:
   """Raises `Preempted` after a signal. All hosts call it equally often: it is how they agree."""
-  if of_thread := getattr(_of_thread, "check", None):
-    return of_thread()
+  if thread_check := getattr(_thread_check, "check", None):
+    return thread_check()
   stops.listen()
   if _watch is None:
     return
-  now = time.monotonic()
-  _watch.checked, _watch.longest = now, max(_watch.longest, now - _watch.checked)
+  clock = time.monotonic()
+  _watch.checked, _watch.longest = clock, max(_watch.longest, clock - _watch.checked)
   if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(
     next(_checks)
   ):
@@ -145,8 +148,10 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """What to say where so much time lay between two checks, since the last call, that a notice could
-  not have been answered in time; "" where none did."""
+  """Returns a warning if two checks lay further apart than the grace period.
+
+  It looks at checks since the last call, and returns "" otherwise.
+  """
   if _watch is None or _watch.grace_s is None:
     return ""
   longest, _watch.longest = _watch.longest, 0.0
@@ -161,13 +166,13 @@ def too_long() -> str:
 
 
 def describe_resume(describe: Callable[[], str]) -> None:
-  """Sets the description of the resume point, for a process that ends without saving."""
+  """Sets the description of the resume point, for a process ending without saving."""
   if _watch is not None:
     _watch.describe = describe
 
 
 def check_alone() -> None:
-  """`check` where there is one process; of several, all would have to call it."""
+  """Calls `check` with one process; of several, all would have to call it."""
   if jax.process_count() == 1:
     check()
 
@@ -176,8 +181,8 @@ def check_alone() -> None:
 def checked_by(instead: Callable[[], None]) -> Iterator[None]:
   """In this thread `check` is `instead` within. For a thread whose work is still needed after a
   notice, by what is saved then; whoever started it ends it."""
-  _of_thread.check = instead
+  _thread_check.check = instead
   try:
     yield
   finally:
-    del _of_thread.check
+    del _thread_check.check

@@ -24,15 +24,17 @@ INTERRUPTED = 128 + signal.SIGINT  # 130, as shells have it: the one after Ctrl-
 Answer = Callable[[int], None]
 
 _answers: list[Answer] = []  # the last one counts
-_pipe: tuple[int, int] | None = None  # from the C handlers to the thread
+_pipe: tuple[int, int] | None = None  # C handlers write, the thread reads
 _lock = threading.Lock()
 
 
-def begin(said: str) -> None:
-  """From now on a signal ends the process at once, with a line that ends in `said`. For commands,
-  as the first thing that they do."""
+def begin(text: str) -> None:
+  """Ends the process at once on a signal from now on.
+
+  Its line ends in `text`. Commands call this first.
+  """
   _hear(SIGNALS)
-  _answers.append(lambda number: end(number, said))
+  _answers.append(lambda number: end(number, text))
 
 
 @contextlib.contextmanager
@@ -54,7 +56,7 @@ def answered(answer: Answer, numbers: Sequence[int] = SIGNALS) -> Iterator[None]
 
 
 def listen() -> None:
-  """Answers what has come until now, for a caller that cannot wait for the thread to do it."""
+  """Answers pending signals, for a caller unable to wait for the thread."""
   if _pipe is None:
     return
   with _lock, contextlib.suppress(BlockingIOError):
@@ -64,7 +66,7 @@ def listen() -> None:
 
 
 def code(number: int) -> int:
-  """The exit code of a process that this signal has ended."""
+  """Returns the exit code of a process ended by this signal."""
   return INTERRUPTED if number == signal.SIGINT else TRY_AGAIN
 
 
@@ -72,9 +74,9 @@ def name(number: int) -> str:
   return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def end(number: int, said: str) -> NoReturn:
-  """Ends the process now, in whatever it is, with a line, and what it has started with it."""
-  say(f"{name(number)}: {said}")
+def end(number: int, text: str) -> NoReturn:
+  """Ends the process and its process groups now, with a line."""
+  say(f"{name(number)}: {text}")
   for group in list(process_groups):
     with contextlib.suppress(OSError):
       os.killpg(group, signal.SIGKILL)
@@ -82,8 +84,8 @@ def end(number: int, said: str) -> NoReturn:
 
 
 def say(text: str) -> None:
-  """Past Python's buffers, in the middle of which this may be. Where the terminal is gone (SIGHUP)
-  it goes nowhere, and so does all that follows."""
+  """Writes past Python's buffers. Without a terminal (SIGHUP) this and all later output is
+  discarded."""
   try:
     os.write(2, f"gspo_jax: {text}\n".encode())
   except OSError:
@@ -103,7 +105,9 @@ def _hear(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
   wakeup = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
   before = {n: signal.getsignal(n) for n in numbers}
   # Where JAX has put its own in the place of _heard, Python still has _heard, and JAX's stays.
-  before = {n: was for n, was in before.items() if was not in (signal.SIG_IGN, None, _heard)}
+  before = {
+    n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _heard)
+  }
   for number in before:
     signal.signal(number, _heard)
   return before, wakeup
@@ -120,7 +124,7 @@ def _always() -> None:
 
 
 def _forget() -> None:
-  """A fork has no such thread, and must not write into the pipe of this one."""
+  """Resets signals in a fork, which has no such thread."""
   if _pipe is not None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

@@ -10,7 +10,7 @@ _UNSEEN = re.compile(
 
 
 def visible(text: str) -> str:
-  r"""The text with what would not be seen spelled out, an escape as \x1b."""
+  r"""Returns the text with invisible characters spelled out, an escape as \x1b."""
   return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

@@ -18,13 +18,13 @@ class Transfer:
   Nothing is said in the first second, nor if not `active`. Threads may count at the same time.
 
   Args:
-    what: begins the line.
+    title: begins the line.
     total: bytes.
   """
 
   def __init__(
     self,
-    what: str,
+    title: str,
     total: int,
     *,
     active: bool = True,
@@ -32,7 +32,7 @@ class Transfer:
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._what, self._total, self._active, self._clock = what, total, active, clock
+    self._title, self._total, self._active, self._clock = title, total, active, clock
     self._stream = sys.stderr if stream is None else stream
     self._terminal = self._stream.isatty()
     self._interval = min(interval, 0.5) if self._terminal else interval
@@ -42,8 +42,10 @@ class Transfer:
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
-    """Counts bytes that have come, or that were there `before` and say nothing of the speed.
-    RuntimeError once it is closed: threads whose work is in vain end here."""
+    """Counts arrived bytes, or those there `before`, which do not count for the speed.
+
+    Raises RuntimeError once it is closed, to end threads.
+    """
     with self._lock:
       if self._closed:
         raise RuntimeError("the transfer was broken off")
@@ -54,7 +56,7 @@ class Transfer:
         self._due = self._clock() + self._interval
 
   def close(self) -> None:
-    """Ends the line on a terminal; the last one of a log has all that has come."""
+    """Ends the line on a terminal, or writes a log's last line."""
     self._closed = True
     if self._said and self._terminal:
       self._stream.write("\n")
@@ -69,9 +71,9 @@ class Transfer:
 
   def _say(self) -> None:
     rate = self._come / max(self._clock() - self._begun, 1e-9)
-    left = clock_text(max(self._total - self._there, 0) / rate) if rate else "?"
-    there = f"{self._there / GB:.2f} of {self._total / GB:.2f} GB"
-    line = f"{self._what}: {there}  {rate / 1e6:,.0f} MB/s  left {left}"
+    remaining = clock_text(max(self._total - self._there, 0) / rate) if rate else "?"
+    progress = f"{self._there / GB:.2f} of {self._total / GB:.2f} GB"
+    line = f"{self._title}: {progress}  {rate / 1e6:,.0f} MB/s  left {remaining}"
     self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
     self._stream.flush()
     self._said = True

@@ -165,8 +165,8 @@ def test_null_is_neither_more_nor_less_and_texts_are_compared_as_what_they_say(
 ):
   rows = [row | dict(x=value) for row, value in zip(numbered(0, 9), values)]
   path = write(tmp_path / "a.jsonl", rows)
-  for where, answers in kept.items():
-    assert "".join(p.answer for p in load(f"{path} where {where}")) == answers
+  for place, answers in kept.items():
+    assert "".join(p.answer for p in load(f"{path} where {place}")) == answers
 
 
 def test_the_window_of_the_paper(tmp_path):
@@ -326,9 +326,9 @@ def test_prompts_that_are_not_wanted_are_passed_over(two):
 
   drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
   assert sorted(drawn) == sorted("02468" * 4)
-  asked = []
-  assert len(batches.take(30, asked.append)) == 30  # none is wanted: it does not hang
-  assert len(asked) == 2 * len(source) + 30  # nor look for each anew
+  queue = []
+  assert len(batches.take(30, queue.append)) == 30  # none is wanted: it does not hang
+  assert len(queue) == 2 * len(source) + 30  # nor look for each anew
 
 
 def test_prompts_that_are_wanted_are_waited_for_where_their_source_has_little_weight(two):

@@ -23,15 +23,21 @@ def load(tmp_path, *rows, on_error="raise", template="{question}"):
 
 
 def test_responses_to_one_prompt_are_groups_in_their_order(tmp_path):
-  """Whatever stands between them; of more than a group has, each `group_size` are one."""
+  """Rows between them do not matter; more than a group's responses make several groups."""
   rows = [ROW | dict(response=str(i)) for i in range(5)]
   nine = dict(prompt="4+5=", response="9", reward=0)
-  made = load(tmp_path, *rows[:2], nine, *rows[2:])
-  texts = [[TOK.decode(response.tokens) for response in group.responses] for group in made.rows]
+  recordings = load(tmp_path, *rows[:2], nine, *rows[2:])
+  texts = [
+    [TOK.decode(response.tokens) for response in group.responses] for group in recordings.rows
+  ]
   assert texts == [["0", "1", "2"], ["3", "4"], ["9"]]
-  assert [group.prompt.tokens for group in made.rows] == [tuple(b"1+2=")] * 2 + [tuple(b"4+5=")]
-  assert len({group.id for group in made.rows}) == 3 == len(made) == len(made.prompts)
-  assert made[2].responses[0].reward == 0.0 and made[2].prompt.question == "4+5="
+  assert [group.prompt.tokens for group in recordings.rows] == [tuple(b"1+2=")] * 2 + [
+    tuple(b"4+5=")
+  ]
+  assert (
+    len({group.id for group in recordings.rows}) == 3 == len(recordings) == len(recordings.prompts)
+  )
+  assert recordings[2].responses[0].reward == 0.0 and recordings[2].prompt.question == "4+5="
 
 
 def test_a_text_ends_with_the_stop_token_unless_it_was_cut_off(tmp_path):
@@ -51,8 +57,8 @@ def test_token_ids_go_before_texts(tmp_path):
 
 
 def test_what_nobody_could_judge_is_left_out(tmp_path):
-  made = load(tmp_path, ROW, ROW | dict(reward=None, unknown="timeout"))
-  assert made.left_out() == {"recorded/unknown_rows": 1} and len(made[0].responses) == 1
+  recordings = load(tmp_path, ROW, ROW | dict(reward=None, unknown="timeout"))
+  assert recordings.left_out() == {"recorded/unknown_rows": 1} and len(recordings[0].responses) == 1
 
 
 BAD = {
@@ -95,18 +101,18 @@ def test_a_bad_row_is_named_or_counted(tmp_path, name):
     load(tmp_path, ROW, row)
   assert re.search(rf"recorded\.jsonl, line 2: .*{why}.*data\.on_error=skip", str(error.value))
   assert len(str(error.value)) < 400
-  made = load(tmp_path, ROW, row, on_error="skip")
-  assert made.left_out() == {"recorded/skipped_rows": 1} and len(made[0].responses) == 1
+  recordings = load(tmp_path, ROW, row, on_error="skip")
+  assert recordings.left_out() == {"recorded/skipped_rows": 1} and len(recordings[0].responses) == 1
 
 
 def test_several_files_and_none(tmp_path):
   for name in "ab":
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROW | dict(prompt=name)))
   paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
-  made = recorded.load(", ".join(paths), TOK, "{question}", LIMITS, "raise")
-  assert [group.prompt.question for group in made.rows] == ["a", "b"]
+  recordings = recorded.load(", ".join(paths), TOK, "{question}", LIMITS, "raise")
+  assert [group.prompt.question for group in recordings.rows] == ["a", "b"]
   same = recorded.load(str(tmp_path / "*.jsonl"), TOK, "{question}", LIMITS, "raise")
-  for a, b in zip(made.rows, same.rows):
+  for a, b in zip(recordings.rows, same.rows):
     np.testing.assert_array_equal(a.responses[0].tokens, b.responses[0].tokens)
   refused = {f"{paths[0]},": "empty part", f"{tmp_path}/c.jsonl": "offline.data: there is no file"}
   for spec, why in refused.items():

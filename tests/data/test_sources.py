@@ -254,8 +254,8 @@ def test_embedded_task():
   train = load("arithmetic:train")
   assert train.skipped == 0
   prompt = train[17]
-  left, right = prompt.question.rstrip("=").split("+")
-  assert int(prompt.answer) == int(left) + int(right)
+  remainder, right = prompt.question.rstrip("=").split("+")
+  assert int(prompt.answer) == int(remainder) + int(right)
   assert bytes(prompt.tokens).decode() == prompt.question
   assert prompt.demonstration
   wrong, again = (load("arithmetic:train", carry_errors=0.5) for _ in range(2))
@@ -343,8 +343,8 @@ def test_demonstrations_that_do_not_fit(tmp_path):
     sources.pack_demonstrations(list(source), BYTES, 4)
   with pytest.raises(sources.DataError, match=r"long: .* take 5 tokens"):
     sources.fitting(source, BYTES, 4, "raise")
-  kept = sources.fitting(source, BYTES, 4, "skip")
-  assert ([p.id for p in kept], kept.skipped) == (["short"], 2)
+  rest = sources.fitting(source, BYTES, 4, "skip")
+  assert ([p.id for p in rest], rest.skipped) == (["short"], 2)
   with pytest.raises(sources.DataError, match=r"no demonstration fits into sft\.max_tokens=2"):
     sources.fitting(source, BYTES, 2, "skip")
 

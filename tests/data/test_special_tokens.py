@@ -54,7 +54,7 @@ PLACES = dict(
 
 def files_of(where):
   """A tokenizer with END in these places, and the files beside it."""
-  place, config, decoder, of_map, listed, extra = where
+  place, config, decoder, map, listed, extra = where
   tok = characters(*[END] * (place != "nowhere"))
   if place in ("text", "special"):
     tok.add_tokens([tokenizers.AddedToken(END, special=place == "special")])
@@ -71,31 +71,31 @@ def files_of(where):
   maps = dict(eos=dict(eos_token=END), extra=dict(additional_special_tokens=[END]))
   return tok, dict(
     tokenizer_config=c,
-    special_tokens_map=maps.get(of_map),
+    special_tokens_map=maps.get(map),
     added_tokens={END: i} if listed else None,
   )
 
 
 def test_a_token_is_what_it_is_in_transformers_wherever_it_is_named(tmp_path):
   text = f"a{END}\nb {END}"
-  for i, where in enumerate(itertools.product(*PLACES.values())):
-    tok, files = files_of(where)
-    named = where[1] or (where[3] == "eos" and not where[2])
-    listed = where[2] in ("special", "text") or (where[4] and not where[2])
-    if named and where[0] == "nowhere" and not listed:
+  for i, place in enumerate(itertools.product(*PLACES.values())):
+    tok, files = files_of(place)
+    named = place[1] or (place[3] == "eos" and not place[2])
+    listed = place[2] in ("special", "text") or (place[4] and not place[2])
+    if named and place[0] == "nowhere" and not listed:
       with pytest.raises(tokenizer.TokenizerError, match=r"is not in its tokenizer\.json"):
         write(tmp_path / str(i), tok, **files)
       continue  # transformers makes up an id, which the model was not trained with
     ours = write(tmp_path / str(i), tok, **files)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / str(i))
     ids = theirs.encode(text, add_special_tokens=False)
-    assert ours.encode(text) == ids, where
-    assert ours.special_tokens.get("eos_token") == theirs.eos_token, where
+    assert ours.encode(text) == ids, place
+    assert ours.special_tokens.get("eos_token") == theirs.eos_token, place
     expected = theirs.decode(ids, skip_special_tokens=True)
     if theirs.eos_token == END:  # never a text here, whatever its flag
       expected = expected.replace(END, "")
-    assert ours.decode(ids) == expected, where
-    assert ours.vocab_size == len(theirs), where
+    assert ours.decode(ids) == expected, place
+    assert ours.vocab_size == len(theirs), place
 
 
 def test_tags_are_text_though_they_are_flagged_as_special(tmp_path):
@@ -149,8 +149,8 @@ def test_demonstrations_end_as_the_template_ends_a_turn(end, template, tmp_path)
   tok.add_special_tokens([*dict.fromkeys(named), end])
   ours = write(tmp_path, tok, tokenizer_config=dict(eos_token=STOP, chat_template=template))
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-  asked, said = dict(role="user", content="1+1?"), dict(role="assistant", content="2")
-  expected = theirs.apply_chat_template([asked, said], return_dict=False)
+  queue, output = dict(role="user", content="1+1?"), dict(role="assistant", content="2")
+  expected = theirs.apply_chat_template([queue, output], return_dict=False)
   prompt = tuple(ours.encode(ours.render("1+1?")))
   prompt = structs.Prompt("id", "1+1?", "2", prompt, "[2]" if end == STOP else "2")
   ids = [*prompt.tokens, *sources.demonstration_tokens(prompt, ours)[0]]
@@ -208,7 +208,7 @@ METASPACE = "▁"
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
-  """As transformers 5 writes the tokenizer of any Llama."""
+  """Transformers 5 writes the tokenizer of any Llama so."""
   vocab = ["<unk>", "<s>", "</s>", *"▁theanswr", "th", "the", "▁the", "▁a"]
   merges = [("t", "h"), ("th", "e"), (METASPACE, "the"), (METASPACE, "a")]
   tok = tokenizers.Tokenizer(

@@ -174,7 +174,7 @@ def test_without_chat_template(tmp_path):
 
 @pytest.mark.parametrize("says, expected", [({}, "<|im_start|>q"), ({"add_bos_token": False}, "q")])
 def test_a_bos_token_that_tokenizer_json_alone_adds(tmp_path, says, expected):
-  """As in Llama 3's."""
+  """Llama 3 has one."""
   keys = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
   tok = write_checkpoint(tmp_path, keys | says)
   bos = "<|im_start|>", tok.token_to_id("<|im_start|>")
@@ -186,7 +186,7 @@ def test_a_bos_token_that_tokenizer_json_alone_adds(tmp_path, says, expected):
 
 
 def test_special_tokens_beyond_the_model_are_left_out(tmp_path):
-  """As Gemma 3's <image_soft_token> is, of which its text models know nothing."""
+  """Gemma 3's text models know nothing of its <image_soft_token>."""
   tok = write_checkpoint(tmp_path, QWEN)
   size = tok.get_vocab_size()
   tok.add_special_tokens(["<image>"])

@@ -15,23 +15,23 @@ from gspo_jax.verifiers.programs.verifier import CodeVerifier
 
 
 def test_rows_of_messages(tmp_path):
-  system, asked = dict(role="system", content="Be brief."), dict(role="user", content="1+1?")
-  said = dict(role="assistant", content="2")
+  system, queue = dict(role="system", content="Be brief."), dict(role="user", content="1+1?")
+  output = dict(role="assistant", content="2")
   before = [dict(role="user", content="0+0?"), dict(role="assistant", content="0")]
   for messages, text in (
-    ([system, asked], "Be brief.\nQ: 1+1?"),
-    ([asked], "Q: 1+1?"),
-    ([system, *before, asked, said], "Be brief.\n0+0?\n0\nQ: 1+1?"),
+    ([system, queue], "Be brief.\nQ: 1+1?"),
+    ([queue], "Q: 1+1?"),
+    ([system, *before, queue, output], "Be brief.\n0+0?\n0\nQ: 1+1?"),
   ):
     path = write(tmp_path / "a.jsonl", [dict(prompt=messages, answer="2")])
     (prompt,) = load(path, question_field="prompt", prompt_template="Q: {question}")
     assert prompt.question == "1+1?" and BYTES.decode(prompt.tokens) == text
-  row = dict(prompt=[system, asked], reward_model=dict(ground_truth="2"))
+  row = dict(prompt=[system, queue], reward_model=dict(ground_truth="2"))
   row["extra_info"] = dict(index="a")
   (prompt,) = load(f"dapo_math@{write(tmp_path / 'b.jsonl', [row])}")
   assert prompt.question == "1+1?"
   assert BYTES.decode(prompt.tokens) == f"Be brief.\n{prompt.question}"
-  bad = write(tmp_path / "c.jsonl", [dict(prompt=[system, asked], answer="2")])
+  bad = write(tmp_path / "c.jsonl", [dict(prompt=[system, queue], answer="2")])
   with pytest.raises(
     sources.DataError, match=r"the system says\. Set data\.question_field=prompt,"
   ):
@@ -81,7 +81,7 @@ def test_numbers_of_tfds_are_those_that_were_written():
 
 @needs_namespaces
 def test_tests_with_long_integers(tmp_path):
-  """Of 5,000 digits: Python's int() reads 4,300."""
+  """They have 5,000 digits; Python's int() reads 4,300."""
   n = "7" * 5000
   cases = json.dumps([dict(input=n, output=f"-{n}", testtype="functional")])
   columns = dict(private_test_cases="", metadata='{"func_name": "f"}', question_content="q")

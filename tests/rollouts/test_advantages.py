@@ -23,10 +23,10 @@ def group_advantages(stopped, **changes):
 def test_what_is_masked_out_is_in_neither_mean_nor_deviation_of_the_batch():
   stopped = [True] * 8
   stopped[6] = False  # the 5
-  left = group_advantages(stopped, rl__mask_truncated=True)
+  remainder = group_advantages(stopped, rl__mask_truncated=True)
   deviation = np.std([1, 0, 0, 1, 0, 0, 0], ddof=1)
-  np.testing.assert_allclose(left[0], np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5)
-  assert not left[1].any(), "without it the group has no spread"
+  np.testing.assert_allclose(remainder[0], np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5)
+  assert not remainder[1].any(), "without it the group has no spread"
   assert group_advantages(stopped)[1].all()
 
 
@@ -46,11 +46,11 @@ def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
   ]
   stopped = np.arange(8) != 6
   judged = Judged(config, groups, SimpleNamespace(stopped=stopped), Constraints(config.constraints))
-  found = advantages.PARTS["gdpo"](judged)
-  kept = [(REWARDS[0], length[0]), (REWARDS[1, [0, 1, 3]], length[1, [0, 1, 3]])]
-  standardised = [[(x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in pair] for pair in kept]
+  result = advantages.PARTS["gdpo"](judged)
+  rest = [(REWARDS[0], length[0]), (REWARDS[1, [0, 1, 3]], length[1, [0, 1, 3]])]
+  standardised = [[(x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in pair] for pair in rest]
   combined = np.concatenate([right - 0.5 * short for right, short in standardised])
-  actual = found.response_PG.reshape(-1)[stopped]
+  actual = result.response_PG.reshape(-1)[stopped]
   np.testing.assert_allclose(actual, combined / combined.std(ddof=1), rtol=1e-5)
-  assert found.response_PG[1, 2] == 0
-  assert found.metrics["constraint/extra/reward"] == np.float32(length.reshape(-1)[stopped].mean())
+  assert result.response_PG[1, 2] == 0
+  assert result.metrics["constraint/extra/reward"] == np.float32(length.reshape(-1)[stopped].mean())

@@ -46,8 +46,8 @@ class Late(Counting):
   """The same on a host where a time limit strikes in every second turn."""
 
   def step(self, response):
-    seen, reward, done = super().step(response)
-    return seen, reward * (len(self.heard) % 2), done
+    observed, reward, done = super().step(response)
+    return observed, reward * (len(self.heard) % 2), done
 
 
 CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]
@@ -75,8 +75,8 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
         np.testing.assert_array_equal(getattr(rollout, field)[row], getattr(whole, field)[g])
       assert rollout.stopped[row] == whole.stopped[g]
       for field in ("logp", "full_logp"):
-        found, expected = getattr(rollout, field)[row], getattr(whole, field)[g]
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        result, expected = getattr(rollout, field)[row], getattr(whole, field)[g]
+        np.testing.assert_allclose(result, expected, atol=1e-5)
       np.testing.assert_array_equal(rollout.routing[row], whole.routing[g])
       versions = rollout.version[row][rollout.mask[row] > 0]
       assert (np.diff(versions) >= 0).all()
@@ -94,39 +94,39 @@ def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
   # All at once; and put aside in the middle, when some of those that begin alike are finished.
   # Or begun one after the other.
   for changes in (dict(extra_prompts=0), dict(token_budget=60), dict(extra_prompts=9)):
-    found = []
-    for one in iterate(4, **options, **changes)[0]:
-      groups = np.split(np.arange(len(one.rollout.tokens)), len(one.groups))
-      found += [tuple(map(tuple, map(one.rollout.response, rows))) for rows in groups]
-    assert len(set(found)) == len(found) >= 8
+    result = []
+    for batch in iterate(4, **options, **changes)[0]:
+      groups = np.split(np.arange(len(batch.rollout.tokens)), len(batch.groups))
+      result += [tuple(map(tuple, map(batch.rollout.response, rows))) for rows in groups]
+    assert len(set(result)) == len(result) >= 8
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
   out, _ = iterate(5, weights=alternating, environment=ENVIRONMENTS[kind])
-  both = 0
-  for rollout in (one.rollout for one in out):
+  total = 0
+  for rollout in (batch.rollout for batch in out):
     even, odd = (next_logp(params, MOE, rollout.tokens) for params in (OTHER, PARAMS))
     version = rollout.version[:, 1:]
     expected = np.where(version % 2, odd, even)
     sampled = rollout.mask[:, 1:] > 0
     np.testing.assert_allclose(rollout.logp[:, 1:][sampled], expected[sampled], atol=1e-4)
-    both += sum(len(set((v[v >= 0] % 2).tolist())) == 2 for v in version)
-  assert both > 3
+    total += sum(len(set((v[v >= 0] % 2).tolist())) == 2 for v in version)
+  assert total > 3
 
 
 def test_routing_is_that_of_the_weights_that_fed_a_token_first():
   out, _ = iterate(4, weights=alternating, routing=True)
   carried = 0
-  for rollout in (one.rollout for one in out):
-    taken = [
+  for rollout in (batch.rollout for batch in out):
+    counts = [
       np.moveaxis(np.asarray(forward(p, MOE, rollout.tokens).routing_lBTk), 0, 2)
       for p in (OTHER, PARAMS)
     ]
     for row, end in enumerate(rollout.ends):
       versions = rollout.version[row, rollout.prompt_lengths[row] : end]
       if versions.min() == versions.max():
-        expected = taken[versions[0] % 2][row]
+        expected = counts[versions[0] % 2][row]
         np.testing.assert_array_equal(rollout.routing[row, : end - 1], expected[: end - 1])
       carried += versions.min() < versions.max()
       assert (rollout.routing[row, end - 1 :] == -1).all()
@@ -135,23 +135,27 @@ def test_routing_is_that_of_the_weights_that_fed_a_token_first():
 
 
 def test_an_iteration_ends_with_enough_groups_or_with_its_budget():
-  out, (left, _) = iterate(4)
-  assert [len(one.groups) for one in out] == [4] * 4
-  assert 0 < len(left.position()()["under_way"]) <= 4
-  free = np.mean([one.usage.tokens for one in out])
+  out, (first_run, _) = iterate(4)
+  assert [len(batch.groups) for batch in out] == [4] * 4
+  assert 0 < len(first_run.position()()["under_way"]) <= 4
+  free = np.mean([batch.usage.tokens for batch in out])
   out, _ = iterate(6, token_budget=60)
-  assert {len(one.groups) for one in out} <= {2, 3, 4}  # one for every mini-batch at least
-  assert min(len(one.groups) for one in out) < 4
-  assert np.mean([one.usage.tokens for one in out]) < 0.8 * free
+  assert {len(batch.groups) for batch in out} <= {2, 3, 4}  # one for every mini-batch at least
+  assert min(len(batch.groups) for batch in out) < 4
+  assert np.mean([batch.usage.tokens for batch in out]) < 0.8 * free
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_the_state_of_a_checkpoint_goes_on_in_the_same_way(kind):
   options = dict(environment=ENVIRONMENTS[kind], routing=True)
   goes_on(2, 3, **options)
-  _, (left, _) = iterate(2, **options)
-  begun = [one for group in left.position()()["under_way"] for one in group["trajectories"]]
-  assert any(one["turn"] for one in begun if not one["finished"]) == (kind == "turns")
+  _, (first_run, _) = iterate(2, **options)
+  unfinished = [
+    trajectory
+    for group in first_run.position()()["under_way"]
+    for trajectory in group["trajectories"]
+  ]
+  assert any(item["turn"] for item in unfinished if not item["finished"]) == (kind == "turns")
 
 
 def test_stop_strings_are_found_where_a_turn_was_put_aside():
@@ -167,22 +171,22 @@ def test_stop_strings_are_found_where_a_turn_was_put_aside():
   trajectories = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
   whole = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
   driver = Driver(engine, load, vocab_size=64)
-  for one in whole:
-    driver.begin([one])
+  for trajectory in whole:
+    driver.begin([trajectory])
   assert len(list(driver.run())) == 40
   pauses = 0
-  while not all(one.finished for one in trajectories):
+  while not all(trajectory.finished for trajectory in trajectories):
     driver, calls = Driver(engine, load, vocab_size=64), itertools.count()
-    for one in trajectories:
-      driver.begin([one])
+    for trajectory in trajectories:
+      driver.begin([trajectory])
     for _ in driver.run(lambda calls=calls: next(calls) == 4):
       pass
     pauses += 1
   assert pauses > 10
-  for one, expected in zip(trajectories, whole):
-    np.testing.assert_array_equal(one.tokens, expected.tokens)
-    assert one.stopped == expected.stopped
-  assert sum(one.stopped for one in whole) > 10
+  for trajectory, expected in zip(trajectories, whole):
+    np.testing.assert_array_equal(trajectory.tokens, expected.tokens)
+    assert trajectory.stopped == expected.stopped
+  assert sum(trajectory.stopped for trajectory in whole) > 10
 
 
 def test_metrics_count_stale_tokens():
@@ -198,17 +202,17 @@ def test_metrics_count_stale_tokens():
 
 def test_metrics_count_conversations():
   def trajectory(turns, asked):
-    one = Trajectory((5, 6), 0, 0, Counting(PROMPTS[0]))
+    prompt = Trajectory((5, 6), 0, 0, Counting(PROMPTS[0]))
     for turn in range(turns):
       response = Response(None, 0, *[np.zeros(4)] * 3, np.zeros(4, np.int32), True, True, None)
-      one.add(response)
-      one.end_turn(0.5)
+      prompt.add(response)
+      prompt.end_turn(0.5)
       if turn < turns - 1:
-        one.observe([20, 21, 22])
+        prompt.observe([20, 21, 22])
     rare = dict(steps=4.0) if asked else {}  # where it applies
-    one.environment.figures = lambda: dict(tool_use=asked) | rare
-    one.finish(True)
-    return one
+    prompt.environment.figures = lambda: dict(tool_use=asked) | rare
+    prompt.finish(True)
+    return prompt
 
   group = Group(None, [trajectory(1, 0), trajectory(3, 1)])
   row = environment_metrics([group])
@@ -224,11 +228,13 @@ def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
         raise OSError("no network")
       return super().step(response)
 
-  made, engine = collector(environment=Failing, extra_prompts=0)
+  collecting, engine = collector(environment=Failing, extra_prompts=0)
   dumped = []
-  made._writer = SimpleNamespace(dump_rollouts=lambda *args, **_: dumped.extend(args[2]))
-  (out,), _ = iterate(1, (made, engine))
-  failed_B = np.array([bool(one.failure) for group in out.groups for one in group.trajectories])
+  collecting._writer = SimpleNamespace(dump_rollouts=lambda *args, **_: dumped.extend(args[2]))
+  (out,), _ = iterate(1, (collecting, engine))
+  failed_B = np.array(
+    [bool(trajectory.failure) for group in out.groups for trajectory in group.trajectories]
+  )
   assert 0 < failed_B.sum() < len(failed_B)
   known_B = np.concatenate([group.known_G for group in out.groups])
   np.testing.assert_array_equal(known_B, ~failed_B)
@@ -248,10 +254,10 @@ ROUNDS = [
 
 
 def fill(rounds, extra_rounds):
-  made, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
-  made._sample = lambda step, attempt, usage: rounds[attempt]
-  made._judge = lambda some: dict(right=int(sum(g.correct_G.sum() for g in some)))
-  out = made.collect(1, Stopwatch())
+  collecting, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
+  collecting._sample = lambda step, attempt, usage: rounds[attempt]
+  collecting._judge = lambda some: dict(right=int(sum(g.correct_G.sum() for g in some)))
+  out = collecting.collect(1, Stopwatch())
   dynamic = {
     k.removeprefix("dynamic_sampling/"): v
     for k, v in out.metrics.items()
@@ -304,24 +310,24 @@ def test_off_takes_what_comes():
 
 def test_partial_rollouts_and_dynamic_sampling_go_together():
   """Rounds go on with what is under way until P groups are mixed."""
-  out, (left, _) = iterate(3, extra_rounds=4, extra_prompts=2)
-  seen = [group.prompt.id for one in out for group in one.groups]
-  assert len(seen) == len(set(seen)) == 12
-  for one in out:
-    mixed = sum(group.mixed for group in one.groups)
-    assert mixed == 4 or one.metrics["dynamic_sampling/rounds"] == 5
-  assert any(one.metrics["dynamic_sampling/rounds"] > 1 for one in out)
-  assert any(one.metrics["partial/stale_tokens"] > 0 for one in out)
-  assert left.position()()["under_way"]
+  out, (first_run, _) = iterate(3, extra_rounds=4, extra_prompts=2)
+  observed = [group.prompt.id for batch in out for group in batch.groups]
+  assert len(observed) == len(set(observed)) == 12
+  for batch in out:
+    mixed = sum(group.mixed for group in batch.groups)
+    assert mixed == 4 or batch.metrics["dynamic_sampling/rounds"] == 5
+  assert any(batch.metrics["dynamic_sampling/rounds"] > 1 for batch in out)
+  assert any(batch.metrics["partial/stale_tokens"] > 0 for batch in out)
+  assert first_run.position()()["under_way"]
 
 
 def test_a_reward_that_is_not_finite_names_its_prompt():
-  made, engine = collector(extra_prompts=0)
+  collecting, engine = collector(extra_prompts=0)
   nan_B = np.full(4 * G, np.nan)
-  made._score = lambda *_: Scores(nan_B, {}, nan_B)
+  collecting._score = lambda *_: Scores(nan_B, {}, nan_B)
   engine.load(PARAMS, version=1)
   with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
-    made.collect(1, Stopwatch())
+    collecting.collect(1, Stopwatch())
 
 
 class Dumps:
@@ -337,21 +343,21 @@ class Dumps:
 def judged(verdicts, **changes):
   """An iteration of groups of three: 1 right, 0 wrong, None no verdict. Of one round each."""
   rounds, writer = [verdicts] if isinstance(verdicts[0][0], str) else verdicts, Dumps()
-  made, _ = collector(prompts=3, extra_prompts=0, minibatches=3, **changes)
-  made._writer, made._sample = writer, lambda step, attempt, usage: names[attempt]
+  collecting, _ = collector(prompts=3, extra_prompts=0, minibatches=3, **changes)
+  collecting._writer, collecting._sample = writer, lambda step, attempt, usage: names[attempt]
   names = [groups(**{name: [0] * G for name, _ in some}) for some in rounds]
-  told = iter([[v for _, mine in some for v in mine] for some in rounds])
+  calls = iter([[v for _, mine in some for v in mine] for some in rounds])
 
   def score(responses, prompts, lengths, finished):
-    verdict_B = next(told)
+    verdict_B = next(calls)
     correct = np.array([v == 1 for v in verdict_B], np.float32)
     shaped = np.array([0 if v is None else v + 0.25 for v in verdict_B], np.float32)
     unknown = {i: f"crash: {prompts[i].id}" for i, v in enumerate(verdict_B) if v is None}
     return Scores(shaped, dict(right=int(correct.sum()), crash=len(unknown)), correct, unknown)
 
-  made._score, updates = score, []
-  made._filter.update = lambda *arguments: updates.append(arguments)
-  return lambda: made.collect(1, Stopwatch()), writer.files, updates
+  collecting._score, updates = score, []
+  collecting._filter.update = lambda *arguments: updates.append(arguments)
+  return lambda: collecting.collect(1, Stopwatch()), writer.files, updates
 
 
 def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
@@ -363,9 +369,9 @@ def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
   assert row["reward/mean"] == pytest.approx((4 * 1.25 + 3 * 0.25) / 7)
   assert row["groups_without_spread"] == pytest.approx(2 / 3)
   assert row["verifier/crash"] == row["verifier/unknown"] == pytest.approx(2 / 9)
-  ((told, step),) = updates  # the query set is told (test_prompt_filter.py)
-  assert ([group.prompt.id for group in told], step) == (["a", "b", "c"], 1)
-  assert [group.known_G.tolist() for group in told] == [[True, False, True]] * 2 + [[True] * 3]
+  ((calls, step),) = updates  # the query set is told (test_prompt_filter.py)
+  assert ([group.prompt.id for group in calls], step) == (["a", "b", "c"], 1)
+  assert [group.known_G.tolist() for group in calls] == [[True, False, True]] * 2 + [[True] * 3]
   (rows,) = files.values()
   assert list(files) == [("unknown", "rl", 1)]
   assert [(r["prompt_id"], r["response"], r["unknown"]) for r in rows] == [
@@ -390,18 +396,18 @@ def test_a_batch_without_any_verdict_ends_the_run():
 
 def test_the_dump_of_a_rollout_says_what_is_unknown():
   out = judged([(name, [1, None, 0]) for name in "abc"])[0]()
-  made = dumped(out)
-  assert [record["reward"] for record in made[:3]] == [1.25, None, 0.25]
-  assert made[1]["unknown"] == "crash: a" and "unknown" not in made[0]
+  collecting = dumped(out)
+  assert [record["reward"] for record in collecting[:3]] == [1.25, None, 0.25]
+  assert collecting[1]["unknown"] == "crash: a" and "unknown" not in collecting[0]
 
 
 def test_rewards_of_turns_are_those_of_the_first_host(monkeypatch):
-  said, others = [], []
-  monkeypatch.setattr(hosts, "broadcast", lambda value: said.append(value) or value)
+  output, others = [], []
+  monkeypatch.setattr(hosts, "broadcast", lambda value: output.append(value) or value)
   (first,), _ = iterate(1, environment=Counting)
-  replies = iter(copy.deepcopy(said))
+  replies = iter(copy.deepcopy(output))
   monkeypatch.setattr(hosts, "broadcast", lambda value: others.append(value) or next(replies))
   (second,), _ = iterate(1, environment=Late)
-  assert len(said) == len(others) and pickle.dumps(said) != pickle.dumps(others)
+  assert len(output) == len(others) and pickle.dumps(output) != pickle.dumps(others)
   np.testing.assert_array_equal(first.rollout.rewards, second.rollout.rewards)
   np.testing.assert_array_equal(first.advantage_BL, second.advantage_BL)

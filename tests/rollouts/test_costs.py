@@ -53,7 +53,7 @@ CONFUSED = "[37**58", "[37*58]", "2146"
 
 
 def by_turn(one):
-  """Rewards of the turns, which stand at their last tokens and nowhere else."""
+  """Rewards of the turns, at their last tokens alone."""
   ends = [np.flatnonzero(one.turns == turn)[-1] for turn in range(one.turn)]
   elsewhere = np.delete(one.rewards, ends)
   assert not elsewhere.any()
@@ -62,25 +62,25 @@ def by_turn(one):
 
 def test_each_turn_pays_for_its_own_tokens_and_its_own_call():
   talks = [asked(*SHORT), asked(*CHECKED), asked(*CONFUSED)]
-  assert [one.calls for one in talks] == [(1, 1, 0), (1, 1, 1, 0), (1, 1, 0)]
-  kept, before = talks[0].copy(), talks[0].rewards.tolist()
+  assert [trajectory.calls for trajectory in talks] == [(1, 1, 0), (1, 1, 1, 0), (1, 1, 0)]
+  rest, before = talks[0].copy(), talks[0].rewards.tolist()
   worth = costs.charge(talks, priced(0.01, 0.1))
-  assert kept.rewards.tolist() == before  # a copy, of a checkpoint to be, has not yet paid
+  assert rest.rewards.tolist() == before  # a copy, of a checkpoint to be, has not yet paid
   # a turn's tokens are its characters and the stop token
   assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 1 - 0.05])
   assert by_turn(talks[1]) == pytest.approx([-0.18, -0.18, -0.20, 0.95])
   assert by_turn(talks[2]) == pytest.approx([NOT_UNDERSTOOD - 0.18, -0.18, -0.05])
   np.testing.assert_allclose(worth, [1 - 0.43, 1 - 0.61, -0.51], rtol=1e-6)
-  for one, whole in zip(talks, worth):
-    assert sum(by_turn(one)) == pytest.approx(whole)
-  figures = [(one.figures["reward"], one.figures["cost"]) for one in talks]
+  for trajectory, whole in zip(talks, worth):
+    assert sum(by_turn(trajectory)) == pytest.approx(whole)
+  figures = [(trajectory.figures["reward"], trajectory.figures["cost"]) for trajectory in talks]
   assert figures == [
     (1.0, pytest.approx(0.43)), (1.0, pytest.approx(0.61)),
     (pytest.approx(NOT_UNDERSTOOD), pytest.approx(0.41)),
   ]  # fmt: skip
-  assert [one.figures["correct"] for one in talks] == [1, 1, 0]
-  assert [one.figures["tokens"] for one in talks] == [23, 31, 21]
-  assert [one.figures["tool_calls"] for one in talks] == [2, 3, 2]
+  assert [trajectory.figures["correct"] for trajectory in talks] == [1, 1, 0]
+  assert [trajectory.figures["tokens"] for trajectory in talks] == [23, 31, 21]
+  assert [trajectory.figures["tool_calls"] for trajectory in talks] == [2, 3, 2]
 
 
 def test_those_who_are_wrong_may_be_let_off():
@@ -90,23 +90,36 @@ def test_those_who_are_wrong_may_be_let_off():
   np.testing.assert_allclose(worth, [1 - 0.43, NOT_UNDERSTOOD, 0, 0], rtol=1e-6)
   assert by_turn(talks[1]) == pytest.approx([NOT_UNDERSTOOD, 0, 0])
   assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 0.95])
-  assert [one.figures["cost"] for one in talks] == [pytest.approx(0.43), 0, 0, 0]
-  assert [one.figures["reward"] for one in talks] == [1, pytest.approx(NOT_UNDERSTOOD), 0, 0]
+  assert [trajectory.figures["cost"] for trajectory in talks] == [pytest.approx(0.43), 0, 0, 0]
+  assert [trajectory.figures["reward"] for trajectory in talks] == [
+    1,
+    pytest.approx(NOT_UNDERSTOOD),
+    0,
+    0,
+  ]
 
 
 @pytest.mark.parametrize("prices, first", [((0.01, 0), -0.08), ((0, 0.1), -0.1)])
 def test_either_cost_alone(prices, first):
-  one = asked(*SHORT)
-  (worth,) = costs.charge([one], priced(*prices))
-  assert by_turn(one)[0] == pytest.approx(first)
+  trajectory = asked(*SHORT)
+  (worth,) = costs.charge([trajectory], priced(*prices))
+  assert by_turn(trajectory)[0] == pytest.approx(first)
   assert worth == pytest.approx(1 - (0.23 if prices[0] else 0.2))
 
 
 def test_off_is_as_it_was():
-  one = asked(*CONFUSED)
-  before, columns, figures = one.rewards.copy(), one.columns["rewards"], dict(one.figures)
-  (worth,) = costs.charge([one], OFF)
-  assert one.columns["rewards"] is columns and one.figures == figures and "cost" not in figures
+  trajectory = asked(*CONFUSED)
+  before, columns, figures = (
+    trajectory.rewards.copy(),
+    trajectory.columns["rewards"],
+    dict(trajectory.figures),
+  )
+  (worth,) = costs.charge([trajectory], OFF)
+  assert (
+    trajectory.columns["rewards"] is columns
+    and trajectory.figures == figures
+    and "cost" not in figures
+  )
   assert worth.dtype == np.float32 and worth == before.sum()
 
 
@@ -121,10 +134,12 @@ def test_what_costs_the_same_is_worth_the_same():
 
 
 def test_rewards_of_other_turns_add_up_to_the_same():
-  """Where all are right, a difference in the last bit would be all that there is to learn from."""
+  """With all responses right, a difference in the last bit would be all there is to learn."""
   questions = "[1", "[22", "[333", "[5*5]"  # of which the calculator understands one
   talks = [asked(*order, "2192") for order in itertools.permutations(questions)]
-  assert len({float(one.rewards.sum()) for one in talks}) > 1, "else this shows nothing"
+  assert len({float(trajectory.rewards.sum()) for trajectory in talks}) > 1, (
+    "else this shows nothing"
+  )
   assert len(set(costs.charge(talks, OFF).tolist())) == 1  # without costs too
   assert len(set(costs.charge(talks, priced(0.013, 0.07)).tolist())) == 1
 
@@ -144,10 +159,14 @@ class Silent:
 
 @pytest.mark.parametrize("last, stopped", [("done", True), ("more", False)])
 def test_without_a_word_of_the_environment_every_answered_turn_is_a_call(last, stopped):
-  one = say(Trajectory((5,), 0, 0, Silent()), "a", "b", last)
-  assert one.calls == (1, 1, 0) and one.figures["tool_calls"] == 2 and one.stopped == stopped
-  costs.charge([one], priced(call_cost=0.5))
-  assert by_turn(one) == [-0.5, -0.5, 0]
+  trajectory = say(Trajectory((5,), 0, 0, Silent()), "a", "b", last)
+  assert (
+    trajectory.calls == (1, 1, 0)
+    and trajectory.figures["tool_calls"] == 2
+    and trajectory.stopped == stopped
+  )
+  costs.charge([trajectory], priced(call_cost=0.5))
+  assert by_turn(trajectory) == [-0.5, -0.5, 0]
 
 
 def test_an_environment_that_makes_several_calls_in_a_turn_or_none():
@@ -158,10 +177,10 @@ def test_an_environment_that_makes_several_calls_in_a_turn_or_none():
       self.tool_calls += TOK.decode(response).count("?")
       return super().step(response)
 
-  one = say(Trajectory((5,), 0, 0, Searches()), "a??", "b", "c?", "done")
-  assert one.calls == (2, 0, 1, 0)
-  costs.charge([one], priced(call_cost=0.25))
-  assert by_turn(one) == [-0.5, 0, -0.25, 0]
+  trajectory = say(Trajectory((5,), 0, 0, Searches()), "a??", "b", "c?", "done")
+  assert trajectory.calls == (2, 0, 1, 0)
+  costs.charge([trajectory], priced(call_cost=0.25))
+  assert by_turn(trajectory) == [-0.5, 0, -0.25, 0]
 
 
 def test_calls_that_cannot_be_charged_are_an_error():
@@ -201,15 +220,15 @@ def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
     for row, turns_L in enumerate(a.rollout.turns):
       last = turns_L.max()
       for turn in range(last + 1):
-        here = turns_L == turn
-        cost = 0.01 * here.sum() + 0.25 * (turn < last)
-        found = b.rollout.rewards[row][here].sum()
-        assert found == pytest.approx(a.rollout.rewards[row][here].sum() - cost, abs=1e-5)
+        selected = turns_L == turn
+        cost = 0.01 * selected.sum() + 0.25 * (turn < last)
+        result = b.rollout.rewards[row][selected].sum()
+        assert result == pytest.approx(a.rollout.rewards[row][selected].sum() - cost, abs=1e-5)
     lengths_PG, last_PG = (x.reshape(-1, G) for x in (a.rollout.lengths, a.rollout.turns.max(1)))
     expected = a.reward_PG - 0.01 * lengths_PG - 0.25 * last_PG
     np.testing.assert_allclose(b.reward_PG, expected, atol=1e-5)
-    for one, other in zip(a.groups, b.groups):
-      np.testing.assert_array_equal(one.correct_G, other.correct_G)
+    for group, other in zip(a.groups, b.groups):
+      np.testing.assert_array_equal(group.correct_G, other.correct_G)
     row = b.metrics
     assert row["reward/mean"] == pytest.approx(row["environment/reward"] - row["environment/cost"])
     assert row["environment/reward"] == pytest.approx(a.metrics["reward/mean"])
@@ -223,10 +242,10 @@ def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
 
 
 def test_a_checkpoint_goes_on_with_what_was_not_yet_paid():
-  made = collector(**EXPENSIVE)
-  _, (left, _) = iterate(2, made)
-  begun = [x for group in left.position()()["under_way"] for x in group["trajectories"]]
-  assert any(sum(x["calls"]) for x in begun if not x["finished"])
+  collecting = collector(**EXPENSIVE)
+  _, (first_run, _) = iterate(2, collecting)
+  unfinished = [x for group in first_run.position()()["under_way"] for x in group["trajectories"]]
+  assert any(sum(x["calls"]) for x in unfinished if not x["finished"])
   goes_on(2, 3, **EXPENSIVE)
 
 
@@ -236,13 +255,13 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   say(first, *CHECKED[:2])
   first.finished = False
   first.observe(TOK.encode("2146;"))
-  kept = first.copy()
+  rest = first.copy()
   state = json.loads(json.dumps(first.get_state()))
   resumed = say(Trajectory.from_state(state, Calculator(prompt, TOK)), *CHECKED[2:])
   assert resumed.calls == whole.calls == (1, 1, 1, 0)
   assert resumed.figures == whole.figures
   say(first, *CHECKED[2:])
-  assert kept.calls == (1, 1)  # a copy stays as it was
+  assert rest.calls == (1, 1)  # a copy stays as it was
 
 
 def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():
@@ -251,10 +270,10 @@ def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_n
 
   def collect(price, extra_rounds):
     keys = dict(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
-    made, _ = collector(environment__name="calculator", environment__call_cost=price, **keys)
-    made._sample = lambda step, attempt, usage: groups(**shapes)
-    made._judge = lambda some: {}
-    return made.collect(1, Stopwatch())
+    collecting, _ = collector(environment__name="calculator", environment__call_cost=price, **keys)
+    collecting._sample = lambda step, attempt, usage: groups(**shapes)
+    collecting._judge = lambda some: {}
+    return collecting.collect(1, Stopwatch())
 
   out = collect(0.1, extra_rounds=1)
   assert "".join(group.prompt.id for group in out.groups) == "abb"

@@ -46,10 +46,10 @@ def test_a_rollout_is_as_long_as_its_prompts_need(capsys):
   source = of_lengths(*[5] * 60, *[33] * 6)
   out, _ = iterate(5, collector(source, extra_prompts=0, data__max_prompt_tokens=100))
   assert "room for prompts of 16 or 48 tokens" in capsys.readouterr().err
-  seen = set()
+  observed = set()
   for collected in out:
     rollout = collected.rollout
     room = 16 if rollout.prompt_lengths.max() == 5 else 48
     assert rollout.tokens.shape == rollout.logp.shape == (P * G, room + NEW)
-    seen.add(room)
-  assert seen == {16, 48}
+    observed.add(room)
+  assert observed == {16, 48}

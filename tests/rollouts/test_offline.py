@@ -1,6 +1,5 @@
 """job=offline: recorded responses in the place of sampled ones, alone and beside fresh ones."""
 
-import collections
 import dataclasses
 import json
 import re
@@ -8,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from support import rollouts
-from support.command_line import SMALL, killed_and_whole, rows_of, run
+from support.command_line import SMALL, run
 from support.configs import config_of
 from support.rollouts import NEW, PARAMS, PROMPTS, G, P, dumped, goes_on
 
@@ -70,14 +69,14 @@ OBJECTIVES = {
 def test_nothing_is_sampled_and_all_is_as_recorded(kind):
   """The engine has no weights."""
   records = on_file()
-  known = {group.prompt.id: group for group in records.rows}
+  valid = {group.prompt.id: group for group in records.rows}
   for out in collect(collector(**OBJECTIVES[kind]), 4):
     assert len(out.groups) == P and out.usage.tokens == 0
     assert not {"reward/mean", "sampling/decode_steps"} & out.metrics.keys()
     number = 0
     for p, group in enumerate(out.groups):
-      responses = known[group.prompt.id].responses
-      rewards = np.array([one.reward for one in responses])
+      responses = valid[group.prompt.id].responses
+      rewards = np.array([response.reward for response in responses])
       expected = np.zeros(G)
       expected[: len(responses)] = by_hand(rewards, kind)
       if len(set(rewards)) == 1 and kind == "soft":
@@ -100,19 +99,19 @@ def test_nothing_is_sampled_and_all_is_as_recorded(kind):
 
 def test_every_group_comes_up_once_in_an_epoch_in_an_order_of_the_seed():
   count = 7  # of four at a time: an iteration may span two epochs
-  out = [name for one in collect(collector(), count) for name in names(one)]
+  out = [name for batch in collect(collector(), count) for name in names(batch)]
   for epoch in range(4):
     assert len(set(out[count * epoch : count * (epoch + 1)])) == count
-  assert out == [name for one in collect(collector(), count) for name in names(one)]
-  assert out != [name for one in collect(collector(seed=1), count) for name in names(one)]
+  assert out == [name for batch in collect(collector(), count) for name in names(batch)]
+  assert out != [name for batch in collect(collector(seed=1), count) for name in names(batch)]
 
 
 def test_responses_that_are_not_on_record_were_not_cut_off():
-  """They are blank rows, where a file has fewer than the group."""
-  (one,) = collect(collector(mask_truncated=True), 1)
-  blank_B = one.rollout.lengths == 0
-  assert blank_B.any() and not one.rollout.stopped[blank_B].any()
-  assert one.metrics["masked_responses"] == (~one.rollout.stopped[~blank_B]).sum()
+  """A file with fewer responses than a group gives blank rows."""
+  (batch,) = collect(collector(mask_truncated=True), 1)
+  blank_B = batch.rollout.lengths == 0
+  assert blank_B.any() and not batch.rollout.stopped[blank_B].any()
+  assert batch.metrics["masked_responses"] == (~batch.rollout.stopped[~blank_B]).sum()
 
 
 def test_it_goes_on_from_a_checkpoint():
@@ -134,9 +133,9 @@ def test_an_edited_group_is_another():
 
 
 def test_fresh_responses_take_their_share():
-  made = collector(source=PROMPTS, offline__fresh=0.5)
-  made[1].load(PARAMS, version=1)
-  (out,) = collect(made, 1)
+  collecting = collector(source=PROMPTS, offline__fresh=0.5)
+  collecting[1].load(PARAMS, version=1)
+  (out,) = collect(collecting, 1)
   origin = [name.startswith("p") for name in names(out)]
   assert origin == [True, False, True, False], "each mini-batch has its share of both"
   recorded_B = np.repeat(origin, G)
@@ -172,19 +171,19 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
   """Broken characters and all: what comes out of one run goes into another."""
   ids = [[200, 5, 257], [5, 6], [257]]
   responses = [Response(np.array(x, np.int32), 0.5 * g, x[-1] == 257) for g, x in enumerate(ids)]
-  one = Group("x", Prompt("id", "1+2=", "3", tuple(b"1+2=")), tuple(responses))
-  made = collector(Recordings([one] * P), tok=ByteTokenizer(), data__max_prompt_tokens=4)
-  (out,) = collect(made, 1)
+  source = Group("x", Prompt("id", "1+2=", "3", tuple(b"1+2=")), tuple(responses))
+  collecting = collector(Recordings([source] * P), tok=ByteTokenizer(), data__max_prompt_tokens=4)
+  (out,) = collect(collecting, 1)
   file, decode = tmp_path / "rl_000001.jsonl", ByteTokenizer().decode
   file.write_text("".join(json.dumps(record) + "\n" for record in dumped(out, decode)))
   limits = recorded.Limits(G, 4, NEW, 264)
   again = recorded.load(str(file), ByteTokenizer(), "{question}?", limits, "raise")
   assert len(again) == P
   for group in again.rows:
-    assert group.prompt.tokens == one.prompt.tokens and group.prompt.id == "id"
-    for response, was in zip(group.responses, responses, strict=True):
-      np.testing.assert_array_equal(response.tokens, was.tokens)
-      assert (response.reward, response.stopped) == (was.reward, was.stopped)
+    assert group.prompt.tokens == source.prompt.tokens and group.prompt.id == "id"
+    for response, before in zip(group.responses, responses, strict=True):
+      np.testing.assert_array_equal(response.tokens, before.tokens)
+      assert (response.reward, response.stopped) == (before.reward, before.stopped)
 
 
 def test_the_configurations_choose_what_they_say():
@@ -195,28 +194,11 @@ def test_the_configurations_choose_what_they_say():
   assert not rft.objective.needs_reference
 
 
-FLAGS = ["data.on_error=skip", "rl.iterations=6", "eval.every=3", "checkpoint.every=2"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fresh", [0, 0.5])
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(fresh, tmp_path):
-  start = tmp_path / "start"
-  run(start, *SMALL, "rl.iterations=2", "rl.dump_every=1")
-  flags = [flag for flag in SMALL if not flag.startswith(("sft", "rl.iterations", "eval.every"))]
-  flags = [f for f in flags if not f.startswith("checkpoint")]
-  flags += [*FLAGS, f"weights={start}/checkpoints/sft", f"offline.fresh={fresh}"]
-  flags += [f"offline.data={start}/rollouts/rl_*.jsonl"]
-  one = dict(config="configs/tiny_offline.py")
-  whole, _ = killed_and_whole(tmp_path, flags, **one)
-  last = rows_of(whole, "rl")[-1]
-  assert ("reward/mean" in last) == (fresh > 0)
-  assert ("mismatch/abs/max" in last) == (fresh > 0) and last.get("mismatch/abs/max", 0) < 1e-4
-  assert last["spo/error"] != 0 and last["recorded/responses"] == 8 * 4 * (1 - fresh)
-  bad = tmp_path / "bad.jsonl"
-  bad.write_text('{"prompt": "1+2=", "response": "3"}\n')
-  said = run(
-    tmp_path / "bad", *flags, f"offline.data={bad}", "data.on_error=raise", ok=False, **one
-  )
-  assert re.search(r"bad\.jsonl, line 1: it has no reward", said)
-  assert collections.Counter(said)["\n"] < 40
+def test_a_recorded_response_without_a_reward_is_named_in_a_few_lines(tmp_path):
+  file, flags = tmp_path / "bad.jsonl", [flag for flag in SMALL if not flag.startswith("sft")]
+  file.write_text('{"prompt": "1+2=", "response": "3"}\n')
+  flags += [f"offline.data={file}", "weights=random", "data.on_error=raise"]
+  stderr = run(tmp_path / "run", *flags, config="configs/tiny_offline.py", ok=False)
+  assert re.search(r"bad\.jsonl, line 1: it has no reward", stderr)
+  assert stderr.count("\n") < 40

@@ -11,8 +11,10 @@ from gspo_jax.runs.metrics import Stopwatch
 
 
 def sampled_at(step, groups):
-  """Tokens of these groups that the weights of an iteration sampled."""
-  return sum(int((one.version == step).sum()) for group in groups for one in group.trajectories)
+  """Counts tokens of these groups sampled by an iteration's weights."""
+  return sum(
+    int((trajectory.version == step).sum()) for group in groups for trajectory in group.trajectories
+  )
 
 
 @pytest.mark.parametrize("extra_prompts", [P, 2 * P + 1])
@@ -21,54 +23,58 @@ def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_pr
   extra prompts as prompts, every second iteration would have nothing to sample."""
   whole = dataclasses.replace(ENGINE, slots=0, steps=NEW)
   monkeypatch.setattr(rollouts, "ENGINE", whole)
-  out, (left, _) = iterate(4, extra_prompts=extra_prompts)
-  for one in out:
-    assert len(one.groups) == P and one.usage.tokens == one.rollout.lengths.sum()
-    assert one.metrics["partial/stale_tokens"] == one.metrics["partial/oldest"] == 0
-  assert not left.position()()["under_way"]
+  out, (first_run, _) = iterate(4, extra_prompts=extra_prompts)
+  for batch in out:
+    assert len(batch.groups) == P and batch.usage.tokens == batch.rollout.lengths.sum()
+    assert batch.metrics["partial/stale_tokens"] == batch.metrics["partial/oldest"] == 0
+  assert not first_run.position()()["under_way"]
 
 
 def surplus(count, **options):
-  """A collector with so many groups that were finished at step 1 and not needed."""
+  """A collector with surplus groups, finished at step 1."""
   groups = []
-  for one in iterate(-(-count // P), extra_prompts=0)[0]:
-    groups += one.groups
+  for batch in iterate(-(-count // P), extra_prompts=0)[0]:
+    groups += batch.groups
   for group in groups:
-    for one in group.trajectories:
-      one.columns["version"] = np.ones_like(one.version)
-  made = collector(**options)
-  made[0]._under_way = groups[:count]
-  return made, [group.prompt.id for group in groups[:count]]
+    for batch in group.trajectories:
+      batch.columns["version"] = np.ones_like(batch.version)
+  collecting = collector(**options)
+  collecting[0]._under_way = groups[:count]
+  return collecting, [group.prompt.id for group in groups[:count]]
 
 
 def newest(group):
-  """Version of the weights that have sampled last."""
-  return max(int(one.version.max(initial=-1)) for one in group.trajectories)
+  """Newest version of the weights in a group."""
+  return max(int(trajectory.version.max(initial=-1)) for trajectory in group.trajectories)
 
 
 @pytest.mark.parametrize("count, taken", [(1, [1, 0, 0]), (3, [2, 1, 0]), (6, [2, 2, 2])])
 def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
-  made, old = surplus(count, extra_prompts=8)
-  made[0]._batches.take(2 * P)  # their prompts
-  out, (left, _) = iterate(3, source=made, first=2)
-  found = [[g.prompt.id for g in one.groups] for one in out]
-  assert [sum(name in old for name in names) for names in found] == taken
-  assert [name for names in found for name in names if name in old] == old  # the oldest first
-  for step, one in enumerate(out, 2):
-    assert len(one.groups) == P and one.usage.tokens > 0 and one.metrics["partial/stale_tokens"] < 1
-    assert sum(newest(group) < step for group in one.groups) <= P // 2
+  collecting, old = surplus(count, extra_prompts=8)
+  collecting[0]._batches.take(2 * P)  # their prompts
+  out, (first_run, _) = iterate(3, source=collecting, first=2)
+  result = [[g.prompt.id for g in batch.groups] for batch in out]
+  assert [sum(name in old for name in names) for names in result] == taken
+  assert [name for names in result for name in names if name in old] == old  # the oldest first
+  for step, batch in enumerate(out, 2):
+    assert (
+      len(batch.groups) == P
+      and batch.usage.tokens > 0
+      and batch.metrics["partial/stale_tokens"] < 1
+    )
+    assert sum(newest(group) < step for group in batch.groups) <= P // 2
   assert out[0].metrics["partial/waiting_groups"] >= max(0, count - taken[0])
-  assert not any(group.prompt.id in old for group in left._under_way)
+  assert not any(group.prompt.id in old for group in first_run._under_way)
 
 
 def test_a_run_with_one_prompt_uses_its_surplus_too():
-  made, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
-  out, _ = iterate(3, source=made, first=2)
-  assert [one.groups[0].prompt.id for one in out][:2] == old and out[2].usage.tokens > 0
+  collecting, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
+  out, _ = iterate(3, source=collecting, first=2)
+  assert [batch.groups[0].prompt.id for batch in out][:2] == old and out[2].usage.tokens > 0
 
 
 def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
-  made, engine = collector(extra_prompts=9)
+  collecting, engine = collector(extra_prompts=9)
   most, step = [], engine.step
 
   def look():
@@ -78,25 +84,25 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
     return step()
 
   monkeypatch.setattr(engine, "step", look)
-  iterate(4, source=(made, engine))
-  assert max(most) == P * G == made._workload.trajectories
+  iterate(4, source=(collecting, engine))
+  assert max(most) == P * G == collecting._workload.trajectories
 
 
 @pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
 def test_tokens_are_those_that_the_iteration_has_sampled(kind):
   """Not those of what is trained on: some of them were sampled before, others are discarded."""
-  made, engine = collector(environment=kind, extra_rounds=2, extra_prompts=6)
-  handed_out, judge = [], made._judge
-  made._judge = lambda groups: handed_out.extend(groups) or judge(groups)
+  collecting, engine = collector(environment=kind, extra_rounds=2, extra_prompts=6)
+  handed_out, judge = [], collecting._judge
+  collecting._judge = lambda groups: handed_out.extend(groups) or judge(groups)
   for step in range(1, 5):
     engine.load(PARAMS, version=step)
     handed_out.clear()
-    out = made.collect(step, Stopwatch())
+    out = collecting.collect(step, Stopwatch())
     assert out.version == step and len(handed_out) >= P
-    seen = [*handed_out, *made._under_way]
-    assert out.usage.tokens == sampled_at(step, seen)
+    observed = [*handed_out, *collecting._under_way]
+    assert out.usage.tokens == sampled_at(step, observed)
     row = out.metrics
-    versions = [newest(group) for group in seen if group.finished]
+    versions = [newest(group) for group in observed if group.finished]
     assert row["partial/finished_groups"] == versions.count(step)
     trained = out.rollout.version[out.rollout.mask > 0]
     assert row["partial/stale_tokens"] == pytest.approx((trained < step).mean())
@@ -108,8 +114,8 @@ def test_tokens_are_those_that_the_iteration_has_sampled(kind):
 
 
 def test_a_surplus_survives_a_checkpoint():
-  made, _ = surplus(6, extra_prompts=8)
-  goes_on(0, 3, made, extra_prompts=8)
+  collecting, _ = surplus(6, extra_prompts=8)
+  goes_on(0, 3, collecting, extra_prompts=8)
 
 
 def test_truncated_responses_count_in_their_groups_and_are_not_trained_on():
@@ -126,24 +132,39 @@ def test_truncated_responses_count_in_their_groups_and_are_not_trained_on():
 @pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
 def test_what_is_too_old_is_begun_again(kind):
   """Responses that were put aside, finished ones too, of a group whose others stay."""
-  _, made = iterate(2, environment=kind, extra_prompts=6, max_age=2)
-  aside = [one for group in made[0]._under_way for one in group.trajectories if one.length]
-  old, kept = aside[::2], aside[1::2]
-  assert old and kept
-  for one in old:
-    one.columns["version"] = np.where(one.turns >= 0, 0, -1).astype(np.int32)
-  for one in kept:
-    one.columns["version"] = np.where(one.turns >= 0, 1, -1).astype(np.int32)
-  ids = [[(one.sample, one.seed) for one in group.trajectories] for group in made[0]._under_way]
-  groups = list(made[0]._under_way)
-  (out,), _ = iterate(1, source=made, first=3)
+  _, collecting = iterate(2, environment=kind, extra_prompts=6, max_age=2)
+  aside = [
+    trajectory
+    for group in collecting[0]._under_way
+    for trajectory in group.trajectories
+    if trajectory.length
+  ]
+  old, rest = aside[::2], aside[1::2]
+  assert old and rest
+  for trajectory in old:
+    trajectory.columns["version"] = np.where(trajectory.turns >= 0, 0, -1).astype(np.int32)
+  for trajectory in rest:
+    trajectory.columns["version"] = np.where(trajectory.turns >= 0, 1, -1).astype(np.int32)
+  ids = [
+    [(trajectory.sample, trajectory.seed) for trajectory in group.trajectories]
+    for group in collecting[0]._under_way
+  ]
+  groups = list(collecting[0]._under_way)
+  (out,), _ = iterate(1, source=collecting, first=3)
   assert out.metrics["partial/begun_again"] == len(old)
-  assert [[(one.sample, one.seed) for one in g.trajectories] for g in groups] == ids
-  now = [one for group in groups for one in group.trajectories]
-  assert all(any(one is x for x in now) for one in kept) and out.metrics["partial/oldest"] <= 2
-  assert all(one.oldest in (None, 1, 3) for one in now) and any(one.oldest == 3 for one in now)
+  assert [
+    [(trajectory.sample, trajectory.seed) for trajectory in g.trajectories] for g in groups
+  ] == ids
+  current = [trajectory for group in groups for trajectory in group.trajectories]
+  assert (
+    all(any(trajectory is x for x in current) for trajectory in rest)
+    and out.metrics["partial/oldest"] <= 2
+  )
+  assert all(trajectory.oldest in (None, 1, 3) for trajectory in current) and any(
+    trajectory.oldest == 3 for trajectory in current
+  )
 
 
 def test_beginning_again_survives_a_checkpoint():
-  found = goes_on(2, 4, extra_prompts=6, max_age=1)
-  assert all("partial/begun_again" in one.metrics for one in found)
+  result = goes_on(2, 4, extra_prompts=6, max_age=1)
+  assert all("partial/begun_again" in batch.metrics for batch in result)

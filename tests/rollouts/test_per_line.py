@@ -27,7 +27,7 @@ def score(responses, prompts, lengths, finished):
   """The third response is one that the verifier fails on."""
   lines = [np.array([line_reward(line) for line in text.split("\n")]) for text in responses]
   lines[2] *= 0
-  reward = np.array([one.sum() for one in lines], np.float32)
+  reward = np.array([line.sum() for line in lines], np.float32)
   return Scores(reward, dict(right=0, wrong=len(reward)), reward * 0, {2: "crash"}, lines)
 
 
@@ -39,18 +39,18 @@ def collected(discount, **changes):
   keys |= dict(reward__name="recurrence", reward__per_line=True, objective__name="gspo_token")
   keys |= dict(data__train="recurrence:train", data__eval="recurrence:heldout")
   tok = rollouts.tokenizer(decode)
-  (out,), (made, _) = iterate(1, judge=score, tok=tok, writer=writer, **keys | changes)
-  return made, out
+  (out,), (collecting, _) = iterate(1, judge=score, tok=tok, writer=writer, **keys | changes)
+  return collecting, out
 
 
 def lines_of(rollout, row):
   """Positions of each line of a response, its break included."""
-  lines, begun = [], []
+  lines, unfinished = [], []
   for t in np.flatnonzero(rollout.mask[row]):
-    begun.append(t)
+    unfinished.append(t)
     if rollout.tokens[row, t] >= BREAK:
-      lines, begun = [*lines, begun], []
-  return [*lines, begun] if begun else lines
+      lines, unfinished = [*lines, unfinished], []
+  return [*lines, unfinished] if unfinished else lines
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
@@ -73,10 +73,10 @@ def test_a_line_is_compared_with_the_same_line_of_the_group(discount):
       }
       values = np.array([*returns.values()])
       for row, value in returns.items():
-        found = out.advantage_BL[row, rows[row][u]]
-        assert np.ptp(found) == 0
+        result = out.advantage_BL[row, rows[row][u]]
+        assert np.ptp(result) == 0
         expected = (value - values.mean()) / (values.std(ddof=1) + 1e-6) if len(values) > 1 else 0
-        assert found[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert result[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
         compared += len(values) > 1 and np.ptp(values) > 0
   assert compared > 40 and not out.advantage_BL[rollout.mask == 0].any()
 
@@ -94,9 +94,9 @@ def test_the_last_token_of_a_line_has_its_reward():
 
 def test_segments_of_lines_are_the_lines_that_are_rewarded():
   changes = dict(objective__name="segment", objective__segment_unit="line", reward__partial=1.0)
-  made, out = collected(1.0, **changes)
-  breaks_V = line_breaks(made._tokenizer)
-  ids_BL = segments_of(made._config.objective, out.rollout, breaks_V, None)
+  collecting, out = collected(1.0, **changes)
+  breaks_V = line_breaks(collecting._tokenizer)
+  ids_BL = segments_of(collecting._config.objective, out.rollout, breaks_V, None)
   for row in range(len(ids_BL)):
     for u, line in enumerate(lines_of(out.rollout, row)):
       assert (ids_BL[row, line] == u).all()

@@ -77,14 +77,14 @@ def train(sampling, first=1, last=LAST):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
   """Those that a collector has that is told the version of each iteration."""
-  made, engine = collector(**WHOLE)
+  collecting, engine = collector(**WHOLE)
   with opened(lag, ARRANGEMENTS[arrangement], **WHOLE) as sampling:
     out = train(sampling)
-  for step, one in enumerate(out, 1):
+  for step, batch in enumerate(out, 1):
     version = max(1, step - lag)
     engine.load(alternating(version), version)
-    assert_same(one, made.collect(step, Stopwatch(), version))
-    assert set(one.rollout.version[one.rollout.mask > 0]) == {version}
+    assert_same(batch, collecting.collect(step, Stopwatch(), version))
+    assert set(batch.rollout.version[batch.rollout.mask > 0]) == {version}
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -94,15 +94,15 @@ def test_a_response_that_is_carried_over_goes_on_under_newer_weights(arrangement
   with opened(lag, ARRANGEMENTS[arrangement]) as sampling:
     out = train(sampling)
   mixed = 0
-  for one in out:
-    assert one.version == max(1, one.step - lag)
-    for row in one.rollout.version:
+  for batch in out:
+    assert batch.version == max(1, batch.step - lag)
+    for row in batch.rollout.version:
       versions = row[row >= 0]
-      assert (np.diff(versions) >= 0).all() and versions.max() <= one.version
+      assert (np.diff(versions) >= 0).all() and versions.max() <= batch.version
       mixed += len(set(versions)) > 1
-    newest = one.rollout.version.max()
-    stale = one.rollout.version[one.rollout.mask > 0] < one.version
-    assert newest <= one.version and one.metrics["partial/stale_tokens"] == stale.mean()
+    newest = batch.rollout.version.max()
+    stale = batch.rollout.version[batch.rollout.mask > 0] < batch.version
+    assert newest <= batch.version and batch.metrics["partial/stale_tokens"] == stale.mean()
   assert mixed > 3
   if arrangement == "two_meshes":
     with opened(lag) as sampling:
@@ -112,12 +112,12 @@ def test_a_response_that_is_carried_over_goes_on_under_newer_weights(arrangement
 
 def test_what_is_left_over_is_no_more_than_half_of_a_batch_while_versions_stand_still():
   """The first batches are all of the first weights: what one leaves is old for the next."""
-  made, old = surplus(6, extra_prompts=8)
-  made[0]._batches.take(8)  # their prompts
-  with opened(3, made=made) as sampling:
+  collecting, old = surplus(6, extra_prompts=8)
+  collecting[0]._batches.take(8)  # their prompts
+  with opened(3, made=collecting) as sampling:
     out = train(sampling)
-  taken = [sum(group.prompt.id in old for group in one.groups) for one in out]
-  assert taken == [2, 2, 2, 0, 0, 0] and all(one.usage.tokens > 0 for one in out)
+  counts = [sum(group.prompt.id in old for group in batch.groups) for batch in out]
+  assert counts == [2, 2, 2, 0, 0, 0] and all(batch.usage.tokens > 0 for batch in out)
   assert out[1].version == 1 and out[1].metrics["partial/finished_groups"] <= 4
 
 
@@ -167,24 +167,24 @@ def test_recorded_batches_are_trained_on_again(tmp_path):
 def test_every_response_replays_the_experts_that_its_own_prompt_had():
   """Servers take new weights while a group is sampled, so its prompt has other experts for some."""
   old, new = (iterate(1, weights=lambda _, p=p: p, routing=True, **WHOLE) for p in (OTHER, PARAMS))
-  (made, _), first, second = new[1], old[0][0].groups, new[0][0].groups
+  (collecting, _), first, second = new[1], old[0][0].groups, new[0][0].groups
   for group, newer in zip(first, second):
     assert group.prompt == newer.prompt
     group.trajectories[1:] = newer.trajectories[1:]
-  config = made._config
+  config = collecting._config
   config = dataclasses.replace(
     config,
     rl=dataclasses.replace(config.rl, lag=2),
     objective=dataclasses.replace(config.objective, replay="R3"),
   )
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-  mixed = dataclasses.replace(new[0][0], groups=first, rollout=made.rollout(first))
+  mixed = dataclasses.replace(new[0][0], groups=first, rollout=collecting.rollout(first))
   score = jax.jit(lambda inputs: log_probs(PARAMS, inputs, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
     for batch in place(config, mesh, mixed):
       alone = score(batch.inputs.replace(prompt_B=None))
-      found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch.inputs), alone))
-      np.testing.assert_allclose(found, alone, atol=1e-5)
+      result, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch.inputs), alone))
+      np.testing.assert_allclose(result, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
@@ -193,14 +193,14 @@ def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
     train(sampling, last=2)
     state = sampling.position()()
   again = opened(2, last=2, **WHOLE)
-  made = again._collector
-  rl = dataclasses.replace(made._config.rl, **wrong)
-  made._config = dataclasses.replace(made._config, rl=rl)
+  collecting = again._collector
+  rl = dataclasses.replace(collecting._config.rl, **wrong)
+  collecting._config = dataclasses.replace(collecting._config, rl=rl)
   message = r"its 4 groups of 3 responses do not go with rl\.prompts=\d and rl\.group_size=\d: set"
   with pytest.raises(ValueError, match=f"waits to be trained on in the checkpoint: {message}"):
     again.set_position(state)
   with pytest.raises(ValueError, match=rf"rl\.replay: \S*1\.json is no .* run: {message}"):
-    read(tmp_path / "batches", 1, made)
+    read(tmp_path / "batches", 1, collecting)
 
 
 @pytest.mark.parametrize("lag, versions", [(0, [1, 2, 5, 6]), (1, [1, 2, 4, 5]), (3, [1, 2, 3, 3])])
@@ -212,8 +212,8 @@ def test_another_lag_goes_on_with_what_is_there(lag, versions):
   again = opened(lag, last=2, **WHOLE)
   again.set_position(state)
   with again as sampling:
-    found = [one.version for one in train(sampling, first=3)]
-  assert found == versions
+    result = [batch.version for batch in train(sampling, first=3)]
+  assert result == versions
 
 
 @pytest.mark.parametrize("made_by", [dict(lag=2, extra_prompts=0), dict(lag=0, token_budget=40)])
@@ -237,8 +237,8 @@ def test_tokens_of_older_weights_are_not_compared_as_current_without_a_lag(made_
 
 
 def test_without_a_lag_a_checkpoint_is_what_it_was():
-  made, engine = collector()
-  with opened(0, made=(made, engine)) as sampling:
+  collecting, engine = collector()
+  with opened(0, made=(collecting, engine)) as sampling:
     train(sampling, last=2)
     mine = sampling.position()()
   _, (same, _) = iterate(2, weights=alternating)
@@ -271,8 +271,8 @@ def sampler_threads():
 
 
 def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():
-  made, engine = collector(**WHOLE)
-  judge, steps = made._judge, []
+  collecting, engine = collector(**WHOLE)
+  judge, steps = collecting._judge, []
 
   def fails(groups):
     steps.append(len(steps) + 1)
@@ -280,9 +280,9 @@ def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():
       raise ValueError("the third batch is broken")
     return judge(groups)
 
-  made._judge = fails
-  with opened(2, elsewhere, (made, engine)) as sampling:
-    assert [one.step for one in train(sampling, last=2)] == [1, 2]
+  collecting._judge = fails
+  with opened(2, elsewhere, (collecting, engine)) as sampling:
+    assert [batch.step for batch in train(sampling, last=2)] == [1, 2]
     with pytest.raises(ValueError, match="the third batch is broken"):
       sampling.next(3)
     with pytest.raises(preemption.Preempted):  # what comes after it would be no batch of this run
@@ -313,22 +313,22 @@ def test_a_notice_ends_the_wait_and_what_was_begun_is_saved():
   with are in none."""
   with opened(1, **WHOLE) as sampling:
     expected = train(sampling)
-  made, engine = collector(**WHOLE)
+  collecting, engine = collector(**WHOLE)
   slow = Slow(engine)
-  made._engine = slow
+  collecting._engine = slow
   with (
     pytest.raises(preemption.Preempted),  # as at every check
     preemption.watch(grace_s=60),
-    opened(1, elsewhere, (made, slow)) as sampling,
+    opened(1, elsewhere, (collecting, slow)) as sampling,
   ):
     sampling.publish(alternating(1), 1)
     position = sampling.position()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(preemption.Preempted):
       sampling.next(1)
-    begun = sampling.position()
+    unfinished = sampling.position()
     slow.go.set()
-    state = json.loads(json.dumps(begun()))
+    state = json.loads(json.dumps(unfinished()))
     assert "ahead" not in position()  # where it stood before the iteration
   assert [batch["step"] for batch in state["ahead"]] == [2]  # the first was being waited for
   again = opened(1, last=1, **WHOLE)
@@ -354,13 +354,13 @@ class Away(Slow):
 
 def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
   """What is to be saved is the state that they are of, with the batches that were begun."""
-  made, engine = collector(**WHOLE)
+  collecting, engine = collector(**WHOLE)
   away = Away(engine)
-  made._engine = away
+  collecting._engine = away
   with (
     pytest.raises(preemption.Preempted),  # as at every check
     preemption.watch(grace_s=600),
-    opened(1, made=(made, away)) as sampling,
+    opened(1, made=(collecting, away)) as sampling,
   ):
     sampling.publish(alternating(1), 1)
     sampling._jobs.append(sampling._begin(1))
@@ -373,10 +373,10 @@ def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
 
 
 def test_nothing_goes_on_after_the_end():
-  made, engine = collector(**WHOLE)
+  collecting, engine = collector(**WHOLE)
   slow = Slow(engine)
-  made._engine = slow
-  with pytest.raises(KeyboardInterrupt), opened(2, elsewhere, (made, slow)) as sampling:
+  collecting._engine = slow
+  with pytest.raises(KeyboardInterrupt), opened(2, elsewhere, (collecting, slow)) as sampling:
     sampling.publish(alternating(1), 1)
     sampling._jobs.append(sampling._begin(1))
     sampling._jobs.append(sampling._begin(2))
@@ -423,8 +423,8 @@ DEVICES = list(range(8))
   ],
 )
 def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
-  both = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
-  trainer, sampler = sharding.make_meshes(*both)
+  total = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
+  trainer, sampler = sharding.make_meshes(*total)
   if not expected[1]:
     assert sampler is trainer and trainer.size == 8
     return
@@ -444,6 +444,6 @@ def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
   ],
 )
 def test_meshes_that_are_not_there_are_refused(mesh, rollout, message):
-  both = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
+  total = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
   with pytest.raises(ValueError, match=message):
-    sharding.make_meshes(*both)
+    sharding.make_meshes(*total)

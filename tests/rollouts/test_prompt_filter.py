@@ -20,14 +20,14 @@ def query_set(drop_after=2, readmit_after=0):
 
 
 def scored(prompts, correct_PG, known_PG=None):
-  """Groups of these verdicts; of those that are not known there is none."""
+  """Groups with these verdicts; unknown ones have none."""
   known_PG = np.ones_like(correct_PG) if known_PG is None else known_PG
   return [
     Group(
       prompt,
       [None] * len(correct_G),
       correct_G=np.array(correct_G),
-      unknown={g: "crash" for g, known in enumerate(known_G) if not known},
+      unknown={g: "crash" for g, valid in enumerate(known_G) if not valid},
     )
     for prompt, correct_G, known_G in zip(prompts, correct_PG, known_PG)
   ]
@@ -77,9 +77,9 @@ def test_groups_in_a_row_count(groups, dropped):
 
 def test_partial_credit_that_differs_keeps_a_prompt_in_use():
   queries = query_set(drop_after=1)
-  kept, dropped = scored(PROMPTS[:2], [NEVER, NEVER])
-  kept.value_G, dropped.value_G = np.float32([0, 0.9, 0]), np.float32([0.9, 0.9, 0.9])
-  queries.update([kept, dropped], 1)
+  rest, dropped = scored(PROMPTS[:2], [NEVER, NEVER])
+  rest.value_G, dropped.value_G = np.float32([0, 0.9, 0]), np.float32([0.9, 0.9, 0.9])
+  queries.update([rest, dropped], 1)
   assert in_use(queries) == "acd"
 
 
@@ -107,8 +107,8 @@ YES, SOME, NO = [1, 1, 1], [1, 1, 0], [0, 0, 0]
 def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
   queries = after(*groups, known=valid)
   assert (queries.metrics()["query_set/dropped"] == 1) == dropped
-  known = [c for group, v in zip(groups, valid) for c, one in zip(group, v) if one]
-  assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(known))
+  existing = [c for group, v in zip(groups, valid) for c, item in zip(group, v) if item]
+  assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(existing))
 
 
 def test_dropped_prompts_come_back_with_a_clean_slate():
@@ -128,10 +128,10 @@ def test_dropped_prompts_come_back_with_a_clean_slate():
 
 @pytest.mark.parametrize("change", [dict(question="another"), dict(answer="another")])
 def test_an_edited_row_has_no_solve_rate(change):
-  known = PromptFilter(QuerySetConfig(drop_after=1))
-  known.update(scored(PROMPTS[:1], [ALWAYS]), 0)
+  valid = PromptFilter(QuerySetConfig(drop_after=1))
+  valid.update(scored(PROMPTS[:1], [ALWAYS]), 0)
   again = PromptFilter(QuerySetConfig(drop_after=1))
-  again.set_state(known.get_state())
+  again.set_state(valid.get_state())
   edited = dataclasses.replace(PROMPTS[0], **change)
   assert not again.wants(PROMPTS[0]) and again.tried(PROMPTS[0]) == (3, 3)
   assert again.wants(edited) and again.tried(edited) == (0, 0)

@@ -9,12 +9,6 @@ import jax
 import numpy as np
 import pytest
 from support import rollouts
-from support.command_line import (
-  SMALL,
-  killed_and_whole,
-  modules_in,
-  rows_of,
-)
 from support.configs import config_of
 from support.rollouts import (
   ENVIRONMENTS,
@@ -59,26 +53,26 @@ on_each = pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENT
 def test_no_response_is_longer_than_its_iteration_allows(make):
   plain, _ = iterate(6, environment=make)
   out, _ = iterate(6, environment=make, schedule__new_tokens=LENGTHS)
-  for one, same, limit in zip(out, plain, (6, 6, 12, 12, 24, 24), strict=True):
-    rollout = one.rollout
+  for batch, same, limit in zip(out, plain, (6, 6, 12, 12, 24, 24), strict=True):
+    rollout = batch.rollout
     after = rollout.ends - rollout.prompt_lengths  # observations count
-    assert after.max() <= limit and one.metrics["sampling/max_new_tokens"] == limit
+    assert after.max() <= limit and batch.metrics["sampling/max_new_tokens"] == limit
     if limit < NEW:
-      assert one.usage.tokens < same.usage.tokens
+      assert batch.usage.tokens < same.usage.tokens
     if make is None:
       assert ((after == limit) >= ~rollout.stopped).all() and (~rollout.stopped).any()
       for row in range(P * G):  # they are the first tokens of what they would have been
         assert rollout.response(row) == same.rollout.response(row)[:limit]
     assert rollout.tokens.shape == same.rollout.tokens.shape
-    assert one.metrics["truncated_fraction"] == pytest.approx(1 - rollout.stopped.mean())
+    assert batch.metrics["truncated_fraction"] == pytest.approx(1 - rollout.stopped.mean())
   assert "sampling/max_new_tokens" not in plain[0].metrics
 
 
 def test_a_longer_limit_compiles_nothing(caplog):
-  made = collector(schedule__new_tokens=LENGTHS)
-  iterate(2, made)
+  collecting = collector(schedule__new_tokens=LENGTHS)
+  iterate(2, collecting)
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
-    (out, *_), _ = iterate(4, made, first=3)
+    (out, *_), _ = iterate(4, collecting, first=3)
   assert out.rollout.lengths.max() > 6
   assert not [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
 
@@ -87,12 +81,12 @@ def test_a_longer_limit_compiles_nothing(caplog):
 def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
   limits = dict(extra_prompts=4, token_budget=40, schedule__new_tokens="1:8,4:24")
   expected = goes_on(2, 4, environment=make, **limits)
-  longest = [(one.rollout.ends - one.rollout.prompt_lengths).max() for one in expected]
+  longest = [(batch.rollout.ends - batch.rollout.prompt_lengths).max() for batch in expected]
   assert longest[0] <= 8 < max(longest) <= NEW
   carried = 0
-  for one in expected:
-    for row, end in enumerate(one.rollout.ends):
-      versions = one.rollout.version[row, :end]
+  for batch in expected:
+    for row, end in enumerate(batch.rollout.ends):
+      versions = batch.rollout.version[row, :end]
       versions = versions[versions >= 0]
       carried += len(versions) > 8 and versions.min() < 4 <= versions.max()
   assert carried, "none was begun under one limit and went on under another"
@@ -101,42 +95,44 @@ def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
 def test_what_is_longer_than_a_new_limit_is_cut_off():
   """After resume=force with a shorter schedule."""
   options = dict(extra_prompts=4, token_budget=40)
-  _, (made, _) = iterate(2, **options)
-  longest = max(len(t.tokens) for g in made._under_way for t in g.trajectories if not t.finished)
+  _, (collecting, _) = iterate(2, **options)
+  longest = max(
+    len(t.tokens) for g in collecting._under_way for t in g.trajectories if not t.finished
+  )
   assert longest > 3
   again = collector(schedule__new_tokens="1:3,9:24", **options)
-  again[0].set_position(made.position()())
+  again[0].set_position(collecting.position()())
   out, _ = iterate(4, again, first=3)
-  assert max(one.rollout.lengths.max() for one in out) >= longest
+  assert max(batch.rollout.lengths.max() for batch in out) >= longest
 
 
 @pytest.mark.parametrize("fixed", [0, 20])
 def test_the_overlong_punishment_ends_where_responses_are_cut_off(fixed):
-  told = []
+  calls = []
 
   def judge(responses, prompts, lengths, finished):
-    told.append(np.array(lengths))
+    calls.append(np.array(lengths))
     return score(responses, prompts, lengths, finished)
 
   out, _ = iterate(6, judge=judge, schedule__new_tokens=LENGTHS, reward__overlong_max=fixed)
-  for one, lengths, limit in zip(out, told, (6, 6, 12, 12, 24, 24), strict=True):
-    np.testing.assert_array_equal(lengths - one.rollout.lengths, 0 if fixed else NEW - limit)
+  for batch, lengths, limit in zip(out, calls, (6, 6, 12, 12, 24, 24), strict=True):
+    np.testing.assert_array_equal(lengths - batch.rollout.lengths, 0 if fixed else NEW - limit)
 
 
 def test_what_was_cut_off_under_an_earlier_limit_is_punished_as_what_is_now():
-  told = []
+  calls = []
 
   def judge(responses, prompts, lengths, finished):
-    told.extend(zip(lengths, map(len, responses), finished, strict=True))
+    calls.extend(zip(lengths, map(len, responses), finished, strict=True))
     return score(responses, prompts, lengths, finished)
 
   options = dict(judge=judge, extra_prompts=4, token_budget=40, schedule__new_tokens="1:4,3:24")
-  _, (made, _) = iterate(2, **options)
-  told.clear()  # what is judged under the second limit is left
-  iterate(3, went_on(made.position(), **options), first=3)
-  cut_off = [(seen, length) for seen, length, finished in told if not finished]
+  _, (collecting, _) = iterate(2, **options)
+  calls.clear()  # what is judged under the second limit is left
+  iterate(3, went_on(collecting.position(), **options), first=3)
+  cut_off = [(observed, length) for observed, length, finished in calls if not finished]
   assert {4, NEW} <= {length for _, length in cut_off}
-  assert {seen for seen, _ in cut_off} == {NEW}
+  assert {observed for observed, _ in cut_off} == {NEW}
 
 
 # Sizes of groups.
@@ -177,20 +173,20 @@ SIZES = WHOLE | dict(schedule__group_size_min=2)
 @pytest.mark.parametrize("more", [{}, dict(token_budget=80)], ids=str)
 def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
   out = goes_on(3, 5, **SIZES, **more)
-  known = [(g.prompt.id, int(g.known_G.sum())) for one in out for g in one.groups]
-  size = {name: {n for id_, n in known if id_ == name} for name in "015"}
+  valid = [(g.prompt.id, int(g.known_G.sum())) for batch in out for g in batch.groups]
+  size = {name: {n for id_, n in valid if id_ == name} for name in "015"}
   assert size["0"] == size["1"] == {2} and size["5"] == {6}
-  for one in out:
-    assert one.reward_PG.shape == (len(one.groups), 6)
-    known_PG = np.stack([group.known_G for group in one.groups])
-    assert (one.advantage_PG[~known_PG] == 0).all()
-    sampled = one.rollout.lengths.reshape(known_PG.shape) > 0
+  for batch in out:
+    assert batch.reward_PG.shape == (len(batch.groups), 6)
+    known_PG = np.stack([group.known_G for group in batch.groups])
+    assert (batch.advantage_PG[~known_PG] == 0).all()
+    sampled = batch.rollout.lengths.reshape(known_PG.shape) > 0
     np.testing.assert_array_equal(sampled, known_PG)
-    assert (one.rollout.ends.reshape(known_PG.shape)[~known_PG] == 0).all(), "rows of padding"
-    assert one.metrics["group_size/mean"] == pytest.approx(known_PG.sum() / len(one.groups))
-    assert one.metrics["group_size/responses"] == known_PG.sum()
-    assert more != {} or one.usage.tokens == one.rollout.lengths.sum(), "no others are sampled"
-    for group, advantage_G, known_G in zip(one.groups, one.advantage_PG, known_PG, strict=True):
+    assert (batch.rollout.ends.reshape(known_PG.shape)[~known_PG] == 0).all(), "rows of padding"
+    assert batch.metrics["group_size/mean"] == pytest.approx(known_PG.sum() / len(batch.groups))
+    assert batch.metrics["group_size/responses"] == known_PG.sum()
+    assert more != {} or batch.usage.tokens == batch.rollout.lengths.sum(), "no others are sampled"
+    for group, advantage_G, known_G in zip(batch.groups, batch.advantage_PG, known_PG, strict=True):
       reward_X = group.reward_G[known_G]
       deviation = reward_X.std(ddof=1)
       by_hand = (reward_X - reward_X.mean()) / (deviation + 1e-6) if deviation else 0 * reward_X
@@ -198,50 +194,54 @@ def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
 
 
 def test_without_a_schedule_every_group_is_whole_and_nothing_is_counted():
-  out, (made, _) = iterate(3, **WHOLE)
-  assert all(group.known_G.all() for one in out for group in one.groups)
-  assert not made.position()()["prompt_filter"]["tried"]
+  out, (collecting, _) = iterate(3, **WHOLE)
+  assert all(group.known_G.all() for batch in out for group in batch.groups)
+  assert not collecting.position()()["prompt_filter"]["tried"]
   assert not [name for name in out[-1].metrics if name.startswith("group_size/")]
 
 
 def test_prompts_are_dropped_as_without_it():
   keys = dict(data__query_set__drop_after=2) | SIZES
-  out, (made, _) = iterate(6, **keys)
-  state = made.position()()["prompt_filter"]
+  out, (collecting, _) = iterate(6, **keys)
+  state = collecting.position()()["prompt_filter"]
   assert {"0", "1", "5"} <= state["dropped"].keys()
-  _, (made, _) = iterate(6, **SIZES)
-  assert not made.position()()["prompt_filter"]["dropped"], "nothing was asked to be dropped"
+  _, (collecting, _) = iterate(6, **SIZES)
+  assert not collecting.position()()["prompt_filter"]["dropped"], "nothing was asked to be dropped"
   assert out[-1].metrics["query_set/dropped"] >= 3
 
 
 def test_missing_rows_cost_a_packed_update_nothing():
-  (*_, one), _ = iterate(6, **SIZES, objective__volatility=True)
-  B, empty = len(one.rollout.tokens), one.rollout.lengths == 0
+  (*_, collected), _ = iterate(6, **SIZES, objective__volatility=True)
+  B, empty = len(collected.rollout.tokens), collected.rollout.lengths == 0
   assert 0 < empty.sum() < B
-  by_length = reward_metrics(one.reward_PG.reshape(-1), one.known_B, one.rollout.lengths, NEW)
+  by_length = reward_metrics(
+    collected.reward_PG.reshape(-1), collected.known_B, collected.rollout.lengths, NEW
+  )
   assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
-  batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
+  batch = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
   assert ((plan.inputs.places.row_B < 0) == empty[plan.order_B]).all()
   assert (batch.inputs.sampler_experts_BTlk[empty] == -1).all()
   (*_, whole), _ = iterate(6, **WHOLE, objective__volatility=True)
-  of_whole = batches.train_batch(whole.rollout, whole.advantage_PG, shared_prompts=True)
-  rows, more = (int(packing.count(packing.plan(b, 1).inputs, 4)) for b in (batch, of_whole))
+  whole_values = batches.train_batch(whole.rollout, whole.advantage_PG, shared_prompts=True)
+  rows, more = (int(packing.count(packing.plan(b, 1).inputs, 4)) for b in (batch, whole_values))
   assert rows < more
 
 
 def test_a_smaller_group_shares_its_prompt():
-  (*_, one), _ = iterate(6, **SIZES)
-  batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
+  (*_, collected), _ = iterate(6, **SIZES)
+  batch = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
   batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
   shared = learner(MOE, group_size=6, response_tokens=NEW)
-  found = score_pass(shared)(PARAMS, batch.inputs)
+  result = score_pass(shared)(PARAMS, batch.inputs)
   plain = score_pass(learner(MOE))(PARAMS, batch.inputs.replace(prompt_B=None))
   sampled = batch.mask_BT > 0
   assert 0 < sampled.any(axis=1).sum() < len(sampled)
-  for logp_BT in (found, plain):
-    np.testing.assert_allclose(np.asarray(logp_BT)[sampled], one.rollout.logp[sampled], atol=1e-4)
-  assert np.isfinite(np.asarray(found)).all()
+  for logp_BT in (result, plain):
+    np.testing.assert_allclose(
+      np.asarray(logp_BT)[sampled], collected.rollout.logp[sampled], atol=1e-4
+    )
+  assert np.isfinite(np.asarray(result)).all()
 
 
 @on_each
@@ -249,16 +249,16 @@ def test_every_part_of_an_iteration_takes_smaller_groups(make):
   """Advantages by turn, rounds of sampling, cut-off responses, dumps."""
   out, _ = iterate(6, **SIZES, environment=make, extra_rounds=1, mask_truncated=True)
   smaller = 0
-  for one in out:
-    known_B = one.known_B
+  for batch in out:
+    known_B = batch.known_B
     smaller += (~known_B).sum()
-    cut = (~one.rollout.stopped & known_B).sum()
-    assert one.metrics["masked_responses"] == cut
+    cut = (~batch.rollout.stopped & known_B).sum()
+    assert batch.metrics["masked_responses"] == cut
     if make:
-      assert one.advantage_BL.shape == one.rollout.logp.shape
-      assert not one.advantage_BL[~known_B].any() and np.isfinite(one.advantage_BL).all()
-    assert len(dumped(one)) == known_B.sum()
-    assert not batches.with_verdict(one.rollout, known_B).mask[~known_B].any()
+      assert batch.advantage_BL.shape == batch.rollout.logp.shape
+      assert not batch.advantage_BL[~known_B].any() and np.isfinite(batch.advantage_BL).all()
+    assert len(dumped(batch)) == known_B.sum()
+    assert not batches.with_verdict(batch.rollout, known_B).mask[~known_B].any()
   assert smaller
 
 
@@ -428,7 +428,7 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(path, tmp_path):
   state = json.loads(json.dumps(first[0].position()()))
   append(path, lines(range(6, 9)))
   out += iterate(2, first, first=3)[0]
-  rows, added = ([one.metrics[f"data/{n}"] for one in out] for n in ("rows", "added"))
+  rows, added = ([batch.metrics[f"data/{n}"] for batch in out] for n in ("rows", "added"))
   assert (rows, added) == ([6, 6, 9, 9], [0, 0, 3, 0])
   append(path, lines(range(9, 14)))  # after iteration 4, and nobody has looked
   out += iterate(2, first, first=5)[0]
@@ -437,8 +437,8 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(path, tmp_path):
   second = fresh()
   second[0].set_position(state)
   repeated, _ = iterate(6, second, first=3)
-  for one, same in zip(repeated[:4], out[2:], strict=True):
-    assert_same(one, same)
+  for batch, same in zip(repeated[:4], out[2:], strict=True):
+    assert_same(batch, same)
   assert repeated[-1].metrics["data/rows"] == 20, "and then it goes on"
 
 
@@ -460,9 +460,9 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   append(tmp_path / "a.jsonl", lines(range(3, 7)))
   (tmp_path / "0.jsonl").write_text(lines(range(20, 22)))
   repeated, _ = iterate(5, begun())
-  assert [one.metrics["data/rows"] for one in repeated] == [6, 6, 9, 9, 15]
-  for one, same in zip(repeated, out):
-    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+  assert [batch.metrics["data/rows"] for batch in repeated] == [6, 6, 9, 9, 15]
+  for batch, same in zip(repeated, out):
+    assert [g.prompt.id for g in batch.groups] == [g.prompt.id for g in same.groups]
   # What another source of the same run had is not its own.
   assert len(source_of(tmp_path / "b.jsonl", journal=journal)) == 6
 
@@ -483,20 +483,20 @@ def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_pat
 def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, path, tmp_path):
   """Else a line that the old end is in the middle of would be lost."""
   path.write_text(lines(range(3)))
-  made = collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
-  iterate(2, made)
-  state = made[0].position()()
+  collecting = collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
+  iterate(2, collecting)
+  state = collecting[0].position()()
   append(path, lines(range(3, 6)))
-  iterate(1, made, first=3)
-  kept = "" if step == 0 else lines(range(3))
-  path.write_text(kept + lines(range(100, 109)))
+  iterate(1, collecting, first=3)
+  rest = "" if step == 0 else lines(range(3))
+  path.write_text(rest + lines(range(100, 109)))
   again = source_of(path, on_error="skip")
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
     again.keep(tmp_path / growing.JOURNAL)
-    made = collector(again, **GROWS)
-    made[0].set_position(state)
+    collecting = collector(again, **GROWS)
+    collecting[0].set_position(state)
     assert step == 3 and len(again) == 3
-    iterate(1, made, first=3)
+    iterate(1, collecting, first=3)
 
 
 def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
@@ -519,10 +519,10 @@ def test_held_out_problems_among_new_rows_are_counted(path, caplog):
   assert source.shared == 1
   source.watch([dataclasses.replace(held_out[1], question="6+1= "), PROMPTS.rows[0]])
   assert source.shared == 0
-  made = collector(source, **GROWS)
-  assert "data/shared_prompts" not in iterate(1, made)[0][0].metrics
+  collecting = collector(source, **GROWS)
+  assert "data/shared_prompts" not in iterate(1, collecting)[0][0].metrics
   append(path, lines(range(5, 8)))
-  (_, out), _ = iterate(2, made, first=2)
+  (_, out), _ = iterate(2, collecting, first=2)
   assert out.metrics["data/shared_prompts"] == 1 and "held-out" in caplog.text
 
 
@@ -532,8 +532,8 @@ def test_a_run_may_begin_or_end_to_grow(path):
   plain = dict(source=Prompts(source_of(path)._rows), data__max_prompt_tokens=8)
   grows = [dict(source=source_of(path), **GROWS) for _ in range(2)]
   for before, after in ((plain, grows[0]), (grows[1], plain)):
-    _, (made, _) = iterate(1, **before)
-    again = rollouts.went_on(made.position(), extra_prompts=0, **after)
+    _, (collecting, _) = iterate(1, **before)
+    again = rollouts.went_on(collecting.position(), extra_prompts=0, **after)
     assert len(iterate(2, again, first=2)[0]) == 2
 
 
@@ -579,40 +579,14 @@ def test_the_configurations_choose_what_they_say():
   )
   assert length.schedule.limit(1, 192) < length.schedule.limit(40, 192) == 192
   assert grows.schedule.refresh_every and groups.schedule.group_size_min == 2
-  for one in (length, grows, groups):
-    on = [one.schedule.new_tokens != "", one.schedule.refresh_every, one.schedule.group_size_min]
-    assert sum(map(bool, on)) == 1
-  for one in (grows, groups):  # their files have no demonstrations
+  for group in (length, grows, groups):
+    enabled = [
+      group.schedule.new_tokens != "",
+      group.schedule.refresh_every,
+      group.schedule.group_size_min,
+    ]
+    assert sum(map(bool, enabled)) == 1
+  for group in (grows, groups):  # their files have no demonstrations
     with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
-      paths.check(one)
+      paths.check(group)
   paths.check(length)
-
-
-KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
-KILLED += ["rl.iterations=9", "eval.every=9", "checkpoint.every=2"]
-
-
-PARITY = """
-def judge(response, prompt):
-  return int(prompt["answer"]) % 2 == 0 or len(response) % 5 == 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["length", "groups"])
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
-  flags = [*KILLED, "schedule.new_tokens=1:8,4:12,6:192"]
-  if variant == "groups":
-    (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
-    (tmp_path / "parity.py").write_text(PARITY)
-    flags = [*KILLED, "weights=random", f"data.train={tmp_path}/sums.jsonl"]
-    flags += ["reward.name=parity:judge", "reward.workers=1"]
-  config = f"configs/tiny_schedules.py:{variant}"
-  whole, _ = killed_and_whole(tmp_path, flags, 5, config=config, **modules_in(tmp_path))
-  rows = rows_of(whole, "rl")
-  if variant == "length":
-    expected = [None, 8, 8, 8, 12, 12, 192, 192, 192, 192]
-    assert [r.get("sampling/max_new_tokens") for r in rows] == expected
-  else:
-    assert rows[1]["group_size/mean"] == 4 and 2 < rows[-1]["group_size/mean"] < 4
-    assert rows[-1]["group_size/responses"] == 8 * rows[-1]["group_size/mean"]

@@ -80,7 +80,7 @@ def npy(array):
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_routed_experts_are_decoded(layers):
-  """Of layers with experts, whether or not the server has rows for the others."""
+  """Layers with experts count; a server may have rows for the others too."""
   call = Call("a1", (5, 6, 7), 6, CALL.sampling, (9,), 3, routing=True)
   experts = np.arange(5 * layers * 2).reshape(5, layers, 2) % 8
   expected = experts if layers == 2 else experts[:, 1:]
@@ -182,7 +182,7 @@ def test_there_are_descriptors_for_all_connections(monkeypatch):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
   set_to = []
   monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
-  for limits, in_flight, now in (
+  for limits, in_flight, current in (
     ((1024, 1024), 112, []),  # half of them, less what is asked besides
     ((1024, 4096), 256, [(2112, 4096)]),
     ((1024, resource.RLIM_INFINITY), 256, [(2112, resource.RLIM_INFINITY)]),
@@ -191,7 +191,7 @@ def test_there_are_descriptors_for_all_connections(monkeypatch):
   ):
     set_to.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-    assert Client(ServerConfig(in_flight=256), 4).in_flight == in_flight and set_to == now
+    assert Client(ServerConfig(in_flight=256), 4).in_flight == in_flight and set_to == current
 
 
 def test_versions_are_whole_numbers_or_nobodys():

@@ -23,7 +23,7 @@ STOP = BYTES.stop_ids[0]
 
 
 def table(delimiters, vocabulary, stop_ids=()):
-  """Of a vocabulary of bytes."""
+  """Bytes of a vocabulary of bytes."""
   fake = SimpleNamespace(token_bytes=lambda: vocabulary, stop_ids=stop_ids)
   return steps.delimiters(delimiters, fake)
 
@@ -34,11 +34,11 @@ def slow_ends(delimiters, vocabulary, stop_ids, tokens, turns):
   for i, token in enumerate(tokens):
     if turns[i] != turn:
       text, turn = b"", turns[i]
-    found = False
+    result = False
     for byte in vocabulary[token] if 0 <= token < len(vocabulary) else b"":
       text += bytes([byte])
-      found |= any(text.endswith(d.encode()) for d in delimiters)
-    ends.append(found)
+      result |= any(text.endswith(d.encode()) for d in delimiters)
+    ends.append(result)
     if token in stop_ids and i and turns[i - 1] == turn:
       ends[i - 1] = False
   return ends
@@ -62,8 +62,8 @@ def test_steps_against_a_slow_reference(delimiters, turns):
   mask_BT = (rng.random((B, T)) < 0.8) & (np.arange(T) >= 4)
   mask_BT[5] = False
   turn_BT = np.where(mask_BT, np.cumsum(rng.random((B, T)) < 0.1, axis=1), -1)
-  given = turn_BT if turns else None
-  found_BT = steps.step_ends(table(delimiters, VOCABULARY, STOPS), tokens_BT, mask_BT, given)
+  spec = turn_BT if turns else None
+  found_BT = steps.step_ends(table(delimiters, VOCABULARY, STOPS), tokens_BT, mask_BT, spec)
   expected_BT = np.zeros((B, T), bool)
   for row, mask_T in enumerate(mask_BT):
     row_turns = turn_BT[row, mask_T] if turns else np.zeros(mask_T.sum())
@@ -71,7 +71,7 @@ def test_steps_against_a_slow_reference(delimiters, turns):
     expected_BT[row, mask_T] = slow_ends(*arguments)
   np.testing.assert_array_equal(found_BT, expected_BT)
   assert 10 < found_BT.sum() < 0.9 * mask_BT.sum()
-  ids_BT = segment_ids(mask_BT, turn_BT=given, ends_BT=found_BT)
+  ids_BT = segment_ids(mask_BT, turn_BT=spec, ends_BT=found_BT)
   for row, mask_T in enumerate(mask_BT):  # one more behind each end, and with each turn
     ids = ids_BT[row, mask_T]
     new = expected_BT[row, mask_T][:-1]
@@ -108,15 +108,15 @@ def test_what_an_environment_says_is_no_part_of_a_delimiter():
   turn_BT = np.array([[0, 0, 0, 0, -1, 1, 1, 1]])
   mask_BT = np.where(np.isin(np.arange(8), observed), 0, 1)[None]
   for delimiters, expected in (("]", [0, 0, 0, 1, 0, 2, 3, 3]), ("c]", [0, 0, 0, 0, 0, 1, 1, 1])):
-    given = steps.delimiters((delimiters,), BYTES)
-    ends_BT = steps.step_ends(given, tokens_BT, mask_BT, turn_BT)
+    spec = steps.delimiters((delimiters,), BYTES)
+    ends_BT = steps.step_ends(spec, tokens_BT, mask_BT, turn_BT)
     ids_BT = segment_ids(mask_BT, turn_BT=turn_BT, ends_BT=ends_BT)
     assert ids_BT.tolist() == [expected]
 
 
 @pytest.mark.parametrize("unit", ["turn", "step", "line", "tokens"])
 def test_segments_of_a_run_with_observations_and_several_versions(unit):
-  """Whatever sampled the tokens, a trajectory has the segments that its text has."""
+  """A trajectory has the segments of its text, under any versions."""
   changes = dict(objective__name="segment", objective__segment_unit=unit)
   changes |= dict(step=dict(objective__segment_delimiters=("]",))).get(unit, {})
   changes |= dict(tokens=dict(objective__segment_tokens=3)).get(unit, {})
@@ -125,12 +125,12 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
   tokens = np.array([BYTES.encode(text)] * 2)
   turns_BL = np.array([turns] * 2)
   mask_BL = (turns_BL >= 0).astype(np.float32)
-  zeros_BL, at = np.zeros_like(mask_BL), lambda n: np.array([n] * 2)
+  zeros_BL, pair = np.zeros_like(mask_BL), lambda n: np.array([n] * 2)
   version_BL = np.where(turns_BL >= 0, np.array([[5], [1]]) + (np.arange(17) > 12), -1)
   rollout = Rollout(
     tokens=tokens, logp=zeros_BL, full_logp=zeros_BL, mask=mask_BL, turns=turns_BL,
-    rewards=zeros_BL, version=version_BL, routing=None, prompt_lengths=at(2), lengths=at(13),
-    ends=at(17), stopped=np.array([True, False]),
+    rewards=zeros_BL, version=version_BL, routing=None, prompt_lengths=pair(2), lengths=pair(13),
+    ends=pair(17), stopped=np.array([True, False]),
   )  # fmt: skip
   breaks_V = np.array([BYTES.decode([i]).count("\n") for i in range(BYTES.vocab_size)])
   delimiters = steps.delimiters(("]", "x["), BYTES)  # one that two turns make together
@@ -145,9 +145,9 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
 
 
 def test_the_configuration_and_its_variants():
-  of_gspo = {"": (0.03, 0.04), "steps": (0.03, 0.04), "long": (3e-4, 4e-4)}
+  gspo = {"": (0.03, 0.04), "steps": (0.03, 0.04), "long": (3e-4, 4e-4)}
   units = {"": "turn", "steps": "step", "long": "line"}
-  for variant, ranges in of_gspo.items():
+  for variant, ranges in gspo.items():
     objective = config_of(lambda v=variant: tiny_segments.get_config(v)).objective
     assert (objective.name, objective.segment_unit) == ("segment", units[variant])
     assert (objective.clip_low, objective.clip_high) == ranges and objective.clip_exponent == 0.5
@@ -155,14 +155,14 @@ def test_the_configuration_and_its_variants():
 
 
 def test_hostile_responses_take_linear_time():
-  given = steps.delimiters(("</think>", "<" * 50), BYTES)
+  spec = steps.delimiters(("</think>", "<" * 50), BYTES)
 
   def seconds(size):
     tokens_BT = np.full((1, size), ord("<"))
-    begun = time.perf_counter()
-    ends_BT = steps.step_ends(given, tokens_BT, np.ones_like(tokens_BT))
+    start = time.perf_counter()
+    ends_BT = steps.step_ends(spec, tokens_BT, np.ones_like(tokens_BT))
     assert ends_BT.sum() == size - 49
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
   seconds(1000)
   once, often = (min(seconds(size) for _ in range(3)) for size in (50_000, 400_000))
@@ -173,7 +173,7 @@ def test_hostile_responses_take_linear_time():
 
 
 def with_tags(tmp_path, special):
-  """Qwen's, whose chat template has tags; they are tokens of their own if `special` says how."""
+  """Qwen's tokenizer: its chat template has tags, tokens of their own with `special`."""
   template = test_tokenizer.CHAT_TEMPLATE + "{# content.split('</think>') </tool_call> #}"
   config = test_tokenizer.QWEN | dict(chat_template=template)
   tok = test_tokenizer.write_checkpoint(tmp_path, config)
@@ -196,19 +196,21 @@ def test_tags_of_the_chat_template_are_found_as_one_token_or_several(tmp_path, s
   tokens_BT = np.array([ids])
   mask_BT = np.ones_like(tokens_BT)
   ends_BT = steps.step_ends(steps.delimiters(None, tok), tokens_BT, mask_BT)
-  found = np.array(segment_ids(mask_BT, ends_BT=ends_BT)[0])
+  result = np.array(segment_ids(mask_BT, ends_BT=ends_BT)[0])
   texts = [
-    b"".join(tok.token_bytes()[i] for i in tokens_BT[0][found == n]).decode() for n in range(3)
+    b"".join(tok.token_bytes()[i] for i in tokens_BT[0][result == n]).decode() for n in range(3)
   ]
-  assert texts == parts and found.max() == 2
+  assert texts == parts and result.max() == 2
 
 
 def test_bytes_of_tokens_that_are_spelt_in_other_ways():
   def bytes_of(decoder, vocabulary):
-    made = tokenizers.Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary)}, "a"))
-    made.decoder = decoder
+    collecting = tokenizers.Tokenizer(
+      models.WordLevel({t: i for i, t in enumerate(vocabulary)}, "a")
+    )
+    collecting.decoder = decoder
     size = len(vocabulary)
-    return tokenizer.HFTokenizer("", made, "", {}, False, 0, (0,), size).token_bytes()
+    return tokenizer.HFTokenizer("", collecting, "", {}, False, 0, (0,), size).token_bytes()
 
   sentencepiece = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

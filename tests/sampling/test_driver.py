@@ -48,12 +48,21 @@ class Begins:
 def test_no_two_trajectories_that_begin_alike_have_one_number():
   prompts = [Prompt(str(i), "", "", (token,)) for i, token in enumerate((7, 8, 7, 7))]
   groups = new_groups(prompts, 2, 0, 4, None, tags="abcd")
-  assert [[one.sample for one in group] for group in groups] == [[0, 1], [0, 1], [2, 3], [4, 5]]
-  assert [one.tag for group in groups for one in group] == list("aabbccdd")
+  assert [[trajectory.sample for trajectory in group] for group in groups] == [
+    [0, 1],
+    [0, 1],
+    [2, 3],
+    [4, 5],
+  ]
+  assert [trajectory.tag for group in groups for trajectory in group] == list("aabbccdd")
   tokens = iter((1, 2, 2, 2, 3, 1))  # environments may begin as they like
   groups = new_groups(prompts[:3], 2, 0, 4, lambda prompt: Begins(next(tokens)))
-  assert [[one.sample for one in group] for group in groups] == [[0, 1], [2, 3], [2, 3]]
-  assert [one.tag for group in groups for one in group] == list("001122")
+  assert [[trajectory.sample for trajectory in group] for group in groups] == [
+    [0, 1],
+    [2, 3],
+    [2, 3],
+  ]
+  assert [trajectory.tag for group in groups for trajectory in group] == list("001122")
 
 
 def test_an_environment_that_cannot_begin_is_named_by_its_prompt():
@@ -68,26 +77,28 @@ def test_an_environment_that_cannot_begin_is_named_by_its_prompt():
 
 def test_a_group_is_one_request_and_a_single_turn_one_response():
   engine, driver, group = started()
-  assert [one.sample for one in driver.run()] == [0, 1]
+  assert [trajectory.sample for trajectory in driver.run()] == [0, 1]
   start, request, stop = engine.calls
   assert (start, stop) == ("start", "stop") and request.samples == 2
   assert group[0].tokens.tolist() == [2, 1, STOP] and group[1].tokens.tolist() == [3, 2, 1, STOP]
-  assert all(one.finished and one.stopped and one.turn == 1 for one in group)
+  assert all(
+    trajectory.finished and trajectory.stopped and trajectory.turn == 1 for trajectory in group
+  )
   assert group[0].version.tolist() == [7] * 3 and group[0].columns["logp"].tolist() == [-1, -2, -3]
 
 
 def test_turns_go_back_and_forth():
   engine, driver, group = started(Twice)
   done = list(driver.run())
-  assert {id(one) for one in done} == {id(one) for one in group}
-  one = group[0]
-  assert one.tokens.tolist() == [2, 1, STOP, 5, 4, 3, 2, 1, STOP]
-  assert one.turns.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1]
-  assert one.version.tolist() == [7, 7, 7, -1, 7, 7, 7, 7, 7]
-  assert one.rewards.tolist() == [0, 0, 3, 0, 0, 0, 0, 0, 5]
-  assert one.environment.heard == [[2, 1, STOP], [4, 3, 2, 1, STOP]]
+  assert {id(trajectory) for trajectory in done} == {id(trajectory) for trajectory in group}
+  trajectory = group[0]
+  assert trajectory.tokens.tolist() == [2, 1, STOP, 5, 4, 3, 2, 1, STOP]
+  assert trajectory.turns.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1]
+  assert trajectory.version.tolist() == [7, 7, 7, -1, 7, 7, 7, 7, 7]
+  assert trajectory.rewards.tolist() == [0, 0, 3, 0, 0, 0, 0, 0, 5]
+  assert trajectory.environment.heard == [[2, 1, STOP], [4, 3, 2, 1, STOP]]
   later = engine.calls[2]
-  assert later.begun == (2, 1, STOP, 5) and later.max_new_tokens == 8 and later.unfinished == 0
+  assert later.prior == (2, 1, STOP, 5) and later.max_new_tokens == 8 and later.unfinished == 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
@@ -97,7 +108,7 @@ def test_what_is_put_aside_goes_on_where_it_was(steps):
   list(driver.run())
   engine, driver, group = started(Twice)
   rounds = 0
-  while not all(one.finished for one in group):
+  while not all(trajectory.finished for trajectory in group):
     count = iter(range(100))
     list(driver.run(lambda count=count: next(count) == steps))
     rounds += 1
@@ -105,14 +116,14 @@ def test_what_is_put_aside_goes_on_where_it_was(steps):
     engine.load(None, version=7 + rounds)
     driver.begin(group)
     for request in (x for x in engine.calls[-2:] if not isinstance(x, str)):
-      of_turn = list(request.begun)[len(request.begun) - request.unfinished :]
-      assert request.tag[0].turn_tokens == of_turn
+      turn = list(request.prior)[len(request.prior) - request.unfinished :]
+      assert request.tag[0].turn_tokens == turn
   assert rounds > 1
-  for one, whole in zip(group, expected):
-    assert one.tokens.tolist() == whole.tokens.tolist()
-    assert one.environment.heard == whole.environment.heard
-    assert one.rewards.tolist() == whole.rewards.tolist()
-    versions = one.version[one.turns >= 0]
+  for trajectory, whole in zip(group, expected):
+    assert trajectory.tokens.tolist() == whole.tokens.tolist()
+    assert trajectory.environment.heard == whole.environment.heard
+    assert trajectory.rewards.tolist() == whole.rewards.tolist()
+    versions = trajectory.version[trajectory.turns >= 0]
     assert versions[0] == 7 and versions[-1] > 7 and (np.diff(versions) >= 0).all()
 
 
@@ -129,11 +140,11 @@ class LateFuture(concurrent.futures.Future):
 def test_no_conversation_is_lost_whose_environment_answers_between_two_looks(monkeypatch):
   monkeypatch.setattr(concurrent.futures, "Future", LateFuture)
   _, driver, group = started(Twice)
-  assert {id(one) for one in driver.run()} == {id(one) for one in group}
-  assert all(one.finished for one in group)
+  assert {id(trajectory) for trajectory in driver.run()} == {id(trajectory) for trajectory in group}
+  assert all(trajectory.finished for trajectory in group)
 
 
 def test_usage_is_the_engines():
   engine, driver, group = started()
   list(driver.run())
-  assert engine.usage.tokens == sum(one.length for one in group) == 7
+  assert engine.usage.tokens == sum(trajectory.length for trajectory in group) == 7

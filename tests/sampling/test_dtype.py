@@ -20,7 +20,7 @@ PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(8, 64, (8, 9)
 
 @functools.cache
 def sampled(name, dtype, compute=REFERENCE, temperature=1.0, cache_dtype="float32"):
-  """A rollout of an engine with `engine.dtype`, for a trainer that computes in `compute`."""
+  """A rollout of an engine with `engine.dtype`, for a trainer computing in `compute`."""
   model = MODELS[name]
   config = dataclasses.replace(DEFAULT, dtype=dtype, cache_dtype=cache_dtype)
   engine = LocalEngine(model, config, compute)
@@ -37,7 +37,7 @@ def sampled(name, dtype, compute=REFERENCE, temperature=1.0, cache_dtype="float3
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def passed(params, model, tokens_BT, compute, experts_BTlk=None):
-  """Log-probabilities [B, T - 1] of a plain pass, which replays experts if there are any."""
+  """Log-probabilities [B, T - 1] of a plain pass, with replayed experts if any."""
   replayed_experts = routing.by_layer(experts_BTlk)
   out = transformer.forward(params, model, tokens_BT, routing=replayed_experts, compute=compute)
   hidden_BTD, targets_BT = out.hidden_BTD[:, :-1], tokens_BT[:, 1:]
@@ -59,9 +59,9 @@ def same(a, b):
 @pytest.mark.parametrize("name, temperature", [("dense", 0.0), ("gemma", 1.0), ("moe", 1.0)])
 def test_it_is_that_of_a_trainer_of_this_dtype_to_the_bit(name, temperature):
   """Tokens, log-probs and experts: of one code path, whatever the trainer computes in."""
-  own = sampled(name, "bfloat16", REFERENCE, temperature)
-  assert same(own, sampled(name, "", BFLOAT16, temperature))
-  assert not same(own, sampled(name, "", REFERENCE, temperature))
+  reference = sampled(name, "bfloat16", REFERENCE, temperature)
+  assert same(reference, sampled(name, "", BFLOAT16, temperature))
+  assert not same(reference, sampled(name, "", REFERENCE, temperature))
   back = sampled(name, "float32", BFLOAT16, temperature)
   assert same(back, sampled(name, "", REFERENCE, temperature))
 

@@ -76,11 +76,11 @@ def test_the_first_response_of_a_group_keeps_what_it_has_to_itself():
   lives = under_way.lives_of(group)
   columns = (np.array([9, 8], np.int32), *np.zeros((2, 2), np.float32), None, None)
   lives[0].parts, lives[0].count = [columns], 2
-  found = [
-    (request.first_sample, request.samples, request.begun, request.max_new_tokens)
+  result = [
+    (request.first_sample, request.samples, request.prior, request.max_new_tokens)
     for request, _ in under_way.to_go_on(lives)
   ]
-  assert found == [(0, 1, (9, 8), NEW - 2), (1, 2, (), NEW)]
+  assert result == [(0, 1, (9, 8), NEW - 2), (1, 2, (), NEW)]
 
 
 @pytest.mark.long
@@ -99,16 +99,16 @@ def test_a_run_that_is_stopped_keeps_what_was_put_aside(expected):
   s = scheduler(**PAGES | dict(cache_tokens=LEAST, steps=2))
   for request in REQUESTS:
     s.submit(request)
-  begun = []
+  unfinished = []
   while s.usage.put_aside < 3:
-    begun += s.step()
-  begun += s.stop()
-  assert len(begun) == len(expected)
-  begun = by_sample(begun)
-  assert begun.keys() == expected.keys()
-  for key, response in begun.items():
+    unfinished += s.step()
+  unfinished += s.stop()
+  assert len(unfinished) == len(expected)
+  unfinished = by_sample(unfinished)
+  assert unfinished.keys() == expected.keys()
+  for key, response in unfinished.items():
     np.testing.assert_array_equal(response.tokens, expected[key].tokens[: len(response.tokens)])
-  requests = [left_of(response) for response in begun.values() if not response.finished]
+  requests = [left_of(response) for response in unfinished.values() if not response.finished]
   for key, response in support.run(scheduler(partial=True, **PAGES), requests).items():
     np.testing.assert_array_equal(response.tokens, expected[key].tokens[-len(response.tokens) :])
 

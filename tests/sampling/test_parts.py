@@ -57,14 +57,14 @@ def test_rewards_of_lines_stand_where_they_end(text, rewards, ends):
   tokens = np.array(ByteTokenizer().encode(text), np.int32)
   expected = np.zeros(len(tokens))
   np.add.at(expected, ends, rewards)
-  found = segments.line_rewards(rewards, tokens, BREAKS_V)
-  assert found.dtype == np.float32 and found.tolist() == expected.tolist()
+  result = segments.line_rewards(rewards, tokens, BREAKS_V)
+  assert result.dtype == np.float32 and result.tolist() == expected.tolist()
 
 
 def test_a_token_with_several_breaks_ends_several_lines():
   breaks_V = np.array([0, 1, 2])
-  found = segments.line_rewards([1, 2, 4, 8], np.array([0, 2, 0, 1, 9]), breaks_V)
-  assert found.tolist() == [0, 3, 0, 4, 8]  # token 9 is beyond the vocabulary
+  result = segments.line_rewards([1, 2, 4, 8], np.array([0, 2, 0, 1, 9]), breaks_V)
+  assert result.tolist() == [0, 3, 0, 4, 8]  # token 9 is beyond the vocabulary
 
 
 def test_advantages_of_lines_by_hand():
@@ -72,20 +72,20 @@ def test_advantages_of_lines_by_hand():
   line_BL = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 0, 1, 2]])
   mask_BL = np.array([[0, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
   reward_BL = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 9], [0, 0, 4, 0, 3]], np.float32)
-  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
+  result = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
   returns = np.array([[3, 2], [1, 1], [7, 3]]) - [[11 / 3, 2]]
   expected = np.take_along_axis(returns, np.minimum(line_BL, 1), 1) * mask_BL
   expected[2, 4] = 0  # the third line of one response alone
-  np.testing.assert_allclose(found, expected, atol=1e-6)
-  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 0.0, "none")
-  np.testing.assert_allclose(found[:, 1], np.array([1, 0, 4]) - 5 / 3, atol=1e-6)
+  np.testing.assert_allclose(result, expected, atol=1e-6)
+  result = part_advantages(reward_BL, line_BL, mask_BL, 3, 0.0, "none")
+  np.testing.assert_allclose(result[:, 1], np.array([1, 0, 4]) - 5 / 3, atol=1e-6)
 
 
 def test_a_response_without_a_verdict_is_compared_with_nothing():
   line_BL, reward_BL = np.zeros((3, 2), int), np.array([[1, 0], [0, 0], [50, 50]], np.float32)
   mask_BL = np.array([[1, 1], [1, 1], [0, 0]])
-  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
-  assert found.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
+  result = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
+  assert result.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
 
 
 @pytest.mark.parametrize("size", [1, 6, 24, 96, 10_000])

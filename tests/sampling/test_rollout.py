@@ -46,9 +46,9 @@ def test_the_stop_token_ends_a_response_and_belongs_to_it():
 def test_truncated_logp_is_renormalised():
   out = sample(top_k=3)
   logits_BTV = logits(PARAMS, MOE, out.tokens)[:, :-1]
-  kept = jax.lax.top_k(logits_BTV, 3)[0]
+  top_logits = jax.lax.top_k(logits_BTV, 3)[0]
   target = jnp.take_along_axis(logits_BTV, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
-  expected = target - jax.nn.logsumexp(kept, axis=-1)
+  expected = target - jax.nn.logsumexp(top_logits, axis=-1)
   np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
 
 
@@ -93,9 +93,9 @@ def test_a_response_depends_on_seed_prompt_and_index_only():
 
 
 def test_groups_of_the_same_prompt_are_one_larger_group():
-  one, other = PROMPTS[0], PROMPTS[2]
-  twice = sample([one, other, one])
-  whole = sample([one], group_size=8)
+  prompt, other = PROMPTS[0], PROMPTS[2]
+  twice = sample([prompt, other, prompt])
+  whole = sample([prompt], group_size=8)
   rows = [0, 1, 2, 3, 8, 9, 10, 11]
   assert [twice.response(row) for row in rows] == [whole.response(g) for g in range(8)]
   assert len({tuple(twice.response(row)) for row in rows}) > 4

@@ -22,8 +22,8 @@ LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
 
 def distribution(**changes):
   """log-probabilities that tokens are drawn from."""
-  kept = sampler.truncate(sampler.temper(LOGITS, config(**changes)), config(**changes))
-  return np.asarray(jax.nn.log_softmax(kept))[0]
+  rest = sampler.truncate(sampler.temper(LOGITS, config(**changes)), config(**changes))
+  return np.asarray(jax.nn.log_softmax(rest))[0]
 
 
 def probabilities(**changes):

@@ -49,10 +49,10 @@ def test_its_weights_are_published_in_its_dtype(tmp_path):
   with open_run(config_of(tiny.get_config, **RL), tmp_path) as run:
     params = run.initial_params()
     run.engine.load(params, version=0)
-    published, of_trainer = run.engine._params, params.blocks[0].ffn.router
+    published, trainer = run.engine._params, params.blocks[0].ffn.router
     assert kinds(params) == {jnp.dtype("float32")}
     routers = [block.ffn.router for block in published.blocks]
     assert kinds(routers) == {jnp.dtype("float32")}, "as the trainer reads it, in any dtype"
-    assert (jnp.concatenate(routers) == of_trainer).all()
+    assert (jnp.concatenate(routers) == trainer).all()
     without = [block.replace(ffn=block.ffn.replace(router=None)) for block in published.blocks]
     assert kinds(published.replace(blocks=without)) == {jnp.dtype("bfloat16")}

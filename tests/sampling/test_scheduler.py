@@ -63,8 +63,8 @@ def test_slots_and_pieces_change_nothing(expected, changes):
 
 def test_neither_order_nor_company_matter(expected):
   same(run(scheduler(), requests()[::-1]), expected)
-  one = run(scheduler(), [requests()[3]])
-  same(one, {key: expected[key] for key in one})
+  alone = run(scheduler(), [requests()[3]])
+  same(alone, {key: expected[key] for key in alone})
   second = run(scheduler(), requests(PROMPTS[:1], samples=1, first_sample=2))
   same(second, {(PROMPTS[0], 2): expected[PROMPTS[0], 2]})
 
@@ -79,8 +79,8 @@ def test_nor_does_the_mesh(expected, shape):
   with jax.set_mesh(mesh):
     rules = sharding.rollout_rules(MeshConfig(*shape), mesh, MOE.num_experts)
     params = jax.device_put(PARAMS, transformer.shardings(MOE, rules, mesh))
-    found = run(scheduler(params, slots=5, prefill_tokens=16), requests())
-  same(found, expected)
+    result = run(scheduler(params, slots=5, prefill_tokens=16), requests())
+  same(result, expected)
 
 
 def test_two_runs_are_the_same_to_the_bit():
@@ -93,8 +93,8 @@ def test_two_runs_are_the_same_to_the_bit():
 def test_a_free_slot_is_taken_in_the_next_step(expected):
   """The number of steps is that of a machine that never waits."""
   s = scheduler(slots=4, steps=64, group_size=1)  # four contexts wait at most: enough for this
-  asked = requests(PROMPTS[:4])
-  run(s, asked)
+  queue = requests(PROMPTS[:4])
+  run(s, queue)
   waiting = [[len(expected[p, g].tokens) for g in range(3)] for p in PROMPTS[:4]]
   # Prompts are prefilled by length, and lie in the queue in that order.
   waiting = [waiting[i] for i in (0, 2, 3, 1)] if s.usage.padded else waiting
@@ -129,18 +129,18 @@ def test_prompts_are_not_padded_to_the_longest():
 
 def test_every_request_has_limits_of_its_own(expected):
   limits = (2, 12, 5)
-  asked = [
+  queue = [
     Request(PROMPTS[i], limit, seed=5, stop_ids=stop)
     for i, (limit, stop) in enumerate(zip(limits, [STOP, STOP[:1], ()]))
   ]
-  found = run(scheduler(), asked)
+  result = run(scheduler(), queue)
   for i, limit in enumerate(limits):
-    response = found[PROMPTS[i], 0]
+    response = result[PROMPTS[i], 0]
     assert len(response.tokens) <= limit
-    assert response.stopped == (response.tokens[-1] in asked[i].stop_ids)
-    both = min(len(response.tokens), len(expected[PROMPTS[i], 0].tokens))
-    np.testing.assert_array_equal(response.tokens[:both], expected[PROMPTS[i], 0].tokens[:both])
-  assert len(found[PROMPTS[2], 0].tokens) == 5  # nothing stops it
+    assert response.stopped == (response.tokens[-1] in queue[i].stop_ids)
+    total = min(len(response.tokens), len(expected[PROMPTS[i], 0].tokens))
+    np.testing.assert_array_equal(response.tokens[:total], expected[PROMPTS[i], 0].tokens[:total])
+  assert len(result[PROMPTS[2], 0].tokens) == 5  # nothing stops it
 
 
 def text(tokens):
@@ -152,9 +152,9 @@ def test_a_stop_string_ends_a_response(steps):
   strings = ("13", "7", "04")
   free = run(scheduler(), requests(stop_ids=()))
   s = scheduler(steps=steps, slots=2, detokenize=text)
-  found = run(s, requests(stop_ids=(), stop_strings=strings))
+  result = run(s, requests(stop_ids=(), stop_strings=strings))
   ends = set()
-  for key, response in found.items():
+  for key, response in result.items():
     whole = text(free[key].tokens)
     first = [whole.find(x) + len(x) for x in strings if x in whole]
     end = min(first, default=len(whole))
@@ -163,7 +163,7 @@ def test_a_stop_string_ends_a_response(steps):
     np.testing.assert_allclose(response.logp, free[key].logp[:end], atol=1e-5)
     ends.add(end)
   assert len(ends) > 4
-  assert s.usage.tokens == sum(len(r.tokens) for r in found.values())
+  assert s.usage.tokens == sum(len(r.tokens) for r in result.values())
 
 
 def trainers(found, temperature=1.0):
@@ -173,8 +173,8 @@ def trainers(found, temperature=1.0):
     tokens[row, : len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
   logp = np.asarray(jax.nn.log_softmax(logits(PARAMS, MOE, tokens) / temperature))
   for row, ((prompt, _), response) in enumerate(found.items()):
-    at = np.arange(len(response.tokens)) + len(prompt) - 1
-    yield logp[row, at, response.tokens], response
+    position = np.arange(len(response.tokens)) + len(prompt) - 1
+    yield logp[row, position, response.tokens], response
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def trainers(found, temperature=1.0):
 )
 def test_log_probs_are_the_trainers(changes):
   sampling = dataclasses.replace(PLAIN, **changes)
-  found = run(scheduler(sampling=sampling), requests())
+  result = run(scheduler(sampling=sampling), requests())
   more = 0
-  for expected, response in trainers(found, sampling.temperature):
+  for expected, response in trainers(result, sampling.temperature):
     np.testing.assert_allclose(response.full_logp, expected, atol=1e-4)
     if sampling.whole:
       np.testing.assert_array_equal(response.logp, response.full_logp)
@@ -198,14 +198,14 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
   for request in requests():
     s.submit(request)
   done = by_sample(itertools.islice(responses(s), 5))
-  begun = by_sample(s.stop())
-  done |= {key: response for key, response in begun.items() if response.finished}
-  begun = {key: response for key, response in begun.items() if not response.finished}
-  assert len(done) + len(begun) == 18
-  assert any(len(response.tokens) for response in begun.values())
-  for key, response in run(scheduler(partial=True), map(left_of, begun.values())).items():
+  unfinished = by_sample(s.stop())
+  done |= {key: response for key, response in unfinished.items() if response.finished}
+  unfinished = {key: response for key, response in unfinished.items() if not response.finished}
+  assert len(done) + len(unfinished) == 18
+  assert any(len(response.tokens) for response in unfinished.values())
+  for key, response in run(scheduler(partial=True), map(left_of, unfinished.values())).items():
     columns = {
-      name: np.concatenate([getattr(begun[key], name), getattr(response, name)])
+      name: np.concatenate([getattr(unfinished[key], name), getattr(response, name)])
       for name in ("tokens", "logp", "full_logp")
     }
     done[key] = dataclasses.replace(response, **columns)
@@ -213,13 +213,13 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
 
 
 def test_more_can_be_asked_for_while_it_runs(expected):
-  s, asked, found = scheduler(), requests(), {}
-  s.submit(asked.pop())
+  s, queue, result = scheduler(), requests(), {}
+  s.submit(queue.pop())
   for response in responses(s):
-    found[response.request.prompt, response.sample] = response
-    if asked:
-      s.submit(asked.pop())
-  same(found, expected)
+    result[response.request.prompt, response.sample] = response
+    if queue:
+      s.submit(queue.pop())
+  same(result, expected)
 
 
 def test_memory_is_slots_by_window():
@@ -233,8 +233,8 @@ def test_memory_is_slots_by_window():
 
 
 def test_a_cache_of_half_the_width_is_near():
-  found = run(scheduler(cache_dtype="bfloat16"), requests())
-  gaps = [np.abs(expected - response.logp).mean() for expected, response in trainers(found)]
+  result = run(scheduler(cache_dtype="bfloat16"), requests())
+  gaps = [np.abs(expected - response.logp).mean() for expected, response in trainers(result)]
   assert 0 < np.mean(gaps) < 0.05  # with a router between, some tokens are further off
 
 
@@ -261,8 +261,8 @@ def test_operations_are_those_of_the_responses_alone(group):
     n = len(prompt) - 1
     shared = flops.work(MOE, 1, n, n)
     expected += shared.forward() - shared.head
-  for one in responses:
-    n, new = len(one.request.prompt) - 1, len(one.tokens)
+  for response in responses:
+    n, new = len(response.request.prompt) - 1, len(response.tokens)
     whole, shared = flops.work(MOE, 1, n + new, n + new, heads=new), flops.work(MOE, 1, n, n)
     expected += whole.forward() - (shared.forward() - shared.head)
   assert s.usage.flops == pytest.approx(expected, rel=1e-12)
@@ -278,7 +278,7 @@ def test_operations_are_those_of_the_responses_alone(group):
     (dict(stop_strings=("x",)), "need detokenize"),
     (dict(samples=0), "nothing"),
     (dict(prompt=(7, 64)), "token ids from 7 to 64: the model has 0 to 63"),
-    (dict(begun=(-1,)), "token ids from -1 to 9: the model has 0 to 63"),
+    (dict(prior=(-1,)), "token ids from -1 to 9: the model has 0 to 63"),
   ],
 )
 def test_impossible_requests(changes, message):

@@ -40,8 +40,12 @@ def weights(seed=1):
 
 @pytest.fixture
 def make(tmp_path):
-  """Starts so many servers, which end with the test, or takes those that are given, and gives them
-  `weights()` as version 1; returns them and their engine."""
+  """Starts servers, or takes the given ones, and loads `weights()` as version 1.
+
+  Returns them and their engine. They end with the test.
+
+  Returns them and their engine. They end with the test.
+  """
   with contextlib.ExitStack() as stack:
 
     def make(servers=1, load=True, detokenize=None, temperature=0.8, **config):
@@ -68,9 +72,9 @@ def always(kind, path=GENERATE, first=None):
   """A fault of all requests of a run to a path, or of the `first` ones; not of the probe's."""
   count = itertools.count()
 
-  def fault(at, body):
-    asked = at == path and not (body and "probe" in str(body.get("request_id")))
-    return kind if asked and (first is None or next(count) < first) else None
+  def fault(requested, body):
+    matches = requested == path and not (body and "probe" in str(body.get("request_id")))
+    return kind if matches and (first is None or next(count) < first) else None
 
   return fault
 
@@ -84,7 +88,7 @@ def well(path, body):
 
 
 def check(engine, version=1, seed=0):
-  """Samples whole groups, whose log-probs are the trainer's with the weights of `version`."""
+  """Samples whole groups, and compares their log-probs with those of the weights of `version`."""
   rollout = sample_rollout(engine, WORKLOAD, PROMPTS, seed)
   assert rollout.tokens.shape == (12, 12) and (rollout.lengths > 0).all()
   logp_BT = np.asarray(next_logp(weights(version), MODEL, rollout.tokens, temperature=0.8))
@@ -98,20 +102,20 @@ def check(engine, version=1, seed=0):
     assert len(tokens) == 8 or tokens[-1] == STOP
 
 
-def asked(server):
-  """The requests for responses that a server was sent, without those of probes."""
+def requests_of(server):
+  """Requests for responses at a server, without those of probes."""
   bodies = [body for body in server.bodies if body and "token_ids" in body]
   return [body for body in bodies if "probe" not in body["request_id"]]
 
 
-def seen(server):
-  return [body["request_id"] for body in asked(server)]
+def request_ids(server):
+  return [body["request_id"] for body in requests_of(server)]
 
 
 def failed(engine):
-  """What went wrong, by kind."""
-  found = engine.usage.metrics().items()
-  return {k.removeprefix("engine/failed/"): v for k, v in found if "/failed/" in k and v}
+  """Counts failures by kind."""
+  result = engine.usage.metrics().items()
+  return {k.removeprefix("engine/failed/"): v for k, v in result if "/failed/" in k and v}
 
 
 def test_what_servers_sample_is_the_trainers_distribution_after_every_publication(make, tmp_path):
@@ -124,30 +128,30 @@ def test_what_servers_sample_is_the_trainers_distribution_after_every_publicatio
   assert not failed(engine) and metrics["tokens_per_second/decode"] > 0
   assert "sampling/slot_utilisation" not in metrics
   order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-  for one in two:
-    assert [path for path in one.seen if path in order] == order * 3
-    assert asked(one)
-  kept = sorted(path.name for path in (tmp_path / "published").iterdir())
-  assert kept == ["weights_000002", "weights_000003"]
+  for server in two:
+    assert [path for path in server.seen if path in order] == order * 3
+    assert requests_of(server)
+  names = sorted(path.name for path in (tmp_path / "published").iterdir())
+  assert names == ["weights_000002", "weights_000003"]
 
 
 def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
-  one, engine = make()
+  server, engine = make()
   first = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   again = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   np.testing.assert_array_equal(first.tokens, again.tokens)
   other = sample_rollout(engine, WORKLOAD, PROMPTS, seed=2)
   assert (first.tokens != other.tokens).any()
-  assert len({body["sampling_params"]["seed"] for body in asked(one)}) == 24
+  assert len({body["sampling_params"]["seed"] for body in requests_of(server)}) == 24
   greedy = Workload(SamplingConfig(0.0, 3, 0.9, 0.1, 8), 4, 12, 1, stop_ids=(STOP,))
   sample = sample_rollout(engine, greedy, PROMPTS)
-  last = asked(one)[-1]["sampling_params"]
+  last = requests_of(server)[-1]["sampling_params"]
   assert [last[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.0, 3, 0.9, 0.1]
   assert np.isnan(sample.full_logp[sample.mask > 0]).all()  # nobody says
 
 
 def edited(change):
-  """An answer whose first choice is changed."""
+  """An answer with a changed first choice."""
 
   def edit(answer):
     first, *others = answer["choices"]
@@ -164,12 +168,12 @@ def with_logp(value):
   return edited(change)
 
 
-def of_one_token(token, **fields):
+def single_token(token, **fields):
   logprobs = dict(content=[dict(token_id=token, logprob=-1.0)])
   return edited(lambda _: dict(token_ids=[token], logprobs=logprobs) | fields)
 
 
-def of_weights(version, start=0):
+def with_version(version, start=0):
   return edited(lambda _: dict(weight_versions=[dict(version=version, start=start, end=99)]))
 
 
@@ -182,17 +186,17 @@ GARBAGE = {  # what it holds is in test_client.py too
   "no response": (lambda answer: dict(choices=[]), "tokens"),
   "two responses": (lambda answer: dict(choices=2 * answer["choices"]), "tokens"),
   "other tokens": (edited(lambda c: dict(token_ids=[c["token_ids"][0] ^ 1])), "tokens"),
-  "tokens of no vocabulary": (of_one_token(77), "tokens"),
+  "tokens of no vocabulary": (single_token(77), "tokens"),
   "words": (edited(lambda _: dict(token_ids=["a"])), "body"),
   "a null": (edited(lambda _: dict(token_ids=None, logprobs=None)), "tokens"),
   "NaN": (with_logp(float("nan")), "tokens"),
   "a likelihood above 1": (with_logp(0.5), "tokens"),
   "experts that nobody asked for": (edited(lambda _: dict(routed_experts="UEsDBA==")), "body"),
-  "no end": (of_one_token(5, finish_reason="length"), "tokens"),
-  "older weights": (of_weights("0"), "version"),
-  "weights of some tokens": (of_weights("1", start=1), "version"),
+  "no end": (single_token(5, finish_reason="length"), "tokens"),
+  "older weights": (with_version("0"), "version"),
+  "weights of some tokens": (with_version("1", start=1), "version"),
   "weights that it does not say": (edited(lambda _: dict(weight_versions=None)), "version"),
-  "nobody's weights": (of_weights("default"), "version"),
+  "nobody's weights": (with_version("default"), "version"),
 }
 
 
@@ -203,7 +207,7 @@ def test_what_cannot_be_used_is_asked_for_again(make, name):
   two[0].fault = once(fault)
   check(engine)
   assert failed(engine) == {kind: 1}
-  sent = seen(two[0]) + seen(two[1])
+  sent = request_ids(two[0]) + request_ids(two[1])
   assert len(sent) == len(set(sent)), "an attempt has an id of its own"
   assert len(sent) == 13 and engine.usage.metrics()["engine/servers"] == 2
 
@@ -291,24 +295,24 @@ def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
   two[0].fault = always("429")
   check(engine)
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
-  one = engine._pool.servers[0]
-  one.busy_since -= QUICK["timeout_s"]
+  server = engine._pool.servers[0]
+  server.busy_since -= QUICK["timeout_s"]
   engine.load(weights(), 1)  # that was long ago, and it was asked for nothing since
   check(engine)
   until = time.monotonic() + 10
-  while one.busy_since is None:
+  while server.busy_since is None:
     check(engine)
     assert time.monotonic() < until
-  assert one.usable
-  one.busy_since -= QUICK["timeout_s"]
-  while one.usable:  # it is asked again, now and then
+  assert server.usable
+  server.busy_since -= QUICK["timeout_s"]
+  while server.usable:  # it is asked again, now and then
     check(engine)
     assert time.monotonic() < until
-  assert "it is busy all the time: HTTP 429" in one.reason
+  assert "it is busy all the time: HTTP 429" in server.reason
   two[0].fault = well
   engine.load(weights(2), 2)
   check(engine, 2)
-  assert engine.usage.metrics()["engine/servers"] == 2 and one.busy_since is None
+  assert engine.usage.metrics()["engine/servers"] == 2 and server.busy_since is None
 
 
 @pytest.mark.parametrize(
@@ -319,28 +323,28 @@ def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
   ],
 )
 def test_a_server_without_what_is_needed_is_refused_by_name(make, path, message):
-  one, engine = make(load=False, wait_s=60.0)  # no use in waiting
-  one.fault = lambda at, body: "404" if at == path else None
+  server, engine = make(load=False, wait_s=60.0)  # no use in waiting
+  server.fault = lambda position, body: "404" if position == path else None
   with pytest.raises(ServersGone, match=message):
     engine.load(weights(), 1)
 
 
 def test_an_answer_that_is_too_long_is_not_read(make):
-  one, engine = make(retries=0)
-  one.fault = always(lambda answer: b"x" * 5_000_000)
+  server, engine = make(retries=0)
+  server.fault = always(lambda answer: b"x" * 5_000_000)
   with pytest.raises(ServersGone, match=r"generate has more than 4,\d+,\d+ bytes"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
-  one, engine = make(retries=0)
-  one.fault = always("429", first=8)
+  server, engine = make(retries=0)
+  server.fault = always("429", first=8)
   check(engine)
-  assert not failed(engine) and one.seen.count(GENERATE) > 8
+  assert not failed(engine) and server.seen.count(GENERATE) > 8
 
 
 def driving(engine, group, load=WORKLOAD):
-  """A driver that has begun with the responses of a group."""
+  """A driver with the responses of a group under way."""
   driver = Driver(engine, load)
   driver.begin(group)
   return driver
@@ -352,19 +356,18 @@ def group_of(count):
 
 
 def test_weights_may_change_while_responses_are_under_way(make):
-  """Each token says which ones sampled it, as its server does; what came under new weights waits
-  for their probe."""
-  one, engine = make()
-  one.pace, begun = 0.15, group_of(4)
-  driver = driving(engine, begun)
+  """Each token has its version; answers under new weights wait for their probe."""
+  server, engine = make()
+  server.pace, group = 0.15, group_of(4)
+  driver = driving(engine, group)
   loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
   loads.start()
   until = time.monotonic() + 30
   assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
   loads.join()
-  versions = np.concatenate([each.version for each in begun])
+  versions = np.concatenate([each.version for each in group])
   assert set(versions) == {1, 2}
-  for each in begun:
+  for each in group:
     assert (np.diff(each.version) >= 0).all()
   assert not failed(engine) and engine._pool.usable
 
@@ -377,39 +380,39 @@ def test_a_request_has_a_time(make):
 
 
 def test_without_a_server_the_run_ends_and_says_why(make):
-  one, engine = make()
-  one.fault = once("die")
-  with pytest.raises(ServersGone, match=rf"no server can be used\. {one.url}: .*connect"):
+  server, engine = make()
+  server.fault = once("die")
+  with pytest.raises(ServersGone, match=rf"no server can be used\. {server.url}: .*connect"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_what_fails_everywhere_ends_the_run(make):
   *two, engine = make(2, retries=1)
-  for one in two:
-    one.fault = always("500")
+  for server in two:
+    server.fault = always("500")
   with pytest.raises(ServersGone, match=r"2 attempts failed, the last at http.*HTTP 500"):
     list(driving(engine, group_of(1)).run())
 
 
 def test_the_last_server_is_waited_for(make):
-  one, engine = make(wait_s=30.0)
+  server, engine = make(wait_s=30.0)
 
   def fails(path, body):
     if path == "/pause":  # before the next probe
-      one.fault = well
+      server.fault = well
     return "500" if path == GENERATE else None
 
-  one.fault = fails
+  server.fault = fails
   check(engine)
   assert failed(engine)["status"] >= 3
 
 
 def test_log_probs_before_the_temperature_are_refused_by_name(make):
-  one, _ = make(load=False)
+  server, _ = make(load=False)
   for temperature in (0.8, 1.0):  # at 1 they would be right, but no others
-    one.raw = True
+    server.raw = True
     with pytest.raises(ServersGone, match=r"start it with --logprobs-mode processed_logprobs"):
-      make([one], temperature=temperature, wait_s=60.0)  # no use in waiting
+      make([server], temperature=temperature, wait_s=60.0)  # no use in waiting
 
 
 def test_new_weights_that_were_not_taken_are_found_out(make):
@@ -423,8 +426,8 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
   message = r"off the trainer's by .* in the mean.*engine\.server\.tolerance is 0\.005: start it"
   with pytest.raises(ServersGone, match=message):
     engine.load(weights(3), 3)
-  for one in two:
-    one.reloads = True
+  for server in two:
+    server.reloads = True
   engine.load(weights(4), 4)
   check(engine, 4)
 
@@ -442,37 +445,39 @@ def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
 
 
 def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
-  one, engine = make()
-  one.pace, begun = 0.2, group_of(4)
-  driver = driving(engine, begun)
+  server, engine = make()
+  server.pace, group = 0.2, group_of(4)
+  driver = driving(engine, group)
   until = time.monotonic() + 0.7
   count = len(list(driver.run(lambda: time.monotonic() > until)))  # ended by a stop token
-  lengths = [len(each.tokens) for each in begun]
+  lengths = [len(each.tokens) for each in group]
   assert count < 4 and 0 < max(lengths) < 8 and not engine.busy
-  one.pace = 0.0
+  server.pace = 0.0
   engine.load(weights(2), 2)
-  assert len(list(driving(engine, begun).run())) == 4 - count
-  for each, length in zip(begun, lengths):
+  assert len(list(driving(engine, group).run())) == 4 - count
+  for each, length in zip(group, lengths):
     assert set(each.version[:length]) <= {1} and set(each.version[length:]) <= {2}
     assert each.finished and (each.stopped or len(each.tokens) == 8)
     tokens = np.array([[*each.prompt, *each.tokens]], np.int32)
     pad = np.pad(tokens, ((0, 0), (0, 12 - tokens.shape[1])))
-    said = each.columns["logp"]
+    output = each.columns["logp"]
     for seed, mine in ((1, slice(0, length)), (2, slice(length, None))):
-      own = np.asarray(next_logp(weights(seed), MODEL, pad, temperature=0.8))[0, 2:][: len(said)]
-      np.testing.assert_allclose(said[mine], own[mine], atol=1e-4)
+      reference = np.asarray(next_logp(weights(seed), MODEL, pad, temperature=0.8))[0, 2:][
+        : len(output)
+      ]
+      np.testing.assert_allclose(output[mine], reference[mine], atol=1e-4)
 
 
 def test_tokens_count_before_their_response_is_finished(make):
-  """Of a budget nobody would know otherwise until the longest responses are at their end."""
+  """A budget would not see them before the longest responses end."""
   _, engine = make()
-  begun = group_of(4)
-  driver = driving(engine, begun, dataclasses.replace(WORKLOAD, piece=2))
+  group = group_of(4)
+  driver = driving(engine, group, dataclasses.replace(WORKLOAD, piece=2))
   finished = list(driver.run(lambda: engine.usage.tokens >= 4))
-  total = sum(len(each.tokens) for each in begun)
-  assert engine.usage.tokens == total and max(len(each.tokens) for each in begun) < 8
-  assert len(finished) + len(list(driving(engine, begun).run())) == len(begun)
-  assert engine.usage.tokens == sum(len(each.tokens) for each in begun) - total > 0
+  total = sum(len(each.tokens) for each in group)
+  assert engine.usage.tokens == total and max(len(each.tokens) for each in group) < 8
+  assert len(finished) + len(list(driving(engine, group).run())) == len(group)
+  assert engine.usage.tokens == sum(len(each.tokens) for each in group) - total > 0
 
 
 def test_pieces_are_an_eighth_of_what_a_budget_is_for_a_response():
@@ -485,32 +490,32 @@ def test_pieces_are_an_eighth_of_what_a_budget_is_for_a_response():
 
 def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
   *two, engine = make(2, in_flight=2)
-  for one in two:
+  for server in two:
 
-    def waits(path, body, one=one):  # as in its queue, until it is aborted
-      while path.endswith("generate") and "probe" not in str(body) and not one.aborted:
+    def waits(path, body, server=server):  # as in its queue, until it is aborted
+      while path.endswith("generate") and "probe" not in str(body) and not server.aborted:
         time.sleep(0.01)
 
-    one.fault = waits
-  begun = group_of(4)
-  driver = driving(engine, begun)
+    server.fault = waits
+  group = group_of(4)
+  driver = driving(engine, group)
   until = time.monotonic() + 10
-  while not all(seen(one) for one in two):
+  while not all(request_ids(server) for server in two):
     assert time.monotonic() < until
     time.sleep(0.01)
   engine.load(weights(2), 2)
   assert list(driver.run(lambda: True)) == []
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
-  for one in two:  # each was told of what it had
-    assert one.aborted == {f"generate-tokens-{id_}" for id_ in seen(one)}
-  list(driving(engine, begun).run())
-  assert all(each.finished and set(each.version) == {2} for each in begun)
+  for server in two:  # each was told of what it had
+    assert server.aborted == {f"generate-tokens-{id_}" for id_ in request_ids(server)}
+  list(driving(engine, group).run())
+  assert all(each.finished and set(each.version) == {2} for each in group)
 
 
 def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeypatch):
   monkeypatch.setattr(pool, "RETRY_S", 5.0)
-  one, engine = make()
-  one.fault = always("500")
+  server, engine = make()
+  server.fault = always("500")
   driver = driving(engine, group_of(1))
   while not engine._pool.failures["status"]:
     time.sleep(0.01)
@@ -520,7 +525,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
 
 
 def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_probe(make):
-  one, engine = make()
+  server, engine = make()
   probed = threading.Event()
 
   def refuses(path, body):
@@ -532,14 +537,14 @@ def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_
       return "401"
     return None
 
-  one.fault = refuses
-  begun = group_of(1)
-  driver = driving(engine, begun)
-  while not seen(one):
+  server.fault = refuses
+  group = group_of(1)
+  driver = driving(engine, group)
+  while not request_ids(server):
     time.sleep(0.01)
   engine.load(weights(2), 2)
   list(driver.run())
-  assert all(each.finished and set(each.version) == {2} for each in begun)
+  assert all(each.finished and set(each.version) == {2} for each in group)
 
 
 def test_a_server_in_the_place_of_another_is_probed(make):
@@ -558,8 +563,8 @@ def test_directories_that_are_not_complete_are_not_among_the_last_two(tmp_path):
     probe.write_weights(tmp_path / f"weights_{number:06d}", weights(), MODEL)
   (tmp_path / "weights_000006.partial").mkdir()
   probe.write_weights(tmp_path / "weights_000007", weights(), MODEL)
-  kept = sorted(path.name for path in tmp_path.iterdir())
-  assert kept == ["weights_000005", "weights_000007"]
+  names = sorted(path.name for path in tmp_path.iterdir())
+  assert names == ["weights_000005", "weights_000007"]
 
 
 def test_a_tokenizer_goes_with_weights_and_what_changes_sampling_does_not(tmp_path):
@@ -569,24 +574,24 @@ def test_a_tokenizer_goes_with_weights_and_what_changes_sampling_does_not(tmp_pa
   for name in names | {"generation_config.json", "model.safetensors"}:
     (source / name).write_text(name)
   written = probe.write_weights(tmp_path / "weights_1", weights(), MODEL, epath.Path(source))
-  there = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
-  assert there == names | {"config.json", "model.safetensors"}
+  files = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
+  assert files == names | {"config.json", "model.safetensors"}
   assert (written / "model.safetensors").read_bytes() != b"model.safetensors"
 
 
 def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monkeypatch):
-  said = []
+  output = []
 
-  def told(value):
-    said.append(value)
+  def record(value):
+    output.append(value)
     return value
 
-  monkeypatch.setattr(hosts, "broadcast", told)
+  monkeypatch.setattr(hosts, "broadcast", record)
   _, engine = make(load=False)
   (tmp_path / "published").write_text("a file")
   with pytest.raises(ServersGone, match=r"published.* cannot be written"):
     engine.load(weights(), 1)
-  assert "published" in said[-1][1]
+  assert "published" in output[-1][1]
   (tmp_path / "published").unlink()
   engine.load(weights(), 1)
 
@@ -596,7 +601,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
   monkeypatch.setattr(engine._pool, "publish", breaks)
   with pytest.raises(KeyError):
     engine.load(weights(2), 2)
-  assert "a mistake of ours" in said[-1][1]
+  assert "a mistake of ours" in output[-1][1]
   monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
   for wrong, kind in ((False, ServersGone), (True, ValueError)):
     monkeypatch.setattr(hosts, "broadcast", lambda value, wrong=wrong: (None, "it is full", wrong))
@@ -605,7 +610,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):
-  one, engine = make()
+  server, engine = make()
 
   def cut(answer):
     for choice in answer["choices"]:
@@ -615,7 +620,7 @@ def test_a_response_that_somebody_aborted_is_gone_on_with(make):
         choice["weight_versions"][0]["end"] = 3
     return answer
 
-  one.fault = once(cut)
+  server.fault = once(cut)
   check(engine)
   assert not failed(engine)
 
@@ -629,22 +634,22 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
   text = letters(whole.response(0))
   strings = (text[2:4],)
   load = Workload(**vars(WORKLOAD) | dict(stop_strings=strings))
-  found = sample_rollout(engine, load, PROMPTS)
+  result = sample_rollout(engine, load, PROMPTS)
   for row in range(12):
-    uncut, now = letters(whole.response(row)), letters(found.response(row))
+    uncut, current = letters(whole.response(row)), letters(result.response(row))
     end = uncut.find(strings[0])
-    assert now == (uncut if end < 0 else uncut[: end + 2])
-    assert found.stopped[row] == (end >= 0 or whole.stopped[row])
-  assert len(found.response(0)) == text.find(strings[0]) + 2 < len(text)
+    assert current == (uncut if end < 0 else uncut[: end + 2])
+    assert result.stopped[row] == (end >= 0 or whole.stopped[row])
+  assert len(result.response(0)) == text.find(strings[0]) + 2 < len(text)
 
 
 def test_a_token_of_the_environment_is_brought(make, monkeypatch):
-  one, _ = make(load=False)
-  one.token = "secret"
+  server, _ = make(load=False)
+  server.token = "secret"
   with pytest.raises(ServersGone, match=r"HTTP 401.*set GSPO_ENGINE_TOKEN to the token"):
-    make([one], wait_s=60.0)
+    make([server], wait_s=60.0)
   monkeypatch.setenv("GSPO_ENGINE_TOKEN", "secret")
-  make([one])
+  make([server])
 
 
 @pytest.mark.parametrize(

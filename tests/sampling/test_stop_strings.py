@@ -39,7 +39,7 @@ def test_the_first_token_that_completes_one(decode, alphabet, strings, begun):
     if first is not None and first <= begun:
       continue
     request = Request(
-      (7,), 100, stop_strings=strings, begun=tuple(tokens[:begun]), unfinished=begun
+      (7,), 100, stop_strings=strings, prior=tuple(tokens[:begun]), unfinished=begun
     )
     for size in (1, 3, 64):
       tail, place = None, begun

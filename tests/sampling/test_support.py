@@ -95,9 +95,9 @@ def test_a_mesh_and_few_slots_have_the_same(rollout):
   mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
-    there = sample(params, MODEL, PROMPTS, **OPTIONS)
-  np.testing.assert_array_equal(there.tokens, rollout.tokens)
-  np.testing.assert_array_equal(np.sort(there.support), np.sort(rollout.support))
+    files = sample(params, MODEL, PROMPTS, **OPTIONS)
+  np.testing.assert_array_equal(files.tokens, rollout.tokens)
+  np.testing.assert_array_equal(np.sort(files.support), np.sort(rollout.support))
 
 
 def test_conversations_keep_it_for_what_the_policy_said():
@@ -111,11 +111,11 @@ def test_conversations_keep_it_for_what_the_policy_said():
     stop_ids=tuple(range(12)),
     **options,
   )
-  said = out.mask > 0
+  output = out.mask > 0
   assert out.turns.max() > 0
-  assert ((out.support != -1).any(-1) == said).all()
+  assert ((out.support != -1).any(-1) == output).all()
   hit = (out.support == out.tokens[..., None]).any(-1)
-  assert hit[said].all()
+  assert hit[output].all()
 
 
 def test_what_is_put_aside_keeps_it():
@@ -141,25 +141,27 @@ def response(tokens, support, finished=False):
 
 def test_a_trajectory_keeps_it_through_a_checkpoint():
   """Its first tokens were sampled before there was any, its last ones of fewer."""
-  one = Trajectory((5, 6), 0, 0, SingleTurn((5, 6)))
-  one.add(response([1, 2], None))
-  assert one.support is None
-  one.add(response([3], [[3, 4, 8]]))
-  earlier = one.copy()
-  one.add(response([4], [[4, 2]]))
-  one = Trajectory.from_state(json.loads(json.dumps(one.get_state())), SingleTurn((5, 6)))
-  wanted = [[-1, -1, -1], [-1, -1, -1], [3, 4, 8], [4, 2, -1]]
-  np.testing.assert_array_equal(one.support, wanted)
-  np.testing.assert_array_equal(earlier.support, wanted[:3])
-  one.finish(True)
-  rollout = assemble([one], 7, 0, support=4)
+  trajectory = Trajectory((5, 6), 0, 0, SingleTurn((5, 6)))
+  trajectory.add(response([1, 2], None))
+  assert trajectory.support is None
+  trajectory.add(response([3], [[3, 4, 8]]))
+  earlier = trajectory.copy()
+  trajectory.add(response([4], [[4, 2]]))
+  trajectory = Trajectory.from_state(
+    json.loads(json.dumps(trajectory.get_state())), SingleTurn((5, 6))
+  )
+  expected = [[-1, -1, -1], [-1, -1, -1], [3, 4, 8], [4, 2, -1]]
+  np.testing.assert_array_equal(trajectory.support, expected)
+  np.testing.assert_array_equal(earlier.support, expected[:3])
+  trajectory.finish(True)
+  rollout = assemble([trajectory], 7, 0, support=4)
   assert rollout.support.shape == (1, 7, 4) and rollout.support.dtype == np.int32
-  np.testing.assert_array_equal(rollout.support[0, 2:6, :3], wanted)
+  np.testing.assert_array_equal(rollout.support[0, 2:6, :3], expected)
   assert (rollout.support[0, [0, 1, 6]] == -1).all() and (rollout.support[..., 3] == -1).all()
   with pytest.raises(
     ValueError, match=r"sampling\.top_k is 2 tokens now, .* drawn from 3: set it to"
   ):
-    assemble([one], 7, 0, support=2)
+    assemble([trajectory], 7, 0, support=2)
   plain = Trajectory((5,), 0, 0, SingleTurn((5,)))
   plain.add(response([1], None))
   plain.finish(True)

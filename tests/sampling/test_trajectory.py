@@ -58,16 +58,19 @@ def base():
 def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(base):
   out, environments = base
   turns_seen = set()
-  for row, one in enumerate(environments):
+  for row, environment in enumerate(environments):
     start = out.prompt_lengths[row]
-    assert tuple(out.tokens[row, :start]) == one.prompt
+    assert tuple(out.tokens[row, :start]) == environment.prompt
     tokens, turns, rewards = [], [], []
-    for i, heard in enumerate(one.heard):
+    for i, heard in enumerate(environment.heard):
       if i:  # the last observation is nobody's to hear
-        tokens, turns = tokens + one.said[i - 1], turns + [-1] * len(one.said[i - 1])
-        rewards += [0] * len(one.said[i - 1])
+        tokens, turns = (
+          tokens + environment.said[i - 1],
+          turns + [-1] * len(environment.said[i - 1]),
+        )
+        rewards += [0] * len(environment.said[i - 1])
       tokens, turns = tokens + heard, turns + [i] * len(heard)
-      rewards += [0] * (len(heard) - 1) + [one.rewards[i]]
+      rewards += [0] * (len(heard) - 1) + [environment.rewards[i]]
     end = start + len(tokens)
     assert out.response(row) == tokens and out.ends[row] == end
     expected = np.full(out.turns.shape[1], -1)
@@ -75,15 +78,17 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
     np.testing.assert_array_equal(out.turns[row], expected)
     np.testing.assert_array_equal(out.mask[row], expected >= 0)
     np.testing.assert_allclose(out.rewards[row, start:end], rewards)
-    assert out.rewards[row].sum() == pytest.approx(sum(one.rewards))
-    assert out.lengths[row] == sum(map(len, one.heard)) == out.mask[row].sum()
-    turns_seen.add(len(one.heard))
+    assert out.rewards[row].sum() == pytest.approx(sum(environment.rewards))
+    assert out.lengths[row] == sum(map(len, environment.heard)) == out.mask[row].sum()
+    turns_seen.add(len(environment.heard))
   assert turns_seen == {1, 2, 3, 4}
   assert not out.logp[out.mask == 0].any() and not out.full_logp[out.mask == 0].any()
   assert (out.logp[out.mask == 1] < 0).all()
   assert 0 < out.stopped.sum() < len(out.stopped)
-  for row, one in enumerate(environments):
-    assert out.stopped[row] == (one.heard[-1][0] % 3 == 0 and one.heard[-1][-1] in STOP)
+  for row, environment in enumerate(environments):
+    assert out.stopped[row] == (
+      environment.heard[-1][0] % 3 == 0 and environment.heard[-1][-1] in STOP
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -95,8 +100,8 @@ def test_logp_is_the_trainers_on_the_whole_conversation(base, temperature):
 
 def test_routes_are_on_record_for_every_token_that_was_fed(base):
   out, _ = base
-  taken = forward(PARAMS, MOE, out.tokens).routing_lBTk
-  taken_BLlk = np.moveaxis(np.asarray(taken), 0, 2)
+  counts = forward(PARAMS, MOE, out.tokens).routing_lBTk
+  taken_BLlk = np.moveaxis(np.asarray(counts), 0, 2)
   for row, end in enumerate(out.ends):
     assert (out.routing[row, end - 1 :] == routing.NO_EXPERT).all()
     np.testing.assert_array_equal(out.routing[row, : end - 1], taken_BLlk[row, : end - 1])
@@ -137,32 +142,41 @@ def test_the_noise_of_a_turn_is_its_own(base):
 def test_a_turn_is_what_is_left_of_the_response(base):
   """Its noise goes by prompt, index in the group and position, as if it had been begun before."""
   out, environments = base
-  row = next(row for row, one in enumerate(environments) if len(one.heard) > 2 and row % 4)
-  one, start = environments[row], out.prompt_lengths[row]
-  begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
+  row = next(
+    row for row, environment in enumerate(environments) if len(environment.heard) > 2 and row % 4
+  )
+  environment, start = environments[row], out.prompt_lengths[row]
+  unfinished = tuple(
+    environment.heard[0] + environment.said[0] + environment.heard[1] + environment.said[1]
+  )
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
   options = dict(prompt_length=5, trajectories=1, group_size=1, stop_ids=STOP)
   s = scheduler(PARAMS, MOE, sampling, several_turns=True, record_routing=True, **options)
   request = Request(
-    one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun
+    environment.prompt,
+    40 - len(unfinished),
+    first_sample=row % 4,
+    seed=7,
+    stop_ids=STOP,
+    prior=unfinished,
   )
   ((_, response),) = run(s, [request]).items()
-  assert response.tokens.tolist() == one.heard[2]
+  assert response.tokens.tolist() == environment.heard[2]
   np.testing.assert_allclose(
-    response.logp, out.logp[row, start + len(begun) :][: len(one.heard[2])], atol=1e-5
+    response.logp, out.logp[row, start + len(unfinished) :][: len(environment.heard[2])], atol=1e-5
   )
 
 
 def test_one_turn_is_what_generate_samples():
   """And so are the first turns of conversations; equal prompts are prefilled once."""
   usage = Usage()
-  one, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
+  item, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
   assert usage.prefilled == sum(len(p) - 1 for p in PROMPTS)
   plain = generate(PARAMS, MOE, PROMPTS, seed=7, **OPTIONS)
-  np.testing.assert_array_equal(one.tokens, plain.tokens)
-  np.testing.assert_array_equal(one.lengths, plain.lengths)
-  np.testing.assert_allclose(one.logp, plain.logp, atol=1e-5)
-  np.testing.assert_array_equal(one.ends, plain.ends)
+  np.testing.assert_array_equal(item.tokens, plain.tokens)
+  np.testing.assert_array_equal(item.lengths, plain.lengths)
+  np.testing.assert_allclose(item.logp, plain.logp, atol=1e-5)
+  np.testing.assert_array_equal(item.ends, plain.ends)
 
 
 @dataclasses.dataclass
@@ -210,9 +224,9 @@ def test_stop_strings_end_turns():
     return "".join("#" if i > 40 else "." for i in ids)
 
   _, environments = talk(stop_strings=("#",), stop_ids=SELDOM, detokenize=letters)
-  for one in environments:
-    assert all(not any(token > 40 for token in heard[:-1]) for heard in one.heard)
-  assert any(len(one.heard) > 1 for one in environments)
+  for environment in environments:
+    assert all(not any(token > 40 for token in heard[:-1]) for heard in environment.heard)
+  assert any(len(environment.heard) > 1 for environment in environments)
 
 
 def test_messages_are_rendered():
@@ -273,15 +287,15 @@ def test_bad_environments(environment, message):
 def test_an_environment_that_raises_ends_its_own_trajectory():
   environments = [Endless() for _ in range(16)]
   environments[2] = Broken()
-  (whole, _), (found, _) = talk([Endless() for _ in range(16)]), talk(environments)
+  (whole, _), (result, _) = talk([Endless() for _ in range(16)]), talk(environments)
   others = [row for row in range(16) if row != 2]
-  np.testing.assert_array_equal(found.tokens[others], whole.tokens[others])
-  assert found.turns[2].max() == 0 and not found.stopped[2] and not found.rewards[2].any()
+  np.testing.assert_array_equal(result.tokens[others], whole.tokens[others])
+  assert result.turns[2].max() == 0 and not result.stopped[2] and not result.rewards[2].any()
 
 
 def test_figures_that_cannot_be_had_are_a_failure_too():
   for figures in (lambda: dict(steps=None), lambda: {}["steps"]):
-    one = Trajectory((5,), 0, 0, Endless())
-    one.environment.figures = figures
-    one.finish(stopped=True)
-    assert one.finished and "Endless.figures() raised" in one.failure
+    trajectory = Trajectory((5,), 0, 0, Endless())
+    trajectory.environment.figures = figures
+    trajectory.finish(stopped=True)
+    assert trajectory.finished and "Endless.figures() raised" in trajectory.failure

@@ -127,14 +127,16 @@ def test_two_servers_of_which_one_is_killed(start, tmp_path):
     assert metrics["engine/servers"] == 2
     assert metrics["engine/probe/disagreed"] == 0 and metrics["engine/probe/mean"] < 1e-4
 
-    prompts = [Prompt(str(i), "", "", tuple(one)) for i, one in enumerate(PROMPTS)]
+    prompts = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(PROMPTS)]
     groups = new_groups(prompts, 8, 0, 8, None)
     driver = Driver(engine, WORKLOAD)
     for group in groups:
       driver.begin(group)
     servers[0].kill()
     done = list(driver.run())
-    assert len(done) == 64 and all(one.length for one in done)  # no group has lost one
+    assert len(done) == 64 and all(
+      trajectory.length for trajectory in done
+    )  # no group has lost one
     metrics = engine.usage.metrics()
     assert metrics["engine/servers"] == 1 and metrics["engine/failed/connection"] >= 1
     servers[0].start()
@@ -148,14 +150,14 @@ def test_two_servers_of_which_one_is_killed(start, tmp_path):
     driver, until = Driver(engine, WORKLOAD), time.monotonic() + 0.1
     driver.begin(group)
     list(driver.run(lambda: time.monotonic() > until))
-    begun = [len(one.tokens) for one in group]
+    unfinished = [len(trajectory.tokens) for trajectory in group]
     engine.load(params[3], 3)
     driver = Driver(engine, WORKLOAD)
     driver.begin(group)
     list(driver.run())
-    assert any(begun) and all(one.finished for one in group)
-    for one, length in zip(group, begun):
-      assert set(one.version[:length]) <= {2} and set(one.version[length:]) <= {3}
+    assert any(unfinished) and all(trajectory.finished for trajectory in group)
+    for trajectory, length in zip(group, unfinished):
+      assert set(trajectory.version[:length]) <= {2} and set(trajectory.version[length:]) <= {3}
 
 
 def test_experts_that_were_not_reloaded_rightly_are_found_out(start, tmp_path):
@@ -178,24 +180,24 @@ def test_a_run_goes_on_with_the_server_that_is_left(start, tmp_path):
   """  # random weights have no reward; the bonus for entropy gives a gradient
   model_flags = [f"{key.replace('__', '.')}=0" for key in NO_EXPERTS]
   argv = command(workdir, *flags.split(), *model_flags, f"engine.urls={urls}")
-  with open(tmp_path / "stderr.txt", "w+") as said:
-    process = subprocess.Popen(argv, stderr=said, stdout=said, env=environment())
+  with open(tmp_path / "stderr.txt", "w+") as stderr:
+    process = subprocess.Popen(argv, stderr=stderr, stdout=stderr, env=environment())
     try:
       end = time.monotonic() + MOST_S
       while max((row["step"] for row in rows(workdir) if row["phase"] == "rl"), default=0) < 2:
-        assert process.poll() is None and time.monotonic() < end, said.seek(0) or said.read()
+        assert process.poll() is None and time.monotonic() < end, stderr.seek(0) or stderr.read()
         time.sleep(0.1)
       servers[1].kill()
       assert process.wait(timeout=MOST_S) == 0
     finally:
       process.kill()
       process.wait()
-    said.seek(0)
-    text = said.read()
+    stderr.seek(0)
+    text = stderr.read()
   assert f"server {urls[1]} is left out" in text
-  of_rl = [row for row in rows(workdir) if row["phase"] == "rl" and row["step"]]
-  assert [row["step"] for row in of_rl] == [1, 2, 3, 4, 5]
-  assert of_rl[0]["engine/servers"] == 2 and of_rl[-1]["engine/servers"] == 1
-  assert max(row["mismatch/current/abs/mean"] for row in of_rl) < 1e-4
-  assert max(row["engine/probe/mean"] for row in of_rl) < 1e-4
-  assert "eval/accuracy" in of_rl[-1]
+  rl = [row for row in rows(workdir) if row["phase"] == "rl" and row["step"]]
+  assert [row["step"] for row in rl] == [1, 2, 3, 4, 5]
+  assert rl[0]["engine/servers"] == 2 and rl[-1]["engine/servers"] == 1
+  assert max(row["mismatch/current/abs/mean"] for row in rl) < 1e-4
+  assert max(row["engine/probe/mean"] for row in rl) < 1e-4
+  assert "eval/accuracy" in rl[-1]

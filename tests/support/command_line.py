@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +33,25 @@ SMALL = (
   objective.entropy_coef=0.01
 """.split()
 )  # A model this small earns no reward: the entropy bonus gives it a gradient.
+
+# Conversations that are put aside, replayed, recomputed and sampled in several rounds.
+TOGETHER = """
+  job=rl rl.extra_prompts=4 rl.token_budget=150 rl.iterations=4 eval.every=9 eval.greedy=False
+  objective.old_logp=recompute objective.replay=R3 objective.volatility=True
+  data.query_set.extra_rounds=1 environment.name=talk:Talk environment.max_turns=4
+  sampling.stop_strings=('1','7') sampling.max_new_tokens=40
+  environment.token_cost=0.01 environment.call_cost=0.1
+"""
+TALK = """
+class Talk:
+  def __init__(self, prompt, tok):
+    self.prompt, self.tok, self.heard = prompt, tok, 0
+  def reset(self):
+    return self.prompt.tokens
+  def step(self, response):
+    self.heard += 1
+    return self.tok.encode("so?"), len(response) % 5 / 5, self.heard == 3
+"""
 
 
 def command(workdir, *overrides, config="configs/tiny.py"):
@@ -154,19 +172,6 @@ def assert_same_run(got, expected, step):
   np.testing.assert_equal(parameters(got, step), parameters(expected, step))
   for path in (expected / "rollouts").iterdir():
     assert (got / "rollouts" / path.name).read_text() == path.read_text()
-
-
-def killed_and_whole(folder, flags, step=3, **more):
-  """Asserts equal results of a run and one killed after `step` and restarted.
-
-  Returns both directories.
-  """
-  whole, killed = folder / "whole", folder / "killed"
-  run(whole, *flags, **more)
-  run_until(killed, "rl", step, signal.SIGKILL, flags, **more)
-  run(killed, *flags, **more)
-  assert_same_run(killed, whole, rows(whole)[-1]["step"])
-  return whole, killed
 
 
 def parameters(workdir, step):

@@ -37,7 +37,7 @@ class Echo:
   def step(self):
     for request, sample, tokens in self.under_way:
       before = [*request.prefix, *tokens][-1]
-      first = not request.begun and not tokens
+      first = not request.prior and not tokens
       tokens.append(STOP if before == 1 else before - 1 + sample * first)
       self.usage.tokens += 1
     over = [entry for entry in self.under_way if self.over(*entry)]

@@ -8,6 +8,7 @@ import http.server
 import json
 import re
 import threading
+import time
 import urllib.parse
 
 from etils.epath import backend
@@ -26,6 +27,7 @@ class FakeHub:
     gated: repositories that ask for `TOKEN`.
     break_off: bytes of a large file after which a connection ends; 0: never.
     break_offs: how often that happens.
+    stall: whether such a connection stays open without a byte more; `stalled` is set then.
     expire: addresses that were given out until now are not good any more, if called.
     requests: (method, path, Range) in their order.
   """
@@ -33,6 +35,7 @@ class FakeHub:
   def __init__(self):
     self.commits, self.branches, self.large = {}, {}, {}
     self.break_off, self.break_offs = 0, 1000
+    self.stall, self.stalled = False, threading.Event()
     self.gated, self.requests, self._age = set(), [], 0
     self._http = http.server.ThreadingHTTPServer(
       ("127.0.0.1", 0), functools.partial(_Handler, self)
@@ -152,6 +155,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       content, self.close_connection = content[:most], True
     with contextlib.suppress(ConnectionError):
       self.wfile.write(content)
+      if self.close_connection and self.hub.stall:
+        self.hub.stalled.set()
+        time.sleep(60)
 
 
 def bucket(monkeypatch, root):

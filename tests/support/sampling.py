@@ -46,7 +46,7 @@ def left_of(response):
   partial, request = tuple(response.tokens.tolist()), response.request
   remaining = request.max_new_tokens - len(partial)
   return dataclasses.replace(
-    request, max_new_tokens=remaining, samples=1, first_sample=response.sample, begun=partial
+    request, max_new_tokens=remaining, samples=1, first_sample=response.sample, prior=partial
   )
 
 

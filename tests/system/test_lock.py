@@ -21,10 +21,10 @@ with lock.alone_in(*sys.argv[1:]):
 
 def test_the_second_run_is_refused_and_says_by_whom(tmp_path):
   with lock.alone_in(tmp_path):
-    said = run(tmp_path, *SMALL, ok=False)
-  last = said.splitlines()[-1]
+    stderr = run(tmp_path, *SMALL, ok=False)
+  last = stderr.splitlines()[-1]
   assert last.startswith(f"gspo_jax: another run is in {tmp_path} (process ")
-  assert "another --workdir" in last and "Traceback" not in said
+  assert "another --workdir" in last and "Traceback" not in stderr
   assert not (tmp_path / "config.json").exists()
 
 
@@ -54,8 +54,8 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
   monkeypatch.setattr(fcntl, "flock", flock)
   with lock.alone_in(tmp_path):
     pass
-  said = capsys.readouterr().err
-  assert said == (
+  stderr = capsys.readouterr().err
+  assert stderr == (
     f"warning: {tmp_path}/lock cannot be locked (No locks available); nothing keeps a second run "
     "out\n"
   )

@@ -87,7 +87,7 @@ def test_a_process_that_cannot_save_ends_all_the_same(number, code):
   """So long after SIGTERM; or at a second Ctrl-C, for whose first one there is no such time."""
   process = started([sys.executable, "-c", STUCK])
   assert process.stdout.readline() == "ready\n"
-  begun = time.monotonic()
+  start = time.monotonic()
   process.send_signal(number)
   if number == signal.SIGINT:
     assert "Ctrl-C: saves and ends when it can" in process.stderr.readline()
@@ -95,5 +95,5 @@ def test_a_process_that_cannot_save_ends_all_the_same(number, code):
     assert process.poll() is None
     process.send_signal(number)
   assert process.wait(30) == code
-  assert 0.9 < time.monotonic() - begun < 10
+  assert 0.9 < time.monotonic() - start < 10
   assert "the same command continues from checkpoint 7\n" in process.stderr.read()

@@ -19,5 +19,5 @@ def test_only_what_would_not_be_seen_is_changed():
 def test_what_a_model_wrote_does_not_reach_the_terminal_as_a_command(capsys):
   with pytest.raises(SystemExit):
     flags.refuse(ValueError("no verdict on any of 8 (8 times: crash: KeyError: '\x1b]0;x\x07')"))
-  said = capsys.readouterr().err
-  assert r"'\x1b]0;x\x07'" in said and said.rstrip("\n").isprintable()
+  stderr = capsys.readouterr().err
+  assert r"'\x1b]0;x\x07'" in stderr and stderr.rstrip("\n").isprintable()

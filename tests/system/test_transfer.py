@@ -13,14 +13,14 @@ class Terminal(io.StringIO):
 
 
 def moved(stream, seconds=40, **options):
-  """4 GB at 100 MB/s, of which the first is there already."""
-  now = [0.0]
+  """4 GB at 100 MB/s, the first one already there."""
+  current = [0.0]
   with Transfer(
-    "reading org/model", 5 * 10**9, stream=stream, clock=lambda: now[0], **options
+    "reading org/model", 5 * 10**9, stream=stream, clock=lambda: current[0], **options
   ) as t:
     t.add(10**9, before=True)
     for _ in range(seconds):
-      now[0] += 1.0
+      current[0] += 1.0
       t.add(10**8)
   return stream.getvalue()
 

@@ -42,7 +42,7 @@ class Files:
       CheckpointError: an unreadable file, or a tensor in two files.
       ValueError: a repository that cannot be read.
     """
-    self._repository = hub.Repository.of(name) if hub.is_id(name) else None
+    self._repository = hub.Repository.from_name(name) if hub.is_id(name) else None
     self.name = self._repository.id if self._repository else name
     directory = self.directory = hub.directory(name)
     self.elsewhere = self._repository is not None or "://" in name

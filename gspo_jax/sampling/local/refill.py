@@ -29,7 +29,7 @@ def refill(state: Any) -> Any:
 
 
 def _take(state):
-  """One free slot takes the next response of the prefix that most wait for, which ends a phase
+  """Gives a free slot the next response of the prefix with the most waiting, to end a phase
   soonest."""
   queue, waiting_R = state.queue, state.waiting_R
   w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
@@ -49,7 +49,7 @@ def _take(state):
 
 
 def _may_take(state):
-  """Whether there is a page for another response, and for every one that is to need a next one."""
+  """Returns if there is a page for another response besides those needed next."""
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
   spare = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
@@ -57,8 +57,8 @@ def _may_take(state):
   return (s.left_B == 0).any() & (state.waiting_R > 0).any() & ((spare > 0) | alone)
 
 
-class _Held(NamedTuple):
-  """Who goes on, and the pages that it has."""
+class _Owners(NamedTuple):
+  """Responses and prefixes under way, and their pages."""
 
   left_B: jax.Array
   table_Bn: jax.Array
@@ -66,11 +66,11 @@ class _Held(NamedTuple):
   staged_Rn: jax.Array
 
   @classmethod
-  def of(cls, state: Any) -> "_Held":
+  def from_state(cls, state: Any) -> "_Owners":
     return cls(state.slots.left_B, state.cache.table_Bn, state.waiting_R, state.staged).released()
 
-  def released(self) -> "_Held":
-    """Takes the pages from those that do not go on."""
+  def released(self) -> "_Owners":
+    """Takes the pages of finished responses and prefixes."""
     return self._replace(
       table_Bn=jnp.where(self.left_B[:, None] > 0, self.table_Bn, NONE),
       staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
@@ -86,42 +86,42 @@ class _Held(NamedTuple):
 
 
 def release(state: Any) -> Any:
-  """Frees the pages of responses that are over; for use on each device's part."""
-  return _Held.of(state).put_into(state)
+  """Frees the pages of finished responses, on each device's part."""
+  return _Owners.from_state(state).put_into(state)
 
 
 def _give_pages(state):
-  """Every slot that goes on has a page for its next position; or a free one may begin."""
+  """Gives every slot under way a page for its next position, or frees pages so one may begin."""
   s, S = state.slots, state.cache.page
   row_B = jnp.arange(len(s.left_B))
   sampled_B = s.position_B - s.start_B
 
-  def lacking(held):
-    next_B = held.table_Bn[row_B, s.position_B // S]
-    return (held.left_B > 0) & (next_B == NONE)
+  def lacking(owners):
+    next_B = owners.table_Bn[row_B, s.position_B // S]
+    return (owners.left_B > 0) & (next_B == NONE)
 
-  def free(held):
-    return pages.free(state.cache.replace(table_Bn=held.table_Bn), held.staged_Rn)
+  def free(owners):
+    return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
-  def unsettled(held):
-    stuck = (held.left_B == 0).all() & (held.waiting_R > 0).any() & ~free(held).any()
-    return lacking(held).any() | stuck
+  def unsettled(owners):
+    stuck = (owners.left_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
+    return lacking(owners).any() | stuck
 
-  def settle(held):
-    free_p, w = free(held), jnp.argmax(lacking(held))
+  def settle(owners):
+    free_p, w = free(owners), jnp.argmax(lacking(owners))
     any_free = free_p.any()
     page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
     place = (w, s.position_B[w] // S)
-    table_Bn = held.table_Bn.at[place].set(jnp.where(any_free, page, held.table_Bn[place]))
+    table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
     # The newest prefix that waits, or else the newest of the responses that have sampled least.
-    waits = (held.waiting_R > 0).any()
-    e = jnp.argmax(jnp.where(held.waiting_R > 0, state.queue.id_B, -1))
-    least = jnp.where(held.left_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()
-    v = jnp.argmax(jnp.where((held.left_B > 0) & (sampled_B == least), s.id_B, -1))
-    return held._replace(
+    waits = (owners.waiting_R > 0).any()
+    e = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
+    least = jnp.where(owners.left_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()
+    v = jnp.argmax(jnp.where((owners.left_B > 0) & (sampled_B == least), s.id_B, -1))
+    return owners._replace(
       table_Bn=table_Bn,
-      waiting_R=held.waiting_R.at[e].set(jnp.where(any_free, held.waiting_R[e], 0)),
-      left_B=held.left_B.at[v].set(jnp.where(any_free | waits, held.left_B[v], 0)),
+      waiting_R=owners.waiting_R.at[e].set(jnp.where(any_free, owners.waiting_R[e], 0)),
+      left_B=owners.left_B.at[v].set(jnp.where(any_free | waits, owners.left_B[v], 0)),
     ).released()
 
-  return jax.lax.while_loop(unsettled, settle, _Held.of(state)).put_into(state)
+  return jax.lax.while_loop(unsettled, settle, _Owners.from_state(state)).put_into(state)

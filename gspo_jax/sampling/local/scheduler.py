@@ -90,14 +90,15 @@ class Scheduler:
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
     self._pages, self._taken = np.full(self._shards, size.pages), np.zeros(self._shards, int)
-    self._queued: dict[int, Entry] = {}  # by its number, over all devices
-    self._calls = 0  # of the decoder so far
+    self._queued: dict[int, Entry] = {}  # entries by number, over all devices
+    self._calls = 0  # calls of the decoder so far
     self._in_flight = collections.deque()  # calls whose results are not fetched yet
-    self._prefills = []  # since the last call
+    self._prefills = []  # prefills since the last call
     self._clock = 0.0
 
   def submit(self, request: Request) -> None:
-    """ValueError if it does not fit the workload, or has more stop ids than were announced."""
+    """Queues a request. Raises ValueError if it does not fit, or has more stop ids than
+    announced."""
     work, vocab_size = self._workload, self._model.vocab_size
     request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
     if len(request.stop_ids) > self._stop_width:
@@ -112,7 +113,7 @@ class Scheduler:
     return bool(self._live or self._requests)
 
   def step(self) -> list[Response]:
-    """Has the devices go on, and returns what was finished meanwhile.
+    """Runs the devices, and returns finished responses.
 
     Raises:
       Preempted: in a run that was told to go (preemption.py); nothing of it is lost but tokens.
@@ -135,17 +136,18 @@ class Scheduler:
     finished = []
     while self._in_flight:
       finished += self._collect()
-    begun = list(self._live.values())
-    for request, lives in self._requests:
-      begun += lives or lives_of(request)
+    lives = list(self._live.values())
+    for request, displaced in self._requests:
+      lives += displaced or lives_of(request)
     self._live.clear()
     self._requests.clear()
-    return finished + [live.response(self._version) for live in begun]
+    return finished + [live.response(self._version) for live in lives]
 
   # To the devices.
 
   def _fill_queue(self) -> None:
-    """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
+    """Prefills fitting prefixes in batches of one length; small batches only before slots run
+    dry."""
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
@@ -163,11 +165,11 @@ class Scheduler:
       self._requests.extendleft(reversed(fitting[len(placed) :]))
       if placed:
         self._prefill_batch(placed, length, rows)
-      if len(placed) < len(fitting):  # for want of pages
+      if len(placed) < len(fitting):  # pages are lacking
         return
 
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[Live]]]:
-    """Gives requests, in their order, to the devices that have least to do, `rows` to one at most.
+    """Distributes requests in order to the least loaded devices, `rows` to each at most.
 
     Where pages are few, a device takes another prefix if it has some to spare for its slots.
     """
@@ -222,7 +224,7 @@ class Scheduler:
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
-        if not live.count:  # or what counts is how its tokens were fed at first
+        if not live.count:  # else the first experts of its tokens count
           live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
@@ -232,7 +234,7 @@ class Scheduler:
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
-    arrays = _put((tokens, prefixes, waiting, entries))
+    arrays = _put_arrays((tokens, prefixes, waiting, entries))
     self._state, experts_rTlk = self._prefill(self._params, self._state, *arrays)
     self._prefills.append((experts_rTlk, fetched))
 
@@ -241,7 +243,7 @@ class Scheduler:
     cancelled[: len(self._cancelled)] = self._cancelled
     self._cancelled = []
     marker = self._state.waiting_R.sum() if self._prefills else None
-    self._state, out = self._decode(self._params, self._state, _put(cancelled, P()))
+    self._state, out = self._decode(self._params, self._state, _put_arrays(cancelled, P()))
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
     self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
@@ -250,7 +252,7 @@ class Scheduler:
   # From the devices.
 
   def _collect(self) -> list[Response]:
-    """Fetches what the oldest call sampled."""
+    """Fetches the samples of the oldest call."""
     call, prefills, taken, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
@@ -303,7 +305,7 @@ class Scheduler:
     return finished
 
   def _ask_again(self, call: int, out: Sampled) -> None:
-    """Puts what has lost its pages before everything else that is to be sampled."""
+    """Queues responses without their pages before all others."""
     there = set(out.live_W.tolist())
     for entry in self._queued.values():
       if entry.call <= call:
@@ -321,13 +323,13 @@ class Scheduler:
     return seconds
 
 
-def _put(tree: Any, *spec: P) -> Any:
-  """Puts arrays on the mesh, if there is one; by default split over its batch axes."""
+def _put_arrays(tree: Any, *spec: P) -> Any:
+  """Puts arrays on the mesh, if any, split over its batch axes by default."""
   if sharding.without_mesh():
     return tree
   return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)
 
 
 def _cache_bytes(state: Any) -> int:
-  """Of keys and values, over all devices."""
+  """Bytes of keys and values over all devices."""
   return sum(x.nbytes for x in jax.tree.leaves((state.cache, state.staged)) if x.ndim > 4)

@@ -73,7 +73,7 @@ class Sampled:
   token_nW: Any  # int32
   logp_nW: Any  # float32: under the distribution that it was drawn from
   full_logp_nW: Any  # float32: under the one without truncation
-  experts_nWlk: Any  # of the token that was fed; None where nobody asked
+  experts_nWlk: Any  # experts of the token fed; None: not recorded
   support_nWX: Any = None  # int32: the tokens that it was drawn from (`sampler.support`); or None
   steps: Any = None  # int32 []: how many rows are in use
   waiting_R: Any = None  # int32: of the queue, afterwards
@@ -85,7 +85,7 @@ class Sampled:
 def new_state(
   model: ModelConfig, layers: tuple[int, ...], size: Sizes, *, stop_ids: int, dtype: Any
 ) -> State:
-  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them."""
+  """Returns free slots and an empty queue; `layers` as the parameters stack them."""
 
   def split(tree: Any) -> Any:
     return jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)
@@ -165,7 +165,7 @@ def prefill(
 def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
   """Puts prefilled rows into the queue; on each device."""
 
-  def at(old, new):
+  def set_rows(old, new):
     return old.at[entry_r].set(new, mode="drop")
 
   if isinstance(state.cache, Pages):
@@ -174,12 +174,12 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     lacking = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, lacking)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # or the host has to ask again
-    state = state.replace(cache=pool, staged=at(state.staged, table_rn))
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # the host requests the others again
+    state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
   return state.replace(
-    queue=jax.tree.map(at, state.queue, rows), waiting_R=at(state.waiting_R, waiting_r)
+    queue=jax.tree.map(set_rows, state.queue, rows), waiting_R=set_rows(state.waiting_R, waiting_r)
   )
 
 
@@ -209,7 +209,7 @@ def decode(
   width: int = 0,
   vocabulary: int = 0,
 ) -> tuple[State, Sampled]:
-  """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
+  """Decodes up to `steps` tokens in every slot; ends early when slots and queue are empty.
 
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
   width: tokens of a support to put on record, at most; 0: none are.
@@ -298,7 +298,7 @@ def _next_token(
 
 
 def _afterwards(state: State) -> dict[str, Any]:
-  """What the host is told of a state, beside the tokens."""
+  """Returns a state's counts for the host."""
   if not isinstance(state.cache, Pages):
     return dict(waiting_R=state.waiting_R)
 
@@ -312,7 +312,7 @@ def _afterwards(state: State) -> dict[str, Any]:
 
 
 def specs(tree: Any) -> Any:
-  """PartitionSpec of each array of a state: rows are split, and what is in a cache is."""
+  """PartitionSpec of each array of a state."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 

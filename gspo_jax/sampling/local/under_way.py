@@ -15,7 +15,7 @@ from gspo_jax.sampling.requests import Request, Response
 class Entry(NamedTuple):
   """A prefix in the queue of a device, for responses that have no slot yet."""
 
-  call: int  # of the decoder: the first that reports it
+  call: int  # first call of the decoder with its tokens
   waiting: int  # responses without a slot, as last reported
   end: int  # id after that of its last response, which is the last to get a slot
 
@@ -27,19 +27,19 @@ class Live:
   request: Request
   sample: int
   shard: int
-  experts: list[np.ndarray]  # of its prefix, filled when they have been fetched
+  experts: list[np.ndarray]  # experts of its prefix, filled once they are fetched
   call: int = 0  # the first call of `decode` that knows of it
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0
-  tail: list[int] | None = None  # of `stop_strings.end`
+  tail: list[int] | None = None  # see `stop_strings.end`
 
   @property
   def tokens(self) -> tuple[int, ...]:
-    """What has been sampled of it."""
+    """Tokens sampled so far."""
     return tuple(int(token) for part in self.parts for token in part[0])
 
   def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
-    """Number of sampled tokens that complete a stop string, if the last part completes one."""
+    """Number of sampled tokens up to a stop string in the last part; None: no stop string."""
     new = self.parts[-1][0].tolist()
     end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
     return None if end is None else self.count - len(new) + end
@@ -70,13 +70,13 @@ class Live:
 
 
 def lives_of(request: Request) -> list[Live]:
-  """The responses of a request, of which nothing is sampled yet."""
+  """Returns the responses of a request, without tokens."""
   return [Live(request, request.first_sample + i, 0, []) for i in range(request.samples)]
 
 
 def by_response(out: Sampled) -> Iterator[tuple]:
-  """(id, tokens, logp, full_logp, experts, support) of each response with tokens in `out`; None for
-  what is not recorded."""
+  """Yields (id, tokens, logp, full_logp, experts, support) of each response with tokens; None:
+  not recorded."""
   steps = int(out.steps)
   id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
   used_Z = np.flatnonzero(id_Z >= 0)
@@ -96,20 +96,22 @@ def by_response(out: Sampled) -> Iterator[tuple]:
 
 
 def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
-  """Requests for what has lost its place, each with its responses: those of one request that had
-  not begun together, any other one by itself with the tokens that it has."""
+  """Yields requests for displaced responses, each with its responses.
 
-  def of_request(live: Live) -> tuple[int, int | None]:
+  Responses of one request without tokens stay together; others have a request with their tokens.
+  """
+
+  def request_key(live: Live) -> tuple[int, int | None]:
     return id(live.request), live.sample if live.count else None
 
-  for _, group in itertools.groupby(lives, of_request):
+  for _, group in itertools.groupby(lives, request_key):
     alike = list(group)
     first = alike[0]
     request = dataclasses.replace(
       first.request,
       samples=len(alike),
       first_sample=first.sample,
-      begun=(*first.request.begun, *first.tokens),
+      prior=(*first.request.prior, *first.tokens),
       max_new_tokens=first.request.max_new_tokens - first.count,
     )
     yield request, alike

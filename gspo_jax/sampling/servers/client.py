@@ -27,13 +27,13 @@ from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
 SLACK = 1e-3  # nats that rounding may put a log-probability above 0
-CONNECT_S = 10.0  # to connect, and for requests that are answered at once
+CONNECT_S = 10.0  # limit to connect, and for short requests
 IDLE_S = 2.0  # servers close idle connections after 5 s, and a request on its way is lost then
-OTHER_CONNECTIONS = 16  # to a server, besides those of calls
-SPARE_DESCRIPTORS = 1024  # for the rest of the process
+OTHER_CONNECTIONS = 16  # per server, besides those of calls
+SPARE_DESCRIPTORS = 1024  # left to the rest of the process
 HEALTH_CHECKS = 3  # before a server counts as hung: one that compiles may miss some
-ANSWER_BYTES = 2**22  # of an answer without tokens, at most
-TOKEN_BYTES, EXPERT_BYTES = 1024, 16  # in an answer for a token's log-prob, and for one expert
+ANSWER_BYTES = 2**22  # limit of an answer without tokens
+TOKEN_BYTES, EXPERT_BYTES = 1024, 16  # limits for a token's log-prob, and for one expert
 PROCESSED = "start it with --logprobs-mode processed_logprobs"
 PREFIX = "generate-tokens-"  # vLLM puts it before the ids of calls
 _NPY_HEADERS = {  # By version of .npy; a third one is for names of fields
@@ -76,8 +76,8 @@ class Part:
   tokens: np.ndarray  # int32 [n], the stop token included
   logp: np.ndarray  # float32 [n], after temperature and truncation
   version: np.ndarray  # int32 [n], of the weights
-  stopped: bool  # by a stop token
-  aborted: bool  # by a request to abort
+  stopped: bool  # ended by a stop token
+  aborted: bool  # ended by an abort request
   # [tokens of the call + n - 1, l, k], experts of every token fed; None: the server sent none
   experts: np.ndarray | None = None
 
@@ -233,7 +233,7 @@ def generate_request(call: Call) -> HttpRequest:
 
 
 def answer_limit(call: Call, model: ModelConfig) -> int:
-  """Returns the number of bytes that the answer to a call may have."""
+  """Returns the largest size of an answer to a call, in bytes."""
   experts = model.num_layers * model.experts_per_token if call.routing else 0
   tokens = len(call.tokens) + call.max_new_tokens
   return ANSWER_BYTES + TOKEN_BYTES * call.max_new_tokens + EXPERT_BYTES * experts * tokens
@@ -306,7 +306,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
 
 
 def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: int) -> None:
-  """Raises Failed unless the part is a continuation that the call asked for."""
+  """Raises Failed unless the part is a continuation of the call."""
   n, tokens, version = len(part.tokens), part.tokens, part.version
   if n > call.max_new_tokens or (n == 0 and not part.aborted):
     raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
@@ -328,7 +328,7 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
 
 
 def _experts(part: Part, call: Call, model: ModelConfig) -> np.ndarray | None:
-  """Returns experts [tokens fed, l, k] of the layers that have some, in their storage dtype."""
+  """Returns experts [tokens fed, l, k] of MoE layers, in their storage dtype."""
   experts, fed = part.experts, len(call.tokens) + len(part.tokens) - 1
   if not len(part.tokens):
     return None
@@ -357,7 +357,7 @@ def column(values: Any, dtype: type) -> np.ndarray:
 
 
 def version_number(label: Any) -> int:
-  """Returns the version of a label; -1 for a label that no publication has set."""
+  """Returns the version of a label; -1: no publication has set it."""
   text = str(label)
   return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 

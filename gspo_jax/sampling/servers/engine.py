@@ -33,8 +33,8 @@ from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
 STOP_PIECE = 64  # tokens of a call with stop strings, which need a tokenizer
-EMPTY_ANSWERS = 100  # in a row, at most
-ABORT_S = 20.0  # for `stop` to wait for aborted answers
+EMPTY_ANSWERS = 100  # limit in a row
+ABORT_S = 20.0  # limit of `stop` for aborted answers
 RETRY_S = 5.0  # between two attempts to find a usable server
 
 
@@ -121,7 +121,7 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Returns False with several processes, whose threads would broadcast out of order."""
+    """Returns False with several processes: two threads would broadcast out of order."""
     return jax.process_count() == 1
 
   def revive(self) -> None:
@@ -275,7 +275,7 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses that have arrived, and requests more of others.
+    """Returns finished responses, and requests more tokens of others.
 
     Raises:
       Failed: a call failed too often.
@@ -287,7 +287,7 @@ class ServerEngine:
       except queue.Empty:
         return answers
       seconds = 0.0  # the driver may have enough responses
-      if id_ not in self._pending:  # of an earlier workload
+      if id_ not in self._pending:  # its workload has ended
         continue
       failed = isinstance(answer, Exception)
       if failed and not self._stopping:
@@ -346,8 +346,8 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.empty_answers = 0  # in a row
-    self._tail: list[int] | None = None  # of `stop_strings.end`
+    self.empty_answers = 0  # count in a row
+    self._tail: list[int] | None = None  # see `stop_strings.end`
 
   @property
   def remaining(self) -> int:

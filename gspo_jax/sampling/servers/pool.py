@@ -26,7 +26,7 @@ from gspo_jax.settings.sampling import ServerConfig
 HEALTH_S = 5.0  # between two health checks of a server with calls
 BUSY_S = 0.5  # before a busy server is asked again
 RETRY_S, MAX_RETRY_S = 0.1, 5.0  # before a call is sent again: at first, doubled, and at most
-MAX_FAILURES = 3  # in a row, of calls or health checks; then the server is removed
+MAX_FAILURES = 3  # calls or health checks in a row before a server is removed
 
 T = TypeVar("T")
 
@@ -44,10 +44,10 @@ class Server:
 
   url: str
   usable: bool = False
-  reason: str = "it has not been asked yet"  # for not being usable
+  reason: str = "it has not been asked yet"  # not usable because
   refused: bool = False  # it cannot be used as it was started
-  version: int = -1  # of its weights
-  failures: int = 0  # in a row
+  version: int = -1  # version of its weights
+  failures: int = 0  # count in a row
   backs_off: bool = False  # it was busy a moment ago
   busy_since: float | None = None  # monotonic; None: its last call was answered
   attempts: dict[asyncio.Task, Attempt] = dataclasses.field(default_factory=dict)
@@ -175,7 +175,7 @@ class ServerPool:
       if not probe:
         await server.verdict.wait()
     except asyncio.CancelledError:
-      if asyncio.current_task().cancelling():  # of the call itself
+      if asyncio.current_task().cancelling():  # the call itself was cancelled
         raise
       raise Failed("removed", "the server was removed while it worked on this call") from None
     finally:
@@ -210,10 +210,10 @@ class ServerPool:
     return True
 
   def _back_off(self, server: Server, error: Failed) -> None:
-    """Sends nothing to a busy server for a while; removes it if it is always busy."""
-    now = time.monotonic()
-    since = server.busy_since = now if server.busy_since is None else server.busy_since
-    if server.usable and now - since > self._config.timeout_s:
+    """Pauses sending to a busy server; removes it if it stays busy."""
+    clock = time.monotonic()
+    since = server.busy_since = clock if server.busy_since is None else server.busy_since
+    if server.usable and clock - since > self._config.timeout_s:
       self.remove(server, f"it is busy all the time: {error}")
     elif not server.backs_off:
       server.backs_off = True
@@ -235,19 +235,21 @@ class ServerPool:
 
     Returns the ids of calls at no server, which have no answer.
     """
-    attempts = {server: list(server.attempts.values()) for server in self.usable}
-    unsent = set(ids) - {
-      attempt.call for server in self.servers for attempt in server.attempts.values()
+    calls = set(ids)
+    sent = {
+      server: [attempt for attempt in server.attempts.values() if attempt.call in calls]
+      for server in self.servers
     }
+    unsent = calls - {attempt.call for attempts in sent.values() for attempt in attempts}
     await self.cancel([*unsent])
 
     async def abort_at(server: Server) -> None:
-      sent = [attempt.id for attempt in attempts[server] if attempt.call in ids]
-      if sent:
+      if sent[server]:
+        request = client.abort_request([attempt.id for attempt in sent[server]])
         with contextlib.suppress(Failed):
-          await self._client.request(server.url, client.abort_request(sent), client.CONNECT_S)
+          await self._client.request(server.url, request, client.CONNECT_S)
 
-    await asyncio.gather(*map(abort_at, attempts))
+    await asyncio.gather(*map(abort_at, self.usable))
     return unsent
 
   # Weights.
@@ -281,7 +283,7 @@ class ServerPool:
     try:
       for request in client.publish_requests(weights, version):
         await self._client.request(server.url, request, seconds)
-        server.version = version  # from the first request on, which pauses it
+        server.version = version  # set from the first request on: it pauses the server
     except Failed:
       with contextlib.suppress(Failed):
         await self._client.request(server.url, client.RESUME, client.CONNECT_S)
@@ -303,7 +305,7 @@ class ServerPool:
     server.usable, server.reason, server.refused = False, reason, refused
     server.busy_since = None  # another server may come in its place
     server.verdict.set()
-    count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # or about to be
+    count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # usable now or soon
     logging.warning("server %s is left out: %s; %d left", server.url, reason, count)
     for task in server.attempts:
       task.cancel()

@@ -70,8 +70,8 @@ def write_weights(
     hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
     hosts.run_on_first_host(complete, ServersGone)
   except OSError as error:
-    where = error.filename or target.parent
-    raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
+    path = error.filename or target.parent
+    raise ServersGone(f"{path} cannot be written: {error.strerror or error}") from error
   return target
 
 
