@@ -112,8 +112,9 @@ def test_after_kill_9_our_download_resumes_and_the_librarys_begins_anew(
   name, server, source, repository, tmp_path
 ):
   """If huggingface_hub resumes one day, `Repository.download` has no reason any more."""
-  code = "import huggingface_hub; from gspo_jax.system import hub; "
-  code += f"huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 50_000; {DOWNLOADS[name]}"
+  code = "import huggingface_hub; from huggingface_hub import constants; "
+  code += "from gspo_jax.system import hub; constants.DOWNLOAD_CHUNK_SIZE = 50_000; "
+  code += DOWNLOADS[name]
   argv, env = [sys.executable, "-c", code], server.environment(tmp_path / "cache")
   env = os.environ | env | dict(JAX_PLATFORMS="cpu", HF_HUB_DISABLE_PROGRESS_BARS="1")
   server.break_off, server.stall = 600_000, True
