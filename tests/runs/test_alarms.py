@@ -20,17 +20,17 @@ def healthy(step, **changes):
 
 
 def run(rows, alarms=None):
-  """({warning: steps in which it holds}, the lines that were printed)."""
-  alarms, held, printed = alarms or Alarms(CONFIG), {}, []
+  """Returns steps by warning, and the printed lines."""
+  alarms, steps, printed = alarms or Alarms(CONFIG), {}, []
   for row in rows:
-    metrics, begun = alarms(row)
-    printed += begun
+    metrics, lines = alarms(row)
+    printed += lines
     for name in metrics:
-      held.setdefault(name, []).append(row["step"])
-  return held, printed
+      steps.setdefault(name, []).append(row["step"])
+  return steps, printed
 
 
-def test_a_healthy_run_is_left_alone():
+def test_a_healthy_run_has_no_warnings():
   assert run(healthy(step) for step in range(30)) == ({}, [])
 
 
@@ -45,11 +45,11 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_each_trouble_is_told_once_and_marked_while_it_lasts(name):
+def test_a_warning_is_printed_once_and_marked_while_it_lasts(name):
   changes, text = TROUBLE[name]
   rows = [healthy(step, **(changes if step in (10, 11, 20) else {})) for step in range(30)]
-  held, printed = run(rows)
-  assert held == {f"warning/{name}": [10, 11, 20]}
+  steps, printed = run(rows)
+  assert steps == {f"warning/{name}": [10, 11, 20]}
   assert len(printed) == 2 and "step 10" in printed[0] and "step 20" in printed[1]
   assert text in printed[0]
 
@@ -61,8 +61,8 @@ def test_an_iteration_that_trains_on_nothing_has_no_entropy():
 
 def test_a_gradient_after_iterations_without_one_is_no_jump():
   norms = [0, 0, 0, 0, 0.5, 0, 0, 0.3, 0, 0.4, 0.4, 0, 4.0]
-  held, _ = run(healthy(s, grad_norm=norm) for s, norm in enumerate(norms))
-  assert held == {"warning/grad_norm": [12]}
+  steps, _ = run(healthy(s, grad_norm=norm) for s, norm in enumerate(norms))
+  assert steps == {"warning/grad_norm": [12]}
 
 
 REASONS = {
@@ -75,21 +75,21 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_run_that_learns_nothing_is_told_why(name):
+def test_no_gradient_is_reported_with_its_reason(name):
   idle = dict(grad_norm=0.0) | REASONS[name]
-  held, printed = run(healthy(s, **(idle if s >= 3 else {})) for s in range(12))
-  assert held == {f"warning/{name}": [7, 8, 9, 10, 11]}
+  steps, printed = run(healthy(s, **(idle if s >= 3 else {})) for s in range(12))
+  assert steps == {f"warning/{name}": [7, 8, 9, 10, 11]}
   assert len(printed) == 1 and "gradient was 0 in 5 iterations in a row" in printed[0]
 
 
-def test_a_reward_that_falls_is_told_when_its_mean_has_fallen():
+def test_reward_warns_when_its_mean_has_fallen():
   rewards = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
-  held, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
+  steps, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
   # The best mean of four is 0.8; it is 0.4, more than 0.3 below, when two of four have fallen.
-  assert held == {"warning/reward": [8, 9, 10, 11]} and "from 0.8" in printed[0]
+  assert steps == {"warning/reward": [8, 9, 10, 11]} and "from 0.8" in printed[0]
 
 
-def test_a_slow_rise_of_the_gradient_norm_is_none_of_its_business():
+def test_a_slow_rise_of_the_gradient_norm_is_no_warning():
   assert run(healthy(s, grad_norm=1.3**s) for s in range(40)) == ({}, [])
 
 
@@ -101,7 +101,7 @@ def test_zero_turns_a_warning_off():
   assert run(rows, off) == ({}, [])
 
 
-def test_nothing_is_compared_with_a_range_that_there_is_not():
+def test_without_a_clip_range_mismatch_does_not_warn():
   rows = [healthy(s, **TROUBLE["mismatch"][0], **TROUBLE["recomputed"][0]) for s in range(3)]
   for row in rows:
     del row["clip_range"]
@@ -114,6 +114,6 @@ def test_a_resumed_run_warns_as_the_uninterrupted_one(cut):
   rows[5]["grad_norm"] = math.nan  # an update that was left out; null on file
   whole = run(rows)
   on_file = [row | ({"grad_norm": None} if row["step"] == 5 else {}) for row in rows[:cut]]
-  held, printed = run(rows[cut:], Alarms(CONFIG, on_file))
-  assert held == {k: [s for s in v if s >= cut] for k, v in whole[0].items() if max(v) >= cut}
+  steps, printed = run(rows[cut:], Alarms(CONFIG, on_file))
+  assert steps == {k: [s for s in v if s >= cut] for k, v in whole[0].items() if max(v) >= cut}
   assert printed == [line for line in whole[1] if int(line.split()[3].rstrip(":")) >= cut]

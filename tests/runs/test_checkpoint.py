@@ -1,4 +1,4 @@
-"""What was saved comes back bit for bit, onto any mesh, or not at all."""
+"""Checkpoints are restored bit for bit, on any mesh, or refused."""
 
 import contextlib
 import dataclasses
@@ -85,14 +85,14 @@ def written(folder, name="rl/1"):
 
 
 @pytest.mark.parametrize("name", ["sft/1", "rl/2"])
-def test_a_checkpoint_of_another_phase_or_step_is_not_gone_on_from(name, tmp_path, capsys):
-  """Their arrays may be the same; what the host counts is not."""
+def test_a_checkpoint_of_another_phase_or_step_is_set_aside(name, tmp_path, capsys):
+  """The arrays may be equal; the host's counts differ."""
   place, like = written(tmp_path, name)
   checkpoints = checkpoint.Checkpointer(tmp_path, name[:-2], CONFIG)
   with pytest.raises(ValueError, match="no checkpoint that is whole: put one back"):
     checkpoints.restore_newest(lambda: like)
-  said = capsys.readouterr().err
-  assert f"{place} is damaged and set aside: it was written as step 1 of rl" in said
+  stderr = capsys.readouterr().err
+  assert f"{place} is damaged and set aside: it was written as step 1 of rl" in stderr
 
 
 def test_a_checkpoint_without_the_names_of_its_arrays_is_damaged(tmp_path):
@@ -102,30 +102,30 @@ def test_a_checkpoint_without_the_names_of_its_arrays_is_damaged(tmp_path):
     checkpoint.Checkpointer(tmp_path, "rl", CONFIG).restore(1, like)
 
 
-def test_damage_that_orbax_chokes_on_is_one_line(tmp_path):
+def test_metadata_nested_too_deeply_is_reported_in_one_line(tmp_path):
   place, _ = written(tmp_path)
   (place / "_CHECKPOINT_METADATA").write_text("[" * 10**5 + "]" * 10**5)
   with pytest.raises(checkpoint.DamagedError, match="_CHECKPOINT_METADATA is damaged: nested"):
     checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
 
 
-def test_time_comes_for_a_checkpoint_by_the_clock_of_the_first_host(tmp_path, monkeypatch):
-  now = [1000.0]
-  monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+def test_the_first_hosts_clock_decides_on_a_checkpoint(tmp_path, monkeypatch):
+  clock = [1000.0]
+  monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
   config = dataclasses.replace(CONFIG, every_minutes=2.0)
   with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", config)) as checkpoints:
     assert checkpoints.newest() == "the start of this phase"
     for seconds, is_time in (119.0, False), (2.0, True):
-      now[0] += seconds
+      clock[0] += seconds
       assert checkpoints.is_time() is is_time
     checkpoints.save(1, {"x": jnp.arange(4.0)}, {})
     assert not checkpoints.is_time()
-    monkeypatch.setattr(checkpoint.hosts, "broadcast", lambda own: not own)
+    monkeypatch.setattr(checkpoint.hosts, "broadcast", lambda value: not value)
     assert checkpoints.is_time(), "the first host says so"
   assert checkpoints.newest() == f"checkpoint {tmp_path}/checkpoints/rl/1"
   with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", CONFIG)) as checkpoints:
     checkpoints.config = dataclasses.replace(CONFIG, every_minutes=0.0)
-    now[0] += 1e6
+    clock[0] += 1e6
     assert not checkpoints.is_time(), "by steps alone"
 
 
@@ -158,14 +158,14 @@ def test_another_model_is_refused_with_both_shapes(mesh, tmp_path):
     restore(tmp_path, wider, mesh)
 
 
-def kept(workdir):
+def steps_on_disk(workdir):
   folder = workdir / "checkpoints" / "rl"
   return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
 @pytest.mark.parametrize("best_is, sign", [("largest", 1), ("smallest", -1)])
-def test_what_is_kept(mesh, tmp_path, best_is, sign):
-  """The last two, every fourth, and the best; steps without the metric are never the best."""
+def test_the_last_regular_and_best_checkpoints_are_kept(mesh, tmp_path, best_is, sign):
+  """Two of the last, every fourth, and the best; unmeasured steps are never the best."""
   config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy", best_is=best_is)
   accuracy = {step: sign * x for step, x in {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}.items()}
   state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
@@ -174,16 +174,16 @@ def test_what_is_kept(mesh, tmp_path, best_is, sign):
     metrics = {"eval/accuracy": jnp.float32(accuracy[step])} if step in accuracy else {}
     checkpoints.save(step, state, {}, metrics | {"loss": 1.0})
   checkpoints.close()
-  assert kept(tmp_path) == [3, 4, 6, 7]
+  assert steps_on_disk(tmp_path) == [3, 4, 6, 7]
   checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)  # a resumed run remembers
   for step in range(8, 11):
     checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -sign)})
   assert 0 < checkpoints.metrics()["checkpoint/seconds"] < 60
   checkpoints.close()
-  assert kept(tmp_path) == [3, 4, 8, 9, 10]
+  assert steps_on_disk(tmp_path) == [3, 4, 8, 9, 10]
 
 
-def test_a_step_that_is_saved_again_is_replaced(mesh, tmp_path):
+def test_saving_a_step_again_replaces_it(mesh, tmp_path):
   first, second = state_on(mesh), state_on(mesh, seed=1)
   save(tmp_path, first, (4,), {"n": 1})
   save(tmp_path, second, (4,), {"n": 2})
@@ -192,8 +192,8 @@ def test_a_step_that_is_saved_again_is_replaced(mesh, tmp_path):
   chex.assert_trees_all_equal(restored, second)
 
 
-def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
-  """Checkpoints elsewhere, and with each of them what the workdir tells."""
+def test_an_empty_workdir_is_filled_from_the_checkpoint_directory(mesh, tmp_path):
+  """A copy of the workdir is beside the checkpoints."""
   config = dataclasses.replace(CONFIG, directory=str(tmp_path / "bucket"))
   workdir = tmp_path / "run"
   (workdir / "rollouts").mkdir(parents=True)
@@ -217,7 +217,7 @@ def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
 
 
 @pytest.mark.parametrize("removed_at", ["listed", "copied"])
-def test_what_a_run_removes_while_it_is_copied_is_left_out(removed_at, tmp_path, monkeypatch):
+def test_files_removed_during_a_copy_are_left_out(removed_at, tmp_path, monkeypatch):
   workdir, bucket = tmp_path / "run", tmp_path / "bucket"
   workdir.mkdir()
   for name in "a.json", "b.json", "c.json":
@@ -234,7 +234,7 @@ def test_what_a_run_removes_while_it_is_copied_is_left_out(removed_at, tmp_path,
   assert {path.name for path in (bucket / "workdir").iterdir()} == {"a.json", "c.json"}
 
 
-def test_a_copy_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
+def test_an_interrupted_copy_leaves_the_one_before(tmp_path, monkeypatch):
   """Each process copies all files anew, and may be gone in the middle of one."""
   workdir, bucket = tmp_path / "run", tmp_path / "bucket"
   workdir.mkdir()

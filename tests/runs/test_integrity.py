@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found before anything is made of it, and the one before it is used."""
+"""A damaged checkpoint is found before it is used, and the one before it is restored."""
 
 import random
 import shutil
@@ -23,7 +23,7 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """Checkpoints 1, which is the best, and 2."""
+  """Writes checkpoints 1, the best, and 2."""
   workdir = tmp_path_factory.mktemp("whole")
   save(workdir, 1, 2)
   return workdir
@@ -53,8 +53,8 @@ def files_of(whole, step):
   return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
 
 
-def goes_on(workdir):
-  """The step that a run goes on from, whose values are as they were."""
+def resume_step(workdir):
+  """Restores the newest checkpoint, checks its values, and returns its step."""
   checkpoints = checkpoint.Checkpointer(workdir, "rl", CONFIG)
   like = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HERE) for k, x in STATES[1].items()}
   step, state, host = checkpoints.restore_newest(lambda: like)
@@ -83,8 +83,8 @@ def shortened(content, _):
 
 
 @pytest.mark.parametrize("change", [zeros, flipped, garbage, shortened])
-def test_a_file_that_is_not_what_was_written(change, whole, copy, capsys):
-  """Harmless, as in what nothing is read from; or the one before is used."""
+def test_a_changed_file_is_harmless_or_sets_its_checkpoint_aside(change, whole, copy, capsys):
+  """Not every file is read."""
   rng, used = random.Random(change.__name__), []
   for number, name in enumerate(files_of(whole, 2)):
     if name.parts[0] == "metrics":
@@ -92,18 +92,18 @@ def test_a_file_that_is_not_what_was_written(change, whole, copy, capsys):
     workdir, step = copy(str(number), 2)
     content = (step / name).read_bytes()
     (step / name).write_bytes(change(content, rng))
-    used.append(goes_on(workdir))
-    said = capsys.readouterr().err
+    used.append(resume_step(workdir))
+    stderr = capsys.readouterr().err
     assert (step.parent / "damaged_2").is_dir() == (used[-1] == 1)
     if used[-1] == 1:
-      assert f"checkpoint {step} is damaged and set aside: " in said and said.count("\n") == 1
+      assert f"checkpoint {step} is damaged and set aside: " in stderr and stderr.count("\n") == 1
     assert used[-1] == 1 or str(name) != "host/metadata"
     assert used[-1] == 1 or len(content) < 10_000, "it is the one with the values"
   assert used.count(1) >= 4
 
 
 def test_every_bit_of_the_values_counts(whole, copy, capsys):
-  """Orbax does not notice one that has flipped."""
+  """Orbax does not notice a flipped bit."""
   rng = random.Random(0)
   folder = whole / "checkpoints" / "rl" / "2"
   name = max(files_of(whole, 2), key=lambda name: (folder / name).stat().st_size)
@@ -112,13 +112,13 @@ def test_every_bit_of_the_values_counts(whole, copy, capsys):
     content = bytearray((step / name).read_bytes())
     content[len(content) // 4 + rng.randrange(len(content) // 2)] ^= 1 << rng.randrange(8)
     (step / name).write_bytes(content)
-    assert goes_on(workdir) == 1
+    assert resume_step(workdir) == 1
     assert "x is not what was written" in capsys.readouterr().err
   workdir, step = copy("gone", 2)
   (step / name).unlink()
-  assert goes_on(workdir) == 1 and "damaged and set aside: " in capsys.readouterr().err
-  save(workdir, 2)  # which can then be written once more
-  assert goes_on(workdir) == 2
+  assert resume_step(workdir) == 1 and "damaged and set aside: " in capsys.readouterr().err
+  save(workdir, 2)  # It can be written again.
+  assert resume_step(workdir) == 2
 
 
 def test_sums_are_the_same_on_every_mesh():
@@ -131,26 +131,26 @@ def test_sums_are_the_same_on_every_mesh():
     assert integrity.sums(dict(x=x)) != integrity.sums(dict(x=x.at[3].add(1)))
 
 
-def test_metrics_that_cannot_be_read_are_one_line(copy):
-  """They are read of all checkpoints, before it is known which one the run goes on from."""
+def test_unreadable_metrics_are_reported_in_one_line(copy):
+  """Metrics of all checkpoints are read before one is chosen."""
   workdir, best = copy("run", 1)
   (best / "metrics" / "metrics").write_text('{"score": ')
   with pytest.raises(ValueError, match=f"checkpoint {best} is damaged.*remove it"):
-    goes_on(workdir)
+    resume_step(workdir)
 
 
-def test_when_none_is_left_the_run_stops_and_says_what_to_do(copy):
+def test_without_a_whole_checkpoint_the_run_stops_and_says_what_to_do(copy):
   workdir, newest = copy("run", 2)
   for step in 1, 2:
     path = newest.parent / str(step) / "host" / "metadata"
     path.write_bytes(flipped(path.read_bytes(), random.Random(0)))
-  for _ in range(2):  # at the next start too
+  for _ in range(2):  # The second time is the next start.
     with pytest.raises(ValueError, match=r"rl has no checkpoint that is whole: put one back"):
-      goes_on(workdir)
+      resume_step(workdir)
 
 
-def test_another_metric_may_decide_from_now_on(copy):
-  """Checkpoints that were not measured by it are not the best."""
+def test_the_metric_of_the_best_checkpoint_may_change(copy):
+  """Checkpoints without it are not the best."""
   workdir, _ = copy("run", 2)
   for best in "other", "":
     config = CONFIG.__class__(**vars(CONFIG) | dict(best=best))

@@ -35,13 +35,13 @@ def untouched(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_signal_saves_and_ends_with_its_code(untouched, tmp_path):
-  """In the middle of an iteration, which no periodic checkpoint covers, and of an evaluation."""
+  """The signal comes within an iteration, beyond any checkpoint, and within an evaluation."""
   flags = [*SMALL, *RUN]
   rare = ["checkpoint.every=1000", "resume=force"]
-  for phase, step, how, expected in (
+  for phase, step, signal_number, expected in (
     ("sft", 4, signal.SIGTERM, 75), ("rl", 1, signal.SIGINT, 130), ("rl", 4, signal.SIGHUP, 75)
   ):  # fmt: skip
-    stderr, code = run_until(tmp_path, phase, step, how, [*flags, *rare])
+    stderr, code = run_until(tmp_path, phase, step, signal_number, [*flags, *rare])
     assert code == expected and "; the same command continues" in stderr, stderr
     assert "Traceback" not in stderr
     steps = [int(p.name) for p in (tmp_path / "checkpoints" / phase).iterdir()]
@@ -61,16 +61,16 @@ def test_without_its_cold_start_and_its_last_checkpoint_it_goes_on(untouched, tm
   content[len(content) // 2] ^= 1  # a bit flips
   data.write_bytes(content)
   (workdir / "checkpoints/rl/5/host/metadata").write_text("{}")
-  said = run(workdir, *SMALL, *RUN)
-  assert "checkpoints/sft is gone; RL has begun and goes on without it\n" in said
+  stderr = run(workdir, *SMALL, *RUN)
+  assert "checkpoints/sft is gone; RL has begun and goes on without it\n" in stderr
   newest = f"checkpoint {workdir}/checkpoints/rl/6 is damaged and set aside: "
-  assert " is not what was written" in said.partition(newest)[2].partition("\n")[0]
-  assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and set aside:" in said
+  assert " is not what was written" in stderr.partition(newest)[2].partition("\n")[0]
+  assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and set aside:" in stderr
   assert_same_run(workdir, untouched, 6)
 
 
 def going_on(workdir):
-  """What a killed run was at, as far as its directory tells."""
+  """Names the activity of a killed run, from its directory."""
   if any(workdir.glob("checkpoints/*/*tmp*")):
     return "writing a checkpoint"
   if not (workdir / "metrics.jsonl").exists():
@@ -85,16 +85,18 @@ def going_on(workdir):
 
 
 def kill_at(process, workdir, moment, rng, seconds):
-  """Kills with -9 (one time in five, SIGTERM): after a random time, or a random moment after a
-  checkpoint or an evaluation is seen in the making. False if the run was over before."""
+  """Kills with -9 (one time in five, SIGTERM) at a random moment; False if the run is over before.
+
+  The moment is after the start, or while a checkpoint or an evaluation is written.
+  """
   deadline = time.monotonic() + rng.uniform(0.5, seconds)
-  seen = {
+  entries = {
     "checkpoint": lambda: any(workdir.glob("checkpoints/*/*tmp*")),
     "evaluation": lambda: any(workdir.glob("evaluations/unfinished.jsonl*")),
     "time": lambda: False,
   }[moment]
   while process.poll() is None:
-    if time.monotonic() > deadline or seen():
+    if time.monotonic() > deadline or entries():
       time.sleep(rng.uniform(0, 0.03) if moment != "time" else 0)
       process.send_signal(rng.choice([signal.SIGKILL] * 4 + [signal.SIGTERM]))
       code = process.wait(60)
@@ -110,9 +112,9 @@ def kill_at(process, workdir, moment, rng, seconds):
 def test_fifty_kills(flags, tmp_path):
   flags = [*SMALL, *RUN, *flags]
   run(tmp_path / "untouched", *flags)
-  begun = time.monotonic()
-  run(tmp_path / "again", *flags)  # with everything compiled
-  seconds = time.monotonic() - begun
+  start = time.monotonic()
+  run(tmp_path / "again", *flags)  # Everything is compiled.
+  seconds = time.monotonic() - start
   rng, kills, moments_of = random.Random(0), 0, collections.Counter()
   while kills < 50:
     workdir = tmp_path / "killed"

@@ -57,14 +57,14 @@ def test_on_two_meshes_a_run_is_the_same_to_the_bit(untouched, tmp_path):
 
 
 @pytest.mark.slow
-def test_meshes_of_several_devices_also_come_to_the_same(tmp_path):
+def test_two_meshes_of_several_devices_are_the_same_to_the_bit(tmp_path):
   """Both threads start collectives, on devices of their own."""
   run(tmp_path / "1", *FLAGS, "mesh.fsdp=2", JAX_NUM_CPU_DEVICES="2")
   run(tmp_path / "2", *FLAGS, "mesh.fsdp=2", "rollout_mesh.fsdp=2", JAX_NUM_CPU_DEVICES="4")
   assert_same_run(tmp_path / "2", tmp_path / "1", LAST)
 
 
-def test_its_rows_say_how_old_the_weights_are(untouched):
+def test_rows_have_the_age_of_the_weights(untouched):
   training = [row for row in rows(untouched) if row["step"]]
   assert [row["lag/max"] >= min(row["step"] - 1, LAG) for row in training] == [True] * LAST
   for row in training:
@@ -73,7 +73,7 @@ def test_its_rows_say_how_old_the_weights_are(untouched):
     assert sum(shares) == pytest.approx(1) and not any(shares[: min(row["step"] - 1, LAG)])
     for age, share in enumerate(shares):  # the mismatch is that of the first mini-batch
       assert share or f"mismatch/by_age/{age}" not in row
-    assert row.get("mismatch/by_age/0", 0) < 1e-4  # of the same weights
+    assert row.get("mismatch/by_age/0", 0) < 1e-4  # The weights are the same.
     assert ("mismatch/abs/mean" in row) == (row["step"] == 1), "later, all weights are older ones"
   for age in range(1, LAG + 1):
     assert max(row.get(f"mismatch/by_age/{age}", 0) for row in training) > 1e-3
@@ -83,7 +83,7 @@ def test_its_rows_say_how_old_the_weights_are(untouched):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_notice_ends_in_a_saved_run(untouched, tmp_path, mesh):
+def test_a_notice_saves_the_run(untouched, tmp_path, mesh):
   flags = [*FLAGS, *MESHES[mesh]]
   stderr, code = run_until(tmp_path, "rl", 2, signal.SIGTERM, flags, **devices(mesh))
   assert code == EXIT_CODE and "the same command continues" in stderr
@@ -92,7 +92,7 @@ def test_a_notice_ends_in_a_saved_run(untouched, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_a_run_on_one_mesh_goes_on_on_two(untouched, tmp_path):
+def test_a_run_on_one_mesh_continues_on_two(untouched, tmp_path):
   run_until(tmp_path, "rl", 4, signal.SIGKILL, FLAGS, **devices("one"))
   stderr = run(tmp_path, *FLAGS, *MESHES["two"], "resume=force", **devices("two"))
   assert not re.search("Traceback", stderr)
@@ -101,7 +101,7 @@ def test_a_run_on_one_mesh_goes_on_on_two(untouched, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_killed_at_any_time_it_ends_as_if_nobody_had_touched_it(untouched, tmp_path, mesh):
+def test_a_killed_run_ends_as_the_uninterrupted_one(untouched, tmp_path, mesh):
   flags, rng, kills = [*FLAGS, *MESHES[mesh], "checkpoint.every=1"], random.Random(7), 0
   while True:
     process = started(command(tmp_path, *flags), **devices(mesh))

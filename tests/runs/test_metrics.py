@@ -47,7 +47,7 @@ def test_compute_fetches_everything_at_once(monkeypatch):
   assert sum(any(isinstance(x, jax.Array) for x in leaves) for leaves in fetched) == 1
 
 
-def test_what_holds_for_the_whole_run_is_in_every_row(tmp_path):
+def test_notes_are_in_every_row(tmp_path):
   with metrics.Writer(tmp_path) as writer:
     writer.notes |= {"verifier/isolation/namespaces": 1.0}
     for step in (1, 2):
@@ -90,7 +90,7 @@ def test_the_rows_on_file_are_counted_and_synced(tmp_path, monkeypatch):
   with metrics.Writer(tmp_path) as writer:
     for step in (1, 2, 3):
       writer.write(rl_row(step))
-    synced.clear()  # of the events of TensorBoard
+    synced.clear()  # Directory of TensorBoard's events.
     writer.sync()
     assert synced == [path.stat().st_ino for path in (tmp_path / "metrics.jsonl", tmp_path)]
     assert writer.count == 3
@@ -101,7 +101,7 @@ def test_the_rows_on_file_are_counted_and_synced(tmp_path, monkeypatch):
 
 
 def whole_run():
-  """The rows of an uninterrupted run; an evaluation is part of the row of its step."""
+  """Returns the rows of an uninterrupted run. An evaluation is part of its step's row."""
   yield from ({"phase": "sft", "step": i, "loss": 1 / i} for i in range(1, 6))
   yield {"phase": "rl", "step": 0, "eval/accuracy": 0.25}  # before the first step of rl
   for i in range(1, 9):
@@ -121,7 +121,7 @@ def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_aft
   with open(tmp_path / "resumed" / "metrics.jsonl", "ab") as file:
     file.write(b'{"phase": "rl", "step": 9, "rew')  # kill -9 in the middle of a line
 
-  done = min(step if phase == "sft" else 6 + step, killed_after)  # what the checkpoint covers
+  done = min(step if phase == "sft" else 6 + step, killed_after)  # Rows up to the checkpoint.
   with metrics.Writer(tmp_path / "resumed") as writer:
     writer.truncate(phase, step)
     assert metrics.read_rows(tmp_path / "resumed" / "metrics.jsonl") == rows[:done]
@@ -154,11 +154,11 @@ def test_dumped_rollouts_are_replaced_when_a_step_is_redone(tmp_path):
 
 
 def test_stopwatch_charges_each_second_once():
-  now = [0.0]
-  watch = metrics.Stopwatch(clock=lambda: now[0], compiled=float)
+  clock = [0.0]
+  watch = metrics.Stopwatch(clock=lambda: clock[0], compiled=float)
 
   def spend(seconds):
-    now[0] += seconds
+    clock[0] += seconds
 
   with watch("sample"):
     spend(2)
@@ -175,7 +175,7 @@ def test_stopwatch_charges_each_second_once():
   assert watch.lap() == {}
 
 
-def test_totals_go_on_from_what_was_saved():
+def test_totals_continue_from_a_checkpoint():
   saved = metrics.Totals().plus(3, 2.5e20).plus(4, 1 / 3)
   restored = metrics.Totals(**json.loads(json.dumps(saved.get_state())))
   assert restored.plus(1, 0.1) == saved.plus(1, 0.1)

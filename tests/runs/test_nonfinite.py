@@ -1,4 +1,4 @@
-"""NaN stops a run before it has done harm, and what it met can be seen again."""
+"""NaN stops a run before it does harm, and can be reproduced."""
 
 import dataclasses
 import json
@@ -63,16 +63,16 @@ def after(step, batches, state=None):
 
 
 @pytest.mark.parametrize(
-  "how, microbatches, kept, left_out",
+  "on_nonfinite, microbatches, applied, skips",
   [("skip", 1, (0, 2), [0, 1, 1]), ("skip", 4, (0, 2), [0, 1, 1]), ("stop", 1, (0,), [0, 1, 2])],
 )
-def test_the_bad_update_is_left_out_and_with_stop_all_that_follow(
-  how, microbatches, kept, left_out
+def test_a_bad_update_is_skipped_and_with_stop_all_later_ones(
+  on_nonfinite, microbatches, applied, skips
 ):
-  step = update(how, microbatches)
+  step = update(on_nonfinite, microbatches)
   state, skipped = after(step, [batch(0), batch(1, bad=True), batch(2)])
-  expected, _ = after(step, map(batch, kept))
-  assert skipped == left_out
+  expected, _ = after(step, map(batch, applied))
+  assert skipped == skips
   chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
 
 
@@ -107,7 +107,7 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
 
 
 def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
-  """Nothing is applied of these, as of responses that were all cut off."""
+  """Batches without a token have no update, as with responses that were all cut off."""
   step, state = update("stop"), start()
   guard = guard_of(tmp_path, "stop", updates=2, keep=2)
   nothing = batch(0).replace(mask_BT=np.zeros((8, 6), np.float32))
@@ -133,10 +133,10 @@ def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
 def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
 
-  def made(directory, state):
+  def write(directory, state):
     directory.mkdir(parents=True)
 
-  monkeypatch.setattr(nonfinite.checkpoint, "save_state", made)
+  monkeypatch.setattr(nonfinite.checkpoint, "save_state", write)
   directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "not finite", None, [batch()])
   with np.load(directory / "batch_0.npz") as arrays:
     np.testing.assert_array_equal(arrays["tokens_BT"], batch().inputs.tokens_BT)
@@ -162,7 +162,7 @@ def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
   assert capsys.readouterr().err == "" and not (tmp_path / "failures").exists()
 
 
-def test_so_many_skips_in_a_row_end_the_run(tmp_path):
+def test_the_limit_of_skips_in_a_row_ends_the_run(tmp_path):
   guard = guard_of(tmp_path, "skip", updates=2, keep=2, limit=4)
   skipped = 0
   for step, added in enumerate((1, 2, 1, 2), start=1):  # an update was made in between
@@ -183,9 +183,8 @@ def test_updates_between_rows_are_in_the_row_of_skips(tmp_path):
     guard.check(row(21, loss=np.nan, updates_skipped=19.0), start())
 
 
-def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
-  """With two updates in a step: one of step 1 was left out, and then the first bad one is the
-  second of step 4."""
+def test_stop_forgets_earlier_skips(tmp_path):
+  """A step has two updates. One of step 1 was skipped; the next bad one is the second of step 4."""
   step, stop = update("skip"), update("stop")
   state, _ = after(step, [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "stop", updates=2, keep=2)
@@ -230,22 +229,22 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
 
 @pytest.mark.long
 def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
-  """A learning rate of 1e10 breaks the model in the first update; the second one meets it."""
+  """A learning rate of 1e10 breaks the model in the first of two updates."""
   wild = [*SMALL, "job=rl", "eval.greedy=False", "rl_optimizer.learning_rate=1e10"]
   wild += ["rl.epochs=2", "objective.adaptive_clip.target=0.2"]  # whose factor is in the state
   stderr = run(tmp_path, *wild, ok=False)
   assert "Traceback" not in stderr
-  (found,) = re.findall(r"python -m gspo_jax.replay (\S+)", stderr)
+  (path,) = re.findall(r"python -m gspo_jax.replay (\S+)", stderr)
   assert "not finite at rl step 1: " in stderr and "grad_norm is nan" in stderr
   assert [r["step"] for r in rows_of(tmp_path, "rl")] == [0]
-  seen = called([sys.executable, "-m", "gspo_jax.replay", found])
-  assert seen.returncode == 1, seen.stderr[-2000:]
-  assert re.search("mini-batch 0: .*grad_norm", seen.stdout)
-  assert len(nonfinite.load(found)[1]) == 7  # the first of eight updates was sound
+  replayed = called([sys.executable, "-m", "gspo_jax.replay", path])
+  assert replayed.returncode == 1, replayed.stderr[-2000:]
+  assert re.search("mini-batch 0: .*grad_norm", replayed.stdout)
+  assert len(nonfinite.load(path)[1]) == 7  # the first of eight updates was sound
 
 
 @pytest.mark.long
-def test_a_run_may_leave_such_updates_out(tmp_path):
+def test_a_run_may_skip_bad_updates(tmp_path):
   wild = [*SMALL, "job=sft", "sft_optimizer.learning_rate=1e10", "on_nonfinite=skip"]
   stderr = run(tmp_path, *wild)
   assert "warning at sft step 2" in stderr
@@ -265,7 +264,7 @@ def test_a_cold_start_replays_no_experts(tmp_path, capsys):
 
 
 def damaged(directory, name, content):
-  """A dump of which one file was changed."""
+  """Writes a dump with one changed file."""
   values = dataclasses.asdict(config_of(tiny.get_config))
   about = dict(phase="sft", step=2, why="not finite", config=values)
   (directory / "state").mkdir(parents=True)
@@ -288,14 +287,14 @@ def damaged(directory, name, content):
     ("batch_0.npz", b"PK\x03\x04 and no more", "batch_0.npz is not a mini-batch"),
   ],
 )
-def test_replay_names_the_file_that_is_damaged(tmp_path, capsys, name, content, message):
+def test_replay_names_a_damaged_file(tmp_path, capsys, name, content, message):
   directory = damaged(tmp_path / "failures" / "sft_000002", name, content)
   with pytest.raises(SystemExit) as ended:
     replay_main([str(directory)])
   assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_replay_says_what_is_missing(tmp_path, capsys):
+def test_replay_names_missing_files(tmp_path, capsys):
   with pytest.raises(SystemExit) as ended:
     replay_main([str(tmp_path)])
   assert ended.value.code == 2 and "it has no failure.json" in capsys.readouterr().err

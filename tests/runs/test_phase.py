@@ -26,7 +26,7 @@ class Nothing:
 
 
 def phase_with(**parts):
-  """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
+  """Makes a phase at its start; its checkpoints, writer and guard only have these methods."""
   part = SimpleNamespace(
     directory=epath.Path("checkpoints/rl"), count=0, sync=bool,
     restore_newest=lambda like: None, latest=lambda: None, metrics=dict, close=bool,
@@ -55,7 +55,7 @@ def test_a_row_is_written_when_the_next_one_is_there():
   assert rows[1:] == [dict(phase="rl", step=2, loss=2.5)]
 
 
-def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
+def test_a_checkpoint_has_the_metrics_of_an_unreported_step():
   rows, saved = [], []
 
   def save(step, state, host, _):
@@ -67,11 +67,11 @@ def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
     running.set_resume_point(1, None, dict, row)
     raise preemption.Preempted
   running.report(row)
-  running.save(row)  # with its row on file: the step is done
+  running.save(row)  # The row is on file: the step is done.
   assert saved == [(1, row, 0), (1, None, 1)]
 
 
-def test_rows_are_on_disk_before_a_checkpoint_that_covers_them():
+def test_rows_are_on_disk_before_their_checkpoint():
   events = []
   running = phase_with(
     write=lambda row: events.append("row"),
@@ -84,15 +84,15 @@ def test_rows_are_on_disk_before_a_checkpoint_that_covers_them():
   assert events == ["row", "disk", ("checkpoint", 3)]
 
 
-def test_a_checkpoint_whose_rows_are_lost_is_not_gone_on_from():
+def test_a_checkpoint_without_its_rows_is_refused():
   host = dict(position={}, pending=None, rows=3)
   with pytest.raises(ValueError, match="2 of the 3 rows that checkpoint checkpoints/rl/1 covers"):
     phase_with(restore_newest=lambda like: (1, {}, host), count=2)
   phase_with(restore_newest=lambda like: (1, {}, host), count=3)
 
 
-def test_a_step_that_outlasts_the_grace_is_warned_of_once(capsys):
-  """Not the first one, which compiles."""
+def test_a_step_longer_than_the_grace_warns_once(capsys):
+  """The first step compiles, and does not warn."""
   running = phase_with()
   running._total = 5
   with running:
@@ -101,7 +101,7 @@ def test_a_step_that_outlasts_the_grace_is_warned_of_once(capsys):
       time.sleep(0.1)
 
 
-def test_a_stop_says_what_was_saved():
+def test_a_stop_names_the_saved_step():
   running = phase_with(write=list, save=lambda *_: None)
   with pytest.raises(preemption.Preempted) as stop, running:
     running.set_resume_point(1, None, dict)

@@ -1,4 +1,4 @@
-"""The window that is traced: so many steps of one stage of one iteration."""
+"""Traces of the configured steps of one stage of one iteration."""
 
 import jax
 import pytest
@@ -9,26 +9,28 @@ from gspo_jax.settings.training import ProfileConfig
 
 @pytest.fixture
 def traced(monkeypatch):
-  """What the profiler was told, and the steps in between."""
-  told = []
-  monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: told.append("start"))
-  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: told.append("stop"))
-  return told
+  """Records calls of the profiler, and steps between them."""
+  calls = []
+  monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: calls.append("start"))
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+  return calls
 
 
-def go(told, **config):
+def go(calls, **config):
   profiler = Profiler(ProfileConfig(**config), "profile")
   for iteration in (1, 2, 3):
     with profiler("all", iteration):
       for stage in ("sample", "update"):
         with profiler(stage, iteration):
           for _ in range(4):
-            told.append(f"{stage} {iteration}")
+            calls.append(f"{stage} {iteration}")
             profiler.count(stage, 2 if stage == "sample" else 1)
-  return told[told.index("start") + 1 : told.index("stop")] if told.count("start") == 1 else told
+  return (
+    calls[calls.index("start") + 1 : calls.index("stop")] if calls.count("start") == 1 else calls
+  )
 
 
-def test_a_window_is_so_many_steps_of_one_stage(traced):
+def test_a_window_has_the_configured_steps_of_one_stage(traced):
   assert go(traced, iteration=2, stage="update", steps=3) == ["update 2"] * 3
   assert traced.count("stop") == 1
 
@@ -45,21 +47,21 @@ def test_without_steps_it_is_the_stage_or_the_iteration(traced):
   assert go(traced, iteration=2, stage="update", steps=9) == ["update 2"] * 4
 
 
-def test_none_is_traced_by_default(traced):
+def test_nothing_is_traced_by_default(traced):
   assert "start" not in go(traced)
 
 
-def test_what_is_raised_ends_the_trace(traced):
+def test_an_error_ends_the_trace(traced):
   profiler = Profiler(ProfileConfig(iteration=1), "profile")
   with pytest.raises(RuntimeError), profiler("all", 1):
     raise RuntimeError
   assert traced == ["start", "stop"]
 
 
-def test_a_server_whose_port_is_taken_is_named(monkeypatch):
-  def taken(port):
+def test_a_port_in_use_is_named(monkeypatch):
+  def refuse(port):
     raise RuntimeError("address in use")
 
-  monkeypatch.setattr(jax.profiler, "start_server", taken)
+  monkeypatch.setattr(jax.profiler, "start_server", refuse)
   with pytest.raises(ValueError, match=r"profile\.port=9999: RuntimeError: address in use; choose"):
     Profiler(ProfileConfig(port=9999), "profile")

@@ -13,11 +13,11 @@ class Terminal(io.StringIO):
 
 
 def test_progress_in_a_log_is_plain_lines_at_intervals():
-  now, log = [0.0], io.StringIO()
+  clock, log = [0.0], io.StringIO()
   figures = {"reward/mean": 0.5, "clip_fraction/token": 0.125, "tokens_per_second": 8000.0}
-  with Progress("rl", 60, interval=10, stream=log, clock=lambda: now[0]) as progress:
+  with Progress("rl", 60, interval=10, stream=log, clock=lambda: clock[0]) as progress:
     for step in range(1, 61):
-      now[0] += 2.0
+      clock[0] += 2.0
       progress.update(step, figures | ({"eval/accuracy": 0.25} if step == 2 else {}))
   lines = log.getvalue().splitlines()
   assert not any(c < " " for c in log.getvalue() if c != "\n")
@@ -30,10 +30,10 @@ def test_progress_in_a_log_is_plain_lines_at_intervals():
 
 
 def test_time_left_does_not_count_compilation():
-  now, log = [0.0], io.StringIO()
-  progress = Progress("rl", 10, interval=0, stream=log, clock=lambda: now[0])
+  clock, log = [0.0], io.StringIO()
+  progress = Progress("rl", 10, interval=0, stream=log, clock=lambda: clock[0])
   for step, seconds in ((0, 0.0), (1, 100.0), (2, 1.0)):  # step 1 compiles
-    now[0] += seconds
+    clock[0] += seconds
     progress.update(step, {"reward/mean": 0.5})
   assert [line.split("left ")[1] for line in log.getvalue().splitlines()] == ["?", "?", "0:08"]
 
@@ -52,30 +52,30 @@ def test_clock_text():
   assert [clock_text(s) for s in (0, 61.4, 3600)] == ["0:00", "1:01", "1:00:00"]
 
 
-def test_what_is_over_soon_shows_no_progress():
-  now, log, screen = [0.0], io.StringIO(), Terminal()
+def test_a_short_phase_shows_no_progress():
+  clock, log, screen = [0.0], io.StringIO(), Terminal()
   for stream in (log, screen):
-    with Progress("eval", 2, delay=5, stream=stream, clock=lambda: now[0]) as progress:
+    with Progress("eval", 2, delay=5, stream=stream, clock=lambda: clock[0]) as progress:
       progress.update(1, {})
       progress.update(2, {})
   assert log.getvalue() == screen.getvalue() == ""
-  progress = Progress("eval", 3, delay=5, stream=log, clock=lambda: now[0])
+  progress = Progress("eval", 3, delay=5, stream=log, clock=lambda: clock[0])
   for step in (1, 2, 3):
-    now[0] += 4
+    clock[0] += 4
     progress.update(step, {})
   assert [line[:8] for line in log.getvalue().splitlines()] == ["eval 2/3", "eval 3/3"]
 
 
-def test_the_first_step_is_waited_for_in_words():
-  now, log = [0.0], io.StringIO()
+def test_compilation_is_shown_until_the_first_step():
+  clock, log = [0.0], io.StringIO()
   with Progress(
-    "sft", 10, interval=1e6, stream=log, clock=lambda: now[0], at_most=True
+    "sft", 10, interval=1e6, stream=log, clock=lambda: clock[0], at_most=True
   ) as progress:
     progress.wait()
-    now[0] = 75.0
+    clock[0] = 75.0
     progress.beat()
     for step in 1, 2:
-      now[0] += 2.0e6
+      clock[0] += 2.0e6
       progress.update(step, {"loss": 2.0})
   assert log.getvalue().splitlines() == [
     "sft 0/10  compiling, then the first step; 0:00 so far",
@@ -85,7 +85,7 @@ def test_the_first_step_is_waited_for_in_words():
   ]
 
 
-def test_nothing_is_waited_for_in_words_once_a_step_is_done():
+def test_compilation_is_not_shown_after_the_first_step():
   log = io.StringIO()
   progress = Progress("rl", 10, interval=1e6, stream=log)
   before = set(threading.enumerate())
@@ -97,7 +97,7 @@ def test_nothing_is_waited_for_in_words_once_a_step_is_done():
   assert "compiling" not in log.getvalue().splitlines()[-1]
 
 
-def test_a_phase_that_is_over_waits_for_nothing():
+def test_a_finished_phase_shows_no_compilation():
   log = io.StringIO()
   Progress("rl", 10, start=10, stream=log).wait()
   assert not log.getvalue()

@@ -1,4 +1,4 @@
-"""What makes a run another one, and what it began with."""
+"""Identity of a run, and its origins."""
 
 import pytest
 
@@ -8,7 +8,7 @@ CONFIG = dict(resume="auto", seed=0, weights="DIR", distillation=dict(teacher="T
 START, TEACHER = dict(checkpoint="DIR/checkpoints/rl/2"), dict(checkpoint="TEACHER/checkpoints/1")
 
 
-def test_a_run_that_was_forced_once_goes_on_without(tmp_path):
+def test_a_forced_run_continues_without_force(tmp_path):
   provenance.record(tmp_path, CONFIG | dict(resume="force"))
   provenance.check(tmp_path, CONFIG)
   with pytest.raises(ValueError, match=r"another configuration \(seed: 0 -> 1\): use another"):
@@ -16,20 +16,20 @@ def test_a_run_that_was_forced_once_goes_on_without(tmp_path):
   provenance.check(tmp_path, CONFIG | dict(seed=1, resume="force"))
 
 
-def test_a_run_that_goes_on_says_which_keys_are_others(tmp_path, capsys):
+def test_a_continued_run_prints_changed_keys(tmp_path, capsys):
   provenance.record(tmp_path, CONFIG)
   provenance.record(tmp_path, CONFIG)
   assert "another" not in capsys.readouterr().err
   longer = CONFIG | dict(resume="force", seed=1, distillation=dict(teacher=""))
   for run, times in ((longer, 1), (longer, 0), (CONFIG, 1)):
     provenance.record(tmp_path, run)
-    said = capsys.readouterr().err
-    assert said.count("this run goes on with another seed: ") == times
-    assert said.count("another distillation.teacher: ") == times and "resume" not in said
-  assert "another seed: 1 -> 0\n" in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("this run goes on with another seed: ") == times
+    assert stderr.count("another distillation.teacher: ") == times and "resume" not in stderr
+  assert "another seed: 1 -> 0\n" in stderr
 
 
-def test_a_run_that_goes_on_is_told_what_it_began_with(tmp_path):
+def test_the_origins_of_a_run_are_recorded(tmp_path):
   assert provenance.recorded_origins(None, CONFIG)["start"] == {}
   assert provenance.recorded_origins(tmp_path, CONFIG)["start"] == {}
   provenance.record(tmp_path, CONFIG, START, TEACHER)

@@ -43,20 +43,20 @@ def server(tmp_path, monkeypatch):
   opened.close()
 
 
-def begun(workdir):
+def provenance_of(workdir):
   return json.loads((workdir / "config.json").read_text())["provenance"]
 
 
 @pytest.mark.long
-def test_a_run_keeps_to_the_commit_that_it_began_with(server, tmp_path, capsys):
+def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   first, params = publish(server, tmp_path / "source")
   with open_run(config(weights=ID), tmp_path / "run") as run:
     assert same(run.initial_params(), params)
     assert run.tokenizer.path == f"{ID}@{first}"  # unset, that of the weights
     sft.sft(run)
-  made_with = begun(tmp_path / "run")
-  assert made_with["start"] == dict(directory=f"{ID}@{first}")
-  assert made_with["tokenizer"] == f"{ID}@{first}"
+  origin = provenance_of(tmp_path / "run")
+  assert origin["start"] == dict(directory=f"{ID}@{first}")
+  assert origin["tokenizer"] == f"{ID}@{first}"
   second, changed = publish(server, tmp_path / "source", seed=1)
   assert "by now" not in capsys.readouterr().err
   with open_run(config(weights=ID), tmp_path / "run") as run:
@@ -72,7 +72,7 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(server, tmp_path, capsys):
     assert run.tokenizer.path == f"{ID}@{first}"
 
 
-def test_a_tokenizer_is_kept_too(server, tmp_path, capsys):
+def test_a_run_keeps_its_first_tokenizer(server, tmp_path, capsys):
   first, _ = publish(server, tmp_path / "source")
   second = None
   for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_tokenizer_is_kept_too(server, tmp_path, capsys):
     assert run.tokenizer.path == f"{ID}@{second}"
 
 
-def test_a_run_that_goes_on_needs_no_network(server, tmp_path, monkeypatch, capsys):
+def test_a_continued_run_needs_no_network(server, tmp_path, monkeypatch, capsys):
   _, params = publish(server, tmp_path / "source")
   with open_run(config(weights=ID), tmp_path / "run") as run:
     run.initial_params()
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_needs_no_network(server, tmp_path, monkeypatch, caps
   assert not server.requests
 
 
-def test_what_a_check_reads(server, tmp_path):
+def test_a_check_reads_configuration_tokenizer_and_headers(server, tmp_path):
   """--dry_run: configuration, tokenizer and headers."""
   commit, _ = publish(server, tmp_path / "source")
   checked = inputs.check(config(weights=ID))
@@ -105,7 +105,7 @@ def test_what_a_check_reads(server, tmp_path):
   assert common.size(ID) == MODEL
 
 
-def test_a_model_of_another_shape(server, tmp_path):
+def test_a_model_of_another_shape_is_refused(server, tmp_path):
   publish(server, tmp_path / "source")
   with pytest.raises(ValueError, match=rf"--config\.weights={ID} holds another model .*num_layers"):
     inputs.check(config(weights=ID, model__num_layers=2))
@@ -123,7 +123,7 @@ def test_a_model_of_another_shape(server, tmp_path):
     ),
   ],
 )
-def test_the_key_of_what_cannot_be_read_is_named(changes, message, server, tmp_path):
+def test_the_key_of_an_unreadable_repository_is_named(changes, message, server, tmp_path):
   publish(server, tmp_path / "source")
   with pytest.raises(ValueError, match=message):
     inputs.check(config(**changes))
@@ -137,18 +137,18 @@ def test_adapters_are_named_with_their_commit(server, tmp_path):
     inputs.check(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
 
 
-def test_a_teacher_is_kept_too(server, tmp_path):
+def test_a_run_keeps_its_first_teacher(server, tmp_path):
   first, params = publish(server, tmp_path / "source")
   taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})
   with open_run(taught, tmp_path / "run") as run:
     assert same(teachers.load(run.teacher, taught, run.mesh), params)
-  assert begun(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
+  assert provenance_of(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
   publish(server, tmp_path / "source", seed=1)
   with open_run(taught, tmp_path / "run") as run:
     assert same(teachers.load(run.teacher, taught, run.mesh), params)
 
 
-def test_of_a_bucket(server, tmp_path, monkeypatch):
+def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
   _, params = publish(server, tmp_path / "bucket/model")
   fake_hub.bucket(monkeypatch, tmp_path)
   with open_run(config(weights="gs://bucket/model"), tmp_path / "run") as run:
@@ -167,7 +167,7 @@ def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
   assert weight_source.resolve_tokenizer("", source, {}) == "bytes"
 
 
-def test_weights_without_a_tokenizer(server, tmp_path):
+def test_weights_without_a_tokenizer_are_refused(server, tmp_path):
   """Bytes are not taken instead: they would be read without an error, and as nonsense."""
   publish(server, tmp_path / "source")
   (tmp_path / "source/tokenizer.json").unlink()
@@ -178,16 +178,16 @@ def test_weights_without_a_tokenizer(server, tmp_path):
 
 @pytest.mark.long
 def test_the_command_line(server, tmp_path):
-  """With the environment variables of the library; the whole output is one line where it fails."""
+  """Uses the library's environment variables; a failure is one line."""
   publish(server, tmp_path / "source")
   flags = [f"{k.replace('__', '.')}={v}" for k, v in FEWER.items()]
   environment = server.environment(tmp_path / "cache")
   command_line.run(tmp_path / "run", *flags, f"weights={ID}", "job=eval", **environment)
   assert (tmp_path / "run/metrics.jsonl").exists()
-  told = command_line.run(
+  output = command_line.run(
     tmp_path / "no", *flags, "weights=org/none", ok=False, HF_HUB_OFFLINE="1", **environment
   )
-  last = told.splitlines()[-1]
+  last = output.splitlines()[-1]
   assert last.startswith(
     "gspo_jax: --config.weights=org/none: org/none is not (whole) in the cache"
   )

@@ -1,4 +1,4 @@
-"""Starting from another run's checkpoint: which one is meant, what arrives, what is refused."""
+"""Starting from another run's checkpoint."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def same(a, b):
   return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
-def test_a_run_begins_with_what_another_one_ended_with(pupil, tmp_path):
+def test_a_run_starts_from_the_parameters_of_another(pupil, tmp_path):
   workdir, params = pupil
   assert same(begins_with(tmp_path / "a", workdir), params)
   assert same(begins_with(tmp_path / "b", workdir / "checkpoints" / "sft", seed=5), params)
@@ -59,8 +59,8 @@ def test_a_run_begins_with_what_another_one_ended_with(pupil, tmp_path):
   assert "start" not in json.loads((workdir / "config.json").read_text())["provenance"]
 
 
-def test_a_run_that_goes_on_keeps_what_it_began_with(pupil, tmp_path):
-  """Its reference policy is read again, and the run that `weights` names may have come further."""
+def test_a_continued_run_keeps_its_first_checkpoint(pupil, tmp_path):
+  """Its reference policy is read again, while the named run may have newer checkpoints."""
   source = tmp_path / "source"
   shutil.copytree(pupil[0], source)
   shutil.move(source / "checkpoints" / "sft" / "4", tmp_path / "later")
@@ -78,9 +78,11 @@ NAMES = {".": [".", "checkpoints/sft"], "checkpoints": ["sft", "sft/4"]}
 NAMES |= {"checkpoints/sft": [".", "4"], "checkpoints/sft/4": ["../../.."]}
 
 
-@pytest.mark.parametrize("here, name", [(here, name) for here in NAMES for name in NAMES[here]])
-def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
-  monkeypatch.chdir(pupil[0] / here)
+@pytest.mark.parametrize(
+  "directory, name", [(directory, name) for directory in NAMES for name in NAMES[directory]]
+)
+def test_a_checkpoint_has_many_names(directory, name, pupil, monkeypatch):
+  monkeypatch.chdir(pupil[0] / directory)
   named = weight_source.find(name)
   assert str(named.path) == f"{pupil[0]}/checkpoints/sft/4"
   assert named.config["sft"]["steps"] == 4
@@ -91,32 +93,32 @@ def test_a_run_in_the_home_directory(pupil, monkeypatch):
   assert weight_source.find(f"~/{pupil[0].name}").path == weight_source.find(str(pupil[0])).path
 
 
-def test_in_a_directory_of_their_own_too(tmp_path):
-  """Where a copy of the workdir says which model, and which adapters, a checkpoint is of."""
-  own = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
-  with open_run(config(**own), tmp_path / "run") as run:
+def test_checkpoints_in_a_directory_of_their_own_are_found(tmp_path):
+  """A copy of the workdir describes model and adapters of the checkpoints."""
+  values = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
+  with open_run(config(**values), tmp_path / "run") as run:
     sft.sft(run)
   starts = [weight_source.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
   assert {str(each.path) for each in starts} == {f"{tmp_path}/own/sft/2"}
   assert all(each.config == starts[0].config and "model" in each.config for each in starts)
 
 
-def test_a_run_that_does_not_say_where_its_checkpoints_are_is_refused(tmp_path):
+def test_a_run_without_a_checkpoint_directory_is_refused(tmp_path):
   (tmp_path / "config.json").write_text('{"provenance": {}, "checkpoint": 1}')
   with pytest.raises(ValueError, match=r"RUN=.*config\.json has no checkpoint\.directory"):
     weight_source.find(str(tmp_path), "RUN")
 
 
-def test_other_meshes_can_begin_with_it(pupil, tmp_path):
+def test_other_meshes_can_start_from_a_checkpoint(pupil, tmp_path):
   workdir, params = pupil
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
 
 
 @pytest.mark.long
-def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tmp_path, capfd):
+def test_rl_starts_from_a_cold_start_and_another_run_from_its_adapters(pupil, tmp_path, capfd):
   workdir, _ = pupil
   adapted = tmp_path / "adapted"
-  moves = dict(lora__rank=2, objective__entropy_coef=0.1)  # so small a model earns no reward
+  moves = dict(lora__rank=2, objective__entropy_coef=0.1)  # A model of this size earns no reward.
   with open_run(config(job="rl", weights=str(workdir), **moves), adapted) as run:
     params = jax.device_get(lora.merged(train.train(run, run.initial_params)))
   assert not (adapted / "checkpoints" / "sft").exists()
@@ -130,7 +132,7 @@ def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tm
 
 @pytest.fixture(scope="module")
 def adapted(pupil, tmp_path_factory):
-  """A run that has trained adapters, its config and its parameters with them."""
+  """Trains adapters; returns workdir, config and parameters."""
   workdir = tmp_path_factory.mktemp("adapted")
   moves = dict(lora__rank=2, objective__entropy_coef=0.1)
   c = config(job="rl", weights=str(pupil[0]), rl_optimizer__learning_rate=1e-2, **moves)
@@ -143,7 +145,7 @@ def adapted(pupil, tmp_path_factory):
 def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_rounding(
   dtype, adapted, tmp_path
 ):
-  """In an export, a teacher (whose compute type may be another), and in a run's first weights."""
+  """Exports, teachers (with their own compute type) and first weights load in this way."""
   workdir, c, params = adapted
   checkpoint = weight_source.find(str(workdir))
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
@@ -179,20 +181,22 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
   ],
 )
-def test_what_cannot_be_begun_with(pupil, tmp_path, below, changes, message):
+def test_other_models_and_incomplete_checkpoints_are_refused(
+  pupil, tmp_path, below, changes, message
+):
   with pytest.raises((ValueError, OSError), match=message):
     begins_with(tmp_path / "new", pupil[0] / below, **changes)
   assert not (tmp_path / "new").exists()  # it is found before anything is written
 
 
-def test_a_run_without_checkpoints(tmp_path):
+def test_a_run_without_checkpoints_is_refused(tmp_path):
   with open_run(config(), tmp_path / "begun"):
     pass
   with pytest.raises(ValueError, match="is a run that has no checkpoint yet"):
     begins_with(tmp_path / "new", tmp_path / "begun")
 
 
-def test_a_damaged_checkpoint_is_told_with_the_one_before(tmp_path):
+def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
   with open_run(config(), tmp_path / "source") as run:
     sft.sft(run)
   last = tmp_path / "source" / "checkpoints" / "sft" / "4"
@@ -211,9 +215,9 @@ def test_numbers_of_published_weights_may_be_rounded_to_float32(eps, fits, tmp_p
   toy_qwen3.write(tmp_path / "hf")
   file = tmp_path / "hf" / "config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | dict(rms_norm_eps=eps)))
-  asked = config_of(lambda: gsm8k.get_config("tiny"), weights=str(tmp_path / "hf"))
-  source = weight_source.resolve("weights", asked.weights, {})
+  c = config_of(lambda: gsm8k.get_config("tiny"), weights=str(tmp_path / "hf"))
+  source = weight_source.resolve("weights", c.weights, {})
   if fits:
-    return source.check_model(asked.model, asked.weights)
+    return source.check_model(c.model, c.weights)
   with pytest.raises(ValueError, match=r"model\.rms_norm_eps=1e-06 and not 1\.1e-06"):
-    source.check_model(asked.model, asked.weights)
+    source.check_model(c.model, c.weights)

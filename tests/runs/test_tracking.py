@@ -18,14 +18,14 @@ def row(step, phase="rl", **extra):
 
 
 def read_scalars(directory):
-  """(tag, step, value) of all TensorBoard events, and the steps at which sessions restarted."""
+  """Returns (tag, step, value) of all TensorBoard events, and steps of restarts."""
   scalars, restarts = [], []
   for path in sorted(directory.glob("**/events*"), key=lambda p: p.stat().st_mtime_ns):
-    data, at = path.read_bytes(), 0
-    while at < len(data):
-      (size,) = np.frombuffer(data[at : at + 8], "<u8")  # length, crc, record, crc
-      event = event_pb2.Event.FromString(data[at + 12 : at + 12 + int(size)])
-      at += 16 + int(size)
+    data, offset = path.read_bytes(), 0
+    while offset < len(data):
+      (size,) = np.frombuffer(data[offset : offset + 8], "<u8")  # length, crc, record, crc
+      event = event_pb2.Event.FromString(data[offset + 12 : offset + 12 + int(size)])
+      offset += 16 + int(size)
       scalars += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
       if event.session_log.status == event_pb2.SessionLog.START:
         restarts.append(event.step)
@@ -83,7 +83,7 @@ def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path,
   assert stub.settings["id"] != first["id"]
 
 
-def test_weights_and_biases_that_is_not_installed_says_how(tmp_path, monkeypatch):
+def test_missing_weights_and_biases_says_how_to_install_it(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
   with pytest.raises(ValueError, match=r"wandb=project.*pip install 'gspo-jax\[wandb\]'"):
     metrics.Writer(tmp_path, wandb="project")
@@ -123,7 +123,7 @@ def test_truncate_hides_dropped_steps_from_tensorboard(tmp_path):
       for step in range(1, steps + 1):
         writer.write(row(step, phase))
   with metrics.Writer(tmp_path) as writer:
-    writer.truncate("rl", 4)  # of a process that may end before its first row
+    writer.truncate("rl", 4)  # Its process may end before the first row.
   _, restarts = read_scalars(tmp_path / "tensorboard" / "rl")
   assert restarts == [5]  # TensorBoard purges what an earlier session wrote at or above it
   assert read_scalars(tmp_path / "tensorboard" / "sft")[1] == []

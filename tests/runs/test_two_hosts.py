@@ -64,27 +64,27 @@ def test_two_hosts(tmp_path):
 
 
 def verdicts(process):
-  """The same evaluation, of which a time limit strikes on one host."""
+  """Scores an evaluation on a host with a time limit of its own."""
 
   def score(responses, prompts, finished):
-    found = ["right", "timeout"] if process == 0 else ["timeout", "right"]
-    correct = np.array([one == "right" for one in found], np.float32)
-    unknown = {found.index("timeout"): "timeout"}
+    outcomes = ["right", "timeout"] if process == 0 else ["timeout", "right"]
+    correct = np.array([outcome == "right" for outcome in outcomes], np.float32)
+    unknown = {outcomes.index("timeout"): "timeout"}
     return rewards.Scores(correct, dict(right=1, timeout=1), correct, unknown)
 
   problems = [Prompt(str(i), "q", "a", (1,)) for i in range(2)]
   config = BenchmarkConfig("x", "", 0, 1, (), False, "")
-  one = Benchmark("", config, problems, score)
-  evaluator = Evaluator(None, DENSE, [one], tokenizer.load("bytes"), 4, 0)
+  benchmark = Benchmark("", config, problems, score)
+  evaluator = Evaluator(None, DENSE, [benchmark], tokenizer.load("bytes"), 4, 0)
   sampled = [Trajectory((1,), 0, 0, None) for _ in problems]
-  chunk = evaluator._score(one, [0, 1], sampled)
+  chunk = evaluator._score(benchmark, [0, 1], sampled)
   rows = chunk["records"]
-  found = dict(correct=[r["reward"] for r in rows], unknown=["unknown" in r for r in rows])
-  return found | dict(outcomes=chunk["outcomes"])
+  scores = dict(correct=[r["reward"] for r in rows], unknown=["unknown" in r for r in rows])
+  return scores | dict(outcomes=chunk["outcomes"])
 
 
 class OnHost:
-  """Says what depends on the host that it is on: 5 on the first one."""
+  """Environment with tokens and rewards of its host: 5 on the first one."""
 
   def __init__(self, prompt):
     self.heard = 0
@@ -109,15 +109,15 @@ def conversations():
   driver.begin(trajectories)
   assert len(list(driver.run())) == 2
   groups, config = [Group(prompt, trajectories)], config_of(tiny_tools.get_config).environment
-  groups[0].responses = [str(one.tokens.tolist()) for one in trajectories]
+  groups[0].responses = [str(trajectory.tokens.tolist()) for trajectory in trajectories]
   scoring.assign_verdicts(
     groups, hosts.run_on_first_host(lambda: scoring.score_conversations(groups, config))
   )
   return dict(
-    turns=[one.tokens[one.turns < 0].tolist() for one in trajectories],
+    turns=[trajectory.tokens[trajectory.turns < 0].tolist() for trajectory in trajectories],
     responses=groups[0].responses,
     rewards=groups[0].reward_G.tolist(),
-    figures=[one.figures["host"] for one in trajectories],
+    figures=[trajectory.figures["host"] for trajectory in trajectories],
   )
 
 
@@ -130,7 +130,7 @@ def context(process, fails):
 
 
 def opened(process):
-  """What the hosts hear of a context that the first one enters."""
+  """Enters a context on the first host; returns each host's value or error."""
   heard = []
   for fails in (False, True):
     try:
@@ -148,7 +148,7 @@ def checkpoints_of(workdir):
 
 
 def saved(workdir, process):
-  """Three checkpoints of an array that is on both hosts, which measure different scores."""
+  """Saves three checkpoints of a distributed array, with another score on each host."""
   mesh = jax.make_mesh((2,), ("data",))
   spread = jax.NamedSharding(mesh, jax.P("data"))
   whole = np.random.default_rng(0).normal(size=2000).astype(np.float32)
@@ -157,7 +157,7 @@ def saved(workdir, process):
   for step, scores in (1, (3.0, 1.0)), (2, (1.0, 3.0)), (3, (0.0, 0.0)):
     checkpoints.save(step, state, {}, dict(score=scores[process]))
   checkpoints.close()
-  kept = sorted(checkpoints._manager.all_steps())
+  steps = sorted(checkpoints._manager.all_steps())
   # One host alone reads what has changed: the other one has to know.
   newest = checkpoints.directory / "3"
   if process == 0:
@@ -171,34 +171,34 @@ def saved(workdir, process):
   checkpoints.close()
   for shard in restored["x"].addressable_shards:
     np.testing.assert_array_equal(shard.data, whole[shard.index])
-  return dict(kept=kept, whole=step)
+  return dict(kept=steps, whole=step)
 
 
 def began_with(workdir, process):
-  """What a run goes on with whose workdirs are the hosts' own: the first one writes config.json."""
+  """Reads origins from workdirs on each host; only the first one has config.json."""
   mine, config = Path(f"{workdir}_{process}"), dict(resume="auto", weights="DIR")
   mine.mkdir()
   if process == 0:
     provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
-  found = dict(began_with=provenance.recorded_origins(mine, config)["start"])
+  facts = dict(began_with=provenance.recorded_origins(mine, config)["start"])
   provenance.check(mine, config)
   try:
     provenance.check(mine, config | dict(weights="OTHER"))
   except ValueError as error:
-    found["another"] = str(error).partition("(")[2][:26]
-  return found
+    facts["another"] = str(error).partition("(")[2][:26]
+  return facts
 
 
 def growing(workdir, process):
-  """Rows of a file that the second host sees later each time; what the first one sees counts."""
+  """Reads a growing file on two hosts; the second one sees rows later."""
   from rollouts.test_schedules import ids, lines, source_of  # has weights: JAX has begun by then
 
   path = Path(f"{workdir}_{process}") / "rows.jsonl"
   path.write_text(lines(range(5 + 2 * process)) + "{")
   source = source_of(path)
-  passes, begun = Batches(source, 1, seed=1), len(source)
+  passes, count = Batches(source, 1, seed=1), len(source)
   path.write_text(lines(range(9 + 3 * process)))
-  rows, drawn, changed = [begun, source.look()], ids(passes.take(12)), False
+  rows, drawn, changed = [count, source.look()], ids(passes.take(12)), False
   if process == 0:
     path.write_text(lines(range(3)))
   try:
@@ -213,7 +213,7 @@ def abstract(x):
 
 
 def refused(workdir):
-  """What the second of two runs of two processes hears, while the first one has the directory."""
+  """Returns the errors of a second run in a locked directory."""
   heard = []
   with lock.alone_in(workdir):
     for _ in range(2):
@@ -230,9 +230,9 @@ if __name__ == "__main__":
     num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
     process_id=int(os.environ["JAX_PROCESS_ID"]),
   )
-  with contextlib.redirect_stderr(io.StringIO()) as said:
-    found = verdicts(jax.process_index()) | conversations() | opened(jax.process_index())
-    found |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
-    found |= began_with(sys.argv[1], jax.process_index())
-    found |= growing(sys.argv[1], jax.process_index())
-  Path(sys.argv[2]).write_text(json.dumps(found | dict(said=said.getvalue())))
+  with contextlib.redirect_stderr(io.StringIO()) as stderr:
+    results = verdicts(jax.process_index()) | conversations() | opened(jax.process_index())
+    results |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
+    results |= began_with(sys.argv[1], jax.process_index())
+    results |= growing(sys.argv[1], jax.process_index())
+  Path(sys.argv[2]).write_text(json.dumps(results | dict(said=stderr.getvalue())))

@@ -1,4 +1,4 @@
-"""What a run has to write and cannot ends it, soon and in one line."""
+"""A failed write ends a run soon, with one line."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ STATE = dict(x=jnp.arange(2.0))
 
 
 def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
-  """No file may be longer than 20 KiB, which those of a checkpoint are."""
+  """Files of a checkpoint exceed the limit of 20 KiB."""
   flags = [*SMALL, "job=sft", "checkpoint.every=2"]
   started = time.monotonic()
   limited = ["bash", "-c", 'ulimit -f 20 && exec "$@"', "-", *command(tmp_path, *flags)]
@@ -61,23 +61,23 @@ CODE, SPEC = "[os_error_code='27']", """[tensorstore_spec='{\\"driver\\":\\"zarr
 
 
 @pytest.mark.parametrize("notes", [CODE, f"{CODE} {SPEC}", f"{SPEC} {CODE}"])
-def test_the_reason_is_what_the_system_said(notes):
+def test_the_reason_is_the_systems_message(notes):
   """TensorStore appends its notes in any order."""
-  where = 'OUT_OF_RANGE: Error opening "zarr" driver: Failed writing: "/a: b/c"'
-  error = ValueError(f"{where}: Failed to write 9 bytes to file 4: File too large {notes}")
+  prefix = 'OUT_OF_RANGE: Error opening "zarr" driver: Failed writing: "/a: b/c"'
+  error = ValueError(f"{prefix}: Failed to write 9 bytes to file 4: File too large {notes}")
   assert checkpoint.reason(error) == "File too large"
 
 
-def test_a_directory_that_cannot_be_made_lets_the_process_end(tmp_path):
-  """By itself, even, without `main.end`: no thread waits for what will not come."""
+def test_an_impossible_directory_lets_the_process_end(tmp_path):
+  """It ends without `main.end`: no thread waits forever."""
   done = called([sys.executable, "-c", SAVE, str(tmp_path)])
   assert done.returncode == 1
   assert f"{tmp_path}/checkpoints/rl/2 cannot be written: Operation not permitted" in done.stderr
   assert (tmp_path / "checkpoints" / "rl" / "1").exists()  # keep=1: not before there is another one
 
 
-def test_a_save_that_failed_is_told_with_the_next_row(tmp_path, monkeypatch):
-  """Not with the next save, which may be hours away; and the mirror's failures are the save's."""
+def test_a_failed_save_is_raised_with_the_next_row(tmp_path, monkeypatch):
+  """The next save may be hours away. Failures of the mirror are failures of the save."""
   bucket = tmp_path / "bucket"
   config = CheckpointConfig(**vars(CONFIG) | dict(directory=str(bucket)))
   (tmp_path / "run").mkdir()
@@ -97,7 +97,7 @@ def test_a_save_that_failed_is_told_with_the_next_row(tmp_path, monkeypatch):
 
 
 def in_the_way(path):
-  """A file in the place of a directory: nobody can write below it, not even root."""
+  """Makes a file in a directory's place: not even root can write below it."""
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text("")
   return path
@@ -117,12 +117,12 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("name", UNWRITABLE)
-def test_every_file_of_a_run_is_named(name, tmp_path):
+def test_an_unwritable_file_is_named(name, tmp_path):
   with pytest.raises(files.WriteError, match=rf"{tmp_path}\S* cannot be written: \w+"):
     UNWRITABLE[name](tmp_path)
 
 
-def test_a_failure_whose_dump_cannot_be_written_is_still_told(tmp_path):
+def test_a_failure_without_a_dump_is_still_raised(tmp_path):
   home = in_the_way(tmp_path / "home")
   guard = nonfinite.Guard(checkpoint.epath.Path(home), {}, "stop", updates=1, keep=1)
   state = type("State", (), dict(step=jnp.int32(0)))()
@@ -130,13 +130,13 @@ def test_a_failure_whose_dump_cannot_be_written_is_still_told(tmp_path):
     guard.check(ROW | dict(loss=float("nan")), state)
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_metrics_that_nobody_would_find_stop_the_run(how, tmp_path):
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_removed_or_replaced_metrics_stop_the_run(change, tmp_path):
   writer = metrics.Writer(tmp_path / "run")
   writer.write(ROW)
   path = tmp_path / "run" / "metrics.jsonl"
   path.unlink()
-  if how == "replaced":
+  if change == "replaced":
     path.write_text("")
   with pytest.raises(files.WriteError, match=f"{path} cannot be written"):
     writer.write(ROW)
@@ -165,7 +165,7 @@ def sealed(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("line", ["garbage", "3", "{}", '{"chunk": "a"}', "\udcff", "[" * 10**5])
-def test_an_unfinished_evaluation_goes_on_before_its_damage(line, tmp_path, capsys):
+def test_an_unfinished_evaluation_continues_before_its_damage(line, tmp_path, capsys):
   log = Unfinished(tmp_path, "key")
   for n in range(3):
     log.add(dict(chunk="a", n=n, reward=0.1 + n))
@@ -177,7 +177,7 @@ def test_an_unfinished_evaluation_goes_on_before_its_damage(line, tmp_path, caps
   assert len(sealed(tmp_path)) == 2
 
 
-def test_one_bit_of_an_unfinished_evaluation(tmp_path):
+def test_a_flipped_bit_of_an_unfinished_evaluation_is_noticed(tmp_path):
   log = Unfinished(tmp_path, "key")
   log.add(dict(chunk="a", reward=0.125))
   path = tmp_path / "unfinished.jsonl"
