@@ -52,7 +52,7 @@ def newest(group):
 def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
   collecting, old = surplus(count, extra_prompts=8)
   collecting[0]._batches.take(2 * P)  # their prompts
-  out, (first_run, _) = iterate(3, source=collecting, first=2)
+  out, (first_run, _) = iterate(3, running=collecting, first=2)
   result = [[g.prompt.id for g in batch.groups] for batch in out]
   assert [sum(name in old for name in names) for names in result] == taken
   assert [name for names in result for name in names if name in old] == old  # the oldest first
@@ -69,7 +69,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
 
 def test_a_run_with_one_prompt_uses_its_surplus_too():
   collecting, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
-  out, _ = iterate(3, source=collecting, first=2)
+  out, _ = iterate(3, running=collecting, first=2)
   assert [batch.groups[0].prompt.id for batch in out][:2] == old and out[2].usage.tokens > 0
 
 
@@ -84,7 +84,7 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
     return step()
 
   monkeypatch.setattr(engine, "step", look)
-  iterate(4, source=(collecting, engine))
+  iterate(4, running=(collecting, engine))
   assert max(most) == P * G == collecting._workload.trajectories
 
 
@@ -150,7 +150,7 @@ def test_what_is_too_old_is_begun_again(kind):
     for group in collecting[0]._under_way
   ]
   groups = list(collecting[0]._under_way)
-  (out,), _ = iterate(1, source=collecting, first=3)
+  (out,), _ = iterate(1, running=collecting, first=3)
   assert out.metrics["partial/begun_again"] == len(old)
   assert [
     [(trajectory.sample, trajectory.seed) for trajectory in g.trajectories] for g in groups

@@ -92,14 +92,14 @@ def alternating(step):
   return PARAMS if step % 2 else OTHER
 
 
-def iterate(steps, source=None, weights=lambda step: PARAMS, first=1, **options):
+def iterate(steps, running=None, weights=lambda step: PARAMS, first=1, **options):
   """Collects iterations; returns them, and the collector with its engine."""
-  source, engine = source or collector(**options)
+  running, engine = running or collector(**options)
   out = []
   for step in range(first, first + steps):
     engine.load(weights(step), version=step)
-    out.append(source.collect(step, Stopwatch()))
-  return out, (source, engine)
+    out.append(running.collect(step, Stopwatch()))
+  return out, (running, engine)
 
 
 def went_on(position, **options):
@@ -109,11 +109,11 @@ def went_on(position, **options):
   return after
 
 
-def goes_on(steps, more, source=None, **options):
+def goes_on(steps, more, running=None, **options):
   """Asserts equal batches of a resumed collector and the first one; returns them."""
-  _, source = iterate(steps, source or collector(**options))
-  position = source[0].position()
-  expected, _ = iterate(more, source, first=steps + 1)
+  _, running = iterate(steps, running or collector(**options))
+  position = running[0].position()
+  expected, _ = iterate(more, running, first=steps + 1)
   out, _ = iterate(more, went_on(position, **options), first=steps + 1)
   for collected, same in zip(out, expected, strict=True):
     assert_same(collected, same)
