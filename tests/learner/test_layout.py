@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.small_models import DENSE, MODELS, MOE, initial
+from support.small_models import MOE, SHALLOW, initial
 from support.small_updates import (
   ALL_TERMS,
   MICROBATCHES,
+  MODELS,
   SGD,
   B,
   T,
@@ -91,7 +92,7 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
 
 @pytest.mark.parametrize("name, shape, replay, compute", [
   ("dense", None, "none", {}),
-  ("gemma", None, "none", dict(attention="blockwise")),
+  pytest.param("gemma", None, "none", dict(attention="blockwise"), marks=pytest.mark.long),
   pytest.param("gemma", None, "none", dict(attention="splash"), marks=pytest.mark.long),
   pytest.param("dense", (2, 2, 1, 2), "none", dict(remat="full"), marks=pytest.mark.long),
   pytest.param("moe", None, "R2", {}, marks=pytest.mark.long),
@@ -126,7 +127,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 
 def test_the_model_reads_every_prompt_once():
   """All but its last token, in rows that are shorter by that; and all that predicts a token."""
-  batch = grouped_batch(DENSE)
+  batch = grouped_batch(SHALLOW)
   actual = layout.trees(batch.inputs, GROUP, T - PROMPT)
   assert actual.tree == (8, GROUP)  # seven tokens, in rows of the same length
   assert actual.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
@@ -143,13 +144,13 @@ def test_the_model_reads_every_prompt_once():
     np.testing.assert_array_equal(
       np.where(read_BT, layout.by_sequence(of_rows, actual), 0), np.where(read_BT, of_batch, 0)
     )
-  _, row = after(rl_step(sharing(DENSE, MICROBATCHES), ALL_TERMS, SGD), DENSE, batch)
+  _, row = after(rl_step(sharing(SHALLOW, MICROBATCHES), ALL_TERMS, SGD), SHALLOW, batch)
   assert row["padding"] == pytest.approx(1 - distinct / actual.tokens_RT.size)
 
 
 @pytest.mark.parametrize("group_size", [GROUP, 1])
 def test_the_head_reads_what_stands_before_a_response(group_size, monkeypatch):
-  batch, learner = grouped_batch(DENSE), sharing(DENSE, group_size=group_size)
+  batch, learner = grouped_batch(SHALLOW), sharing(SHALLOW, group_size=group_size)
   rows = passes.rows_of(batch.inputs, learner)
   read = [np.asarray(layout.before_responses(x, rows)) for x in (rows.tokens_RT, rows.targets_RT)]
   assert read[0].shape == (B, T - PROMPT)
@@ -164,7 +165,9 @@ def test_the_head_reads_what_stands_before_a_response(group_size, monkeypatch):
   monkeypatch.setattr(
     transformer, "token_logp", lambda *args, **kw: seen.append(args[2]) or token_logp(*args, **kw)
   )
-  jax.eval_shape(lambda params: passes.log_probs(params, batch.inputs, learner)[0], initial(DENSE))
+  jax.eval_shape(
+    lambda params: passes.log_probs(params, batch.inputs, learner)[0], initial(SHALLOW)
+  )
   assert seen[0].shape[:2] == (B, T - PROMPT)
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.small_models import DENSE
+from support.small_models import SHALLOW
 from support.small_updates import (
   GSPO,
   SGD,
@@ -30,42 +30,44 @@ def batch(**changes):
   return made.with_fields(ref_logp_BT=None, **changes)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(microbatches):
-  step = rl_step(learner(DENSE, microbatches=microbatches), OBJECTIVE, SGD)
+  step = rl_step(learner(SHALLOW, microbatches=microbatches), OBJECTIVE, SGD)
   whole = batch()
   current = whole.mask_BT * (np.arange(whole.mask_BT.shape[1])[None] >= 4)
   current[:4] = 0
   stale = (whole.mask_BT > 0) & (current == 0)
   far = whole.sampler_logp_BT - 3 * stale.astype(np.float32)  # whatever older weights said
-  params, row = after(step, DENSE, whole.with_fields(sampler_logp_BT=far, current_BT=current))
-  _, expected = after(step, DENSE, whole.replace(mask_BT=current))
+  params, row = after(step, SHALLOW, whole.with_fields(sampler_logp_BT=far, current_BT=current))
+  _, expected = after(step, SHALLOW, whole.replace(mask_BT=current))
   names = [name for name in row if name.startswith("mismatch/")]
   assert len(names) == 9 and row["mismatch/abs/max"] > 0
   for name in names:
     assert row[name] == pytest.approx(expected[name], rel=1e-5), name
-  plain_params, _ = after(step, DENSE, whole)
+  plain_params, _ = after(step, SHALLOW, whole)
   # Metrics alone depend on it; the programs are two, and round as they like.
   chex.assert_trees_all_close(params, plain_params, atol=1e-6)
 
 
 def test_what_cannot_be_compared_is_no_metric():
   """Of older weights alone, as with a lag: 0 would say that sampler and trainer agree."""
-  step = rl_step(learner(DENSE, ages=3), dataclasses.replace(OBJECTIVE, old_logp="behaviour"), SGD)
+  step = rl_step(
+    learner(SHALLOW, ages=3), dataclasses.replace(OBJECTIVE, old_logp="behaviour"), SGD
+  )
   whole = batch(age_B=np.full(16, 1, np.int32), own_logp_BT=batch().sampler_logp_BT)
-  _, row = after(step, DENSE, whole.with_fields(current_BT=0 * whole.mask_BT))
+  _, row = after(step, SHALLOW, whole.with_fields(current_BT=0 * whole.mask_BT))
   compared = {name for name in row if name.startswith(("mismatch/", "by_age/"))}
   shares = {f"by_age/responses/{age}" for age in range(3)}
   of_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
   older = {name for name in compared if name.startswith("mismatch/older/")}
   assert compared == shares | of_age | older and len(older) == 10
-  _, row = after(step, DENSE, whole.with_fields(current_BT=whole.mask_BT))
+  _, row = after(step, SHALLOW, whole.with_fields(current_BT=whole.mask_BT))
   assert {"mismatch/abs/max", "mismatch/current/ess/sequence"} <= row.keys()
   assert {n for n in row if n.startswith("mismatch/older/")} == {"mismatch/older/tokens"}
 
 
 def test_responses_that_are_masked_are_as_if_they_were_not_there():
-  step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
+  step, whole = rl_step(learner(SHALLOW), OBJECTIVE, SGD), batch()
   kept = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]
   masked = whole.replace(mask_BT=whole.mask_BT * kept)
   nothing = with_inputs(
@@ -73,24 +75,24 @@ def test_responses_that_are_masked_are_as_if_they_were_not_there():
     tokens_BT=whole.inputs.tokens_BT * kept.astype(np.int32),
     segments_BT=whole.inputs.segments_BT * kept.astype(np.int32),
   )
-  (actual, row), (expected, same) = after(step, DENSE, masked), after(step, DENSE, nothing)
+  (actual, row), (expected, same) = after(step, SHALLOW, masked), after(step, SHALLOW, nothing)
   chex.assert_trees_all_close(actual, expected, atol=1e-7)
   for name in ("loss", "ratio/mean", "clip_fraction/token", "entropy", "mismatch/abs/mean"):
     assert row[name] == pytest.approx(same[name], abs=1e-6), name
 
 
 def test_a_mini_batch_of_masked_responses_changes_nothing():
-  step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
-  before, _ = after(step, DENSE, whole.replace(advantage_B=0 * whole.advantage_B))
-  actual, row = after(step, DENSE, whole.replace(mask_BT=0 * whole.mask_BT))
+  step, whole = rl_step(learner(SHALLOW), OBJECTIVE, SGD), batch()
+  before, _ = after(step, SHALLOW, whole.replace(advantage_B=0 * whole.advantage_B))
+  actual, row = after(step, SHALLOW, whole.replace(mask_BT=0 * whole.mask_BT))
   chex.assert_trees_all_close(actual, before, atol=0)
   assert all(np.isfinite(value) for value in row.values()) and row["loss"] == 0
   assert row["updates_skipped"] == 0
 
 
 def test_without_a_token_an_optimizer_does_not_follow_its_momentum():
-  step, whole = rl_step(learner(DENSE), OBJECTIVE, optax.adamw(1e-2)), batch()
-  with placed(DENSE, whole, (1, 1, 1, 1)) as (params, whole):
+  step, whole = rl_step(learner(SHALLOW), OBJECTIVE, optax.adamw(1e-2)), batch()
+  with placed(SHALLOW, whole, (1, 1, 1, 1)) as (params, whole):
     state, _ = step(new_state(params, optax.adamw(1e-2)), whole)
     before = jax.device_get(state)
     state, _ = step(state, whole.replace(mask_BT=0 * whole.mask_BT))

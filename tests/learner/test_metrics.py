@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from learner.test_layout import GROUP, PROMPT, grouped_batch
-from support.small_models import DENSE, initial
+from support.small_models import SHALLOW, initial
 from support.small_updates import (
   ALL_TERMS,
   GSPO,
@@ -251,7 +251,7 @@ def test_the_gradient_has_all_terms_of_the_loss():
 
 
 def update(microbatches, **changes):
-  return rl_step(learner(DENSE, microbatches=microbatches, **changes), SEGMENT, SGD)
+  return rl_step(learner(SHALLOW, microbatches=microbatches, **changes), SEGMENT, SGD)
 
 
 def assert_alike(actual, expected):
@@ -266,7 +266,7 @@ def assert_alike(actual, expected):
 
 @pytest.fixture(scope="module")
 def plain():
-  return after(update(1), DENSE, in_segments(make_batch()))
+  return after(update(1), SHALLOW, in_segments(make_batch()))
 
 
 @pytest.mark.parametrize("how", ["micro-batches", "packed", "mesh"])
@@ -277,26 +277,26 @@ def test_an_update_by_segments_is_the_same_in_every_layout(plain, how):
     batch = packing.plan(batch, 1)
   if how == "mesh":
     shape = (2, 2, 1, 2)
-  assert_alike(after(update(MICROBATCHES), DENSE, batch, shape), plain)
+  assert_alike(after(update(MICROBATCHES), SHALLOW, batch, shape), plain)
 
 
 def test_an_update_by_segments_is_the_same_with_shared_prompts():
-  batch = in_segments(grouped_batch(DENSE))
-  shared = after(update(2, group_size=GROUP, response_tokens=T - PROMPT), DENSE, batch)
-  assert_alike(shared, after(update(1), DENSE, with_inputs(batch, prompt_B=None)))
+  batch = in_segments(grouped_batch(SHALLOW))
+  shared = after(update(2, group_size=GROUP, response_tokens=T - PROMPT), SHALLOW, batch)
+  assert_alike(shared, after(update(1), SHALLOW, with_inputs(batch, prompt_B=None)))
 
 
 def test_without_segments_there_are_no_such_metrics():
-  _, row = after(rl_step(learner(DENSE), ALL_TERMS, SGD), DENSE, make_batch())
+  _, row = after(rl_step(learner(SHALLOW), ALL_TERMS, SGD), SHALLOW, make_batch())
   assert not [name for name in row if name.startswith("segment")]
-  actual = review_pass(learner(DENSE), ALL_TERMS)(initial(DENSE), make_batch())
+  actual = review_pass(learner(SHALLOW), ALL_TERMS)(initial(SHALLOW), make_batch())
   assert set(actual) == {"log_ratio_BT", "clipped_BT"}
 
 
 def test_a_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
-  actual = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
-  logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch.inputs)
+  actual = jax.device_get(review_pass(learner(SHALLOW), SEGMENT)(initial(SHALLOW), batch))
+  logp_BT = score_pass(learner(SHALLOW))(initial(SHALLOW), batch.inputs)
   expected = metrics.token_gradient(
     lambda x: configured_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )

@@ -241,8 +241,18 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["truncated", "masked"])
-@pytest.mark.parametrize("name", LOSSES)
+# A loss takes a weight, whatever it is made from: both kinds for one loss of each set of levels.
+LEVELS_OF = {(loss.levels, loss.by_token): name for name, loss in reversed(LOSSES.items())}
+WEIGHED = [
+  pytest.param(name, kind, marks=pytest.mark.long)
+  if kind == "truncated" and name not in LEVELS_OF.values()
+  else (name, kind)
+  for name in LOSSES
+  for kind in ("truncated", "masked")
+]
+
+
+@pytest.mark.parametrize("name, kind", WEIGHED)
 def test_a_correction_weighs_the_objective(name, kind):
   """By the trainer's old policy over the sampler, at the loss's own level and the others it has."""
   for level in (None, *LOSSES[name].levels):

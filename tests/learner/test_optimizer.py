@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.small_models import DENSE, initial
+from support.small_models import SHALLOW, initial
 
 from gspo_jax.learner.optimizer import decayed, last_rate, make, rates
 from gspo_jax.settings.training import OptimizerConfig
@@ -89,4 +89,4 @@ def test_the_update_is_that_of_optax_with_the_same_constants(changes):
 
 def optimizer_tree(seed):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(DENSE))
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(SHALLOW))

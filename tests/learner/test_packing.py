@@ -12,11 +12,12 @@ import pytest
 from etils import epath
 from support.command_line import SMALL, figures, run
 from support.configs import config_of
-from support.small_models import DENSE, MODELS, MOE, initial
+from support.small_models import MOE, SHALLOW, initial
 from support.small_updates import (
   ALL_TERMS,
   LENGTHS,
   MICROBATCHES,
+  MODELS,
   PER_MICRO_BATCH,
   SGD,
   B,
@@ -46,7 +47,7 @@ from gspo_jax.structs import ModelInputs, TrainBatch
   pytest.param("dense", (2, 2, 1, 2), "none", marks=pytest.mark.long),
   pytest.param("gemma", None, "none", marks=pytest.mark.long),
   pytest.param("moe", None, "none", marks=pytest.mark.long),
-  ("moe", None, "R2"),
+  pytest.param("moe", None, "R2", marks=pytest.mark.long),
   ("moe", (1, 2, 2, 2), "R3"),
 ])  # fmt: skip
 def test_a_packed_update_is_the_update(name, shape, replay):
@@ -87,7 +88,7 @@ def test_a_packed_review_clips_the_same_tokens():
   batch = make_batch()
   packed = packing.plan(batch, 1)
   expected, actual = (
-    review_pass(learner(DENSE, microbatches=microbatches), ALL_TERMS)(initial(DENSE), b)
+    review_pass(learner(SHALLOW, microbatches=microbatches), ALL_TERMS)(initial(SHALLOW), b)
     for microbatches, b in ((1, batch), (MICROBATCHES, packed))
   )
   clipped_BT = packing.in_order(np.asarray(actual["clipped_BT"]), packed.order_B)
@@ -96,8 +97,8 @@ def test_a_packed_review_clips_the_same_tokens():
 
 
 def test_another_number_of_micro_batches_compiles_nothing():
-  step, counts = update(DENSE), []
-  state = new_state(initial(DENSE), SGD)
+  step, counts = update(SHALLOW), []
+  state = new_state(initial(SHALLOW), SGD)
   for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
     batch = packing.plan(make_batch(lengths=lengths), 1)
     counts.append(int(packing.count(batch.inputs, B // MICROBATCHES)))
@@ -118,10 +119,10 @@ def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
   mask = np.array(batch.mask_BT)
   mask[5] = 0
   packed = packing.plan(batch.replace(old_logp_BT=bad), 1)
-  _, row = after(update(DENSE), DENSE, packed)
+  _, row = after(update(SHALLOW), SHALLOW, packed)
   assert row["updates_skipped"] == 1
   packed = packing.plan(batch.replace(old_logp_BT=bad, mask_BT=mask), 1)
-  _, row = after(update(DENSE), DENSE, packed)
+  _, row = after(update(SHALLOW), SHALLOW, packed)
   assert row["updates_skipped"] == 0 and np.isfinite(list(row.values())).all()
 
 

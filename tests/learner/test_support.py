@@ -47,7 +47,9 @@ def by_hand(logits_BTV, tokens_BT, support_BTX):
 
 
 @pytest.mark.parametrize("model", [MOE, GEMMA], ids=["moe", "gemma"])  # with a soft bound, tied
-@pytest.mark.parametrize("mesh", [None, (1, 2, 2, 2), (1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+  "mesh", [None, (1, 2, 2, 2), pytest.param((1, 1, 1, 2), marks=pytest.mark.long)], ids=str
+)
 def test_log_probs_are_normalised_over_the_support(model, mesh):
   """Where the vocabulary is split too, and in chunks that do not divide the length."""
   tokens_BT = transformer.example_tokens(model, 4, 10)
@@ -154,7 +156,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS.keys())
+OFTEN = "plain", "trees", "packed on a mesh"
+LAYOUTS = [
+  pytest.param(how, id=name, marks=() if name in OFTEN else pytest.mark.long)
+  for name, how in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
 def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
   shape = how.get("shape", (1, 1, 1, 1))
   given, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from learner.test_optimizer import CONFIG
-from support.small_models import DENSE
+from support.small_models import SHALLOW
 from support.small_updates import ALL_TERMS, learner
 
 from configs import tiny
@@ -80,7 +80,7 @@ def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
 def test_numbers_do_not_make_another_program():
   wider = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
   first, second = (
-    make_rl_step(learner(DENSE), o, optimizer.make(CONFIG, 9)) for o in (ALL_TERMS, wider)
+    make_rl_step(learner(SHALLOW), o, optimizer.make(CONFIG, 9)) for o in (ALL_TERMS, wider)
   )
   assert first.function is second.function
   assert first.hyperparameters != second.hyperparameters

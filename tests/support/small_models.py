@@ -12,6 +12,8 @@ from gspo_jax.settings.model import ModelConfig, tiny_dense, tiny_gemma, tiny_mo
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
 DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)
+# Layers are unrolled on CPU: where they are not the question, one compiles faster.
+SHALLOW = dataclasses.replace(DENSE, num_layers=1)
 GEMMA = dataclasses.replace(
   tiny_gemma(64), intermediate_size=48, sliding_window=4, sliding_window_pattern=2, **SMALL
 )
