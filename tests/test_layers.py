@@ -35,8 +35,6 @@ LONGEST_FUNCTION = 60
 LONG_FUNCTIONS = {
   "models/attention/paged.py": {"attend", "_kernel", "attend_row"},
   "models/experts/moe.py": {"experts"},
-  "models/head.py": {"token_logp"},
-  "models/transformer.py": {"forward"},
 }
 OPTIONAL_FIELDS = 8
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

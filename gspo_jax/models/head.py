@@ -1,5 +1,6 @@
 """Both ends of the model: tokens to vectors, and vectors to logits and log-probabilities."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -102,38 +103,9 @@ def token_logp(
     def chunk(hidden_BtD, targets_Bt, support_BtX):
       logits_BtV = project(hidden_BtD, *head)
       logits_BtV = softcap(logits_BtV, config.final_logit_softcapping) / temperature
-      most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
+      return _logp_of_logits(logits_BtV, targets_Bt, support_BtX, first)
 
-      def over_vocabulary(x_BtV):
-        return sharding.psum(x_BtV.sum(-1), "tensor")
-
-      lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))
-      vocab = first + jnp.arange(logits_BtV.shape[-1])[None, None]
-      target_Bt = over_vocabulary(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0))
-      p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
-      entropy_Bt = lse_Bt - over_vocabulary(p_BtV * logits_BtV)
-      if support_BtX is None:
-        return target_Bt - lse_Bt, entropy_Bt
-      supported_Bt = (support_BtX != NO_TOKEN).any(-1)
-      supported = _over_support(logits_BtV, support_BtX, first)
-      lse_Bt, entropy_Bt = (
-        jnp.where(supported_Bt, x, y) for x, y in zip(supported, (lse_Bt, entropy_Bt))
-      )
-      return target_Bt - lse_Bt, entropy_Bt
-
-    B, T, _ = hidden_BTD.shape
-    size = compute.logits_chunk or T
-    if size >= T:
-      return chunk(hidden_BTD, targets_BT, support_BTX)
-    padding = -T % size
-
-    def cut(x_BT):
-      x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *((0, 0),) * (x_BT.ndim - 2)))
-      return jnp.moveaxis(x_BT.reshape(B, -1, size, *x_BT.shape[2:]), 1, 0)
-
-    chunks = jax.tree.map(cut, (hidden_BTD, targets_BT, support_BTX))
-    _, results = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, chunks)
-    return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in results)
+    return _over_chunks(chunk, (hidden_BTD, targets_BT, support_BTX), compute.logits_chunk)
 
   batch, head_DV = P(BATCH), head_weight(params, compute)
   split = sharding.spec_of(head_DV)
@@ -142,6 +114,54 @@ def token_logp(
   )
   run = sharding.shard_map(on_each_device, (batch, batch, batch, split), (batch, batch))
   return run(hidden_BTD, targets_BT, support_BTX, head_DV)
+
+
+def _logp_of_logits(
+  logits_BtV: jax.Array,
+  targets_Bt: jax.Array,
+  support_BtX: jax.Array | None,
+  first: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns log-probs of targets, and entropies.
+
+  V may be split over devices; `first` is the id of this device's first logit. A support of None
+  means the whole vocabulary.
+  """
+  most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
+
+  def over_vocabulary(x_BtV):
+    return sharding.psum(x_BtV.sum(-1), "tensor")
+
+  lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))
+  vocab = first + jnp.arange(logits_BtV.shape[-1])[None, None]
+  target_Bt = over_vocabulary(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0))
+  p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
+  entropy_Bt = lse_Bt - over_vocabulary(p_BtV * logits_BtV)
+  if support_BtX is None:
+    return target_Bt - lse_Bt, entropy_Bt
+  supported_Bt = (support_BtX != NO_TOKEN).any(-1)
+  supported = _over_support(logits_BtV, support_BtX, first)
+  lse_Bt, entropy_Bt = (
+    jnp.where(supported_Bt, x, y) for x, y in zip(supported, (lse_Bt, entropy_Bt))
+  )
+  return target_Bt - lse_Bt, entropy_Bt
+
+
+def _over_chunks(function: Callable, arrays: Any, size: int) -> tuple[jax.Array, ...]:
+  """Applies a function of [B, t, ...] arrays to `size` time steps at once; 0 means all."""
+  B, T = arrays[0].shape[:2]
+  size = size or T
+  if size >= T:
+    return function(*arrays)
+  padding = -T % size
+
+  def cut(x_BT):
+    x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *((0, 0),) * (x_BT.ndim - 2)))
+    return jnp.moveaxis(x_BT.reshape(B, -1, size, *x_BT.shape[2:]), 1, 0)
+
+  chunks = jax.tree.map(cut, arrays)
+  _, results = jax.lax.scan(lambda _, xs: (None, function(*xs)), None, chunks)
+  return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in results)
 
 
 def _over_support(

@@ -153,68 +153,91 @@ def forward(
   from_start = positions is None  # The cache has no earlier tokens.
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-  if segments is None:
-    segments = jnp.ones((B, T), jnp.int32)
+  segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
   positions, segments, tokens_BT = (
     sharding.reshard(jnp.asarray(x), P(BATCH)) for x in (positions, segments, tokens_BT)
   )
-  routing = None if routing is None else jnp.asarray(routing)
   dtype, kind = jnp.dtype(compute.dtype), family(config)
-  x_BTD = head.embed(params, tokens_BT, dtype)
-  if (scale := kind.embed_scale(config)) != 1:
-    x_BTD = x_BTD * jnp.asarray(scale, dtype)
+  x_BTD = _embed(params, config, tokens_BT, dtype)
+  setting = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
   policy = remat_of(config, compute, B * T)
-  unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
-  caches, experts_of, stats_of, first, moe_layers = [], [], [], 0, 0
+  caches, experts, stats, first, moe_layers = [], [], [], 0, 0
   for i, block in enumerate(params.blocks):
-    number = block.attention_norm.shape[0]
-    layer = functools.partial(
-      _layer,
-      config=config,
-      compute=compute,
-      is_moe=config.is_moe(first),
-      local=config.is_local(first),
-      positions_BT=positions,
-      segments_BT=segments,
-      tree=tree,
-      from_start=from_start,
-    )
-    if policy != "none" and cache is None:
-      layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
-    if cache is not None:
-      block, layer = _experts_in_stack(
-        kind.block_table(config, config.is_moe(first), 1), block, layer
-      )
-    replayed_experts = None
+    number, replayed_experts = block.attention_norm.shape[0], None
     if routing is not None and config.is_moe(first):
-      replayed_experts = routing[moe_layers : moe_layers + number]
+      replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + number])
       moe_layers += number
     kv = None if cache is None else cache.block(i)
-    # The cache of all layers is carried, and written in place: as input and output of the scan it
-    # would exist twice.
-    carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts)
-    if compute.prefetch and cache is None and number > 1 and config.is_moe(first):
-      declared = kind.block_table(config, True, 1)
-      stack, thin = _experts_of(declared, block), _without_experts(declared, block)
-      layer, gathered, following = _prefetch_experts(layer, stack, compute)
-      carry, inputs = (*carry, gathered), (np.arange(number), thin, replayed_experts, following)
-    (x_BTD, kv, *_), (experts, stats) = _over_layers(
-      lambda carry, inputs, layer=layer: layer(*carry, *inputs), carry, inputs, unroll
+    x_BTD, kv, block_experts, block_stats = _apply_block(
+      x_BTD, kv, block, replayed_experts, first, policy, config, compute, **setting
     )
     caches.append(kv)
     first += number
-    if experts is not None:
-      experts_of.append(experts)
-      stats_of.append(stats)
+    if block_experts is not None:
+      experts.append(block_experts)
+      stats.append(block_stats)
 
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
     cache=None if cache is None else cache.with_blocks(caches),
-    routing_lBTk=jnp.concatenate(experts_of) if experts_of else None,
-    stats=jax.tree.map(lambda *xs: jnp.concatenate(xs), *stats_of) if stats_of else None,
+    routing_lBTk=jnp.concatenate(experts) if experts else None,
+    stats=jax.tree.map(lambda *xs: jnp.concatenate(xs), *stats) if stats else None,
   )
+
+
+def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+  """Embeds tokens, scaled by the family's factor."""
+  x_BTD = head.embed(params, tokens_BT, dtype)
+  if (scale := family(config).embed_scale(config)) != 1:
+    x_BTD = x_BTD * jnp.asarray(scale, dtype)
+  return x_BTD
+
+
+def _apply_block(
+  x_BTD,
+  kv,
+  block,
+  replayed_experts_lBTk,
+  first: int,
+  policy: str,
+  config: ModelConfig,
+  compute: ComputeConfig,
+  **setting,
+):
+  """Applies a block of stacked layers.
+
+  Returns hidden states, cache, and chosen experts and router statistics by layer.
+
+  Args:
+    kv: cache of the block's layers. None without a cache.
+    replayed_experts_lBTk: replaces the router's choice. None means no replay.
+    first: index of the block's first layer.
+    policy: remat policy; unused with a cache.
+    setting: keyword arguments of `layers.attend`.
+  """
+  number, is_moe, kind = block.attention_norm.shape[0], config.is_moe(first), family(config)
+  layer = functools.partial(
+    _layer, config=config, compute=compute, is_moe=is_moe, local=config.is_local(first), **setting
+  )
+  if policy != "none" and kv is None:
+    layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
+  if kv is not None:
+    block, layer = _experts_in_stack(kind.block_table(config, is_moe, 1), block, layer)
+  # The cache of all layers is carried, and written in place: as input and output of the scan it
+  # would exist twice.
+  carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts_lBTk)
+  if compute.prefetch and kv is None and number > 1 and is_moe:
+    declared = kind.block_table(config, True, 1)
+    stack, thin = _experts_of(declared, block), _without_experts(declared, block)
+    layer, gathered, following = _prefetch_experts(layer, stack, compute)
+    carry, inputs = (*carry, gathered), (np.arange(number), thin, replayed_experts_lBTk, following)
+  unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
+  (x_BTD, kv, *_), (experts, stats) = _over_layers(
+    lambda carry, inputs: layer(*carry, *inputs), carry, inputs, unroll
+  )
+  return x_BTD, kv, experts, stats
 
 
 def _experts_in_stack(table, block, layer):
