@@ -115,7 +115,7 @@ class Run:
       stages,
       last,
       batches=self.workdir / "batches",
-      mesh=self.inputs.meshes.sampler if self.config.rollout_mesh.on else None,
+      mesh=self.inputs.meshes.sampler if self.config.rollout_mesh.enabled else None,
       publish=self.publishers.copy,
     )
 
@@ -219,7 +219,7 @@ def open_scoring(config: RunConfig, inputs: Inputs) -> Iterator[Scoring]:
 def make_publishers(config: RunConfig, meshes: Meshes) -> Publishers:
   """Makes the functions from the trainer's parameters to the sampler's."""
   dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
-  if config.rollout_mesh.on:
+  if config.rollout_mesh.enabled:
     return Publishers(copy=publication.publisher_to(meshes.layout, dtypes, lora.dithered))
   return Publishers(load=publication.publisher(meshes.layout, dtypes, lora.dithered))
 

@@ -137,7 +137,7 @@ def finished(run: Run) -> bool:
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
     if rl_started and jax.process_index() == 0:
-      gone = run.config.checkpoint.of(run.workdir, "sft")
+      gone = run.config.checkpoint.phase_directory(run.workdir, "sft")
       sys.stderr.write(f"{gone} is gone; RL has begun and goes on without it\n")
     return rl_started
   if rl_started:
@@ -155,7 +155,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
-  directory = run.config.checkpoint.of(run.workdir, phase)
+  directory = run.config.checkpoint.phase_directory(run.workdir, phase)
   # The first process may be writing already while another one looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False

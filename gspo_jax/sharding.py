@@ -47,7 +47,7 @@ def make_meshes(
   `devices` None means all. Too few devices raise ValueError.
   """
   devices = jax.devices() if devices is None else devices
-  if not rollout.on:
+  if not rollout.enabled:
     mesh = make_mesh(config, devices)
     return mesh, mesh
   trainers, samplers = (

@@ -37,7 +37,7 @@ def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teache
   Raises:
     ValueError: there is no such directory or checkpoint, or it cannot be read.
   """
-  if not (config.distillation.on and config.has_iterations):
+  if not (config.distillation.enabled and config.has_iterations):
     return None
   source = weight_source.resolve(KEY, config.distillation.teacher, recorded or {})
   if source.checkpoint is None:

@@ -205,7 +205,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
     values=lambda: make_values(learner, c.critic, c.objective.replay),
     teacher=lambda: teacher.scoring(run.teacher, learner),
   )
-  return [(declared, make[declared.name]()) for declared in passes.of_run(c)]
+  return [(declared, make[declared.name]()) for declared in passes.iteration_passes(c)]
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:

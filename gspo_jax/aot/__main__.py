@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
   """Raises ValueError for a rollout mesh: its devices are outside the topology."""
-  if config.rollout_mesh.on:
+  if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
       " Set rollout_mesh.fsdp=0, and compile --programs=train,score for the trainer's chips, and "

@@ -20,7 +20,7 @@ from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
 from gspo_jax.sampling.requests import Sizes, sizes
-from gspo_jax.settings.passes import of_run
+from gspo_jax.settings.passes import iteration_passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,9 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   rl = c.rl
   at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
-  models = collections.Counter(declared.model for declared in of_run(c))  # Passes by model.
+  models = collections.Counter(
+    declared.model for declared in iteration_passes(c)
+  )  # Passes by model.
   passes = read / (case.length * case.scored)
   full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(

@@ -42,7 +42,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.meshes.trainer)})",
   ]
-  if config.rollout_mesh.on:
+  if config.rollout_mesh.enabled:
     shape = axes(inputs.meshes.sampler)
     text.append(f"rollout mesh: {inputs.meshes.sampler.size} further ones ({shape})")
   text.append(f"model: {count:,} parameters{each}")
@@ -107,7 +107,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       if c.engine.name == "local":
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
         sampling["keys and values, queue and slots"] = device_bytes(slots)
-      if c.rollout_mesh.on:
+      if c.rollout_mesh.enabled:
         copies = max(1, c.rl.lag)  # New weights arrive before the sampling ones are freed.
         sampling[f"the next weights for it, up to {copies} times"] = copies * device_bytes(sampler)
         moments["of the rollout mesh"] = sampling

@@ -290,7 +290,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
-  filled = {name for declared in passes.of_run(c) for name in declared.fills}
+  filled = {name for declared in passes.iteration_passes(c) for name in declared.fills}
   batch = TrainBatch(
     ModelInputs(
       tokens_BT=tokens,

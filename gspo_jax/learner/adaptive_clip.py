@@ -20,11 +20,11 @@ def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
   return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
 
 
-def in_force(numbers: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
+def in_force(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
   """Returns hyperparameters with clip ranges at this factor; None for the configured ones."""
   if factor is None:
-    return numbers
-  return {key: n * factor if key in RANGES else n for key, n in numbers.items()}
+    return hyperparameters
+  return {key: n * factor if key in RANGES else n for key, n in hyperparameters.items()}
 
 
 def adapted(
@@ -49,7 +49,7 @@ def adapted(
 
 
 @functools.partial(jax.jit, static_argnames="stop")
-def _adapted(factor, clipped, ratio, skipped, numbers, *, stop):
+def _adapted(factor, clipped, ratio, skipped, hyperparameters, *, stop):
   # Ratios are positive: their mean is 0 where there are none.
   sound = jnp.isfinite(clipped) & (ratio > 0) & ((skipped == 0) | (not stop))
-  return jnp.where(sound, adapted_factor(factor, clipped, **numbers), factor)
+  return jnp.where(sound, adapted_factor(factor, clipped, **hyperparameters), factor)

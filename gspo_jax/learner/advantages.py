@@ -38,7 +38,7 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
   return described
 
 
-def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
+def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
   """Makes advantages and returns from a critic's values.
 
   A jitted function of all mini-batches of an iteration. They need `reward_BT` and `old_value_BT`,
@@ -48,19 +48,20 @@ def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Par
   `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
   of GAE have the values in them, and would flatter.)
   """
-  number = {key: float(numbers.get(key, 0.0)) for key in ("discount", "trace", "kl_coef")}
+  names = ("discount", "trace", "kl_coef")
+  coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
 
   def batch_advantages(
-    batch: TrainBatch, number: Mapping[str, Any]
+    batch: TrainBatch, coefficients: Mapping[str, Any]
   ) -> tuple[TrainBatch, jax.Array, dict[str, Any]]:
     mask_BT, needed, metrics = batch.mask_BT, batch.advantage_inputs, {}
     reward_BT, old_value_BT = needed.reward_BT, batch.critic_targets.old_value_BT
     if config.kl_coef:
       tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
-      reward_BT = reward_BT - number["kl_coef"] * tokens_BT
+      reward_BT = reward_BT - coefficients["kl_coef"] * tokens_BT
       responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
-      metrics["reward/kl_penalty"] = Mean(number["kl_coef"] * tokens_BT.sum(), responses)
-    gamma, last_B, estimate = number["discount"], None, O.gae
+      metrics["reward/kl_penalty"] = Mean(coefficients["kl_coef"] * tokens_BT.sum(), responses)
+    gamma, last_B, estimate = coefficients["discount"], None, O.gae
     if needed.cut_off_B is not None:
       last_B = jnp.where(needed.cut_off_B, needed.last_value_B, 0)
     if needed.turn_BT is not None:
@@ -70,7 +71,7 @@ def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Par
       old_value_BT,
       mask_BT,
       discount=gamma,
-      trace=number["trace"],
+      trace=coefficients["trace"],
       last_value_B=last_B,
     )
     outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
@@ -78,8 +79,8 @@ def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Par
     return batch.with_fields(advantage_BT=advantage_BT, return_BT=return_BT), outcome_BT, metrics
 
   @jax.jit
-  def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
-    batches, outcomes, metrics = zip(*(batch_advantages(batch, number) for batch in batches))
+  def advantages(batches: Sequence[TrainBatch], coefficients: Mapping[str, Any]) -> Any:
+    batches, outcomes, metrics = zip(*(batch_advantages(batch, coefficients) for batch in batches))
     masks = [batch.mask_BT for batch in batches]
     described = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | described
@@ -95,7 +96,7 @@ def critic_advantages(config: CriticConfig, numbers: Mapping[str, float]) -> Par
       batches = [b.replace(advantage_BT=x_BT) for b, x_BT in zip(batches, scaled)]
     return list(batches), row
 
-  return lambda batches: advantages(list(batches), number)
+  return lambda batches: advantages(list(batches), coefficients)
 
 
 def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
@@ -198,7 +199,7 @@ def teacher_advantages(config: DistillationConfig) -> Part:
   `discount` and w `reward_weight` (`objectives.distillation_advantages`). The mini-batches need
   `old_logp_BT` and `teacher_logp_BT`, in whose place they have `advantage_BT` then.
   """
-  return lambda batches: _distilled(list(batches), config.numbers())
+  return lambda batches: _distilled(list(batches), config.hyperparameters())
 
 
 @jax.jit

@@ -49,14 +49,14 @@ def values(
   hidden_RTD: jax.Array,
   rows: Rows,
   learner: Learner,
-  numbers: Mapping[str, Any],
+  hyperparameters: Mapping[str, Any],
 ) -> jax.Array:
   """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
     hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
   """
-  return before_next(_after(config, critic, hidden_RTD, rows, learner, numbers), rows)
+  return before_next(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
 
 
 def _after(
@@ -65,7 +65,7 @@ def _after(
   hidden_RTD: jax.Array,
   rows: Rows,
   learner: Learner,
-  numbers: Mapping[str, Any],
+  hyperparameters: Mapping[str, Any],
 ) -> jax.Array:
   """Returns the value of the state after each token, [R, T]."""
   if critic.trunk is not None:
@@ -73,7 +73,7 @@ def _after(
   else:
     moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient
-      hidden_RTD += numbers["trunk_coef"] * (moving_RTD - hidden_RTD)
+      hidden_RTD += hyperparameters["trunk_coef"] * (moving_RTD - hidden_RTD)
   return head.values(critic, hidden_RTD)
 
 
@@ -116,8 +116,8 @@ def make_values(
       replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
-    numbers = dict(trunk_coef=1.0)  # a factor of gradients
-    after_RT = _after(config, critic, hidden_RTD, rows, learner, numbers)
+    # A factor of gradients alone.
+    after_RT = _after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
     value_BT = before_next(after_RT, rows)
     if not config.bootstrap:
       return value_BT
@@ -129,10 +129,10 @@ def make_values(
 
 
 def loss(
-  config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]
+  config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
   """Returns metrics of the critic, with its undivided loss, a mean over tokens."""
-  clip = numbers["clip"] if config.clip else None
+  clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,
     batch.critic_targets.old_value_BT,
@@ -150,7 +150,7 @@ def update(
   old: TrainState,
   grads: head.Critic,
   apply: Callable,
-  numbers: Mapping[str, Any],
+  hyperparameters: Mapping[str, Any],
 ) -> tuple[TrainState, Metrics]:
   """Applies the critic's own update and returns the state and metrics.
 
@@ -158,9 +158,9 @@ def update(
   those of the old state.
   """
   params, moments = old.critic.params, old.critic.opt_state
-  updates, moments = apply(grads, moments, params, numbers["critic_optimizer"])
+  updates, moments = apply(grads, moments, params, hyperparameters["critic_optimizer"])
   critic = CriticState(optax.apply_updates(params, updates), moments)
-  waits = old.step < numbers["critic"]["warmup"]
+  waits = old.step < hyperparameters["critic"]["warmup"]
   params, opt_state = jax.tree.map(
     lambda x, y: jnp.where(waits, y, x), (new.params, new.opt_state), (old.params, old.opt_state)
   )
@@ -177,4 +177,4 @@ def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | Non
   if c.critic.name == "none":
     return policy, None
   tx = optimizer.make(c.critic_optimizer, updates)
-  return policy, Critic(c.critic, tx, c.critic.numbers(c.rl.updates))
+  return policy, Critic(c.critic, tx, c.critic.hyperparameters(c.rl.updates))

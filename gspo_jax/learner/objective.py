@@ -33,10 +33,10 @@ def configured_loss(
 
   Args:
     max_length: largest number of tokens of a response, by which some aggregations divide.
-    hyperparameters: in the place of `config.numbers()`; None for these.
+    hyperparameters: in the place of `config.hyperparameters()`; None for these.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
-  hyperparameters = config.numbers() if hyperparameters is None else hyperparameters
+  hyperparameters = config.hyperparameters() if hyperparameters is None else hyperparameters
   options = {key: value for key, value in config.options().items() if key in loss.options}
   options |= {key: value for key, value in hyperparameters.items() if key in options}
   options["entropy_BT"] = entropy_BT

@@ -189,7 +189,7 @@ def make_review(
     return log_probs(params, inputs, learner, objective.replay, old_experts_BTlk)[0]
 
   replay_pass = programs.jit(by_part(replay_pass, learner), learner.compute)
-  measure = _reviewer(objective.structure, learner.response_tokens)
+  measure = _reviewer(objective.static, learner.response_tokens)
 
   def review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
@@ -198,19 +198,21 @@ def make_review(
       logp_BT = replay_pass(params, batch.old_experts_BTlk, batch.inputs)
     else:
       logp_BT = old_policy(params, batch.inputs).old_logp_BT
-    numbers = in_force(objective.numbers(), clip_factor)
-    return measure(logp_BT, batch, numbers)
+    hyperparameters = in_force(objective.hyperparameters(), clip_factor)
+    return measure(logp_BT, batch, hyperparameters)
 
   return review
 
 
 @functools.cache
 def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
-  def measure(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> dict[str, Any]:
+  def measure(
+    logp_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
+  ) -> dict[str, Any]:
     entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
 
     def loss(logp_BT: jax.Array) -> tuple:
-      return configured_loss(objective, logp_BT, entropy_BT, batch, max_length, numbers)
+      return configured_loss(objective, logp_BT, entropy_BT, batch, max_length, hyperparameters)
 
     fields = dict(log_ratio_BT=logp_BT - batch.old_logp_BT, clipped_BT=loss(logp_BT)[2])
     if batch.unit_BT is not None:

@@ -71,15 +71,15 @@ def make_rl_step(
 ) -> WithHyperparameters:
   """Makes the jitted update on one mini-batch, (state, batch) -> (state, metrics).
 
-  The state is donated. Numbers of the configuration (clip ranges, rates and so on) are arguments:
-  configurations that differ in nothing else are one program.
+  The state is donated. Hyperparameters (clip ranges, rates and so on) are arguments: configurations
+  of equal static parts share a program.
 
   Args:
     critic: updated in the same pass; None without a critic.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(
-    objective=objective.numbers(),
+    objective=objective.hyperparameters(),
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
@@ -87,8 +87,8 @@ def make_rl_step(
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)
     hyperparameters |= dict(critic_optimizer=critic.tx.hyperparameters)
-    config, apply_to_critic = critic.config.structure, critic.tx.update
-  step = _rl_step(learner, objective.structure, tx.update, config, apply_to_critic)
+    config, apply_to_critic = critic.config.static, critic.tx.update
+  step = _rl_step(learner, objective.static, tx.update, config, apply_to_critic)
   return with_hyperparameters(step, hyperparameters)
 
 
@@ -126,9 +126,9 @@ def _rl_step(
       metrics |= {"clip_range": Last(jnp.float32(hyperparameters["objective"]["clip_range"]))}
     value = total.numerator
     if critic is not None:
-      numbers = hyperparameters["critic"]
-      value_BT = critics.values(critic_config, critic, out.hidden_BTD, rows, learner, numbers)
-      metrics |= critics.loss(critic_config, value_BT, batch, numbers)
+      values = functools.partial(critics.values, critic_config, critic, out.hidden_BTD, rows)
+      value_BT = values(learner, hyperparameters["critic"])
+      metrics |= critics.loss(critic_config, value_BT, batch, hyperparameters["critic"])
       value = value + critic_weight * metrics[critics.LOSS].numerator
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 

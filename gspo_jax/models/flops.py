@@ -102,7 +102,7 @@ def iteration_flops(
   models = dict(policy=c.model, teacher=teacher)
   without_gradient = sum(
     forward_flops(models[declared.model], prompt_P, prompt_B, end_B)
-    for declared in passes.of_run(c)
+    for declared in passes.iteration_passes(c)
   )
   forward = forward_flops(c.model, prompt_P, prompt_B, end_B)
   return IterationFlops(without_gradient, 3 * c.rl.epochs * c.models * forward)

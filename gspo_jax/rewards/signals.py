@@ -83,7 +83,7 @@ def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Sig
   Raises:
     ValueError: a verifier cannot be started.
   """
-  if not config.on:
+  if not config.enabled:
     yield None
     return
   sections = {name: verifier_config(reward, name) for name in config.verifiers}

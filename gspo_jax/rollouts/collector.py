@@ -104,7 +104,7 @@ class Collector:
     self._fresh = round(config.sampled_share * P)  # prompts of an iteration that are sampled
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
-    self._constraints = Constraints(config.constraints) if config.constraints.on else None
+    self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
     # What a checkpoint has the state of, besides the groups that are under way.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:

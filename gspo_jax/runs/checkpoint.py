@@ -49,7 +49,7 @@ class Checkpointer:
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Raises DamagedError if the metrics of a checkpoint cannot be read."""
-    self.directory, self.config = config.of(workdir, phase), config
+    self.directory, self.config = config.phase_directory(workdir, phase), config
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._last = time.monotonic()  # Start of the last save.
     self._mirror = Mirror(workdir, config.directory)

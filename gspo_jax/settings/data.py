@@ -19,27 +19,27 @@ class DataError(ValueError):
   """Bad data, or a bad `data` config; the message names the file and row, or the key."""
 
 
-BOXED = "boxed"  # as an answer pattern: what the last \boxed{} (or \fbox{}) of the field holds
+BOXED = "boxed"  # Answer pattern: contents of the last \boxed{} or \fbox{} of the field.
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """The fields in which a row keeps its parts. Names may be dotted (`info.answer`,
-  `messages.1.content`), and one with braces is a text made of fields (`{Body} {Question}`).
+  """Fields of a row. Names may be dotted (`info.answer`, `messages.1.content`), or templates of
+  fields (`{Body} {Question}`).
   """
 
   question: str
-  answer: str  # a field, or `json:tests,metadata`
-  answer_pattern: str = ""  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
-  demonstration: str = ""  # what supervised fine-tuning learns to write; "": the answer field
-  template: str = ""  # of the prompt, holds {question}; "": data.prompt_template
-  starter: str = ""  # field of code to start from; where a row has some, the next template is used
-  starter_template: str = ""  # holds {question} and {starter}
-  id: str = ""  # "": the first of ID_FIELDS that the row has, else file and line
-  name: str = ""  # of FORMATS; "": the keys of the section `data` say all this
+  answer: str  # Field, or `json:tests,metadata`.
+  answer_pattern: str = ""  # Regex with the answer as group 1; `boxed`; "": the whole field.
+  demonstration: str = ""  # Target of supervised fine-tuning; "": the answer field.
+  template: str = ""  # Template of the prompt with {question}; "": data.prompt_template.
+  starter: str = ""  # Field of starter code; rows with some use the next template.
+  starter_template: str = ""  # Has {question} and {starter}.
+  id: str = ""  # "": the first of ID_FIELDS in the row, else file and line.
+  name: str = ""  # Name in FORMATS; "": the format comes from the section `data`.
 
   def key(self, name: str) -> str:
-    """What to set for other fields, in messages."""
+    """Key to set for other fields, for messages."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
@@ -58,9 +58,9 @@ class Format:
 
 
 def check_template(template: str) -> None:
-  """DataError if a template of prompts lacks its question, or has a field that nothing fills.
+  """Raises DataError unless {question} is the only field of a template.
 
-  LaTeX may stay as it is: its braces follow a command, a script or other braces.
+  LaTeX is not affected: its braces follow a command, a script or other braces.
   """
   if "{question}" not in template:
     raise DataError(f"data.prompt_template={template!r} must hold {{question}}")
@@ -74,10 +74,10 @@ def check_template(template: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OfflineConfig:
-  """Recorded responses, which job=offline learns from. docs/data.md"""
+  """Recorded responses, the training data of job=offline. docs/data.md"""
 
-  data: str = key("", "dumped rollouts, RUN/rollouts/rl_*.jsonl, or files like them, with commas")
-  fresh: FractionBelowOne = key(0.0, "share of prompts whose responses are sampled now")
+  data: str = key("", "samples logs, RUN/rollouts/rl_*.jsonl, or files of this format, with commas")
+  fresh: FractionBelowOne = key(0.0, "share of prompts with newly sampled responses")
 
   def __post_init__(self):
     ranges.check(self, "offline")
@@ -85,11 +85,15 @@ class OfflineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QuerySetConfig:
-  """Prompts that stay in use while the policy learns."""
+  """Removal and return of prompts during training."""
 
-  drop_after: NonNegativeInt = key(0, "groups all right or all wrong that drop a prompt; 0: none")
+  drop_after: NonNegativeInt = key(
+    0, "groups of equal rewards before a prompt is dropped; 0: never"
+  )
   readmit_after: NonNegativeInt = key(0, "iterations until a dropped prompt returns; 0: never")
-  extra_rounds: NonNegativeInt = key(0, "of sampling, until all groups have spread (DAPO)")
+  extra_rounds: NonNegativeInt = key(
+    0, "further rounds of sampling until rewards vary in all groups (DAPO)"
+  )
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
@@ -101,33 +105,33 @@ class QuerySetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Sources of problems, and the format of files that name none of their own. docs/data.md"""
+  """Sources of problems, and the default format of their files. docs/data.md"""
 
   train: str = key("arithmetic:train", "embedded task | [format@]path [where ...] | several")
-  eval: str = key("arithmetic:heldout", "held-out problems, in the same way")
-  question_field: str = key("question", "a field, or a text made of {fields}")
-  answer_field: str = key("answer", "a field, or json:tests,metadata")
-  answer_pattern: str = key("", 'regex whose group 1 is the answer; boxed; "": the whole field')
-  demonstration_field: str = key("", 'imitated by the cold start; "": the answer field')
+  eval: str = key("arithmetic:heldout", "held-out problems, as data.train")
+  question_field: str = key("question", "field, or template of {fields}")
+  answer_field: str = key("answer", "field, or json:tests,metadata")
+  answer_pattern: str = key("", 'regex with the answer as group 1; boxed; "": the whole field')
+  demonstration_field: str = key("", 'target of the cold start; "": the answer field')
   prompt_template: str = key(
-    "{question}", "the user's turn where the tokenizer has a chat template; holds {question}"
+    "{question}", "user turn of a chat template, else the whole prompt; has {question}"
   )
-  chat_template: bool = key(True, "the tokenizer's, where it has one; False: plain text")
-  template_arguments: dict = key({}, "of the chat template, by name: enable_thinking")
-  system: str = key("", 'what the system says before the user; "": nothing')
-  max_prompt_tokens: PositiveInt = key(8, 'of "999+999="; a longer one is a bad row')
-  on_error: Literal["raise", "skip"] = key(
-    "raise", "a bad row stops the run, or is left out and counted"
+  chat_template: bool = key(True, "apply the tokenizer's chat template, if any; False: plain text")
+  template_arguments: dict = key({}, "arguments of the chat template, by name: enable_thinking")
+  system: str = key("", 'system prompt; "": none')
+  max_prompt_tokens: PositiveInt = key(
+    8, 'length limit, here of "999+999="; rows with longer prompts are bad'
   )
+  on_error: Literal["raise", "skip"] = key("raise", "bad rows: stop the run | skip and count them")
   digits: Annotated[int, Range(1, 3)] = key(
-    3, "embedded tasks: of an operand; with the calculator 1 or 2"
+    3, "embedded tasks: digits of an operand; calculator: 1 or 2"
   )
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
-    (8, 16, 32), "recurrence: that its problems ask for"
+    (8, 16, 32), "recurrence: lengths of problems"
   )
-  carry_errors: Fraction = key(0.5, "probability that a demonstration forgets a carry")
-  skipped_work: Fraction = key(0.0, "sums: share of demonstrations that are the answer alone")
-  checks: Fraction = key(0.0, "calculator: probability that a demonstration asks twice")
+  carry_errors: Fraction = key(0.5, "probability of a forgotten carry in a demonstration")
+  skipped_work: Fraction = key(0.0, "sums: share of demonstrations of the answer alone")
+  checks: Fraction = key(0.0, "calculator: probability of a repeated call in a demonstration")
   query_set: QuerySetConfig = QuerySetConfig()
 
   def __post_init__(self):
@@ -136,11 +140,11 @@ class DataConfig:
     except ValueError as error:
       raise DataError(str(error)) from None
     check_template(self.prompt_template)
-    _ = self.form  # checks the fields and the pattern
+    _ = self.form  # Checks the fields and the pattern.
 
   @property
   def form(self) -> Format:
-    """The format that this section describes."""
+    """Format described by this section."""
     return Format(
       self.question_field,
       self.answer_field,

@@ -20,7 +20,7 @@ UNITS = dict(signals="response", reference="response", critic="token", turns="tu
 
 
 def check(c: RunConfig) -> None:
-  """Raises ValueError if the estimator conflicts with the loss or with another section."""
+  """Raises ValueError if the estimator conflicts with the loss or another section."""
   estimator, loss, kind = c.estimator, c.objective.loss, c.objective.advantage_kind
   sources, rounds, name = c.advantage_sources, c.data.query_set.extra_rounds, c.objective.name
   source = ", ".join(sources[need] for need in sources if need in estimator.needs)

@@ -14,16 +14,16 @@ AnyDevices = Annotated[int, Range(0, 1_000_000, also=-1)]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Devices per axis; one of them may be -1: whatever is left."""
+  """Devices per axis; -1 in one axis: all remaining devices."""
 
-  data: Devices = key(1, "replicas; of several TPU slices, a multiple of their number")
-  fsdp: Devices = key(-1, "devices that share weights and the rows of a batch")
-  expert: Devices = key(1, "devices that share the experts, and rows")
-  tensor: Devices = key(1, "devices that share heads and widths of layers")
+  data: Devices = key(1, "replicas; a multiple of the number of TPU slices")
+  fsdp: Devices = key(-1, "shards of weights and of a batch's rows")
+  expert: Devices = key(1, "shards of the experts, and of rows")
+  tensor: Devices = key(1, "shards of heads and layer widths")
   rollout_experts: Literal["auto", "all", "expert"] = key(
     "auto",
-    "chips that the sampler's experts are split over: all of a slice, those of the axis expert, "
-    "or auto: all, if they divide the experts",
+    "shards of the sampler's experts: all: a slice's chips | expert: chips of the axis expert | "
+    "auto: all, if they divide the experts",
   )
 
   def __post_init__(self):
@@ -32,11 +32,11 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMeshConfig:
-  """Devices per axis of a mesh that only samples, after those of `mesh`; one of them may be -1:
-  whatever is left. With 0 devices the sampler has the trainer's. docs/asynchronous.md"""
+  """Devices per axis of the sampler's own mesh, after the devices of `mesh`. -1 in one axis: all
+  remaining devices; 0: the sampler uses the trainer's mesh. docs/asynchronous.md"""
 
   data: AnyDevices = key(1, "as mesh.data")
-  fsdp: AnyDevices = key(0, "as mesh.fsdp; 0: the sampler is on the mesh of the trainer")
+  fsdp: AnyDevices = key(0, "as mesh.fsdp; 0: the sampler uses the trainer's mesh")
   expert: AnyDevices = key(1, "as mesh.expert")
   tensor: AnyDevices = key(1, "as mesh.tensor")
 
@@ -44,7 +44,7 @@ class RolloutMeshConfig:
     ranges.check(self, "rollout_mesh")
 
   @property
-  def on(self) -> bool:
+  def enabled(self) -> bool:
     return 0 not in _sizes(self)
 
 

@@ -21,8 +21,8 @@ Theta = Annotated[float, Range(1, 1e12)]
 class Kind(NamedTuple):
   """Differences between the layers of a model."""
 
-  moe: bool  # experts instead of a dense feed-forward layer
-  local: bool  # attention with a sliding window
+  moe: bool  # Experts instead of a dense feed-forward layer.
+  local: bool  # Attention with a sliding window.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,41 +30,41 @@ class ModelConfig:
   """Hyper-parameters of a Transformer, by a named size: `common.model(common.size(NAME))`. Names
   follow Hugging Face's config.json.
 
-  Where a size leaves a key out, it is a dense model with full attention.
+  The defaults are a dense model with full attention.
   """
 
   family: Literal["qwen3", "gemma"] = required(
     "qwen3: and Qwen2, Llama, Mixtral | gemma: Gemma 2 and 3"
   )
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
-    "tokens; of bytes: 256, 3 special ones, and up to a multiple of 8"
+    "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"
   )
   hidden_size: Width = required("D")
   num_layers: Annotated[int, Range(1, 1024)] = required("l")
-  num_heads: Width = required("N, of queries")
-  num_kv_heads: Width = required("K, of keys and values; N is a multiple of it")
+  num_heads: Width = required("N, heads of queries")
+  num_kv_heads: Width = required("K, heads of keys and values; divides N")
   head_dim: Annotated[int, Range(2, 65_536)] = required("H, even: RoPE turns pairs")
-  intermediate_size: PositiveInt = required("F, of dense layers")
+  intermediate_size: PositiveInt = required("F, width of dense layers")
   num_experts: Annotated[int, Range(0, 65_536)] = key(0, "E; 0: every layer is dense")
-  experts_per_token: NonNegativeInt = key(0, "k")
-  moe_intermediate_size: NonNegativeInt = key(0, "F of an expert")
+  experts_per_token: NonNegativeInt = key(0, "k, experts chosen per token")
+  moe_intermediate_size: NonNegativeInt = key(0, "F, width of an expert")
   norm_topk_prob: bool = key(True, "gate weights of the chosen experts sum to 1")
   decoder_sparse_step: PositiveInt = key(1, "every n-th layer is a MoE layer")
   mlp_only_layers: tuple[NonNegativeInt, ...] = key(
-    (), "layers that are dense whatever decoder_sparse_step says"
+    (), "dense layers in spite of decoder_sparse_step"
   )
   rope_theta: Theta = required("base of the rotary positions' wavelengths")
   rms_norm_eps: ranges.Fraction = required("added to the mean square")
   qk_norm: bool = required("RMSNorm of each head's query and key (Qwen3)")
   attention_bias: bool = key(False, "biases on the q, k and v projections (Qwen2)")
-  tie_word_embeddings: bool = key(False, "the head is the embedding")
+  tie_word_embeddings: bool = key(False, "the embedding is the output head too")
   max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
-    "of prompt and response together, at most"
+    "most tokens of prompt and response together"
   )
   query_pre_attn_scalar: NonNegativeInt = key(0, "scores are q kᵀ over its root; 0: head_dim")
   attn_logit_softcapping: NonNegativeFloat = key(0.0, "c · tanh(x / c) of scores; 0: none")
-  final_logit_softcapping: NonNegativeFloat = key(0.0, "the same on logits")
-  sliding_window: NonNegativeInt = key(0, "positions that a local layer sees; 0: all")
+  final_logit_softcapping: NonNegativeFloat = key(0.0, "as attn_logit_softcapping, for logits")
+  sliding_window: NonNegativeInt = key(0, "window of a local layer; 0: all positions")
   sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
 
@@ -100,16 +100,16 @@ class ModelConfig:
     ranges.refuse(self, "model", wrong)
 
   def is_moe(self, layer: int) -> bool:
-    """Hugging Face's rule for which layers hold experts."""
+    """Whether a layer has experts, by Hugging Face's rule."""
     sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
     return sparse and layer not in self.mlp_only_layers
 
   def is_local(self, layer: int) -> bool:
-    """True for a layer with the sliding window."""
+    """Whether a layer has the sliding window."""
     return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
 
   def runs(self) -> list[tuple[Kind, int]]:
-    """Consecutive layers of one kind, and their number: each run is one scan."""
+    """Consecutive layers of one kind, with their number; each is a scan."""
     runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
       kind = Kind(self.is_moe(layer), self.is_local(layer))
@@ -124,27 +124,27 @@ class ModelConfig:
 class ComputeConfig:
   """Precision and formulations; none of them changes a result beyond round-off."""
 
-  dtype: Literal["float32", "bfloat16"] = key("float32", "of activations and matmul inputs")
+  dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of activations and matmul inputs")
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] = key(
     "auto", "auto: by length and platform"
   )
   experts: Literal["auto", "blocks", "batched", "ragged", "megablox"] = key(
     "auto", "auto: by platform and load"
   )
-  expert_chunk: NonNegativeInt = key(0, "tokens through a device's experts at once; 0: all")
+  expert_chunk: NonNegativeInt = key(0, "tokens per device in the experts at once; 0: all")
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
-    "none", "what the backward pass keeps of a layer (models/remat.py); auto: what fits"
+    "none", "activations of a layer kept for the backward pass (models/remat.py); auto: by memory"
   )
-  logits_chunk: NonNegativeInt = key(0, "time steps whose logits exist at once; 0: all")
+  logits_chunk: NonNegativeInt = key(0, "time steps with logits in memory at once; 0: all")
   prefetch: bool = key(
     False,
-    "gather the experts' weights of a layer during the one before, and keep those of all layers "
-    "for the backward pass",
+    "gather the experts' weights during the previous layer, and keep those of all layers for the "
+    "backward pass",
   )
   xla: Literal["none", "sparsecore", "fusion"] = key(
     "none",
-    "how the compiler lets collectives of updates and passes run beside other work, on TPU "
-    "(learner/programs.py, docs/sharding.md)",
+    "overlap of collectives with compute in updates and passes, on TPU (learner/programs.py, "
+    "docs/sharding.md)",
   )
 
   def __post_init__(self):
@@ -155,7 +155,7 @@ REFERENCE = ComputeConfig()
 
 
 def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:
-  """A configuration with what Qwen3 models share, where `more` has nothing else."""
+  """Configuration with the defaults of Qwen3, overridden by `more`."""
   shared = dict(
     family="qwen3",
     vocab_size=151_936,
@@ -170,16 +170,16 @@ def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more)
     num_layers=layers,
     num_heads=heads,
     num_kv_heads=kv_heads,
-    intermediate_size=ffn,  # unused where every layer holds experts
+    intermediate_size=ffn,  # Unused if every layer has experts.
   )
   return ModelConfig(**(shared | sizes | more))
 
 
 def _published() -> dict[str, ModelConfig]:
-  """By name on the Hugging Face hub, without the organisation.
+  """Published models by their name on the Hugging Face hub.
 
-  The April 2025 models share a shape and rope_theta 1e6 with their Base; the ones of July 2025
-  ("2507") have a larger rope_theta, which differs between them, and an eightfold context.
+  The April 2025 models share a shape and rope_theta 1e6 with their Base. Those of July 2025
+  ("2507") have a larger rope_theta, different between them, and an eightfold context.
   """
   tied, moe = dict(tie_word_embeddings=True), dict(num_experts=128, experts_per_token=8)
   base = {
@@ -212,7 +212,7 @@ def _published() -> dict[str, ModelConfig]:
   models["SmolLM2-135M"] = smollm2
   models["SmolLM2-135M-Instruct"] = smollm2
   for name, config in base.items():
-    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
+    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # No Base was published.
       models[f"{name}-Base"] = config
     models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
   for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):
@@ -227,7 +227,7 @@ PUBLISHED = _published()
 
 
 def tiny_moe(vocab_size: int) -> ModelConfig:
-  """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
+  """Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
   return _model(
     width=128,
     layers=4,
@@ -244,14 +244,14 @@ def tiny_moe(vocab_size: int) -> ModelConfig:
 
 
 def tiny_dense(vocab_size: int) -> ModelConfig:
-  """The shape of Qwen3 (dense) at laptop size: about 1.1 M parameters."""
+  """Qwen3 (dense) at laptop size: about 1.1 M parameters."""
   return dataclasses.replace(
     tiny_moe(vocab_size), num_experts=0, experts_per_token=0, moe_intermediate_size=0
   )
 
 
 def tiny_gemma(vocab_size: int) -> ModelConfig:
-  """The shape of Gemma 3 at laptop size: two of three layers see 32 tokens back."""
+  """Gemma 3 at laptop size, with windows of 32 tokens."""
   return dataclasses.replace(
     tiny_dense(vocab_size),
     family="gemma",

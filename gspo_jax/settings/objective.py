@@ -1,4 +1,4 @@
-"""Section `objective`: what is maximised, and by which advantages."""
+"""Section `objective`: the loss, its options and the estimator of advantages."""
 
 import dataclasses
 import inspect
@@ -19,13 +19,13 @@ from gspo_jax.settings.ranges import (
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipConfig:
-  """Ranges that move until so many tokens are clipped. docs/objectives.md"""
+  """Clip ranges adapted to a target share of clipped tokens. docs/objectives.md"""
 
-  target: FractionBelowOne = key(0.0, "share of tokens; 0: the ranges stay")
-  gain: PositiveFloat = key(1.0, "of log range, by iteration and distance to the target")
+  target: FractionBelowOne = key(0.0, "share of clipped tokens; 0: fixed ranges")
+  gain: PositiveFloat = key(1.0, "change of log range, per iteration and distance to the target")
 
 
-FIXED = AdaptiveClipConfig()  # ranges that stay
+FIXED = AdaptiveClipConfig()
 
 
 LOSSES = O.POLICY_LOSSES
@@ -34,7 +34,7 @@ LOSSES = O.POLICY_LOSSES
 CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 
-# Types of the options that are neither words nor just numbers that are not negative.
+# Types of options; the others are words or non-negative numbers.
 KINDS = dict(
   clip_low=ranges.Fraction,
   clip_high=Annotated[float, Range(0, 1000)],
@@ -58,43 +58,42 @@ KINDS = dict(
 
 # Units and reasons of all options.
 REASONS = dict(
-  clip_low="how far a ratio may be below 1; gmpo: of log-ratios, dppo: of divergences",
-  clip_high="how far above 1, in the same way",
-  dual_clip="for Â < 0 the objective is at least so many times Â",
-  aggregate="loss of a batch: mean of responses' means, of tokens, or a constant denominator",
-  divergence="dppo: tv, or kl, of whether a token is this one or another",
-  entropy_coef="of a reward for the policy's entropy",
-  kl="estimator of the divergence from the reference; k3_weighted: for responses of older policies",
-  kl_coef="of a penalty for leaving the policy before RL",
-  tau_pos="sapo: temperature of its gate, where Â > 0",
-  tau_neg="sapo: the same, where Â < 0",
-  k_pos="vespo: how fast the weight of a response falls where its ratio is below 1 and Â ≥ 0",
-  lambda_pos="vespo: how fast where its ratio is above 1 and Â ≥ 0",
-  k_neg="vespo: as k_pos, where Â < 0",
-  lambda_neg="vespo: as lambda_pos, where Â < 0",
-  beta="reward that a log-ratio of 1 is worth; spo: to the reference, opmd: to the old policy",
-  soft_value="spo: Q̂_0 of all prompts; unset: each group's own",
-  clip_length="tokens of a response for which clip_low and clip_high hold",
-  clip_exponent="ranges go with (clip_length / tokens) to this power; 0: one for all lengths",
-  length_exponent="of the length that a log-ratio is divided by; 1: the paper's mean",
-  segment_unit="segment: what has a ratio of its own",
-  segment_tokens="of a segment, where that is the unit",
-  segment_delimiters="texts that end a step; unset: tags of the chat template",
+  clip_low="distance of ratios below 1; gmpo: of log-ratios; dppo: of divergences",
+  clip_high="distance above 1, as clip_low",
+  dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
+  aggregate="mean of responses' means, mean of tokens, or sum over a constant",
+  divergence="dppo: binary tv or kl of the sampled token against all others",
+  entropy_coef="factor of an entropy bonus",
+  kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
+  kl_coef="factor of the divergence from the policy before RL",
+  tau_pos="sapo: temperature of its gate for Â > 0",
+  tau_neg="sapo: temperature of its gate for Â < 0",
+  k_pos="vespo: decay of a response's weight for ratios below 1 and Â ≥ 0",
+  lambda_pos="vespo: decay for ratios above 1 and Â ≥ 0",
+  k_neg="vespo: as k_pos, for Â < 0",
+  lambda_neg="vespo: as lambda_pos, for Â < 0",
+  beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
+  soft_value="spo: Q̂_0 of all prompts; unset: estimated per group",
+  clip_length="tokens of a response with exactly clip_low and clip_high",
+  clip_exponent="exponent of (clip_length / tokens), a factor of the ranges; 0: equal ranges",
+  length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
+  segment_unit="segment: unit with one ratio",
+  segment_tokens="tokens of a segment, for segment_unit=tokens",
+  segment_delimiters="ends of a step; unset: tags of the chat template",
 )
 
 
-# Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
-NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef")
-
-
-NUMBERS += ("entropy_coef", "tau_pos", "tau_neg", "beta")
-NUMBERS += ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+# Arguments of compiled programs. An option of 0 is static: its term is left out.
+DYNAMIC = (
+  *("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef"),
+  *("entropy_coef", "tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+)
 
 
 def options_of(name: str) -> dict[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
 
-  Not `max_length`, which is `sampling.max_new_tokens`.
+  The option `max_length` is the key `sampling.max_new_tokens`, and is left out.
   """
   loss = LOSSES[name]
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
@@ -106,7 +105,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def with_options(cls: type) -> type:
-  """Adds a field for every option that a loss declares, None where it is unset."""
+  """Adds a field for every option of a loss, None by default."""
   for option in every_option():
     words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
     kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
@@ -122,50 +121,49 @@ def every_option() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionConfig:
-  """Importance weights for a trainer whose probabilities are not the sampler's: π_old of the one
-  over π of the other. Unset: `level` is the loss's own, the others as in `objectives`."""
+  """Importance weights against the mismatch of trainer and sampler: π_old over π of the sampler.
+  Unset: `level` is the loss's own, the others as in `objectives`."""
 
   name: Literal["none", "truncated", "masked"] = key(
     "none", "truncated: TIS | masked: MIS, and IcePop at level token"
   )
-  level: Literal["token", "sequence", "geometric"] | None = key(None, "what has a weight")
-  cap: PositiveFloat | None = key(None, "truncated: weights are cut off there")
-  low: NonNegativeFloat | None = key(None, "masked: weights below are 0")
-  high: NonNegativeFloat | None = key(None, "masked: weights above are 0")
+  level: Literal["token", "sequence", "geometric"] | None = key(None, "unit with one weight")
+  cap: PositiveFloat | None = key(None, "truncated: upper bound of weights")
+  low: NonNegativeFloat | None = key(None, "masked: smaller weights become 0")
+  high: NonNegativeFloat | None = key(None, "masked: larger weights become 0")
 
 
 @dataclasses.dataclass(frozen=True)
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
-  """The loss, and its options: unset, each is what the loss was published with, or nothing.
-  `objective.tuned` has options that suit the other settings of a file, {loss: {option: value}}, in
-  the place of published ones. docs/objectives.md"""
+  """The loss and its options. Unset options have their published values, or no effect.
+  `objective.tuned` replaces published values in a file, {loss: {option: value}}.
+  docs/objectives.md"""
 
   name: Literal[*LOSSES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
     "sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: as sampler, "
-    "and a pass says by how much the trainer differs, for engines of others",
+    "and a pass measures the mismatch with the trainer, for external engines",
   )
   load_balance_coef: NonNegativeFloat = key(
-    0.0, "router auxiliary loss: none in RL, since Adam would follow it where rewards are silent"
+    0.0, "router auxiliary loss; none in RL: without rewards Adam would follow it alone"
   )
   replay: Literal["none", "R2", "R3"] = key(
-    "none", "Routing Replay: R2: of the experts that the recomputation chose, R3: the sampler"
+    "none", "Routing Replay: R2: experts of the recomputation | R3: experts of the sampler"
   )
-  volatility: bool = key(False, "record experts when the rollout is made, for router/volatility/*")
+  volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
   advantage: Literal[*O.ESTIMATORS] | None = key(
-    None, "what makes them; unset: a critic or a teacher, ..., else as the loss was published"
+    None, "estimator of advantages; unset: by critic, teacher, ..., else the loss's published one"
   )
-  kl_groups: Literal["all", "mixed"] = key(
-    "all", "mixed: kl_coef does not hold responses of groups of equal rewards"
-  )
+  kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups of equal rewards")
   reward_kl_coef: NonNegativeFloat = key(
-    0.0, "of Σ log π_old/π_ref of a response, taken from its reward before groups are compared"
+    0.0, "factor of a response's Σ log π_old/π_ref, subtracted from its reward"
   )
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: PositiveFloat | None = key(
-    None, "nats per token, beyond which responses with Â < 0 are left out; unset: no such mask"
+    None,
+    "largest divergence of responses with Â < 0, nats per token; others are masked; unset: no mask",
   )
   adaptive_clip: AdaptiveClipConfig = FIXED
 
@@ -176,10 +174,10 @@ class ObjectiveConfig:
     for option, value in self.options().items():
       if option in self.loss.choices:
         _require_one_of(option, value, self.loss.choices[option], f", which {self.name} takes")
-    ends, of_tokens = self.segment_delimiters, self.segment_unit == "tokens"
+    ends, by_tokens = self.segment_delimiters, self.segment_unit == "tokens"
     wrong = [
       (
-        of_tokens != (self.segment_tokens is not None),
+        by_tokens != (self.segment_tokens is not None),
         "{segment_unit}, {segment_tokens}: segments of so many tokens need both, with "
         "segment_unit='tokens'",
       ),
@@ -208,19 +206,20 @@ class ObjectiveConfig:
     self._check_correction()
 
   def _check_correction(self) -> None:
-    given, had = self.correction, _correction_options(self)
-    for option, value in vars(given).items():
+    correction, options = self.correction, _correction_options(self)
+    for option, value in vars(correction).items():
       if option != "name" and value is not None:
-        _require_option(option, had, f"correction.{option}={value!r}: correction {given.name!r}")
-    if not had:
+        name = f"correction.{option}={value!r}: correction {correction.name!r}"
+        _require_option(option, options, name)
+    if not options:
       return
     levels = self.loss.levels
-    _require_one_of("correction.level", had["level"], levels, f", which {self.name} takes")
+    _require_one_of("correction.level", options["level"], levels, f", which {self.name} takes")
     wrong = [
       (
-        had.get("high", 0) < had.get("low", 0),
-        f"objective.correction.high={had.get('high')} is smaller than objective.correction.low="
-        f"{had.get('low')}",
+        options.get("high", 0) < options.get("low", 0),
+        f"objective.correction.high={options.get('high')} is smaller than "
+        f"objective.correction.low={options.get('low')}",
       ),
       (
         self.old_logp == "sampler",
@@ -228,7 +227,7 @@ class ObjectiveConfig:
         "{old_logp} takes for the same: set it to recompute",
       ),
       (
-        self.old_logp == "behaviour" and given.name == "truncated",
+        self.old_logp == "behaviour" and correction.name == "truncated",
         "{correction.name} multiplies by what {old_logp} has in its ratio already: set "
         "correction.name to masked or none, or old_logp to recompute",
       ),
@@ -241,48 +240,46 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    """The estimator of a group's rewards: the one that is named, else the loss's own."""
+    """Name of the estimator from a group's rewards, by default the loss's."""
     named = O.ESTIMATORS.get(self.advantage)
     return named.name if named is not None and named.of_group else self.loss.advantage
 
   @property
   def needs_reference(self) -> bool:
-    """Whether the policy that the run began with has to be kept."""
+    """Whether the run keeps the policy before RL."""
     return bool(self.kl_coef or self.reward_kl_coef) or self.loss.to_reference
 
   def options(self) -> dict[str, Any]:
-    """The loss's options that are set. ValueError for one that it does not have."""
-    had = options_of(self.name)
-    found = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
-    for option, value in found.items():
-      _require_option(option, had, f"{option}={value!r}: {self.name}")
-    return found
+    """Set options of the loss; raises ValueError for options of other losses."""
+    values = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
+    for option, value in values.items():
+      _require_option(option, options_of(self.name), f"{option}={value!r}: {self.name}")
+    return values
 
   @property
   def clip_range(self) -> float:
-    """The smaller of clip_low and clip_high, in the loss's own unit; 0: nothing clips."""
+    """The smaller of clip_low and clip_high; 0 if the loss has neither."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
 
-  def numbers(self) -> dict[str, Any]:
-    """What is an argument of compiled programs: `policy_loss` takes it, with this or any other
-    configuration of the same `structure`."""
+  def hyperparameters(self) -> dict[str, Any]:
+    """Arguments of compiled programs, for configurations of equal `static`."""
     c = self.correction
-    found = {k: v for k, v in self.options().items() if v and k in NUMBERS}
-    found |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
+    values = {k: v for k, v in self.options().items() if v and k in DYNAMIC}
+    values |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
     if self.off_policy_threshold is not None:
-      found |= dict(off_policy_threshold=self.off_policy_threshold)
-    return found | (dict(clip_range=self.clip_range) if self.clip_range else {})
+      values |= dict(off_policy_threshold=self.off_policy_threshold)
+    return values | (dict(clip_range=self.clip_range) if self.clip_range else {})
 
   @property
-  def structure(self) -> "ObjectiveConfig":
-    """The configuration with 1 for each of its numbers."""
-    ones = dict.fromkeys(self.numbers(), 1.0)
+  def static(self) -> "ObjectiveConfig":
+    """Static part of compiled programs: each hyperparameter is 1."""
+    ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    # Adaptive ranges are numbers too, which move between updates; advantages are made before them.
+    # Adaptive ranges move between updates; advantages are computed before them.
     fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
     return dataclasses.replace(self, **ones, correction=correction, **fixed)
 
@@ -292,22 +289,21 @@ class ObjectiveConfig:
 
 
 def effective(section: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of an ObjectiveConfig, with what will hold where the section leaves something unset.
+  """Fills unset keys of an ObjectiveConfig.
 
-  An option of the loss is the section's own key, else what `tuned` has for this loss (a mapping
-  from loss to options: what suits the other settings of this configuration), else the published
-  default. So another loss than the configuration's comes with its own ranges.
+  An option of the loss is the section's own key, else the value of this loss in `tuned` (a mapping
+  from loss to options), else the published default. So a loss set by a flag has its own ranges.
   """
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")
   _check_tuned(tuned)
   if name not in (*LOSSES,):
-    return section  # as ObjectiveConfig will say
-  defaults, own = dict(advantage=LOSSES[name].advantage) | options_of(name), tuned.get(name, {})
-  divergence = section.get("divergence") or own.get("divergence")
-  if name == "dppo" and divergence == "kl":  # whose threshold is another number
+    return section  # ObjectiveConfig raises.
+  defaults, options = dict(advantage=LOSSES[name].advantage) | options_of(name), tuned.get(name, {})
+  divergence = section.get("divergence") or options.get("divergence")
+  if name == "dppo" and divergence == "kl":  # KL has another threshold.
     defaults |= dict(clip_low=0.05, clip_high=0.05)
-  section = _filled(section, defaults | dict(own))
+  section = _filled(section, defaults | dict(options))
   if isinstance(correction, Mapping):
     section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
   return section
@@ -327,7 +323,7 @@ def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 
 def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
-  """Options of a correction, with the values that they have for a loss if they are not set."""
+  """Options of a correction, with their defaults for a loss."""
   if correction not in (*CORRECTIONS,):
     return {}
   parameters = inspect.signature(CORRECTIONS[correction]).parameters
@@ -336,16 +332,15 @@ def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
 
 
 def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
-  """The same for a configuration, with those that are set."""
+  """Options of a configuration's correction, with their defaults."""
   defaults = _correction_defaults(config.name, config.correction.name)
   filled = _filled(vars(config.correction), defaults)
   return {key: filled[key] for key in defaults}
 
 
-def _require_option(key: str, had: Mapping[str, Any], what: str) -> None:
-  if key not in had:
-    options = ", ".join(had) or "none"
-    raise ValueError(f"objective.{what} has no such option; it has {options}")
+def _require_option(key: str, options: Mapping[str, Any], name: str) -> None:
+  if key not in options:
+    raise ValueError(f"objective.{name} has no such option; it has {', '.join(options) or 'none'}")
 
 
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:

@@ -18,9 +18,9 @@ from gspo_jax.settings.run import RunConfig
 HEAD = """\
 # Keys of a configuration
 
-Every key with its default, what it may be, and why. A file in `configs/` has what differs from
-the defaults, and `--config.KEY=VALUE` sets a key ([configuration](running.md#configuration)). This
-page is made from the declarations in `gspo_jax/settings/`:
+Every key with its default, its range and its meaning. A file in `configs/` changes defaults, and
+`--config.KEY=VALUE` sets a key ([configuration](running.md#configuration)). This page is generated
+from the declarations in `gspo_jax/settings/`:
 `python -m gspo_jax.settings.page > docs/keys.md`.
 """
 
@@ -28,16 +28,16 @@ page is made from the declarations in `gspo_jax/settings/`:
 class Key(NamedTuple):
   """A key as its section declares it."""
 
-  name: str  # with dots
+  name: str  # Dotted name.
   default: Any
-  kind: Any  # its type, with its range
+  kind: Any  # Type, with its range.
   why: str
 
 
 def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, list[Key]]]:
-  """Path, defaults and keys of each section, those of sections by name as `NAME`.
+  """Yields path, defaults and keys of each section, with `NAME` for entries.
 
-  section: a configuration, by default the one of all defaults.
+  section: a configuration, by default of all defaults.
   """
   section = RunConfig() if section is None else section
   keys, inner = [], []
@@ -55,7 +55,7 @@ def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, li
 
 
 def by_name() -> dict[str, Key]:
-  """All keys."""
+  """All keys, by name."""
   return {key.name: key for _, _, keys in sections() for key in keys}
 
 
@@ -77,7 +77,7 @@ def page() -> str:
 
 
 def shown(value: Any) -> str:
-  """A value as the command line takes it."""
+  """Formats a value for the command line."""
   return value if value and isinstance(value, str) else '""' if value == "" else str(value)
 
 

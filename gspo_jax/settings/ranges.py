@@ -1,16 +1,16 @@
-"""Declarations of the keys of a configuration: type and range, default, and the reason, in a line.
+"""Declarations of a configuration's keys: type, range, default and meaning.
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  slots: NonNegativeInt = key(0, "responses decoded at once; 0: all that are asked for")
-  prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "of a device at once")
-  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "of keys and values")
+  slots: NonNegativeInt = key(0, "responses decoded at once; 0: all of a batch")
+  prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "tokens of a device at once")
+  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of keys and values")
   window: Annotated[float, Range(0, 60, why="nobody waits for longer")] | None = key(None, "...")
 
   def __post_init__(self):
     ranges.check(self, "engine")
 
-A number without a range is refused where its section is first looked at, so that no key lacks one.
+The first check of a section refuses numbers without a range.
 """
 
 import dataclasses
@@ -25,28 +25,27 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 INT32 = 2**31 - 1
-TINY = 2.0**-126  # the smallest number that float32 holds in full; devices take smaller ones for 0
+TINY = 2.0**-126  # Smallest normal float32; devices flush smaller numbers to 0.
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def key(default: Any, why: str) -> Any:
-  """The field of a section: its default, which may be a dict, and its unit or reason."""
+  """Field of a section with its default and its unit or meaning."""
   if isinstance(default, dict):
     return dataclasses.field(default_factory=default.copy, metadata=dict(why=why))
   return dataclasses.field(default=default, metadata=dict(why=why))
 
 
 def required(why: str) -> Any:
-  """The field of a section that has no default by itself."""
+  """Field of a section without a default."""
   return dataclasses.field(metadata=dict(why=why))
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers from `low` to `high`, without the bounds in `excluded`, and `also` one outside.
+  """Numbers from `low` to `high`, without those in `excluded`, and with `also`.
 
-  Floats are compared as float32 too, since that is what they become on the devices. `why` is added
-  to the message of an error.
+  Floats are compared as float32 too, their dtype on the devices. `why` is added to error messages.
   """
 
   low: float
@@ -87,7 +86,7 @@ class Name:
     )
 
 
-# A million of anything that is counted is a typing error; what may be more has a Range of its own.
+# Counts above a million are typing errors, unless their key has a larger Range.
 PositiveInt = Annotated[int, Range(1, 1_000_000)]
 NonNegativeInt = Annotated[int, Range(0, 1_000_000)]
 PositiveFloat = Annotated[float, Range(0, 1e6, excluded=(0,))]
@@ -95,23 +94,24 @@ NonNegativeFloat = Annotated[float, Range(0, 1e6)]
 Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
-Temperature = Annotated[float, Range(0.01, 100, also=0)]  # logits are divided by it
-Workers = Annotated[int, Range(0, 1024)]  # processes or threads
+Temperature = Annotated[float, Range(0.01, 100, also=0)]  # Divides logits.
+Workers = Annotated[int, Range(0, 1024)]  # Processes or threads.
 Seconds = Annotated[float, Range(0, 86_400)]
 PositiveSeconds = Annotated[float, Range(0, 86_400, excluded=(0,))]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def check(section: Any, name: str) -> None:
-  """Raises ValueError if a value of the dataclass is not one that its type allows; the message
-  names the key, with `name` for the section."""
+  """Raises ValueError if a field does not fit its type.
+
+  name: the section's, before its keys in the message.
+  """
   for field, kind in kinds(type(section)).items():
     check_value(kind, getattr(section, field), f"{name}.{field}")
 
 
 def check_value(kind: Any, value: Any, key: str) -> None:
-  """The same for one value, of a type as in the module's example, of a tuple of such, or None
-  where the type is that or None."""
+  """Raises ValueError if a value does not fit its type."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is tuple:
     for entry in value:
@@ -131,7 +131,7 @@ def check_value(kind: Any, value: Any, key: str) -> None:
 
 
 def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
-  """Raises ValueError with the message of the first condition that holds.
+  """Raises ValueError with the message of the first true condition.
 
   path: the section's, before its keys in the message.
   """
@@ -141,30 +141,30 @@ def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
 
 
 def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) -> str:
-  """Fills the holes of a message: {key} with `path.key=value`, {key:} with the value alone.
+  """Fills a message: {key} becomes `path.key=value`, {key:} the value.
 
-  others: further objects that holes may begin with, each with its own path.
+  others: further objects for the first part of a dotted key, each with its own path.
   """
 
   def text(match: re.Match[str]) -> str:
     first, _, rest = match[1].partition(".")
     prefix, owner = others.get(first, (path, section))
     key = rest if first in others else match[1]
-    value = at(owner, key) if key else owner
+    value = look_up(owner, key) if key else owner
     return str(value) if match[2] else f"{'.'.join(filter(None, (prefix, key)))}={value!r}"
 
   return re.sub(r"\{([\w.]+)(:?)\}", text, message)
 
 
-def at(section: Any, key: str) -> Any:
-  """The value of a key with dots."""
+def look_up(section: Any, key: str) -> Any:
+  """Value of a dotted key."""
   for part in key.split("."):
     section = section[part] if isinstance(section, Mapping) else getattr(section, part)
   return section
 
 
 def describe(kind: Any) -> str:
-  """What a value of a key must be, in words."""
+  """Describes the values of a type in words."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated and arguments[0] is str:
     return str(arguments[1])
@@ -183,21 +183,20 @@ def describe(kind: Any) -> str:
 
 @functools.cache
 def kinds(section: type) -> dict[str, Any]:
-  """The types of a dataclass's fields by name, with their ranges.
+  """Types of a dataclass's fields by name, with their ranges.
 
   Raises:
     TypeError: a number has no range.
   """
-  found = typing.get_type_hints(section, include_extras=True)
-  for name, kind in found.items():
+  hints = typing.get_type_hints(section, include_extras=True)
+  for name, kind in hints.items():
     if not _ranged(kind):
       raise TypeError(f"{section.__name__}.{name}: a number needs a range, like PositiveInt")
-  return found
+  return hints
 
 
 def plain(kind: Any) -> type:
-  """The Python type of a key's values: str for words, that of the values themselves where they may
-  be None."""
+  """Python type of a key's values, str for words, without None."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if _optional(origin) or origin is Annotated:
     return plain(arguments[0])
@@ -205,7 +204,7 @@ def plain(kind: Any) -> type:
 
 
 def _ranged(kind: Any) -> bool:
-  """Whether every number that a type has in it has a range."""
+  """Whether every number in a type has a range."""
   if typing.get_origin(kind) is Annotated:
     return isinstance(typing.get_args(kind)[1], Range | Name)
   return kind not in (int, float, complex) and all(map(_ranged, typing.get_args(kind)))
@@ -220,7 +219,7 @@ def _optional(origin: Any) -> bool:
 
 
 def _float32(value: float) -> float:
-  """A float as the nearest float32; whole numbers as they are."""
+  """Rounds a float to float32; returns whole numbers unchanged."""
   if isinstance(value, int):
     return value
   try:

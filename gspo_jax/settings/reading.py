@@ -1,4 +1,4 @@
-"""A configuration from mappings, as a file and flags give it."""
+"""Configurations from mappings, as read from a file and flags."""
 
 import dataclasses
 import difflib
@@ -17,15 +17,18 @@ FLOAT_MAX = sys.float_info.max
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration. ValueError names a key that is unknown, missing, of a wrong type or out
-  of its range, or a rule that is broken."""
+  """Builds a configuration.
+
+  Raises:
+    ValueError: a key is unknown, missing, of a wrong type or out of its range, or a rule is broken.
+  """
   config = unchecked(values)
   rules.check(config)
   return config
 
 
 def unchecked(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration without looking at the relations between its keys."""
+  """Builds a configuration without checking relations between its keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
     values = dict(values) | dict(objective=effective(section))
@@ -36,12 +39,12 @@ def unchecked(values: Mapping[str, Any]) -> RunConfig:
 
 
 def default() -> RunConfig:
-  """The configuration in which nothing is changed."""
+  """Builds the default configuration."""
   return from_dict(dataclasses.asdict(RunConfig()))
 
 
 def derived(config: RunConfig) -> RunConfig:
-  """The configuration, with the lengths that follow from others in the place of 0."""
+  """Replaces lengths of 0 by lengths derived from other keys."""
   new = config.sampling.max_new_tokens
   window = config.data.max_prompt_tokens + new
 
@@ -58,8 +61,8 @@ def derived(config: RunConfig) -> RunConfig:
 
 
 def kind_of(key: str) -> Any:
-  """The declared type of a key with dots, None if there is no such key."""
-  kind, tuned = RunConfig, "objective.tuned."  # which is not in its dataclass
+  """Declared type of a dotted key, None for an unknown key."""
+  kind, tuned = RunConfig, "objective.tuned."  # No field of the dataclass.
   for part in [key, f"objective.{key.rpartition('.')[2]}"][key.startswith(tuned)].split("."):
     if typing.get_origin(kind) is dict:
       kind = typing.get_args(kind)[1]
@@ -68,10 +71,10 @@ def kind_of(key: str) -> Any:
   return kind
 
 
-def unknown(path: str, key: str, known: Iterable[str]) -> str:
-  """What is said of a key that a section does not have; `path` is the section's, with a dot."""
-  near = difflib.get_close_matches(key, known, n=1)
-  hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(known) or 'none'}"
+def unknown(path: str, key: str, keys: Iterable[str]) -> str:
+  """Error message for an unknown key; `path` ends with a dot."""
+  near = difflib.get_close_matches(key, keys, n=1)
+  hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(keys) or 'none'}"
   return f"unknown config key {path}{key}; {hint}"
 
 
@@ -90,18 +93,18 @@ def _build(cls: type, values: Any, path: str) -> Any:
 
 
 def _convert(kind: Any, value: Any, key: str) -> Any:
-  """The value as the type that is declared for its key."""
+  """Converts a value to the declared type of its key."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
     return _build(kind, value, f"{key}.")
-  if origin in (typing.Union, types.UnionType):  # the type and None
+  if origin in (typing.Union, types.UnionType):  # The type and None.
     return None if value is None else _convert(arguments[0], value, key)
   plain = ranges.plain(kind)
   accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
   number = not isinstance(value, bool) or plain is bool  # Python's True is an int
   if not (isinstance(value, accepted) and number):
     raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
-  if kind is dict:  # of whatever JSON has
+  if kind is dict:  # Any values of JSON.
     try:
       return json.loads(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError) as error:

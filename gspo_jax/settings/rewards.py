@@ -1,4 +1,4 @@
-"""Sections `reward` and `constraints`: verifiers, what is added to their rewards, and costs."""
+"""Sections `reward` and `constraints`: verifiers, additions to their rewards, and costs."""
 
 import dataclasses
 import re
@@ -18,12 +18,12 @@ from gspo_jax.settings.ranges import (
 )
 from gspo_jax.verifiers.programs import ISOLATIONS
 
-VERIFIERS = {  # imported when a config names them
-  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums
-  "recurrence": "gspo_jax.tasks.recurrence",  # the embedded task of long responses
-  "math": "gspo_jax.verifiers.math_answer",  # SymPy in worker processes
-  "code": "gspo_jax.verifiers.programs.verifier",  # tests in sandboxes
-  "string": "gspo_jax.verifiers.string_match",  # the normalised text
+VERIFIERS = {  # Imported if a configuration names them.
+  "arithmetic": "gspo_jax.tasks.arithmetic",  # Embedded task of sums.
+  "recurrence": "gspo_jax.tasks.recurrence",  # Embedded task of long responses.
+  "math": "gspo_jax.verifiers.math_answer",  # SymPy in worker processes.
+  "code": "gspo_jax.verifiers.programs.verifier",  # Tests in sandboxes.
+  "string": "gspo_jax.verifiers.string_match",  # Normalised text.
 }
 
 
@@ -32,31 +32,33 @@ TimeLimit = Annotated[float, Range(0.01, 86_400)]
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-  """The verifier, 1 for a right response and 0 for any other, and what is added to its reward.
+  """The verifier, with a reward of 1 for a right response and 0 else, and additions to its reward.
   docs/rewards.md"""
 
   name: Annotated[str, Name((*VERIFIERS,))] = key("arithmetic", "verifier of responses")
-  workers: Workers = key(0, "processes that verify at the same time; math and code need some")
+  workers: Workers = key(0, "verifying processes; math and code need at least 1")
   time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
-  isolation: Literal[ISOLATIONS] = key("auto", "code; none: programs have your rights")
-  format: Literal["none", "think", "think_answer"] = key("none", "tags that a response must have")
-  format_weight: NonNegativeFloat = key(0.0, "added to the reward of a response that has them")
+  isolation: Literal[ISOLATIONS] = key(
+    "auto", "sandbox of code; none: programs have the user's rights"
+  )
+  format: Literal["none", "think", "think_answer"] = key("none", "required tags of a response")
+  format_weight: NonNegativeFloat = key(0.0, "reward for these tags")
   overlong_weight: NonNegativeFloat = key(
-    0.0, "taken from responses of overlong_max tokens; DAPO: 1"
+    0.0, "penalty of responses of overlong_max tokens; DAPO: 1"
   )
-  overlong_max: NonNegativeInt = key(0, "tokens; 0: sampling.max_new_tokens")
+  overlong_max: NonNegativeInt = key(0, "tokens with the full penalty; 0: sampling.max_new_tokens")
   overlong_buffer: NonNegativeInt = key(
-    0, "tokens below overlong_max over which the loss grows from 0"
+    0, "tokens below overlong_max, over which the penalty grows from 0"
   )
-  false_positive: Fraction = key(0.0, "noise: share of other responses rewarded as if right")
-  false_negative: Fraction = key(0.0, "share of the right responses that are not rewarded")
-  noise_seed: ranges.Seed = key(0, "the same seed misjudges the same responses")
-  partial: Fraction = key(0.0, "recurrence: of the value, what the share of right lines decides")
+  false_positive: Fraction = key(0.0, "noise: share of wrong responses rewarded as right")
+  false_negative: Fraction = key(0.0, "noise: share of right responses without reward")
+  noise_seed: ranges.Seed = key(0, "seed of the noise; equal seeds misjudge equal responses")
+  partial: Fraction = key(0.0, "recurrence: part of the reward given by the share of right lines")
   per_line: bool = key(
     False,
-    "True: each line has a reward where it ends, what partial (0 is 1 then) gives for it, and is "
-    "misjudged by itself; of verifiers that judge lines: recurrence",
+    "True: a reward (as of partial, 0 being 1) and noise for each line; needs a verifier of lines: "
+    "recurrence",
   )
 
   def __post_init__(self):
@@ -77,7 +79,7 @@ class RewardConfig:
 
   @property
   def wrong_buffer(self) -> str:
-    """Says why the overlong buffer is none, "" if it is one."""
+    """Describes an invalid overlong buffer, "" if it is valid."""
     if 0 < self.overlong_buffer <= (self.overlong_max or self.overlong_buffer):
       return ""
     return (
@@ -86,8 +88,8 @@ class RewardConfig:
     )
 
 
-# What a response shows by itself: tokens that were sampled; 1 if it was cut off; from 0 to 1 how
-# far it is into the overlong buffer; 1 if it keeps the format, holds the text, or the token.
+# Signals of the response itself: number of tokens; 1 if truncated; position in the overlong buffer
+# (0 to 1); 1 if it has the format, the text or the token.
 SHOWN = ("length", "truncated", "overlong", "format", "text", "token")
 
 
@@ -101,31 +103,31 @@ Number = Annotated[float, Range(-1e6, 1e6)]
 class RewardSignal:
   """A further reward; its metric is constraint/<name>/reward."""
 
-  signal: Annotated[str, SIGNALS] = key("", "where its number comes from")
-  text: str = key("", "of signal=text: 1 for a response that has it")
+  signal: Annotated[str, SIGNALS] = key("", "source of the number")
+  text: str = key("", "signal=text: 1 for a response with this text")
   token: Annotated[int, Range(0, INT32)] = key(
-    0, "of signal=token: 1 for a response that has the token of this id"
+    0, "signal=token: 1 for a response with this token id"
   )
-  weight: Number = key(0.0, "of its value, standardised in its group; 0: it is left out")
+  weight: Number = key(0.0, "weight of the value, standardised in its group; 0: unused")
 
 
 @dataclasses.dataclass(frozen=True)
 class CostSignal:
   """A cost with a limit for its mean; its metrics are constraint/<name>/..."""
 
-  signal: Annotated[str, SIGNALS] = key("", "as of a further reward")
-  text: str = key("", "the same")
-  token: Annotated[int, Range(0, INT32)] = key(0, "the same")
-  bound: Literal["", "at_most", "at_least"] = key("", '"": it is left out')
-  limit: Number = key(0.0, "of the mean over an iteration's responses, in the signal's units")
-  initial: NonNegativeFloat = key(0.0, "multiplier of the first iteration")
+  signal: Annotated[str, SIGNALS] = key("", "as constraints.rewards.NAME.signal")
+  text: str = key("", "as constraints.rewards.NAME.text")
+  token: Annotated[int, Range(0, INT32)] = key(0, "as constraints.rewards.NAME.token")
+  bound: Literal["", "at_most", "at_least"] = key("", '"": unused')
+  limit: Number = key(0.0, "bound of an iteration's mean, in the signal's units")
+  initial: NonNegativeFloat = key(0.0, "initial multiplier")
   rate: NonNegativeFloat = key(
-    0.2, "of the multiplier, per iteration and standard deviation off the limit; 0: it stays"
+    0.2, "change of the multiplier, per iteration and standard deviation off the limit; 0: fixed"
   )
   gain: NonNegativeFloat = key(
-    2.0, "added to it per standard deviation, against overshooting; 0: dual ascent alone"
+    2.0, "proportional term per standard deviation, against overshooting; 0: dual ascent alone"
   )
-  most: PositiveFloat = key(10.0, "of the multiplier")
+  most: PositiveFloat = key(10.0, "largest multiplier")
 
   @property
   def sign(self) -> float:
@@ -134,9 +136,9 @@ class CostSignal:
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintConfig:
-  """Further rewards, and costs that are held at limits, by names of your own. docs/objectives.md"""
+  """Further rewards, and costs with limits, by names of the user. docs/objectives.md"""
 
-  reward_weight: NonNegativeFloat = key(1.0, "of the standardised reward of the section reward")
+  reward_weight: NonNegativeFloat = key(1.0, "weight of the section reward, standardised")
   rewards: dict[str, RewardSignal] = key(dict(extra=RewardSignal()), "further rewards, by name")
   costs: dict[str, CostSignal] = key(
     dict(
@@ -154,8 +156,8 @@ class ConstraintConfig:
       ranges.check(entry, path)
       if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"{path}: a name is letters, digits and underscores, as in metrics")
-      of_cost = isinstance(entry, CostSignal)
-      switch = "bound" if of_cost else "weight"
+      is_cost = isinstance(entry, CostSignal)
+      switch = "bound" if is_cost else "weight"
       wrong = [
         (
           not entry.signal,
@@ -170,7 +172,7 @@ class ConstraintConfig:
           entry.signal != "token" and entry.token,
           "{token}, {signal}: set it to 0, or signal to token",
         ),
-        (of_cost and entry.initial > entry.most, "{initial} is above {most}"),
+        (is_cost and entry.initial > entry.most, "{initial} is above {most}"),
       ]
       ranges.refuse(entry, path, wrong if _active(entry) else [])
     twice = min({*self.active_rewards} & {*self.active_costs}, default="")
@@ -181,24 +183,24 @@ class ConstraintConfig:
         "rename one of them",
       ),
       (
-        self.on and not (self.reward_weight or self.active_rewards),
+        self.enabled and not (self.reward_weight or self.active_rewards),
         "{reward_weight}: no reward is left; set it, or a weight",
       ),
     ]
     ranges.refuse(self, "constraints", wrong)
 
   def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
-    """Section, name and entry of all that there are, those left out included."""
-    found = [("rewards", name, one) for name, one in self.rewards.items()]
-    return found + [("costs", name, one) for name, one in self.costs.items()]
+    """Section, name and signal of all entries, unused ones too."""
+    rewards = [("rewards", name, signal) for name, signal in self.rewards.items()]
+    return rewards + [("costs", name, signal) for name, signal in self.costs.items()]
 
   @property
   def active_rewards(self) -> dict[str, RewardSignal]:
-    return {name: one for name, one in sorted(self.rewards.items()) if _active(one)}
+    return {name: x for name, x in sorted(self.rewards.items()) if _active(x)}
 
   @property
   def active_costs(self) -> dict[str, CostSignal]:
-    return {name: one for name, one in sorted(self.costs.items()) if _active(one)}
+    return {name: x for name, x in sorted(self.costs.items()) if _active(x)}
 
   @property
   def signals(self) -> dict[str, RewardSignal | CostSignal]:
@@ -211,27 +213,27 @@ class ConstraintConfig:
     return ", ".join(self.signals)
 
   @property
-  def on(self) -> bool:
-    """Whether advantages are anything but those of the reward."""
+  def enabled(self) -> bool:
+    """Whether advantages have further signals."""
     return bool(self.signals)
 
   @property
   def verifiers(self) -> list[str]:
-    """Names of the verifiers that signals come from."""
-    return sorted({one.signal for one in self.signals.values()} - {*SHOWN})
+    """Names of the verifiers of signals."""
+    return sorted({x.signal for x in self.signals.values()} - {*SHOWN})
 
 
 def needs_workers(verifier: str) -> bool:
-  """Whether a verifier runs in processes of its own."""
+  """Whether a verifier runs in worker processes."""
   return verifier not in ("", "arithmetic", "recurrence", "string", *SHOWN)
 
 
-def _active(one: RewardSignal | CostSignal) -> bool:
-  return bool(one.weight if isinstance(one, RewardSignal) else one.bound)
+def _active(signal: RewardSignal | CostSignal) -> bool:
+  return bool(signal.weight if isinstance(signal, RewardSignal) else signal.bound)
 
 
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """The section `reward` for another verifier, whose value comes without additions and noise."""
+  """Section `reward` of another verifier, without additions and noise."""
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0
   return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)

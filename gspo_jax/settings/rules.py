@@ -86,17 +86,17 @@ def tasks(spec: str) -> list[str]:
 
 def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
   """Sources with judged responses: each with its verifier, by its key."""
-  own = c.environment.name or c.reward.name
-  sources = {key: (b.data, b.reward or own) for name, b, key in c.benchmarks() if name}
+  default = c.environment.name or c.reward.name
+  sources = {key: (b.data, b.reward or default) for name, b, key in c.benchmarks() if name}
   if c.job != "sft":
-    sources["data.eval"] = c.data.eval, own
+    sources["data.eval"] = c.data.eval, default
   if c.has_iterations and c.samples_prompts:
-    sources["data.train"] = c.data.train, own
+    sources["data.train"] = c.data.train, default
   return sources
 
 
 def _is_unjudged(c: RunConfig, source: tuple[str, str]) -> bool:
-  """Whether no response to one of the source's tasks can be right."""
+  """Whether no response to a task of the source can be right."""
   spec, verifier = source
   if verifier == "calculator":
     return "recurrence" in tasks(spec)
@@ -104,7 +104,7 @@ def _is_unjudged(c: RunConfig, source: tuple[str, str]) -> bool:
 
 
 def _lengths(c: RunConfig) -> dict[str, int]:
-  """Lengths that a model's window must hold, by the keys that make them."""
+  """Minimal lengths of the model's window, by their keys."""
   new = {"sampling": c.sampling.max_new_tokens, "eval": c.eval.max_new_tokens}
   names = {f"data.max_prompt_tokens + {key}.max_new_tokens": n for key, n in new.items()}
   windows = {name: c.data.max_prompt_tokens + n for name, n in names.items()}
@@ -112,13 +112,13 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 
 def _closest_figure(c: RunConfig) -> dict[str, str]:
-  """Maps the figure of an evaluation closest to checkpoint.best to that key's value."""
+  """Maps the evaluation's figure closest to checkpoint.best to its value."""
   best, figures = c.checkpoint.best, c.eval.figures()
   return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
 
 
 def _is_no_figure(c: RunConfig, best: str) -> bool:
-  """Whether `best` names a figure that no evaluation has; environments may have further ones."""
+  """Whether `best` is no figure of evaluations; environments add their own."""
   unknown = best not in c.eval.figures() and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
 
@@ -132,13 +132,11 @@ def _is_greedy(c: RunConfig, sampled: SamplingConfig | EvalConfig) -> bool:
 def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
   """Active entries of `constraints`, by path."""
   kinds = {"rewards": c.constraints.active_rewards, "costs": c.constraints.active_costs}
-  return {
-    f"constraints.{kind}.{n}": x for kind, signals in kinds.items() for n, x in signals.items()
-  }
+  return {f"constraints.{k}.{n}": x for k, signals in kinds.items() for n, x in signals.items()}
 
 
 def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether a cost's limit lies outside the values that its mean can have."""
+  """Whether a cost's limit lies outside the range of its mean."""
   if not isinstance(cost, CostSignal) or not (cost.rate or cost.gain):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
@@ -147,7 +145,7 @@ def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
 
 
 def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:
-  """Optimizers that are used, with the number of updates in place of schedule_steps=0."""
+  """Used optimizers, with the number of updates for schedule_steps=0."""
   used = {"sft_optimizer": c.sft.steps} if "sft" in c.job else {}
   if c.has_iterations:
     used["rl_optimizer"] = (c.rl.iterations - c.critic.warmup) * c.rl.updates
@@ -166,13 +164,13 @@ def _other_runs(c: RunConfig) -> dict[str, str]:
 
 
 def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
-  """Returns clip_low and clip_high of the loss, each None if the loss has no such bound."""
+  """Returns clip_low and clip_high, None if the loss has no such bound."""
   options = options_of(c.objective.name) | c.objective.options()
   return options.get("clip_low"), options.get("clip_high")
 
 
 def _has_foreign_range(c: RunConfig) -> bool:
-  """Whether a loss with a ratio per response has the range of a ratio per token, or vice versa."""
+  """Whether ratios per response have a range for tokens, or vice versa."""
   widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
@@ -180,7 +178,7 @@ def _has_foreign_range(c: RunConfig) -> bool:
 
 
 def _never_finishes(c: RunConfig) -> bool:
-  """Whether the longest response becomes too old before its share of the budget completes it."""
+  """Whether the longest response is too old before it is finished."""
   if not (c.rl.max_age and c.rl.token_budget):
     return False
   iterations = math.ceil(c.rl.rows * c.sampling.max_new_tokens / c.rl.token_budget)
@@ -200,10 +198,12 @@ UNUSED = (
   Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
   Unused("critic critic_optimizer", "has no effect, since {critic.name}",
     lambda c: c.critic.name == "none", "CHANGELOG: options of a critic did nothing"),
+  Unused("critic.init", "has no effect, since {critic.name}",
+    lambda c: c.critic.name == "head", "CHANGELOG: options of a critic did nothing"),
   Unused("critic.trunk_coef", "has no effect, since {critic.name}",
     lambda c: c.critic.name == "model", "CHANGELOG: options of a critic did nothing"),
   Unused("distillation", "has no effect without a teacher (distillation.teacher)",
-    lambda c: not c.distillation.on, "test_distillation"),
+    lambda c: not c.distillation.enabled, "test_distillation"),
   Unused("profile.iteration", "is no iteration: {job} has none", lambda c: not c.has_iterations,
     "a run that ended without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
@@ -389,16 +389,16 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   # Constraints.
   Rule("distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
     "or leave out constraints, environment.token_cost and environment.call_cost",
-    lambda c: c.distillation.alone and (c.constraints.on or c.environment.costs),
+    lambda c: c.distillation.alone and (c.constraints.enabled or c.environment.costs),
     "test_distillation"),
   Rule("constraints ({constraints.names:}): {job}: multipliers follow what the policy samples; set "
-    "job=rl", lambda c: c.constraints.on and c.job == "offline", "test_multipliers"),
+    "job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
   Rule("constraints ({constraints.names:}): {rl.mask_truncated} leaves out what the longest "
     "responses cost; set it to False",
     lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),
   Rule("constraints ({constraints.names:}): {objective.advantage}: standardised advantages are "
     "combined; set it to std",
-    lambda c: c.constraints.on and c.objective.advantage_kind != "std", "test_multipliers"),
+    lambda c: c.constraints.enabled and c.objective.advantage_kind != "std", "test_multipliers"),
 )
 
 WARNINGS: tuple[Rule | EntryRule, ...] = (
@@ -424,7 +424,7 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
     "what is trained on", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
     "trial: accuracy falls as responses grow"),
   Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer wait for each other, each on devices of "
-    "its own", lambda c: c.samples and c.rollout_mesh.on and not c.rl.lag,
+    "its own", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
     "benchmarks/lag.py: devices idle"),
   Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is evaluated "
     "and saved, so the best is the last", lambda c: c.checkpoint.best.startswith("eval/")
@@ -479,14 +479,14 @@ def check(c: RunConfig) -> None:
 
 
 def warnings(c: RunConfig, facts: DataFacts) -> list[str]:
-  """Returns the warnings, a sentence each; raises ValueError for settings that data rule out."""
+  """Returns warnings; raises ValueError for settings invalid with the data."""
   for _, message in invalid(c, facts):
     raise ValueError(message)
   return [message for _, message in doubtful(c, facts)]
 
 
 def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each rule that makes a configuration invalid, with its message."""
+  """Yields each broken rule of validity, with its message."""
   yield from _broken(INVALID + (INVALID_RL if c.has_iterations else ()), c)
   for row in UNUSED:
     for name, value, default in _changed(c, row.keys.split()) if row.off(c) else ():
@@ -495,19 +495,19 @@ def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[Name
 
 
 def doubtful(c: RunConfig, facts: DataFacts) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each rule of warnings that a configuration breaks, with its message."""
+  """Yields each broken rule of warnings, with its message."""
   yield from _broken(WARNINGS + (WARNINGS_RL if c.has_iterations else ()), c)
   yield from _broken(DATA_WARNINGS, c, facts)
 
 
 def check_devices(c: RunConfig, batch_shards: int) -> None:
-  """Raises ValueError if the rows of a step do not divide over the devices that share them."""
-  rows = (
-    {"sft.batch / sft.microbatches": c.sft.batch // c.sft.microbatches} if "sft" in c.job else {}
-  )
+  """Raises ValueError if a step's rows do not divide over devices."""
+  rows = {}
   if c.has_iterations:
     name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
-    rows = {name: c.rl.rows // (c.rl.minibatches * c.rl.microbatches)} | rows
+    rows[name] = c.rl.rows // (c.rl.minibatches * c.rl.microbatches)
+  if "sft" in c.job:
+    rows["sft.batch / sft.microbatches"] = c.sft.batch // c.sft.microbatches
   for name, count in rows.items():
     if count % batch_shards:
       devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
@@ -531,10 +531,10 @@ def _broken(
 
 
 def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-  """Yields name, value and default of each key that differs from its default."""
+  """Yields name, value and default of each changed key."""
   defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(c)})
   for name in keys:
-    value, default = ranges.at(c, name), ranges.at(defaults, name)
+    value, default = ranges.look_up(c, name), ranges.look_up(defaults, name)
     if dataclasses.is_dataclass(default):
       yield from _changed(c, [f"{name}.{x.name}" for x in dataclasses.fields(default)])
     elif value != default:

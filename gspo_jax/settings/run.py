@@ -1,4 +1,4 @@
-"""A run's configuration: the frozen dataclasses that a config file fills, one per section."""
+"""A run's configuration: a frozen dataclass for each section."""
 
 import dataclasses
 import zlib
@@ -29,22 +29,22 @@ from gspo_jax.settings.training import (
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  """What is done, and with which weights. The defaults run anywhere: GSPO with the paper's numbers,
-  on sums, with a toy model."""
+  """Job, weights and sections. The defaults run anywhere: GSPO with the paper's hyperparameters, on
+  sums, with a toy model."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
-    "rl", "cold start and RL, either, RL of recorded responses, or an evaluation"
+    "rl", "cold start and RL, either of them, RL on recorded responses, or evaluation"
   )
-  seed: ranges.Seed = key(0, "of everything random")
+  seed: ranges.Seed = key(0, "seed of all random numbers")
   distributed: bool = key(False, "several hosts: call jax.distributed.initialize")
   resume: Literal["same", "force"] = key(
-    "same", "a workdir of another configuration is refused | gone on with"
+    "same", "same: refuse a workdir of another configuration | force: resume it"
   )
   on_nonfinite: Literal["stop", "skip"] = key(
     "stop", "NaN or infinity in an update: stop the run | skip the update"
   )
   nonfinite_limit: NonNegativeInt = key(
-    8, "updates in a row that skip leaves out before it ends the run; 0: any number"
+    8, "skip: consecutive skipped updates before the run stops; 0: any number"
   )
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
@@ -54,7 +54,7 @@ class RunConfig:
   )
   tokenizer: str = key(
     "",
-    'bytes | Hugging Face directory or repository; "": that of the weights, of random ones bytes',
+    'bytes | Hugging Face directory or repository; "": from the weights; random: bytes',
   )
   model: ModelConfig = tiny_moe(vocab_size=264)
   compute: ComputeConfig = ComputeConfig()
@@ -83,24 +83,26 @@ class RunConfig:
   profile: ProfileConfig = ProfileConfig()
 
   def seed_of(self, *names: str | int) -> int:
-    """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
+    """31-bit seed from the run's seed and names; resuming needs no state."""
     return zlib.crc32("/".join(map(str, (self.seed, *names))).encode()) & 0x7FFFFFFF
 
   @property
   def has_iterations(self) -> bool:
-    """Whether the policy is trained by rewards: of its own responses, or of recorded ones."""
+    """Whether RL trains the policy, online or on recorded responses."""
     return "rl" in self.job or self.job == "offline"
 
   @property
   def shares_prompts(self) -> bool:
-    """Whether a group's rows may share their prompt in a pass, with padding after it. Conversations
-    begin differently."""
+    """Whether a group's rows may share their padded prompt in a pass.
+
+    Conversations of a group begin differently.
+    """
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
 
   @property
   def sampled_share(self) -> float:
-    """The share of an iteration's prompts whose responses are sampled; of others they are read."""
+    """Share of prompts with sampled responses; others have recorded ones."""
     return self.offline.fresh if self.job == "offline" else 1.0
 
   @property
@@ -114,7 +116,7 @@ class RunConfig:
     return self.job != "eval" and self.sampled_share > 0
 
   def benchmarks(self) -> list[tuple[str, BenchmarkConfig, str]]:
-    """Every benchmark that has data: name, what to do, and the config key of its data."""
+    """Name, section and data key of each benchmark with data."""
     c = self.eval
     held_out = BenchmarkConfig(self.data.eval, problems=c.problems, samples=c.samples)
     named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in c.benchmarks.items()]
@@ -122,17 +124,16 @@ class RunConfig:
 
   @property
   def overlong_follows(self) -> bool:
-    """Whether the overlong punishment ends where responses are cut off, as it does unless
-    `reward.overlong_max` is another number."""
+    """Whether the overlong penalty ends at the length limit of responses."""
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
   @property
   def advantage_sources(self) -> dict[str, str]:
-    """Sources of advantages besides a group's rewards, each with the key that asks for it."""
+    """Sources of advantages besides a group's rewards, with their keys."""
     sources, rl = {}, self.has_iterations
-    if rl and self.distillation.on:
+    if rl and self.distillation.enabled:
       sources["teacher"] = f"distillation.teacher={self.distillation.teacher!r}"
-    if rl and self.constraints.on:
+    if rl and self.constraints.enabled:
       sources["signals"] = f"constraints ({self.constraints.names})"
     if self.critic.name != "none":
       sources["critic"] = f"critic.name={self.critic.name!r}"
@@ -146,8 +147,7 @@ class RunConfig:
 
   @property
   def estimator(self) -> O.Estimator:
-    """Estimator named by `objective.advantage`, unless it is one of a group's rewards; else the
-    first with its needs met."""
+    """Estimator of `objective.advantage`, else the first with its needs met."""
     named = O.ESTIMATORS.get(self.objective.advantage)
     return named if named and named.of_group is None else self._first_estimator()
 
@@ -174,18 +174,20 @@ class RunConfig:
 
   @property
   def models(self) -> int:
-    """Models that an update trains: the policy, and a critic that is one."""
+    """Number of trained models: the policy, and a critic of name=model."""
     return 1 + (self.critic.name == "model")
 
   @property
   def sampler_compute(self) -> ComputeConfig:
-    """Precision and formulations of whatever samples: rollouts and evaluations."""
+    """Precision and formulations of rollouts and evaluations."""
     return self.engine.compute(self.compute)
 
   @property
   def support(self) -> int:
-    """Tokens that each sampled token is drawn from, at most, where they are put on record for the
-    updates; 0: from the whole vocabulary, or nothing is sampled."""
+    """Largest recorded support of a sampled token.
+
+    0 if tokens are drawn from the whole vocabulary, or nothing is sampled.
+    """
     if self.sampling.whole or not self.samples:
       return 0
     return min(self.sampling.top_k, self.model.vocab_size)

@@ -21,36 +21,36 @@ from gspo_jax.settings.ranges import (
 )
 from gspo_jax.tasks.environments import ENVIRONMENTS
 
-MOST_KEPT = 1024  # tokens of a support that is put on record: 4 KiB for each sampled token
+MOST_KEPT = 1024  # Tokens of a recorded support: 4 KiB per sampled token.
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """The distribution of responses to train on, and when they end. docs/objectives.md"""
+  """Distribution and ends of responses to train on. docs/objectives.md"""
 
-  temperature: Temperature = key(1.0, "0: greedy, not to train on")
+  temperature: Temperature = key(1.0, "0: greedy, for evaluation only")
   top_k: NonNegativeInt = key(
-    0, f"keep the k likeliest tokens, {MOST_KEPT:,} at most, kept for the updates; 0: all"
+    0, f"keep the k likeliest tokens, at most {MOST_KEPT:,}, recorded for updates; 0: all"
   )
   top_p: ranges.PositiveFraction = key(
     1.0, "keep the smallest set of probability >= top_p, with top_k; 1: all"
   )
   min_p: ranges.FractionBelowOne = key(
-    0.0, "keep tokens so much as likely as the likeliest, with top_k; 0: all"
+    0.0, "smallest probability relative to the likeliest token, with top_k; 0: all"
   )
-  max_new_tokens: PositiveInt = key(10, 'per response: "8991:1998" and the end')
-  stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, as stop tokens do")
+  max_new_tokens: PositiveInt = key(10, 'tokens of a response, here "8991:1998" and the end')
+  stop_strings: tuple[str, ...] = key((), "ends of a response or a turn, as stop tokens")
 
   def __post_init__(self):
     ranges.check(self, "sampling")
 
   @property
   def whole(self) -> bool:
-    """Whether no token is left out."""
+    """Whether tokens are drawn from the whole vocabulary."""
     return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
-SHORTEST = 16  # tokens that a prefill is padded to at least
+SHORTEST = 16  # Tokens of a padded prefill, at least.
 
 
 Prefill = Annotated[int, Range(SHORTEST, 2**20)]
@@ -61,26 +61,27 @@ Positions = Annotated[int, Range(0, 2**40)]
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-  """Servers of engine.name=server: how they are reached, told of new weights and checked.
-  docs/engines.md"""
+  """Access to the servers of engine.name=server, their weights and checks. docs/engines.md"""
 
   directory: str = key(
-    "", 'of published weights, which all servers see; "": published/ of the workdir'
+    "", 'published weights, readable by all servers; "": published/ of the workdir'
   )
-  token_variable: str = key("GSPO_ENGINE_TOKEN", "of the environment: a bearer token; unset: none")
-  in_flight: PositiveInt = key(256, "responses that one server is asked for at once")
+  token_variable: str = key(
+    "GSPO_ENGINE_TOKEN", "environment variable with a bearer token; unset: none"
+  )
+  in_flight: PositiveInt = key(256, "concurrent responses of a server")
   timeout_s: PositiveSeconds = key(
     3600.0,
-    "of a request, longer than the longest response takes; a server that does not answer /health "
-    "is left out long before",
+    "limit of a request, above the time of the longest response; servers silent to /health are "
+    "left out long before",
   )
-  publish_s: PositiveSeconds = key(900.0, "of a request with new weights or a probe")
-  wait_s: Seconds = key(300.0, "with no server left, until the run ends")
-  retries: NonNegativeInt = key(5, "of a request, on other servers where there are any")
+  publish_s: PositiveSeconds = key(900.0, "limit of a request with new weights or a probe")
+  wait_s: Seconds = key(300.0, "wait without any server, before the run ends")
+  retries: NonNegativeInt = key(5, "retries of a request, on other servers if possible")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
-    "mean |difference| of a probe's log-probs from the trainer's, in nats, beyond which a server "
-    "is not used; 0: 0.005 where sampler and trainer compute in float32, 0.1 in bfloat16",
+    "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 if "
+    "both compute in float32, else 0.1",
   )
 
   def __post_init__(self):
@@ -89,31 +90,32 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Ways to sample. None of them changes what is sampled beyond round-off, which is much for a
-  dtype or a cache_dtype of 16 bits. docs/sampling.md"""
+  """Ways to sample. Results differ by round-off, which is large for a dtype or a cache_dtype of 16
+  bits. docs/sampling.md"""
 
-  slots: NonNegativeInt = key(0, "responses decoded at once, over all devices; 0: all of a batch")
-  steps: PositiveInt = key(16, "of decoding between two looks of the host")
-  prefill_tokens: Prefill = key(4096, "of a device at once; longer prompts go in pieces")
-  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "of keys and values")
+  slots: NonNegativeInt = key(0, "concurrent responses over all devices; 0: all of a batch")
+  steps: PositiveInt = key(16, "decoding steps between two host transfers")
+  prefill_tokens: Prefill = key(4096, "prompt tokens of a device at once; longer prompts are split")
+  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of cached keys and values")
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",
-    "dense: rows of the whole window | paged: responses take pages as they grow | auto: paged on "
-    "TPU, and with cache_tokens",
+    "dense: rows of the whole window | paged: pages allocated on demand | auto: paged on TPU, and "
+    "with cache_tokens",
   )
   cache_tokens: Positions = key(
     0,
-    "positions of all pages, over all devices; 0: whole windows. With fewer, responses that find "
-    "no page are put aside and begun again: sampling/put_aside",
+    "positions of all pages, over all devices; 0: whole windows. With fewer, responses without a "
+    "free page are restarted later: sampling/put_aside",
   )
   page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16")
   dtype: Literal["", "float32", "bfloat16"] = key(
-    "", 'as compute.dtype, of whatever samples; "": the same. Another makes the mismatch larger'
+    "", 'dtype of the sampler; "": compute.dtype. Another increases the mismatch'
   )
   name: Literal["local", "server"] = key(
-    "local", "slots on the trainer's mesh, or servers of others, with dtype, urls and server"
+    "local",
+    "local: slots on the trainer's mesh | server: external servers, with dtype, urls and server",
   )
-  urls: tuple[str, ...] = key((), "of servers: http://host:port. docs/engines.md")
+  urls: tuple[str, ...] = key((), "servers: http://host:port. docs/engines.md")
   server: ServerConfig = ServerConfig()
 
   def __post_init__(self):
@@ -138,11 +140,11 @@ class EngineConfig:
     ranges.refuse(self, "engine", wrong)
 
   def compute(self, trainer: ComputeConfig) -> ComputeConfig:
-    """Precision and formulations of the sampler: the trainer's, but for a `dtype` of its own."""
+    """Sampler's precision and formulations: the trainer's, with its own `dtype`."""
     return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
   def slots_for(self, trajectories: int) -> int:
-    """Slots that are used for so many trajectories: no more than there are."""
+    """Number of slots used for a number of trajectories."""
     return min(self.slots or trajectories, trajectories)
 
 
@@ -151,20 +153,22 @@ DEFAULT = EngineConfig()
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig:
-  """The other side of responses that are conversations. docs/multi_turn.md"""
+  """Environment of conversations. docs/multi_turn.md"""
 
   name: Annotated[str, Name(("", *ENVIRONMENTS))] = key(
-    "", '"": none: responses of one turn, which the verifier judges'
+    "", '"": none: responses of one turn, scored by the verifier'
   )
-  max_turns: PositiveInt = key(
-    1, "of the policy; a conversation that is not over by then is cut off"
+  max_turns: PositiveInt = key(1, "turns of the policy; longer conversations are truncated")
+  discount: Fraction = key(1.0, "discount of rewards of later turns or lines")
+  workers: Workers = key(0, "threads of environments; 0: none, for environments without waiting")
+  token_cost: NonNegativeFloat = key(
+    0.0, "cost of a sampled token, subtracted from the reward of its turn"
   )
-  discount: Fraction = key(1.0, "of rewards of later turns (or lines)")
-  workers: Workers = key(0, "threads that environments run in; 0: none, for those that never wait")
-  token_cost: NonNegativeFloat = key(0.0, "of a sampled token, from the reward of its turn")
-  call_cost: NonNegativeFloat = key(0.0, "of each tool call, the same")
+  call_cost: NonNegativeFloat = key(
+    0.0, "cost of a tool call, subtracted from the reward of its turn"
+  )
   charge: Literal["all", "right"] = key(
-    "all", "who pays; right: right conversations alone, so that nobody gains by giving up sooner"
+    "all", "conversations with costs; right: right ones alone, without a gain from giving up early"
   )
 
   def __post_init__(self):
@@ -172,5 +176,5 @@ class EnvironmentConfig:
 
   @property
   def costs(self) -> bool:
-    """Whether conversations pay for what they take (costs.py)."""
+    """Whether tokens or calls have a cost (costs.py)."""
     return self.token_cost > 0 or self.call_cost > 0

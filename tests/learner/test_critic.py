@@ -44,7 +44,7 @@ MESH = MeshConfig(1, 1, 1, 1)
 
 def critic_of(config, updates=1, learning_rate=3e-3):
   tx = optimizer.make(OptimizerConfig(**RATES | dict(learning_rate=learning_rate)), 9)
-  return Critic(config, tx, config.numbers(updates))
+  return Critic(config, tx, config.hyperparameters(updates))
 
 
 def on(mesh, config, seed=0):
@@ -162,7 +162,7 @@ def test_what_was_cut_off_goes_on_from_the_value_of_its_last_state():
     (turns_BT, paper.turn_gae(*arrays, mask, turns_BT, 0.9, 0.8, worth_B)),
   ):
     given = batch().with_fields(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
-    (found,), _ = critic_advantages(config, config.numbers(1))([given])
+    (found,), _ = critic_advantages(config, config.hyperparameters(1))([given])
     for found_BT, wanted in zip((found.advantage_BT, found.critic_targets.return_BT), expected):
       np.testing.assert_allclose(found_BT, wanted, atol=1e-5)
     assert found.advantage_inputs == AdvantageInputs()
@@ -180,7 +180,7 @@ def test_advantages_are_those_of_the_recursion(normalize):
   for clean in batch(), second:
     value_BT = np.where(clean.mask_BT > 0, clean.critic_targets.old_value_BT, np.nan)
     dirty.append(clean.with_fields(old_value_BT=value_BT))
-  actual, row = critic_advantages(config, config.numbers(1))(dirty)
+  actual, row = critic_advantages(config, config.hyperparameters(1))(dirty)
   expected = []
   for given in dirty:
     mask = np.asarray(given.mask_BT)
@@ -219,7 +219,7 @@ def test_the_variance_of_large_returns_is_explained_too():
     live = batch().mask_BT > 0
     pairs.append((np.broadcast_to(of_row_B1, (B, T))[live], np.float64(value_BT)[live]))
   returns, values = (np.concatenate(x) for x in zip(*pairs))
-  _, row = critic_advantages(config, config.numbers(1))(parts)
+  _, row = critic_advantages(config, config.hyperparameters(1))(parts)
   expected = 1 - np.var(returns - values) / np.var(returns)
   assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
 

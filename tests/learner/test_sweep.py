@@ -93,11 +93,11 @@ def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():
   )  # fmt: skip
   filled = effective(base | dict(clip_low=0.1, dual_clip=3.0))
   config = ObjectiveConfig(**filled, correction=CorrectionConfig("masked", low=0.2, high=3.0))
-  assert config.numbers() == dict(
+  assert config.hyperparameters() == dict(
     clip_low=0.1, clip_high=4e-4, dual_clip=3.0, low=0.2, high=3.0, off_policy_threshold=0.5,
     clip_range=4e-4,
   )  # fmt: skip
   wider = dataclasses.replace(
     config, clip_high=0.2, correction=CorrectionConfig("masked", low=0.1, high=9.0)
   )
-  assert config.structure == wider.structure == config.structure.structure
+  assert config.static == wider.static == config.static.static

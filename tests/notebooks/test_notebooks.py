@@ -1,4 +1,4 @@
-"""Each notebook says what its script says, and runs from top to bottom in a kernel of its own.
+"""Notebooks equal their scripts, and run from top to bottom in their own kernel.
 
 It runs shortened: the cell tagged `parameters` has in its metadata, under `short`, values that the
 names it assigns get instead; in a script `# %% tags=["parameters"] short={"STEPS": 5}`. Nothing
@@ -60,13 +60,15 @@ def tagged(notebook, tag):
 
 
 def contents(notebook):
-  """What of a notebook is in its script: not outputs, ids and counts."""
-  kept = {key: notebook.metadata.get(key) for key in ("kernelspec", "accelerator", "colab")}
-  return kept, [(cell.cell_type, cell.source, own(cell.metadata)) for cell in notebook.cells]
+  """Contents of a notebook without outputs, ids and counts."""
+  metadata = {key: notebook.metadata.get(key) for key in ("kernelspec", "accelerator", "colab")}
+  return metadata, [
+    (cell.cell_type, cell.source, static_metadata(cell.metadata)) for cell in notebook.cells
+  ]
 
 
-def own(metadata):
-  """Metadata but for what executing leaves there."""
+def static_metadata(metadata):
+  """Metadata without traces of execution."""
   return {key: value for key, value in metadata.items() if key != "execution"}
 
 
@@ -75,13 +77,13 @@ def test_every_notebook_has_a_script():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_in_step_with_its_script(name):
+def test_notebooks_equal_their_scripts(name):
   notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
   nbformat.validate(notebook)
   assert contents(notebook) == contents(script(name)), FIX
 
 
-def test_all_install_alike_and_open_in_colab():
+def test_notebooks_install_alike_and_open_in_colab():
   names = [name for name in NAMES if name != IN_CLONE]
   assert len({tagged(script(name), "install").source for name in names}) == 1
   for name in names:
@@ -90,7 +92,7 @@ def test_all_install_alike_and_open_in_colab():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shortened_is_a_parameter(name):
+def test_shortened_values_are_parameters(name):
   cell, values = tagged(script(name), "parameters"), {}
   exec(cell.source, values)
   for key, value in cell.metadata.get("short", {}).items():
@@ -99,23 +101,23 @@ def test_what_is_shortened_is_a_parameter(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs(name, tmp_path):
+def test_notebook_runs(name, tmp_path):
   short = tagged(script(name), "parameters").metadata.get("short", {})
   DOWNLOADS.get(name, lambda _: None)(tmp_path)
   run(name, short, CHECKS.get(name, ""), FOLDER if name == IN_CLONE else tmp_path)
 
 
 @pytest.mark.slow
-def test_a_pretrained_model_is_trained_without_a_chip(tmp_path):
+def test_pretrained_model_is_trained_on_a_cpu(tmp_path):
   weights = smollm2.weights()
   run("qwen3_gsm8k", SMOLLM2 | dict(MODEL=str(weights)), CHECKS["smollm2"], tmp_path)
 
 
-def run(name, values, check, where):
-  """From top to bottom in a directory, with these parameters, and the check as a last cell."""
+def run(name, values, check, directory):
+  """Runs a notebook in a directory, with the check as a last cell."""
   notebook = script(name)
   cell = tagged(notebook, "parameters")
   cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in values.items())])
   notebook.cells.append(new_code_cell(check))
-  resources = dict(metadata=dict(path=str(where)))
+  resources = dict(metadata=dict(path=str(directory)))
   NotebookClient(notebook, timeout=600, resources=resources).execute()

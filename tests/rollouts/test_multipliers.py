@@ -354,11 +354,11 @@ def test_without_signals_a_collector_has_nothing_of_them():
   config = config_of(common.base)
   with open_signals(config.constraints, config.reward) as signals:
     assert signals is None
-  assert not config.constraints.on and not config.constraints.verifiers
+  assert not config.constraints.enabled and not config.constraints.verifiers
 
 
 def test_a_fixed_weight_needs_no_limit():
-  assert config_of(common.base, **cost(rate=0.0, gain=0.0, initial=0.5)).constraints.on
+  assert config_of(common.base, **cost(rate=0.0, gain=0.0, initial=0.5)).constraints.enabled
 
 
 def test_two_signals_of_one_name_are_refused():
@@ -379,4 +379,4 @@ def test_the_configuration_is_what_it_says():
   config = config_of(tiny_constrained.get_config)
   assert list(config.constraints.signals) == ["length"]
   assert config.constraints.costs["length"].limit == 5.5
-  assert not config_of(tiny_constrained.get_config, **cost(bound="")).constraints.on
+  assert not config_of(tiny_constrained.get_config, **cost(bound="")).constraints.enabled

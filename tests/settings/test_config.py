@@ -24,7 +24,7 @@ from gspo_jax.settings.reading import from_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARK = "eval.benchmarks.aime"
-ENTRIES = {  # of the sections that hold sections by name, one each
+ENTRIES = {  # An entry of each section of named sections.
   "eval.benchmarks": BENCHMARK,
   "constraints.rewards": "constraints.rewards.extra",
   "constraints.costs": "constraints.costs.length",
@@ -51,8 +51,8 @@ KINDS = dict(kinds())
 KEYS = [key for key in KINDS if key]
 
 
-def changed(key, value, given=None):
-  result = owner = given or values()
+def changed(key, value):
+  result = owner = values()
   *path, name = key.split(".")
   for part in path:
     owner = owner[part]
@@ -67,11 +67,11 @@ def outside(limits):
   yield from (limits.high + 1, 10**20, -(10**20))
 
 
-FLOATS = [math.nan, math.inf, -math.inf, 1e300, 1e39, 1e-50, -1e-50]  # of these float32 has none
+FLOATS = [math.nan, math.inf, -math.inf, 1e300, 1e39, 1e-50, -1e-50]  # None of them is a float32.
 
 
 def wrong(kind):
-  """Values that a key of this type must not have."""
+  """Invalid values of a type."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated and arguments[0] is str:
     return ["none of them", "a:b:c", "a.b", 3, True, None]
@@ -96,7 +96,7 @@ def wrong(kind):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_wrong_value_is_refused_by_name(key):
+def test_error_of_an_invalid_value_names_the_key(key):
   for value in wrong(KINDS[key]):
     with pytest.raises(ValueError, match=rf"{re.escape(key)}[ =.]") as error:
       from_dict(changed(key, value))
@@ -107,7 +107,7 @@ SECTIONS = [key for key, kind in KINDS.items() if dataclasses.is_dataclass(kind)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_unknown_or_missing_key_is_named(section):
+def test_error_names_an_unknown_or_missing_key(section):
   key = f"{section}.no_such_key".lstrip(".")
   with pytest.raises(ValueError, match=f"^unknown config key {re.escape(key)}"):
     from_dict(changed(key, 1))
@@ -123,21 +123,21 @@ def test_an_unknown_or_missing_key_is_named(section):
 @dataclasses.dataclass(frozen=True)
 class Careless:
   slots: ranges.PositiveInt
-  rates: tuple[float, ...] | None  # of a new key the range was forgotten
+  rates: tuple[float, ...] | None  # No range.
 
 
-def test_a_number_cannot_be_declared_without_a_range():
+def test_declared_numbers_need_a_range():
   with pytest.raises(TypeError, match=r"Careless\.rates: a number needs a range"):
     ranges.kinds(Careless)
   with pytest.raises(TypeError, match="high"):
     ranges.Range(0)
 
 
-def test_names_that_stand_with_their_keys_are_those_that_are_there():
+def test_declared_families_are_those_of_the_transformer():
   assert typing.get_args(KINDS["model.family"]) == (*transformer.FAMILIES,)
 
 
-def test_ranges_say_what_they_allow():
+def test_ranges_describe_their_values():
   share = ranges.Range(0, 1, excluded=(0,), also=-1, why="it is a share")
   assert 0.5 in share and 1 in share and -1 in share
   assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
@@ -153,7 +153,7 @@ class Section:
   kind: Literal["a", "b"]
 
 
-def test_a_section_checks_itself():
+def test_check_of_a_section_raises_for_its_fields():
   ranges.check(Section(None, (1, 2), "a"), "section")
   for section, message in (
     (Section(0.0, (), "a"), r"section\.rate=0\.0 must be above 0"),
@@ -188,14 +188,13 @@ for argument in json.load(sys.stdin):
 """
 
 
-def said(arguments):
-  """Exit code and standard error of the command line with each of these arguments, up to where a
-  run would be opened: in one process, for their number."""
-  done = subprocess.run(
+def run_command_line(arguments):
+  """Exit code and standard error by argument, up to the start of a run, in one process."""
+  process = subprocess.run(
     [sys.executable, "-c", COMMAND_LINE],
     input=json.dumps([*arguments]), cwd=ROOT, capture_output=True, text=True, check=True,
   )  # fmt: skip
-  return dict(zip(arguments, map(json.loads, done.stdout.splitlines()), strict=True))
+  return dict(zip(arguments, map(json.loads, process.stdout.splitlines()), strict=True))
 
 
 TEXTS = [
@@ -215,7 +214,7 @@ TEXTS = [
 
 
 def allowed(kind, text):
-  """Whether a key of this type may be given so."""
+  """Whether the text is a valid value of the type, None if unknown."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin in (typing.Union, types.UnionType):
     return allowed(arguments[0], text)
@@ -224,11 +223,11 @@ def allowed(kind, text):
       return arguments[0](text) in arguments[1]
     except ValueError:
       return False
-  return text in arguments if origin is Literal else None  # None: not for this test to say
+  return text in arguments if origin is Literal else None  # None: unknown.
 
 
-def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
-  """Each key has a third of the texts, since all wrong values of all keys are tried above."""
+def test_command_line_reports_invalid_values_in_one_line():
+  """Each key is tested with a third of the texts."""
   cases = {}
   for i, (key, kind) in enumerate(KINDS.items()):
     key = key.replace(BENCHMARK, "eval.benchmarks.math")
@@ -238,7 +237,7 @@ def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
     key = f"{section}.no_such_key".lstrip(".").replace(BENCHMARK, "eval.benchmarks.math")
     cases[f"--config.{key}=1"] = f"unknown config key {key}", False
   refused = 0
-  for flag, (code, text) in said(cases).items():
+  for flag, (code, text) in run_command_line(cases).items():
     key, may = cases[flag]
     assert code in (0, 2) and "Traceback" not in text, (flag, text)
     assert text.count("\n") == (code != 0), (flag, text)
@@ -250,12 +249,11 @@ def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
 
 @pytest.mark.parametrize("file, arg", VARIANTS)
 def test_every_file_is_a_configuration(file, arg):
-  given = importlib.import_module(f"configs.{file}").get_config(arg)
-  config = from_dict(given.to_dict())
-  assert from_dict(dataclasses.asdict(config)) == config  # as config.json has it
+  config = from_dict(importlib.import_module(f"configs.{file}").get_config(arg).to_dict())
+  assert from_dict(dataclasses.asdict(config)) == config  # The mapping of config.json.
 
 
-def test_the_base_is_a_run():
+def test_base_is_a_configuration():
   assert from_dict(common.base().to_dict()).job == "rl"
 
 
@@ -264,7 +262,7 @@ def test_an_unknown_variant_is_refused():
     importlib.import_module("configs.moe_aime").get_config("tny")
 
 
-def test_lengths_follow_from_others():
+def test_lengths_of_0_are_derived_from_others():
   config = from_dict(values())
   assert config.sampling.max_new_tokens == 10 and config.data.max_prompt_tokens == 8
   assert config.eval.max_new_tokens == config.reward.overlong_max == 10
@@ -274,26 +272,26 @@ def test_lengths_follow_from_others():
   assert from_dict(changed("sft.max_tokens", 15)).sft.max_tokens == 15
 
 
-def test_the_overlong_buffer_is_compared_with_the_length_that_follows():
-  given = changed("reward.overlong_weight", 1.0)
-  given["reward"]["overlong_buffer"] = 10
-  assert from_dict(given).reward.overlong_max == 10
-  given["reward"]["overlong_buffer"] = 11
+def test_overlong_buffer_is_checked_against_the_derived_length():
+  settings = changed("reward.overlong_weight", 1.0)
+  settings["reward"]["overlong_buffer"] = 10
+  assert from_dict(settings).reward.overlong_max == 10
+  settings["reward"]["overlong_buffer"] = 11
   with pytest.raises(ValueError, match=r"reward\.overlong_buffer=11.*reward\.overlong_max=10"):
-    from_dict(given)
+    from_dict(settings)
 
 
-def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
-  of_sft = dict(sft__batch=60, sft__microbatches=1)
-  of_rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
+def test_only_rows_of_the_job_must_divide_over_devices():
+  sft = dict(sft__batch=60, sft__microbatches=1)
+  rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
 
   def config(**changes):
     return from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
 
-  rules.check_devices(config(job="rl", **of_sft), 8)
-  rules.check_devices(config(job="sft", **of_rl), 8)
-  rules.check_devices(config(job="eval", **of_rl, **of_sft), 8)
-  for changes, message in ((of_sft, "sft.batch"), (of_rl, "rl.prompts")):
+  rules.check_devices(config(job="rl", **sft), 8)
+  rules.check_devices(config(job="sft", **rl), 8)
+  rules.check_devices(config(job="eval", **rl, **sft), 8)
+  for changes, message in ((sft, "sft.batch"), (rl, "rl.prompts")):
     with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
       rules.check_devices(config(job="sft+rl", **changes), 8)
 
@@ -301,25 +299,25 @@ def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
 def test_conversations_share_no_prompts():
   tools = values_of(tiny_tools.get_config)
   assert from_dict(values_of(common.base)).shares_prompts
-  for given in (
+  for settings in (
     tools,
     values_of(common.base, rl__packed=True, rl__microbatches=2),
     values_of(common.base, job="eval"),
   ):
-    assert not from_dict(given).shares_prompts
+    assert not from_dict(settings).shares_prompts
 
 
 @pytest.mark.parametrize(
   "best", ["eval/accuracy", "eval/aime/pass@2/low", "eval/verifier/right", "reward/mean"]
 )
-def test_the_best_checkpoint_may_be_of_any_metric(best):
-  given = common.base()
-  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
-  config = from_dict(values_of(lambda: given, checkpoint__best=best))
+def test_best_checkpoint_accepts_any_metric(best):
+  base = common.base()
+  base.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
+  config = from_dict(values_of(lambda: base, checkpoint__best=best))
   assert config.checkpoint.best == best
 
 
-def test_a_best_metric_that_no_row_has_ends_the_first_iteration():
+def test_unknown_best_metric_ends_the_first_iteration():
   train.check_best("eval/accuracy", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
   train.check_best("eval/accuracy", {"step": 1, "reward/mean": 0.5}, evaluated=False)
   train.check_best("reward/mean", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)

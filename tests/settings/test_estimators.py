@@ -49,18 +49,18 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("changes, chosen, of_rewards", CHOSEN.values(), ids=CHOSEN)
-def test_the_first_whose_needs_are_met_is_taken(changes, chosen, of_rewards):
+@pytest.mark.parametrize("changes, name, name_of_rewards", CHOSEN.values(), ids=CHOSEN)
+def test_first_estimator_with_its_needs_met_is_chosen(changes, name, name_of_rewards):
   c = config_of(common.base, **changes)
-  assert (c.estimator.name, c.estimator_of_rewards.name) == (chosen, of_rewards)
+  assert (c.estimator.name, c.estimator_of_rewards.name) == (name, name_of_rewards)
 
 
 @pytest.mark.parametrize("name", O.ESTIMATORS)
-def test_each_has_a_part_and_a_name(name):
+def test_each_estimator_has_an_implementation(name):
   estimator = O.ESTIMATORS[name]
-  of_group = [other for other, declared in O.ESTIMATORS.items() if declared.of_group]
+  group_kinds = [other for other, declared in O.ESTIMATORS.items() if declared.of_group]
   assert estimator.name == name and estimator.needs | estimator.beside <= NEEDED.keys()
-  assert name in of_group or name in host.PARTS or name in devices.PARTS
+  assert name in group_kinds or name in host.PARTS or name in devices.PARTS
   assert estimator.by_token or estimator.by_response
   assert (name in devices.PARTS) == estimator.on_devices >= (not estimator.by_response)
-  assert {*estimator.kinds} <= {*of_group}
+  assert {*estimator.kinds} <= {*group_kinds}

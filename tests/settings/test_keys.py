@@ -27,7 +27,7 @@ def flat(section, path=""):
 
 
 def set_by_files():
-  """Keys that a file of configs/ sets to other than their defaults."""
+  """Keys changed by files of configs/."""
   base, changed = dict(flat(common.base())), set()
   for file, arg in VARIANTS:
     config = importlib.import_module(f"configs.{file}").get_config(arg)
@@ -44,7 +44,7 @@ def set_in_calls(tree):
 
 
 def declaration(key):
-  """Class and name of a key: the three optimizers declare the same ones."""
+  """Class and name of a key, equal for the three optimizers."""
   owner = page.by_name()[key]
   return next(
     f"{type(section).__name__}.{key.rpartition('.')[2]}"
@@ -53,7 +53,7 @@ def declaration(key):
   )
 
 
-def used():
+def used_declarations():
   """Declarations with a use."""
   folders = [ROOT / name for name in ("experiments", "notebooks", "benchmarks")]
   scripts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
@@ -71,9 +71,11 @@ def used():
 
 
 def test_a_key_has_a_use():
-  """Numbers of a model are set by its published size, or by its config.json."""
+  """Keys of `model` are set by named sizes, or by config.json."""
   declared = {declaration(key) for key in page.by_name() if not key.startswith("model.")}
-  assert not declared - {*used()}, "give it a use (docs/recipes.md has some), or remove it"
+  assert not declared - {*used_declarations()}, (
+    "give it a use (docs/recipes.md has some), or remove it"
+  )
 
 
 RECIPES = re.findall(r"^\| .* \| `(.*)` \|$", (ROOT / "docs/recipes.md").read_text(), re.M)

@@ -46,13 +46,13 @@ def test_parameter_counts(name):
 
 
 def round_like(value, figure):
-  """`value` to as many decimals as `figure` is given with."""
+  """Rounds `value` to the decimals of `figure`."""
   decimals = len(str(figure).partition(".")[2])
   return round(value, decimals)
 
 
-def test_variants_differ_where_the_published_ones_do():
-  """Context and rope_theta, from their config.json files."""
+def test_variants_have_the_published_context_and_rope_theta():
+  # From their config.json files.
   expected = {
     "Qwen3-30B-A3B-Base": (1e6, 32_768),
     "Qwen3-30B-A3B": (1e6, 40_960),
@@ -146,14 +146,14 @@ def logits(params, config):
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig)])
 def test_every_field_has_an_effect(field, params):
-  """On the parameters' shapes or, where those are the same, on what is computed from them."""
-  if field == "max_position_embeddings":  # a bound on what may be asked for
+  """Changes shapes of parameters, or the logits."""
+  if field == "max_position_embeddings":  # A limit of requests.
     options = dict(group_size=1, max_new_tokens=4)
     generate(params, CONFIG, [[1] * 20], **options)
     with pytest.raises(ValueError, match="max_position_embeddings=24"):
       generate(params, CONFIG, [[1] * 21], **options)
     return
-  if field == "family":  # tests/models/test_fidelity.py has what each computes
+  if field == "family":  # tests/models/test_fidelity.py compares their outputs.
     with pytest.raises(ValueError, match=r"model\.family='gpt' is not one of qwen3, gemma"):
       shapes(dataclasses.replace(CONFIG, family="gpt"))
     with pytest.raises(ValueError, match=r"model\.family='gemma' has no experts"):
@@ -166,7 +166,7 @@ def test_every_field_has_an_effect(field, params):
   assert np.abs(before - after).max() > 1e-3 * np.abs(before).max()
 
 
-def test_inconsistent_sizes_are_named():
+def test_inconsistent_sizes_are_refused_by_name():
   for changes, message in [
     (dict(num_kv_heads=3), r"num_heads=4 is not a multiple of model\.num_kv_heads=3"),
     (dict(experts_per_token=5), "experts_per_token=5 must be between 1 and"),

@@ -44,7 +44,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-  "changes, said",
+  "changes, message",
   [
     (dict(), ""),
     (dict(rl__lag=2), "recompute: ratios and clipping are to the policy before an iteration's"),
@@ -54,23 +54,23 @@ CASES = {
     (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),
   ],
 )
-def test_it_is_said_which_policy_clipping_is_to(changes, said):
+def test_anchor_names_the_old_policy_of_ratios(changes, message):
   text = passes.anchor(config_of(tiny.get_config, **changes))
-  assert said in text and bool(said) == bool(text)
+  assert message in text and bool(message) == bool(text)
 
 
 @pytest.mark.parametrize("get_config, changes, names, frozen", CASES.values(), ids=CASES)
-def test_the_passes_of_a_run(get_config, changes, names, frozen):
+def test_passes_of_a_run(get_config, changes, names, frozen):
   c = config_of(get_config, **changes)
   c = dataclasses.replace(c, model=DENSE)
-  assert [declared.name for declared in passes.of_run(c)] == names
+  assert [declared.name for declared in passes.iteration_passes(c)] == names
   models = passes.frozen(c, SMALLER_DENSE)
   assert list(models) == frozen
   assert all(m is (SMALLER_DENSE if n == "teacher" else DENSE) for n, m in models.items())
   assert "teacher" not in passes.frozen(c, None)
   structs = TrainBatch, CriticTargets, AdvantageInputs
   fields = {field.name for struct in structs for field in dataclasses.fields(struct)}
-  assert fields >= {name for declared in passes.of_run(c) for name in declared.fills}
+  assert fields >= {name for declared in passes.iteration_passes(c) for name in declared.fills}
   lengths = np.array([3, 3]), np.array([7, 9])
   policy, teacher = (
     flops.forward_flops(m, lengths[0][:1], *lengths) for m in (DENSE, SMALLER_DENSE)

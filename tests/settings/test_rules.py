@@ -98,6 +98,7 @@ REFUSED = [
   (TINY, dict(sampling__stop_strings=("",)), r"sampling\.stop_strings=\('',\): an empty text"),
   # Evaluations and checkpoints.
   (BASE, dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*mean eval/accuracy\?"),
+  (BASE, dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
   (TINY, dict(eval__temperature=0.0), r"eval\.temperature=0\.0.* greedy responses to a problem"),
   (TINY, dict(eval__top_k=1), r"eval\.top_k=1.* greedy responses to a problem"),
   (TINY, dict(eval__top_p=0.001), r"eval\.top_p=0\.001: all greedy responses to a problem"),
@@ -271,6 +272,11 @@ REFUSED = [
   (BASE, dict(environment__call_cost=0.1), r"environment\.call_cost=0\.1 has no effect"),
   (OFFLINE, dict(environment__call_cost=0.2), r"environment\.call_cost=0\.2 has no effect"),
   (TOOLS, dict(environment__charge="right"), r"environment\.charge='right' has no effect"),
+  (
+    PPO,
+    dict(critic__name="head", critic__init="random"),
+    r"critic\.init='random' has no effect, since critic\.name='head'; set it to policy",
+  ),
   (
     PPO,
     dict(critic__name="model", critic__trunk_coef=0.5),
@@ -667,7 +673,7 @@ KEYS_OFF = [name for name in KEYS if name.rpartition(".")[0] in SECTIONS_OFF]
 
 
 def another(key):
-  """Returns a value that a key may have, other than its default."""
+  """Returns a valid value of a key, other than its default."""
   if typing.get_origin(key.kind) is Literal:
     return next(word for word in typing.get_args(key.kind) if word != key.default)
   if isinstance(key.default, tuple):
@@ -689,14 +695,14 @@ def configured(get_config, changes):
   REFUSED,
   ids=[f"{i}-{m[:40]}" for i, (_, _, m) in enumerate(REFUSED)],
 )
-def test_a_combination_without_a_meaning_is_refused_by_name(get_config, changes, message):
+def test_invalid_settings_are_refused_by_name(get_config, changes, message):
   with pytest.raises(ValueError, match=message) as error:
     from_dict(values_of(get_config, **changes))
   assert "{" not in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("get_config, changes", DOUBTED, ids=[str(x) for _, x in DOUBTED])
-def test_a_doubtful_combination_gets_one_warning(get_config, changes):
+def test_doubtful_settings_give_one_warning(get_config, changes):
   config = from_dict(values_of(get_config, **changes))
   (line,) = rules.warnings(config, rules.DataFacts())
   assert "{" not in line
@@ -721,20 +727,20 @@ def test_every_rule_has_a_case():
 
 
 @pytest.mark.parametrize("file, arg", VARIANTS)
-def test_a_file_of_configs_breaks_no_rule(file, arg):
+def test_configs_break_no_rule(file, arg):
   values = importlib.import_module(f"configs.{file}").get_config(arg).to_dict()
   config = unchecked(values)
   assert not list(rules.invalid(config))
 
 
-def test_data_rule_out_settings():
+def test_settings_invalid_with_the_data_are_refused():
   for changes, facts in REFUSED_BY_DATA:
     config, facts = configured(TINY, changes), dataclasses.replace(FACTS, **facts)
     with pytest.raises(ValueError, match=r"sampling\.max_new_tokens=10"):
       rules.warnings(config, facts)
 
 
-def test_data_make_settings_doubtful():
+def test_settings_doubtful_with_the_data_give_warnings():
   for changes in DOUBTED_BY_DATA:
     assert not any(
       re.search(r"\{[\w.]+:?\}", x) for x in rules.warnings(configured(TINY, changes), FACTS)
@@ -744,12 +750,12 @@ def test_data_make_settings_doubtful():
   assert line.startswith("sft.batch=") and "10 demonstrations" in line
 
 
-def test_the_defaults_are_sound():
+def test_defaults_break_no_rule():
   config = configured(TINY, {})
   assert not list(rules.invalid(config)) and not rules.warnings(config, rules.DataFacts())
 
 
-def test_the_keys_of_a_rule_are_declared():
+def test_keys_of_rules_are_declared():
   config = default()
   for rule in rules.UNUSED:
     assert not list(rules._changed(config, rule.keys.split()))
@@ -760,13 +766,13 @@ def test_the_keys_of_a_rule_are_declared():
         assert "{" not in ranges.fill(config, "", rule.message)
 
 
-def test_every_task_has_its_judges():
+def test_every_task_has_verifiers():
   assert {*rules.JUDGES} == {*TASKS}
   assert all(judge in VERIFIERS for judges in rules.JUDGES.values() for judge in judges)
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_a_section_that_is_off_has_its_defaults(name):
+def test_changed_keys_of_a_disabled_section_are_refused(name):
   value = OFF[name]
   message = rf"^{re.escape(f'{name}={value!r}')} has no effect"
   with pytest.raises(ValueError, match=message) as error:

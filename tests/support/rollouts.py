@@ -80,7 +80,7 @@ def collector(
   """A collector and its engine; without other settings, groups are put aside."""
   config = settings(**dict(extra_prompts=4) | (CONVERSATIONS if environment else {}) | changes)
   engine, tok = LocalEngine(MOE, ENGINE), tok or tokenizer()
-  signals = Signals(config.constraints, config.reward, {}) if config.constraints.on else None
+  signals = Signals(config.constraints, config.reward, {}) if config.constraints.enabled else None
   built = Collector(
     config, engine, tok, source, judge, environment, writer=writer, records=records, signals=signals
   )
