@@ -48,11 +48,11 @@ CODE = """
   gspo_jax/rollouts          2.5       0    10.5    0.25       5
   gspo_jax/runs              0.0       0    10.1    0.03       0
   gspo_jax/sampling          1.4       0    10.5    0.03       0
-  gspo_jax/settings         17.1      13    12.5    0.79      17
+  gspo_jax/settings          0.0       0     9.2    0.00       0
   gspo_jax/system            0.0       0     9.9    0.09       2
   gspo_jax/tasks             0.0       0    10.7    0.05       0
   gspo_jax/verifiers         0.0       0    10.2    0.03       3
-  tests                     18.1       8    12.2    0.38      10
+  tests                      3.5       4    11.8    0.25       8
 """
 # Ceilings for a new room, without a line above.
 GOAL = (4.0, 1, 10.0, 0.25, 3)
