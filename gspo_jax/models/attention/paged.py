@@ -47,11 +47,8 @@ def attend(
   def block(*shape):
     return pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))
 
-  pages = pl.BlockSpec(memory_space=pl.ANY)
+  pages, width = pl.BlockSpec(memory_space=pl.ANY), table_Bn.shape[1]
   q_BKnH = q_BNH.reshape(B, K, N // K, H)
-  # Assumes full rows or windows: the number of positions is unknown while tracing.
-  width = table_Bn.shape[1]
-  read = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
   y_BKnH, kv_LK2SH = pl.pallas_call(
     functools.partial(_kernel, width=width, scores=scores),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -71,12 +68,7 @@ def attend(
     ],
     input_output_aliases={4: 1},
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-    cost_estimate=pl.CostEstimate(
-      flops=4 * read * S * N * H,
-      bytes_accessed=(read * S + B * (TILE + 1)) * 2 * K * H * kv_lpK2SH.dtype.itemsize
-      + 2 * q_BNH.size * q_BNH.dtype.itemsize,
-      transcendentals=read * S * N,
-    ),
+    cost_estimate=_cost(q_BNH, kv_lpK2SH, width, scores),
     interpret=interpret,
     name="local_paged_attention" if scores.window else "paged_attention",  # aot/programs.py
   )(
@@ -87,6 +79,21 @@ def attend(
     kv_LK2SH,
   )
   return y_BKnH.reshape(B, N, H), kv_LK2SH.reshape(kv_lpK2SH.shape)
+
+
+def _cost(q_BNH: jax.Array, kv_lpK2SH: jax.Array, width: int, scores: Scores) -> pl.CostEstimate:
+  """Estimates the cost for full rows or windows.
+
+  The number of positions is unknown while tracing.
+  """
+  (B, N, H), (_, _, K, _, S, _) = q_BNH.shape, kv_lpK2SH.shape
+  pages = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
+  return pl.CostEstimate(
+    flops=4 * pages * S * N * H,
+    bytes_accessed=(pages * S + B * (TILE + 1)) * 2 * K * H * kv_lpK2SH.dtype.itemsize
+    + 2 * q_BNH.size * q_BNH.dtype.itemsize,
+    transcendentals=pages * S * N,
+  )
 
 
 def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, width, scores):
@@ -128,30 +135,11 @@ def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, widt
 
       @pl.when(writes)
       def _():
-        place = jax.lax.broadcasted_iota(jnp.int32, (K, 2, TILE, H), 2) + tile
-        old = buffer[side, :, :, pl.ds(tile, TILE), :]
-        buffer[side, :, :, pl.ds(tile, TILE), :] = jnp.where(
-          place == newest % S, new[row][:, :, None, :], old
-        )
+        _insert(buffer, side, tile, new, row, newest)
         write.start()
 
       k_KSH, v_KSH = buffer[side, :, 0].astype(query.dtype), buffer[side, :, 1].astype(query.dtype)
-      score = jax.lax.dot_general(
-        query, k_KSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-      )
-      slot = jax.lax.broadcasted_iota(jnp.int32, score.shape, 2) + i * S
-      visible = slot <= newest
-      if scores.window:
-        visible &= newest - slot < scores.window
-      score = jnp.where(visible, softcap(score, scores.cap), NEGATIVE)
-      highest = jnp.maximum(largest, score.max(-1, keepdims=True))
-      weight, old = jnp.exp(score - highest), jnp.exp(largest - highest)
-      value = jax.lax.dot_general(
-        weight.astype(v_KSH.dtype),
-        v_KSH,
-        (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
-      )
+      highest, old, weight, value = _attend_keys(query, k_KSH, v_KSH, i, newest, scores, largest)
 
       @pl.when(writes)
       def _():
@@ -167,3 +155,41 @@ def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, widt
 
   fetch(0, pages_of(0)[0], 0).start()
   jax.lax.fori_loop(0, rows, attend_row, jnp.int32(0))
+
+
+def _insert(buffer, side, tile, new, row, position):
+  """Inserts a row's new key and value at `position`, in a tile of the buffer."""
+  _, K, _, S, H = buffer.shape
+  slot = jax.lax.broadcasted_iota(jnp.int32, (K, 2, TILE, H), 2) + tile
+  old = buffer[side, :, :, pl.ds(tile, TILE), :]
+  buffer[side, :, :, pl.ds(tile, TILE), :] = jnp.where(
+    slot == position % S, new[row][:, :, None, :], old
+  )
+
+
+def _attend_keys(q_KnH, k_KSH, v_KSH, page, position, scores: Scores, largest):
+  """Attends to one page of a row, for an online softmax.
+
+  Returns the new largest score, the factor of earlier sums, weights, and weighted sum of values.
+
+  Args:
+    page: index of the page in the row.
+    largest: largest score of earlier pages.
+  """
+  score = jax.lax.dot_general(
+    q_KnH, k_KSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+  )
+  slot = jax.lax.broadcasted_iota(jnp.int32, score.shape, 2) + page * k_KSH.shape[1]
+  visible = slot <= position
+  if scores.window:
+    visible &= position - slot < scores.window
+  score = jnp.where(visible, softcap(score, scores.cap), NEGATIVE)
+  highest = jnp.maximum(largest, score.max(-1, keepdims=True))
+  weight, old = jnp.exp(score - highest), jnp.exp(largest - highest)
+  value = jax.lax.dot_general(
+    weight.astype(v_KSH.dtype),
+    v_KSH,
+    (((2,), (1,)), ((0,), (0,))),
+    preferred_element_type=jnp.float32,
+  )
+  return highest, old, weight, value

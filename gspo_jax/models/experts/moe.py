@@ -213,35 +213,17 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    num_local = len(weights.down)
     # Gradients of chunks add up in float32, through an unread copy of the weights. A kernel itself
     # adds up in float32: the gradient of a single chunk has the dtype of its reduction.
     once = joins and not 0 < chunk < B * T
     sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
-    def apply_experts(x_XD, gate_Xk, experts_Xk):
-      x_XD, gate_Xk, experts_Xk = (
-        sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, experts_Xk)
-      )
-      local_Xk = experts_Xk - num_local * sharding.axis_index("expert")
-      local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < num_local), local_Xk, num_local)
-      tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = choose(implementation, experts_Xk.size / (num_local * sharding.axis_size("expert")))
-      y_XD = apply(*tokens, weights, sink)
-      return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
+    def apply(x_XD, gate_Xk, experts_Xk):
+      return _gather_and_apply(x_XD, gate_Xk, experts_Xk, weights, sink, implementation)
 
     tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, experts_BTk)]
-    if not 0 < chunk < B * T:
-      return apply_experts(*tokens).reshape(B, T, D)
-    pad = -(B * T) % chunk
-    parts = [
-      jnp.pad(a, ((0, pad), (0, 0)), constant_values=value).reshape(-1, chunk, a.shape[1])
-      for a, value in zip(tokens, (0, 0, -1))  # Padding has no expert.
-    ]
-    apply_experts = jax.checkpoint(apply_experts, prevent_cse=False)
-    _, y = jax.lax.scan(lambda _, part: (None, apply_experts(*part)), None, tuple(parts))
-    return y.reshape(-1, D)[: B * T].reshape(B, T, D)
+    return _over_chunks(apply, tokens, chunk).reshape(B, T, D)
 
   batch = P(BATCH)
   if isinstance(weights, Gathered):
@@ -252,3 +234,45 @@ def experts(
     weights = jax.tree.map(sharding.reshard, weights, split)
   run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check)
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, weights)
+
+
+def _gather_and_apply(
+  x_XD: jax.Array,
+  gate_Xk: jax.Array,
+  experts_Xk: jax.Array,
+  weights: ExpertWeights | GroupedWeights,
+  sink: ExpertWeights | GroupedWeights,
+  implementation: str,
+) -> jax.Array:
+  """Gathers tokens, applies a device's experts, and scatters the sums, inside `shard_map`.
+
+  Gradients of the weights go to `sink`.
+  """
+  num_local = len(weights.down)
+  x_XD, gate_Xk, experts_Xk = (
+    sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, experts_Xk)
+  )
+  local_Xk = experts_Xk - num_local * sharding.axis_index("expert")
+  local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < num_local), local_Xk, num_local)
+  tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
+  apply = choose(implementation, experts_Xk.size / (num_local * sharding.axis_size("expert")))
+  y_XD = apply(*tokens, weights, sink)
+  return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
+
+
+def _over_chunks(apply: Callable, tokens: list[jax.Array], chunk: int) -> jax.Array:
+  """Applies experts to `chunk` tokens at once; 0 means all.
+
+  tokens: x [X, D], and gates and experts [X, k].
+  """
+  X, D = tokens[0].shape
+  if not 0 < chunk < X:
+    return apply(*tokens)
+  padding = -X % chunk
+  parts = [
+    jnp.pad(a, ((0, padding), (0, 0)), constant_values=value).reshape(-1, chunk, a.shape[1])
+    for a, value in zip(tokens, (0, 0, -1))  # Padding has no expert.
+  ]
+  apply = jax.checkpoint(apply, prevent_cse=False)
+  _, y = jax.lax.scan(lambda _, part: (None, apply(*part)), None, tuple(parts))
+  return y.reshape(-1, D)[:X]
