@@ -42,7 +42,7 @@ CODE = """
   gspo_jax/evaluation        0.0       0     9.3    0.00       0
   gspo_jax/learner           0.0       0    10.4    0.09       3
   gspo_jax/models            0.0       0    10.2    0.00       0
-  gspo_jax/objectives        2.6       0    12.6    0.41       0
+  gspo_jax/objectives        0.7       0    10.0    0.00       0
   gspo_jax/report            0.0       0    10.1    0.03       0
   gspo_jax/rewards           1.8       0     9.3    0.00       0
   gspo_jax/rollouts          2.5       0    10.5    0.25       5

@@ -23,7 +23,7 @@ def group_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Advantages of responses within their group, the responses to a prompt. [P,G] -> [P,G].
+  """Advantages of responses relative to their group. [P,G] -> [P,G].
 
   Â_i = (r_i − mean{r}) / (std{r} + ε).
 
@@ -77,7 +77,7 @@ def constrained_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Advantages of several rewards and costs, with Z the standardisation within the group.
+  """Advantages of several rewards and costs, standardised (Z) within groups.
 
   Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
@@ -122,7 +122,7 @@ def gdpo_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """GDPO: advantages of several rewards, whose size does not grow with their number.
+  """GDPO: advantages of several rewards, of a size independent of their number.
 
   Â_i = A_i / (std{A} + ε),  A = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
@@ -197,7 +197,7 @@ def turn_advantages(
 
 
 def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None) -> Array:
-  """The soft value that `spo_loss` starts from, by responses of the reference. [P,G] -> [P].
+  """Initial soft value of `spo_loss`, from the reference's responses. [P,G] -> [P].
 
   Q̂_0 = β log( 1/G Σ_i exp(r_i/β) ).
 
@@ -284,8 +284,10 @@ def selection_weights(
 
 
 def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = None) -> Array:
-  """bool [P, 1]: the valid rewards of a group are equal but for rounding, or there are none. Sums
-  have the size of what was added up."""
+  """Whether a group's valid rewards are equal up to rounding, [P, 1].
+
+  Rounding of sums is relative to the size of their terms.
+  """
   reward_PG = jnp.asarray(reward_PG)
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
@@ -295,7 +297,7 @@ def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = Non
 
 
 def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[Array, Array]:
-  """Numbers [P, G] as float32 or wider, 0 where not valid; and where they are."""
+  """Rewards [P, G] in float32 or wider, 0 if invalid, and validity."""
   array = jnp.asarray(value_PG)
   if array.ndim != 2 or 0 in array.shape:
     raise ValueError(f"{name} has shape {array.shape}, expected [P, G] with P, G > 0")

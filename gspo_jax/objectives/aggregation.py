@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
   length_BU: Array  # floating
 
   def sums(self, x_BT: Array) -> Array:
-    """Σ_t x_it over the tokens that count, [B, U]."""
+    """Σ_t x_it over unmasked tokens, [B, U]."""
     return unit_sum(jnp.where(self.mask_BT, x_BT, 0), self.response_BT)
 
   def means(self, x_BT: Array) -> Array:
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """Value that a response's tokens have in common (or their mean): [B, U]; [B, 1] as it is."""
+    """Common value (or mean) of a response's tokens, [B, U]; keeps [B, 1]."""
     if x_BX.shape[1] == 1:
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
@@ -45,14 +45,14 @@ class Tokens(NamedTuple):
     return self.length_BU.sum()
 
   def responses(self) -> Array:
-    """The number of responses that are not empty."""
+    """The number of nonempty responses."""
     return (self.length_BU > 0).sum(dtype=self.length_BU.dtype)
 
 
 def tokens(
   value_BT: ArrayLike, name: str, mask_BT: ArrayLike, response_BT: ArrayLike | None
 ) -> tuple[Array, Tokens]:
-  """Checks the floats of each token, called `name`, and returns them and where they count."""
+  """Returns checked floats of tokens, called `name`, and their units."""
   value_BT = checks.log_probs(value_BT, name)
   mask_BT = checks.mask(mask_BT, "mask_BT", value_BT.shape)
   if response_BT is not None:
@@ -63,25 +63,25 @@ def tokens(
 
 
 def aggregate_tokens(
-  x_BT: Array, tokens: Tokens, how: str, max_length: Number | None = None
+  x_BT: Array, tokens: Tokens, kind: str, max_length: Number | None = None
 ) -> Mean:
   """Reduces a loss per token, not yet divided. Empty responses do not count.
 
   "sequence": the mean over responses of the mean over their tokens. "token": the mean over all
   tokens. "constant": the sum over all tokens, divided by the number of responses × `max_length`.
   """
-  if how == "sequence":
+  if kind == "sequence":
     return Mean(tokens.means(x_BT).sum(), tokens.responses())
   total = jnp.where(tokens.mask_BT, x_BT, 0).sum()
-  if how == "token":
+  if kind == "token":
     return Mean(total, tokens.number())
-  if how == "constant":
+  if kind == "constant":
     if max_length is None:
       raise ValueError('aggregate="constant" needs max_length')
     checks.numbers(max_length=max_length)
     checks.require(max_length > 0, "max_length must be positive")
     return Mean(total, tokens.responses() * max_length)
-  raise ValueError(f'aggregate must be "sequence", "token" or "constant", got {how!r}')
+  raise ValueError(f'aggregate must be "sequence", "token" or "constant", got {kind!r}')
 
 
 def unit_sum(x_BT: Array, id_BT: Array | None) -> Array:
@@ -92,12 +92,12 @@ def unit_sum(x_BT: Array, id_BT: Array | None) -> Array:
 
 
 def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
-  """Maxima over the units of each row, [B, U]; -inf for an empty one."""
+  """Maxima over each row's units, [B, U]; -inf if empty."""
   if id_BT is None:
     return x_BT.max(axis=1, keepdims=True)
   return jax.vmap(lambda x, i: jax.ops.segment_max(x, i, x.shape[0]))(x_BT, id_BT)
 
 
 def at_tokens(x_BU: Array, id_BT: Array | None) -> Array:
-  """Repeats what belongs to a unit at each of its tokens: [B, T], or [B, 1] where U is 1."""
+  """Repeats units' values at their tokens: [B, T], or [B, 1] for U = 1."""
   return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -16,7 +16,7 @@ Number = float | Array  # Array: a traced one; of clip ranges also one for each 
 
 
 def require(ok: Any, message: str) -> None:
-  """Raises ValueError(message) if `ok`, a bool or an array of them, can be seen and is not true."""
+  """Raises ValueError(message) if `ok` is false; traced or remote arrays pass."""
   if isinstance(ok, jax.core.Tracer) or not getattr(ok, "is_fully_addressable", True):
     return
   if not (ok.all() if hasattr(ok, "all") else ok):
@@ -24,8 +24,7 @@ def require(ok: Any, message: str) -> None:
 
 
 def numbers(**named: Number | None) -> None:
-  """Raises ValueError for what is not one number: an array would count along whichever axis it
-  happens to fit."""
+  """Raises ValueError for arrays in place of numbers: they would broadcast along any axis."""
   for name, value in named.items():
     if value is not None and jnp.ndim(value):
       raise ValueError(f"{name} has shape {jnp.shape(value)}, expected one number")
@@ -49,7 +48,7 @@ def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
 
 
 def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
-  """Floats [B, T], with 0 at masked positions whatever was there."""
+  """Floats [B, T], 0 at masked positions."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   _floating(array, name)
@@ -61,7 +60,7 @@ def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
 def constant(
   value: ArrayLike, name: str, mask_BT: Array, dtype: Any, letters: Sequence[str] = ("B", "BT")
 ) -> Array:
-  """Numbers [B] or [B, T] as a detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
+  """Detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
   array = _array(value, name)
   shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}
   _shape(array, name, **{key: shapes[key] for key in letters})
@@ -73,7 +72,7 @@ def constant(
 
 
 def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
-  """Integers [B, T] in [0, T), 0 at masked positions whatever was there."""
+  """Integers [B, T] in [0, T), 0 at masked positions."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -85,14 +84,14 @@ def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
 
 
 def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array:
-  """A number, or [B] of them as [B, 1], of at least `least`; in the type of `like`, [B, ...]."""
+  """A bound of at least `least`, [] or [B, 1], with the dtype of `like`."""
   array = _array(value, name)
   if array.ndim:
     _shape(array, name, B=like.shape[:1])
     array = array[:, None]
-  # Of a Python number the value is known even inside jit.
-  known = value if isinstance(value, int | float) else array
-  require(known >= least, f"{name} must be at least {least:g}")
+  # Python numbers have a value even inside jit.
+  concrete = value if isinstance(value, int | float) else array
+  require(concrete >= least, f"{name} must be at least {least:g}")
   return array.astype(like.dtype)
 
 

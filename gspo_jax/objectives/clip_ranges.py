@@ -15,7 +15,7 @@ from gspo_jax.objectives.checks import Number
 def length_factor(
   length_BU: Array, clip_length: Number | None, clip_exponent: Number
 ) -> Array | None:
-  """The factor (L/|u|)^γ of the clip ranges of a unit of |u| tokens; None where γ is 0.
+  """Factor (L/|u|)^γ of clip ranges for |u| tokens; None if γ = 0.
 
   L is `clip_length`, the length at which the ranges are what they say, γ `clip_exponent`. log s of
   a unit is a mean over |u| tokens: if these are independent, its noise goes with |u|^(−1/2), and
@@ -41,7 +41,7 @@ def length_factor(
 
 
 def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = None) -> Array:
-  """Over how many tokens of a unit its log-ratio is spread, (Σ_t |log w_t|)² / Σ_t (log w_t)².
+  """Effective length of a unit's log-ratio, (Σ_t |log w_t|)² / Σ_t (log w_t)².
 
   From 1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
 
@@ -62,8 +62,7 @@ def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = 
 def adapted_factor(
   factor: Number, clipped: Number, target: Number, gain: Number = 1.0, span: Number = 100.0
 ) -> Array:
-  """The factor of the clip ranges after an iteration in which the fraction f was `clipped`, to come
-  near the fraction f*, `target`.
+  """Adapts the factor of clip ranges to a target f* of the clipped fraction f.
 
   k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span).
 

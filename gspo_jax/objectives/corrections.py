@@ -28,7 +28,7 @@ def truncated_weight(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """Truncated importance sampling (TIS): min(ρ, cap), where ρ is π_train/π_sampler.
+  """Truncated importance sampling (TIS): min(ρ, cap), with ρ = π_train/π_sampler.
 
   `level`: "token", ρ_it of each token; "sequence", the product Π_t ρ_it, unbiased where it is not
   cut; "geometric", its |y_i|-th root, which means the same at every length.
@@ -62,7 +62,7 @@ def masked_weight(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """Masked importance sampling (MIS; at token level IcePop): ρ where low ≤ ρ ≤ high, else 0.
+  """Masked importance sampling (MIS; per token IcePop): ρ if low ≤ ρ ≤ high, else 0.
 
   `level` as in `truncated_weight`; the defaults are for tokens. A geometric mean stays much nearer
   to 1 than a token's ratio does, and needs a narrower range.
@@ -96,7 +96,7 @@ def off_policy_mask(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """Off-policy sequence masking: 0 where Â_i < 0 and d_i > threshold, else 1.
+  """Off-policy sequence masking: 0 if Â_i < 0 and d_i > threshold, else 1.
 
   d_i = 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it).
 
@@ -129,7 +129,7 @@ def mismatch(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Metrics:
-  """Distance of the trainer from the sampler, with Δ = log π_train − log π_sampler.
+  """Mismatch of trainer and sampler, with Δ = log π_train − log π_sampler.
 
     mismatch/abs/mean, /max      |Δ| of the tokens
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
@@ -185,7 +185,7 @@ def _weight(
   response_BT: ArrayLike | None,
   bounded: Callable[[Array], Array],
 ) -> Array:
-  """ρ, `bounded`: of tokens [B, T], of responses [B], or [B, T] at the tokens of packed ones."""
+  """Bounded ρ of tokens [B, T] or responses: [B], or [B, T] if packed."""
   log_ratio_BT, tokens = _difference(
     logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
   )
@@ -208,7 +208,7 @@ def _difference(
   mask_BT: ArrayLike,
   response_BT: ArrayLike | None,
 ) -> tuple[Array, Tokens]:
-  """logp_BT − other_logp_BT, not differentiated and 0 where masked; `name` is the other's."""
+  """Detached logp_BT − other_logp_BT, 0 at masked positions. `name` is the other's."""
   logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
   other_logp_BT = checks.tokens(other_logp_BT, name, tokens.mask_BT, logp_BT.dtype)
   return stop_gradient(ratios.difference(logp_BT, other_logp_BT)), tokens

@@ -62,7 +62,7 @@ def value_loss(
 
 @reduced
 def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: ArrayLike) -> Explained:
-  """1 − Var(R − V)/Var(R) over tokens: the share of the returns' variance that the values explain.
+  """Explained variance of returns by values, 1 − Var(R − V)/Var(R) over tokens.
 
   At most 1; 0 for a constant, and where the returns do not vary; below 0 for values that are worse
   than one. Compare with what was really earned: the returns of `gae` contain the values. The sums

@@ -38,8 +38,9 @@ def distillation_advantages(
 
 @reduced
 def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Mean:
-  """Estimate of KL(π_old‖π_teacher) at a token, in nats: the mean over unmasked tokens of
-  log π_old(y_t) − log π_teacher(y_t), which may be negative. [B,T] ×3 -> scalar.
+  """Estimate of KL(π_old‖π_teacher) per token, in nats. [B,T] ×3 -> scalar.
+
+  The mean over unmasked tokens of log π_old(y_t) − log π_teacher(y_t). It may be negative.
 
   Example:
     >>> print(reverse_kl(jnp.array([[-1.0, -2.0]]), jnp.array([[-3.0, -1.5]]), jnp.ones((1, 2))))
@@ -50,7 +51,7 @@ def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: Arra
 
 
 def _log_ratio(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
-  """log π_old/π_teacher, a constant; 0 where masked."""
+  """Detached log π_old/π_teacher, 0 at masked positions."""
   old_logp_BT = checks.log_probs(old_logp_BT, "old_logp_BT")
   dtype = old_logp_BT.dtype
   live_BT = checks.mask(mask_BT, "mask_BT", old_logp_BT.shape)

@@ -19,7 +19,7 @@ def gae(
   last_value_B: ArrayLike | None = None,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-  """Generalized advantage estimation: advantages and returns of tokens, by a value model.
+  """Generalized advantage estimation of tokens' advantages and returns.
 
   δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 
@@ -74,7 +74,7 @@ def turn_gae(
   *,
   last_value_B: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-  """`gae` whose step is a turn: advantages and returns of turns, at each of their tokens.
+  """Generalized advantage estimation over turns, repeated at their tokens.
 
   δ_u = r_u + γ V_{u+1} − V_u,  Â_u = δ_u + γλ Â_{u+1},  R_u = Â_u + V_u.
 
@@ -122,7 +122,7 @@ def backward(a_BT: Array, b_BT: Array) -> Array:
 
 
 def _next_is_alike(id_BT: Array, mask_BT: Array) -> Array:
-  """bool: an unmasked token follows, and the first that does has the same id."""
+  """Whether the next unmasked token has the same id."""
   id_BT = jnp.where(mask_BT, 1 + id_BT, 0)
   next_id_BT = _shift(backward(1 - mask_BT.astype(id_BT.dtype), id_BT))  # 0 where there is none
   return mask_BT & (next_id_BT == id_BT)

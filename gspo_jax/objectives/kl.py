@@ -44,7 +44,7 @@ def kl_k2(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
 
 def kl_k3(logp_BT: Array, ref_logp_BT: Array) -> Array:
-  """The estimate that is unbiased, of low variance, and never negative. [B,T] ×2 -> [B,T].
+  """The unbiased estimate of low variance, never negative. [B,T] ×2 -> [B,T].
 
   k3 = π_ref/π − 1 − log(π_ref/π).
 
@@ -61,7 +61,7 @@ def kl_k3(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
 
 def kl_k3_weighted(logp_BT: Array, ref_logp_BT: Array, old_logp_BT: Array) -> Array:
-  """k3 of tokens that an older policy has sampled, weighted by the importance ratio. [B,T] ×3 ->
+  """k3 for tokens of an older policy, weighted by the importance ratio. [B,T] ×3 ->
   [B,T].
 
   k3_w = π/π_old · k3.

@@ -12,7 +12,9 @@ from gspo_jax.objectives.checks import Number
 
 
 def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> Array:
-  """0 up to max_length − buffer tokens, from there linear to −1 at max_length, and −1 beyond.
+  """Penalty from 0 at max_length − buffer tokens linearly to −1 at max_length.
+
+  It stays −1 beyond.
 
   Shapes: any -> the same. Lengths are in tokens.
   Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).

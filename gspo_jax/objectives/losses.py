@@ -69,7 +69,7 @@ def dapo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """DAPO: GRPO with a mean over tokens rather than responses, and a wider upper range.
+  """DAPO: GRPO with a mean over tokens and a wider upper range.
 
   J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
@@ -103,7 +103,7 @@ def dr_grpo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """Dr. GRPO: GRPO with a constant in the place of a response's length.
+  """Dr. GRPO: GRPO with a constant denominator in place of lengths.
 
   J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
@@ -139,7 +139,7 @@ def ppo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """PPO: `grpo_loss` but for where its advantages come from (`gae`) and the ranges.
+  """PPO: `grpo_loss` with advantages from `gae` and other ranges.
 
   J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
 

@@ -70,7 +70,7 @@ def gmpo_loss(
   clip_high: Number = 0.4,
   **options: Unpack[Options],
 ) -> Sums:
-  """GMPO: a ratio for each response, made of bounded ratios of its tokens.
+  """GMPO: a ratio per response, from bounded ratios of its tokens.
 
   J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ),
   c_it = min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
@@ -165,7 +165,7 @@ def dppo_loss(
   max_length: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """DPPO: a trust region by how far a token's probability has moved, not by its ratio.
+  """DPPO: a trust region by the divergence of token probabilities.
 
   J = 1/(G L) Σ_i Σ_t M_it w_it Â_it,
   M_it = 0 where Â > 0, w > 1 and D_it > clip_high, or Â < 0, w < 1 and D_it > clip_low; else 1.
@@ -214,7 +214,7 @@ def vespo_loss(
   lambda_neg: Number = 2.0,
   **options: Unpack[Options],
 ) -> Sums:
-  """VESPO: REINFORCE, each response weighted by a smooth function of its likelihood ratio.
+  """VESPO: REINFORCE weighted by a smooth function of the response's ratio.
 
   J = 1/Σ_i|y_i| Σ_i Σ_t sg[ φ(W_i) ] Â_i log π_θ(y_it),
   φ(W) = W^k exp( λ (1 − W) ),  W_i = exp( Σ_t log π_θ(y_it)/π_old(y_it) ),
@@ -269,7 +269,7 @@ def opmd_loss(
   beta: Number = 1.0,
   **options: Unpack[Options],
 ) -> Sums:
-  """OPMD, online policy mirror descent: REINFORCE less a squared log-ratio to what sampled.
+  """OPMD, online policy mirror descent: REINFORCE with a squared log-ratio penalty.
 
   J = 1/G Σ_i ( Â_i Σ_t log π_θ(y_it) − β/2 ( Σ_t log w_it )² ),
   w_it = π_θ(y_it)/π_old(y_it).
@@ -307,7 +307,7 @@ def opmd_loss(
 
 
 def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
-  """Divergence of old and current policy over the sampled token and all others."""
+  """Divergence of old and current policy, binary per token."""
   old_logp_BT = jnp.minimum(logp_BT - log_ratio_BT, 0)
   logp_BT = jnp.minimum(logp_BT, 0)
   old_BT = jnp.exp(old_logp_BT)
@@ -315,7 +315,7 @@ def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
     return abs(jnp.exp(logp_BT) - old_BT)
   if kind != "kl":
     raise ValueError(f'divergence must be "tv" or "kl", got {kind!r}')
-  of_token_BT = jnp.where(old_BT > 0, old_BT * (old_logp_BT - logp_BT), 0)
+  token_part_BT = jnp.where(old_BT > 0, old_BT * (old_logp_BT - logp_BT), 0)
   others_BT = -jnp.expm1(old_logp_BT)
-  of_others_BT = others_BT * (jnp.log(others_BT) - jnp.log(-jnp.expm1(logp_BT)))
-  return of_token_BT + jnp.where(others_BT > 0, of_others_BT, 0)
+  others_part_BT = others_BT * (jnp.log(others_BT) - jnp.log(-jnp.expm1(logp_BT)))
+  return token_part_BT + jnp.where(others_BT > 0, others_part_BT, 0)

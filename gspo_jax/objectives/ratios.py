@@ -87,7 +87,7 @@ def segment_ratio(
   segment_BT: ArrayLike,
   length_exponent: Number = 1.0,
 ) -> Array:
-  """The ratio of each token's segment, with a gradient through that token alone.
+  """The ratio of each token's segment, differentiable in this token alone.
 
   s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
 
@@ -112,7 +112,7 @@ def segment_ratio(
 def unit_log_ratio(
   log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
 ) -> tuple[Array, Array]:
-  """1/|u|^α Σ_{t∈u} log w_t of each unit u, 0 for an empty one, and |u|. [B,U] each."""
+  """1/|u|^α Σ_{t∈u} log w_t of each unit u, and |u|. [B,U] each; 0 for empty units."""
   checks.numbers(length_exponent=length_exponent)
   length_BU = unit_sum(mask_BT.astype(log_ratio_BT.dtype), id_BT)
   scale_BU = jnp.maximum(length_BU, 1) ** length_exponent
@@ -120,19 +120,19 @@ def unit_log_ratio(
 
 
 def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
-  """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale: s, with a gradient through token t alone. [B,T]."""
+  """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale, differentiable in token t alone. [B,T]."""
   logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # The difference of two -inf would be NaN.
   step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
   return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
 
 
 def scale(length_BX: Array, length_exponent: Number) -> Array:
-  """|u|^(1−α): d log s / d logp is |u|^−α, of which the mean over u's tokens gives |u|^−1."""
+  """Scale |u|^(1−α): d log s / d logp is |u|^−α. A mean over u's tokens has the factor |u|^−1."""
   return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
 
 
 def difference(logp: Array, other_logp: ArrayLike) -> Array:
-  """logp − other_logp in float32 or wider, finite for all inputs but NaN; 0 where both are −inf."""
+  """logp − other_logp in float32 or wider, finite; 0 if both are −inf."""
   dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
   logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
   nowhere = jnp.isneginf(logp) & jnp.isneginf(other_logp)
@@ -140,13 +140,13 @@ def difference(logp: Array, other_logp: ArrayLike) -> Array:
 
 
 def finite(x: Array) -> Array:
-  """x, finite when summed over a batch: cut off at max^0.8 of its type, 1e30 in float32."""
+  """Clips x at max^0.8 of its dtype, 1e30 in float32. Sums over a batch stay finite."""
   largest = float(jnp.finfo(x.dtype).max) ** 0.8
   return jnp.clip(x, -largest, largest)
 
 
 def bounded_exp(log_x: Array, share: float = 0.75) -> Array:
-  """exp(log_x), held constant beyond max^share of its type: e^66 in float32, e^532 in float64.
+  """exp(log_x), constant beyond max^share: e^66 in float32, e^532 in float64.
 
   Nothing below is altered. In float32 exp overflows at e^88, and inf · 0 in the backward pass would
   be NaN for every parameter; the last quarter of the exponents is room for advantages and sums.
@@ -155,7 +155,7 @@ def bounded_exp(log_x: Array, share: float = 0.75) -> Array:
 
 
 def bounded_expm1(log_x: Array, share: float = 0.75) -> Array:
-  """exp(log_x) − 1, with its digits near 0, held constant as `bounded_exp` is."""
+  """exp(log_x) − 1, precise near 0, bounded as `bounded_exp`."""
   return jnp.expm1(_bounded(log_x, share))
 
 

@@ -104,7 +104,7 @@ def spo_loss(
 def _soft_error(
   log_ratio_BT: Array, advantage_BU: Array, tokens: Tokens, beta: Number
 ) -> tuple[Array, Metrics]:
-  """Q_i − r_i of each response, 0 for an empty one, and the means of it and of Q_i − Q̂_0."""
+  """Q_i − r_i of each response, and means of it and of Q_i − Q̂_0. Empty responses have 0."""
   gain_BU = beta * tokens.sums(log_ratio_BT)
   error_BU = jnp.where(tokens.length_BU > 0, ratios.difference(gain_BU, advantage_BU), 0)
   number = tokens.responses()

@@ -54,7 +54,7 @@ class Mean(NamedTuple):
 
   @property
   def empty(self) -> Array:
-    """Whether it is of nothing."""
+    """Whether nothing was added."""
     return self.denominator == 0
 
   def compute(self) -> Array:
@@ -68,7 +68,7 @@ class Max(NamedTuple):
 
   @property
   def empty(self) -> Array:
-    """Whether it is of nothing."""
+    """Whether nothing was added."""
     return self.value == -jnp.inf
 
   def compute(self) -> Array:
@@ -121,10 +121,10 @@ class Explained(NamedTuple):
   high: Array
 
   def compute(self) -> Array:
-    left = Std(self.weight, self.error, self.error_square).compute() ** 2
+    unexplained = Std(self.weight, self.error, self.error_square).compute() ** 2
     whole = Std(self.weight, self.target, self.target_square).compute() ** 2
     varies = (self.high > self.low) & (whole > 0)
-    return jnp.where(varies, 1 - left / jnp.where(varies, whole, 1), 0)
+    return jnp.where(varies, 1 - unexplained / jnp.where(varies, whole, 1), 0)
 
 
 class EffectiveSize(NamedTuple):
@@ -139,7 +139,7 @@ class EffectiveSize(NamedTuple):
 
   @property
   def empty(self) -> Array:
-    """Whether it is of nothing."""
+    """Whether nothing was added."""
     return self.number == 0
 
   def compute(self) -> Array:
@@ -187,11 +187,11 @@ class Reduced(Protocol[Arguments]):
   sums: Callable[Arguments, Any]
 
   def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-    """Returns what `sums` does, with scalars in the place of reductions."""
+    """Returns the results of `sums`, computed to scalars."""
 
 
 def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
-  """Lets a function that returns reductions return scalars, and keeps the former as `.sums`."""
+  """Makes a function of reductions return scalars; `.sums` keeps the reductions."""
 
   @functools.wraps(sums)
   def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:

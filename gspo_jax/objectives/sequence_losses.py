@@ -34,7 +34,7 @@ def gspo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """GSPO: one ratio for each response, by which the whole of it is weighted and clipped.
+  """GSPO: one ratio per response, weighting and clipping all its tokens.
 
   J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
@@ -112,7 +112,7 @@ def gspo_token_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """GSPO-token: GSPO's ratio with advantages that may differ between the tokens of a response.
+  """GSPO-token: GSPO's ratio with an advantage for each token.
 
   J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
   s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
@@ -158,7 +158,7 @@ def segment_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """A ratio for each segment of a response: a turn, a line, a thought with its action.
+  """A ratio per segment of a response: turn, line, or thought with action.
 
   J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
@@ -210,7 +210,7 @@ def _response_loss(
   clip_exponent: Number = 0.0,
   length_exponent: Number = 1.0,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """The clipped loss of each response, its length, metrics, what is clipped."""
+  """The clipped loss of each response, lengths, metrics and clipped responses."""
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
@@ -238,8 +238,7 @@ def _segment_loss(
   clip_exponent: Number,
   length_exponent: Number,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
-  clipped."""
+  """The clipped loss of each token, segment lengths, metrics and clipped tokens."""
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, batch.tokens.mask_BT, segment_BT, length_exponent
   )

@@ -81,17 +81,17 @@ def policy_loss(
   recorded: bool = False,
   to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
-  """Declares a `PolicyLoss`, which is written as a function that returns `Sums`."""
+  """Declares a `PolicyLoss`, defined by a function to `Sums`."""
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
     parameters = [*inspect.signature(function).parameters.values()]
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    known = [*named, *Options.__annotations__]
+    names = [*named, *Options.__annotations__]
 
     @functools.wraps(function)
     def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
-      for name in kwargs.keys() - known:
-        raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(known)}")
+      for name in kwargs.keys() - names:
+        raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(names)}")
       return function(*args, **kwargs)
 
     @functools.wraps(function)
@@ -189,8 +189,7 @@ def token_sums(
 
 
 def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: Number = 1.0) -> Mean:
-  """The mean over responses of the loss of each, with the penalties of their tokens, times
-  `factor_BU`."""
+  """The mean of responses' losses with penalties, times `factor_BU`."""
   loss_BU = ratios.finite(factor_BU * loss_BU)
   loss = jnp.where(batch.tokens.length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
@@ -207,7 +206,7 @@ def clip(
   dual_clip: Number | None = None,
   factor: Number | None = None,
 ) -> tuple[Array, Clipped]:
-  """The ratio that A is multiplied with in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
+  """Clipped ratio of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
 
   It is 1 + clip_high where A > 0 and r is above that, 1 − clip_low where A < 0 and r is below that,
   and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
@@ -229,14 +228,16 @@ def clip(
 
 
 def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
-  """Tokens whose ratio any of the bounds has replaced, bool [B, T]."""
+  """Tokens clipped by any of the bounds, bool [B, T]."""
   flags = [flag_BX for flag_BX in clipped_BX if flag_BX is not None]
   return functools.reduce(jnp.logical_or, flags) & tokens.mask_BT
 
 
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
-  """Metrics of a clipped objective: of its ratios where they are `live`, and the clip fractions of
-  tokens and of responses, each by the share of its tokens that is clipped."""
+  """Metrics of a clipped objective: `live` ratios, and clip fractions of tokens and responses.
+
+  A response counts by the share of its clipped tokens.
+  """
   tokens = batch.tokens
   metrics = batch.metrics | ratio_metrics(log_ratio, live)
   sides = {"": clipped_BX.high | clipped_BX.low}
@@ -249,7 +250,7 @@ def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clip
 
 
 def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
-  """Moments and extremes of the ratios of an objective: of sequences, segments or tokens."""
+  """Moments and extremes of an objective's ratios (sequences, segments or tokens)."""
   log_ratio = stop_gradient(jnp.where(live, log_ratio, 0))
   smallest = jnp.where(live, log_ratio, jnp.inf).min()
   largest = jnp.where(live, log_ratio, -jnp.inf).max()
@@ -265,7 +266,7 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
 
 
 def _deviation(log_ratio: Array) -> Array:
-  """r − 1, cut at 1e15 so that its square is finite. No trust region is that wide."""
+  """r − 1, at most 1e15 for a finite square. No trust region is that wide."""
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
@@ -296,7 +297,7 @@ def _penalty(
   entropy_BT: ArrayLike | None = None,
   entropy_coef: Number = 0.0,
 ) -> tuple[Array | None, Metrics]:
-  """kl_coef · KL − entropy_coef · entropy at each token, or None, and what they are."""
+  """kl_coef · KL − entropy_coef · entropy per token, None if both are 0, and metrics."""
   checks.numbers(kl_coef=kl_coef, entropy_coef=entropy_coef)
   penalty_BT: Array | None = None
   metrics: Metrics = {}
