@@ -274,9 +274,11 @@ class ObjectiveConfig:
 
   @property
   def static(self) -> "ObjectiveConfig":
-    """Static part of compiled programs: each hyperparameter is 1."""
+    """Static part of compiled programs: each hyperparameter is 1, or 2 for a range without 1."""
     ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
+    if "dual_clip" in ones:
+      ones["dual_clip"] = 2.0
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
     # Adaptive ranges move between updates; advantages are computed before them.
