@@ -1,11 +1,11 @@
-"""Data sets of problems, through Grain: checked once, then shuffled, mixed, sharded and resumable.
+"""Data sets of problems: validated once, then shuffled, mixed and resumed through Grain.
 
 A source is an embedded task (`arithmetic:train`), files, or a TFDS data set (`tfds:gsm8k/train`).
-Several of them, with commas, make a mixture (docs/data.md):
+A comma-separated list of sources is a mixture (docs/data.md):
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
-Rows become `Prompt`s before training starts, so that a bad row costs no accelerator time.
+All data rows of files become `Prompt`s before training starts: a bad row costs no accelerator time.
 """
 
 import bisect
@@ -28,14 +28,14 @@ from gspo_jax.data.files import Skipped, read
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 
-_WORDS = 8  # first words of a question, compared before whole questions
+_WORDS = 8  # number of leading words of a question, compared before whole questions
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
 )
 
 
 class Source(Protocol):
-  """Random access to prompts; `skipped` counts the bad rows that were left out."""
+  """Random access to prompts; `skipped` is the number of bad data rows left out."""
 
   skipped: int
 
@@ -60,7 +60,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources, drawn from in proportion to their weights; indexed one after another."""
+  """Several sources, concatenated for indexing and sampled in proportion to weights."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -81,11 +81,13 @@ class Mixture:
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> Source:
-  """Returns the prompts of `config.train` (split 'train') or `config.eval` (split 'eval'). A row
-  with an answer refused by `check` is a bad row.
+  """Returns the prompts of `config.train` (split 'train') or `config.eval` (split 'eval').
+
+  Args:
+    check: raises ValueError for an unusable gold answer, whose data row is then a bad row.
 
   Raises:
-    DataError: for a bad file, an empty data set, and for the first bad row unless
+    DataError: a file is bad, or the data set is empty; or a data row is bad, unless
       `config.on_error` is 'skip'.
   """
   return load_spec(config, tok, getattr(config, split), f"data.{split}", check)
@@ -96,7 +98,9 @@ def load_spec(
 ) -> Source:
   """Returns the prompts of a source or mixture.
 
-  `key` is the config key of `spec`.
+  Args:
+    key: config key of `spec`, for error messages.
+    check: as in `load`.
   """
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
@@ -107,7 +111,7 @@ def load_spec(
     raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
   if len(parts) == 1:
     return _load_part(config, tok, parts[0], key, "", check)
-  # The same id may be in two sources; with its source before it, it is nobody else's.
+  # Two sources may contain the same id: a prefix with the source's name makes ids unique.
   sources = [
     _load_part(config, tok, part, key, f"{part['form'] or ''}@{part['path']}#", check)
     for part in parts
@@ -116,9 +120,9 @@ def load_spec(
 
 
 def parts_of(spec: str, key: str) -> list[re.Match]:
-  """Returns the sources of a spec.
+  """Parses a spec into its sources.
 
-  Each is a match with the groups form, path, weight and where.
+  Each source is a match with the groups form, path, weight and where.
   """
   if not spec.strip():
     raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
@@ -157,7 +161,10 @@ def reader_of(
   prefix: str = "",
   check: Check | None = None,
 ) -> Reader:
-  """Returns a reader of the rows of a part of a spec. Raises DataError if there can be none."""
+  """Returns the row reader for one source of a spec.
+
+  Raises DataError if the source's format or fields are invalid.
+  """
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
     raise DataError(
@@ -172,15 +179,16 @@ def reader_of(
 
 
 class Batches(Iterator[list[structs.Prompt]]):
-  """An endless iterator over lists of `batch_size` prompts, shuffled anew in every epoch.
+  """An endless iterator over lists of `batch_size` prompts, reshuffled in every epoch.
 
-  Epochs follow each other without a gap: a batch may span two, and one larger than the source
-  repeats prompts. The sources of a mixture have epochs of their own, and are interleaved in a fixed
-  order. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
+  Epochs follow each other without a gap. A batch may span two epochs, and a batch larger than the
+  source repeats prompts. Each source of a mixture has its own epochs; the sources are interleaved
+  in a fixed order. `get_state()` returns a JSON-compatible dict; `set_state` continues from it.
 
-  A changed source (a new file that a pattern matches, lines added, weights) has another order, in
-  which the old position means nothing. A new epoch then starts in an order of its own, with all
-  rows, old and new, once. So it does when a source grows between two calls (`growing.Growing`).
+  A source may change before a restart: another file matches a pattern, lines or weights change.
+  The order of prompts then differs, and the saved position is meaningless. A new epoch starts, in a
+  new order and with every data row once. A source that grows between two calls
+  (`growing.Growing`) starts a new epoch too.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
@@ -201,7 +209,7 @@ class Batches(Iterator[list[structs.Prompt]]):
       seed = self._seed + 1_000_003 * restarts + 7919 * number
       shuffled.append(grain.MapDataset.source(source).seed(seed % 2**32).shuffle().repeat())
     dataset = grain.MapDataset.mix(shuffled, self._source.weights) if mixed else shuffled[0]
-    # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
+    # Prompts are in memory or cheap to compute: read-ahead threads would only add latency.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))
 
@@ -211,7 +219,10 @@ class Batches(Iterator[list[structs.Prompt]]):
   def take(
     self, count: int, accept: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
-    """Returns the next `count` accepted prompts; any, after two epochs without one."""
+    """Returns the next `count` accepted prompts.
+
+    After two epochs without an accepted prompt, takes refused prompts until one is accepted.
+    """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)
     prompts, refused, epoch = [], 0, epoch_of(self._source)
@@ -243,7 +254,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Counts draws until every row of every part has come."""
+  """Counts draws until every row of every source has come."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -251,7 +262,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Describes rows, their order, and the weights of a mixture."""
+  """Fingerprints the rows, their order, and the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -262,10 +273,13 @@ def _contents(source: Source) -> str:
 
 
 def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
-  """Counts problems of `chosen`, a part of `held_out`, among those of `train`.
+  """Counts the chosen held-out problems that also occur in training data.
 
-  Two are the same if their questions are, up to white space. A million rows take about a second.
-  Splits of embedded tasks are compared by their names.
+  Problems are equal if their questions are equal up to white space. A million rows take about a
+  second. Two embedded tasks are compared by their paths alone.
+
+  Args:
+    chosen: problems selected from `held_out`.
   """
   questions = [_first_words(prompt.question) for prompt in chosen]
   all_questions, openings = set(questions), {_first_words(text, _WORDS) for text in questions}
@@ -284,21 +298,21 @@ def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Pro
 
 
 def _first_words(text: str, words: int | None = None) -> str:
-  """Returns the first words with single spaces; None: all."""
+  """Joins the first words by single spaces; None: all words."""
   return " ".join(text.split(None, -1 if words is None else words)[:words])
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """Returns the metric of bad rows; empty without any."""
+  """Returns the metric of bad rows; empty without bad rows."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """Returns the tokens after a prompt, and a mask.
+  """Returns the tokens of a prompt's demonstration, and a mask.
 
-  The mask is 1 on texts and their stop tokens, and 0 on an environment's tokens.
+  The mask is 1 on responses and their stop tokens, and 0 on the environment's observations.
   """
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
@@ -311,13 +325,13 @@ def demonstration_tokens(
 def pack_demonstrations(
   prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Prompt, demonstration and stop token per row, right-padded to `length`.
+  """Packs prompts and demonstrations in batch rows, right-padded to `length`.
 
   Returns:
     tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop tokens.
 
   Raises:
-    DataError: if a row does not fit (`fitting` finds such rows before training starts).
+    DataError: a row is longer than `length` (`fitting` finds such rows before training starts).
   """
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
@@ -332,10 +346,10 @@ def pack_demonstrations(
 
 
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
-  """Returns `source` without demonstrations longer than `length`.
+  """Leaves out data rows over `length` tokens or without a demonstration.
 
-  With on_error 'raise' the first one is an error; with 'skip' they join `skipped`. The embedded
-  task is looked at in samples only, and comes back whole.
+  With on_error 'raise' the first such row raises DataError; with 'skip' it counts in `skipped`.
+  An embedded task is checked on about 500 samples, and returned unchanged.
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)

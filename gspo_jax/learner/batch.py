@@ -1,4 +1,4 @@
-"""Rollouts to mini-batches on the devices, and arrays of these back to the rollout's order."""
+"""Turns rollouts into mini-batches on the devices, and maps their arrays back to rollout order."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ class Scored(Protocol):
   """A rollout with its rewards and advantages (`rollouts.collector.Collected`)."""
 
   rollout: Rollout
-  step: int  # version of the weights before the updates
+  step: int  # iteration, and version of the weights before its updates
   reward_PG: np.ndarray
-  known_B: np.ndarray  # bool: there is a verdict on the response
+  known_B: np.ndarray  # bool: the response has a verdict
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage
 
@@ -41,12 +41,12 @@ def place(
   """Returns the mini-batches of an iteration, on the devices.
 
   Args:
-    segments: of `make_segments`; None if responses have one importance ratio each.
+    segments: function returned by `make_segments`; None: one importance ratio per response.
   """
   rollout, version = scored.rollout, scored.step
   older = has_older(rollout, version)
   shared = shares_prompts(c, rollout, older)
-  if not c.distillation.alone:  # a teacher needs no verdict
+  if not c.distillation.alone:  # Distillation alone needs no verdicts.
     rollout = with_verdict(rollout, scored.known_B)
   batch = train_batch(
     rollout,
@@ -72,21 +72,22 @@ def place(
 
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts."""
-  # Conversations may begin differently. A response that was put aside went through the prompt
-  # again, with other weights and perhaps other experts than those of its group. With a lag,
-  # servers may take new weights between responses of a group too; the record of experts
-  # (`rl.replay`) makes the same updates with any engine. Older tokens without a lag may be either.
+  # Conversations may begin differently. Responses of a group may also have prefilled the prompt
+  # under different weights, and so with different experts. A resumed partial rollout re-prefilled
+  # the prompt under newer weights. With a lag, servers may load new weights between two responses.
+  # The rule ignores the kind of engine, so that a replayed run (`rl.replay`) makes the same
+  # updates. Without a lag, older tokens may come from either case.
   moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (moved and rollout.routing is not None)
 
 
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
-  """Returns the fields of a batch for some configurations only."""
+  """Returns the fields of a batch needed by some configurations only."""
   fields = {}
   if c.objective.kl_groups == "mixed":
     alike_P1 = np.asarray(alike(scored.reward_PG, scored.known_B.reshape(scored.reward_PG.shape)))
     fields["mixed_B"] = np.repeat(~alike_P1, scored.reward_PG.shape[1])
-  if c.estimator.needs & {"critic", "reference"}:  # advantages are made on the devices
+  if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages.
     in_parts = scored.advantage_BL is not None
     fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
   if c.critic.bootstrap:
@@ -99,7 +100,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
 def has_older(rollout: Rollout, version: int) -> bool:
   """Whether weights of another version have sampled some token.
 
-  Without a lag this happens too: in recorded batches, and in batches of a resumed run that had one.
+  Without a lag, such tokens occur in recorded batches, and after resuming a run with a lag.
   """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
@@ -107,7 +108,7 @@ def has_older(rollout: Rollout, version: int) -> bool:
 def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
   """Masks the responses without a verdict.
 
-  With an advantage of 0 they would still count in the means of a loss, and in its penalties.
+  An advantage of 0 would not be enough: the tokens would count in a loss's means and penalties.
   """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
@@ -115,7 +116,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns the reward of each trained token, float32 [B, L].
 
-  in_parts: whether turns or lines have rewards of their own; else a response has, at its end.
+  in_parts: whether turns or lines have rewards; False: a response has one, at its last token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -132,9 +133,9 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 
 
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
-  """Makes a function to parts with importance ratios of their own.
+  """Builds the function from a rollout to its segments.
 
-  None if a response has one ratio.
+  A segment has an importance ratio of its own. None: one ratio per response.
   """
   unit = objective.segment_unit
   if unit is None:
@@ -153,8 +154,8 @@ def segments_of(
   """Numbers the segments of each trajectory, int32 [B, L].
 
   Args:
-    breaks_V: line breaks in the text of each token; None if segments are not lines.
-    marks: ends of steps; None if segments are not steps.
+    breaks_V: number of line breaks in each token's text; None if segments are not lines.
+    marks: delimiters between reasoning steps; None if segments are not steps.
   """
   unit, ends_BT = objective.segment_unit, None
   if unit == "line":
@@ -180,14 +181,14 @@ def train_batch(
   """Returns the rollout as inputs of an update, on the host.
 
   Args:
-    advantage_BL: advantages of tokens; None if a response has one.
-    unit_BL: segments of each trajectory; None if a response has one importance ratio.
-    shared_prompts: the trajectories of a group begin with the same tokens and the same experts.
-    version: of the weights before the updates, where older ones may have sampled some tokens, which
-      no comparison of sampler and trainer counts then; None if all are of one version.
-    replays_sampler: whether the experts of all tokens are needed, since they are replayed.
-    mask_truncated: whether responses that were cut off are left out of the loss.
-    ages: whether metrics are split by the age of responses, against `version`.
+    advantage_BL: advantage of each token; None: one advantage per response.
+    unit_BL: segment number of each token; None: one importance ratio per response.
+    shared_prompts: whether a group's trajectories begin with the same tokens and experts.
+    version: the trainer's weight version; tokens of other versions are excluded from comparisons
+      of sampler and trainer. None: all tokens are of one version.
+    replays_sampler: whether updates replay the sampler's experts, of all versions (R3).
+    mask_truncated: whether truncated responses are left out of the loss.
+    ages: whether metrics are split by the age of responses relative to `version`.
   """
   mask_BT = rollout.mask
   if mask_truncated:
@@ -219,7 +220,10 @@ def train_batch(
 def sampler_experts(
   rollout: Rollout, segments_BT: np.ndarray, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the sampler's experts without those of padding and older weights."""
+  """Returns the sampler's experts, NO_EXPERT on padding and older tokens.
+
+  Older tokens keep their experts if updates replay them.
+  """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
     return None
@@ -233,20 +237,20 @@ def sampler_experts(
 def current_tokens(
   rollout: Rollout, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Marks tokens of the weights of `version`; None for one version."""
+  """Mask of tokens sampled by `version`; None if `version` is None."""
   if version is None:
     return None
   current_BT = rollout.version == version
-  if replays_sampler:  # tokens after an older one are of another network: its experts are replayed
+  if replays_sampler:  # A row with an older token replays experts of older weights: none counts.
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)
 
 
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Version of the weights that each token was first fed to.
+  """Version of the weights in each token's first forward pass.
 
-  int32 [B, L], -1 where no sampled token follows. The pass over a token gave the next sampled one,
-  so its version is that of the next one.
+  int32 [B, L], -1 where no sampled token follows. The forward pass on a token led to the next
+  sampled token, so it ran under that token's version.
   """
   length = version_BL.shape[1]
   place_BL = np.where(version_BL >= 0, np.arange(length), length)
@@ -269,7 +273,7 @@ def minibatches(
 ) -> list[TrainBatch]:
   """Splits a batch into mini-batches of whole groups, on the devices.
 
-  Padding takes the place of missing groups, evenly in all mini-batches.
+  Padding replaces missing groups, spread evenly over the mini-batches.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:
@@ -287,8 +291,8 @@ def minibatches(
 
 
 def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
-  """Appends rows of padding."""
-  empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
+  """Appends batch rows of padding."""
+  empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 is valid
 
   def widen(path, x):
     widths = ((0, rows), *((0, 0),) * (x.ndim - 1))
@@ -300,14 +304,14 @@ def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
   """Repeats mini-batches for all epochs, in the order of an iteration's updates.
 
-  The marked one is so in the first epoch only: later it meets weights that updates have changed.
+  `first_B` is set in the first epoch only: in later epochs, updates have changed the weights.
   """
   again = [batch.replace(first_B=batch.first_B & False) for batch in batches]
   return [*batches, *again * (number - 1)]
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Rows of a rollout of `prompts` groups, in batch order."""
+  """Indices of rollout rows in batch order, for a rollout of `prompts` groups."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
@@ -315,7 +319,7 @@ def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
 def in_rollout_order(
   values: Sequence[jax.Array], batches: Sequence[TrainBatch], rows: int, group_size: int
 ) -> np.ndarray:
-  """Fetches values of mini-batches as [rows, ...], without padding."""
+  """Fetches mini-batch values in rollout order, [rows, ...], without padding."""
   pairs = [sharding.fetch((value, batch.order_B)) for value, batch in zip(values, batches)]
   all_B = np.concatenate([packing.in_order(value, order) for value, order in pairs])
   if rows < len(all_B):
@@ -332,11 +336,11 @@ def sample_arrays(
 ) -> dict[str, np.ndarray]:
   """Fetches the arrays of the samples log, in rollout order.
 
-  reviews: of `passes.make_review`, one for each mini-batch.
+  reviews: results of the pass `passes.make_review`, one per mini-batch.
   """
   columns = {name: [review[name] for review in reviews] for name in reviews[0]}
   columns["unit_BT"] = [batch.unit_BT for batch in batches]
-  if c.estimator.on_devices:  # else advantages are those of the rollout
+  if c.estimator.on_devices:  # Otherwise the host has the advantages already.
     columns["old_value_BT"] = [batch.critic_targets.old_value_BT for batch in batches]
     columns["advantage_B"] = [batch.advantage_B for batch in batches]
     columns["advantage_BT"] = [batch.advantage_BT for batch in batches]

@@ -1,12 +1,14 @@
-"""The groups of an iteration: sampled, scored, and chosen (the dynamic sampling of DAPO).
+"""Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
-Long responses would keep an iteration waiting. With `rl.extra_prompts` more groups may be begun
-than an iteration trains on: it ends when enough of them are finished. With `rl.token_budget` it
-also ends when so many tokens have been sampled. What is not finished is put aside, each token with
-its log-probability and the version of the weights that sampled it; its prefix is prefilled again
-under the new weights. So the old policy of such a trajectory is a mixture, and its likelihood the
-product of what the sampler said: GSPO's importance ratio takes it as it is (arXiv:2507.18071,
-§5.4).
+Long responses would delay an iteration. With `rl.extra_prompts`, more groups may start than an
+iteration trains on, and sampling ends once P = `rl.prompts` groups are finished. With
+`rl.token_budget`, sampling also ends after that number of sampled tokens.
+
+Unfinished groups are deferred to the next iteration as partial rollouts. Each token keeps its
+log-probability and the version of its sampling weights. On resuming, the prefix is prefilled again
+under the new weights. So the behaviour policy of a partial rollout is a mixture of versions, and
+its likelihood is the product of the recorded token probabilities. GSPO's importance ratio uses this
+likelihood unchanged (arXiv:2507.18071, §5.4).
 """
 
 import collections
@@ -35,22 +37,22 @@ from gspo_jax.structs import Prompt, Rollout
 from gspo_jax.system import hosts
 from gspo_jax.tasks import environments
 
-UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
-DESCRIBED = 100  # Most of them in an iteration's file.
+UNKNOWN = "unknown"  # directory of the responses without a verdict
+DESCRIBED = 100  # maximum number of such responses in an iteration's file
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """Groups that an iteration trains on, and the metrics of all that was sampled for it."""
+  """Training groups of an iteration, and metrics of all its samples."""
 
   groups: list[Group]
-  rollout: Rollout  # Arrays of these groups.
-  step: int  # the iteration that trains on them
-  version: int  # Version of the last sampling weights; tokens of groups put aside may be older.
+  rollout: Rollout  # `groups` as arrays
+  step: int  # the iteration that trains on `groups`
+  version: int  # last version of the sampling weights; partial rollouts may have older tokens
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # None unless turns or lines have rewards.
-  usage: Usage  # All sampling of this iteration, for any group.
+  advantage_BL: np.ndarray | None  # None unless turns or lines have rewards
+  usage: Usage  # cost of all sampling in this iteration, discarded groups included
   metrics: dict[str, float]
 
   @property
@@ -59,18 +61,19 @@ class Collected:
 
   @property
   def known_B(self) -> np.ndarray:
-    """bool: there is a verdict on the response."""
+    """Mask of responses with a verdict, bool."""
     return np.concatenate([group.known_G for group in self.groups])
 
 
 class Collector:
-  """Source of scored groups: draws prompts, and keeps the groups that are under way.
+  """Source of scored groups. Draws prompts and carries groups over between iterations.
 
   Args:
-    environment: None: a response is one turn, and `score` judges it.
-    writer: of the responses that there is no verdict on.
-    records: responses that job=offline learns from.
-    shared_prompts: held-out problems that are among the prompts that are trained on.
+    score: the verifier of single-turn responses.
+    environment: factory of environments; None: a response is one turn, scored by `score`.
+    writer: log of the responses without a verdict.
+    records: recorded responses for job=offline; None: all responses are sampled.
+    shared_prompts: number of held-out problems among the training prompts.
   """
 
   def __init__(
@@ -98,14 +101,14 @@ class Collector:
     )
     if self._buckets != (config.data.max_prompt_tokens,) and hosts.is_first():
       sizes = " or ".join(map(str, self._buckets))
-      sys.stderr.write(f"updates have room for prompts of {sizes} tokens; each is compiled once\n")
+      sys.stderr.write(f"updates have room for prompts of {sizes} tokens; each compiles once\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
-    self._fresh = round(config.sampled_share * P)  # prompts of an iteration that are sampled
+    self._fresh = round(config.sampled_share * P)  # sampled groups; the others are recorded
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
-    # What a checkpoint has the state of, besides the groups that are under way.
+    # Objects with a state in the checkpoint, besides the groups in flight.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:
       seed = config.seed_of("rl", "recorded")
@@ -113,20 +116,24 @@ class Collector:
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
     self._under_way: list[Group] = []
-    self._limit = config.sampling.max_new_tokens  # Most tokens of a response in this iteration.
-    self._version = 0  # Version of the engine's weights.
-    # Ids of the groups that were finished before this iteration, and not needed.
+    self._limit = config.sampling.max_new_tokens  # maximum response length in this iteration
+    self._version = 0  # version of the engine's weights
+    # Python ids of the groups finished in an earlier iteration and not yet trained on.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
-    """Samples and scores the groups of an iteration. Some may come from files. `stages(name)` times
-    its two stages. The engine has the weights of `version`, by default those of the iteration's
-    beginning.
+    """Samples and scores the groups of an iteration; some may be recorded.
 
-    Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
-    first. The mixed ones are trained on, in the order in which they were sampled; where there are
-    not enough, the first others fill the batch: their advantages are 0. Where trajectories may be
-    put aside there can be fewer than P groups.
+    Samples a round of groups, and with dynamic sampling at most `extra_rounds` more, until P groups
+    have unequal scores (P = `rl.prompts`). Such groups are selected first, in sampling order. If
+    they are fewer than P, the earliest groups of equal scores fill the batch. With extra rounds
+    their advantages are 0 (exception: `costs.teaches`). With partial rollouts the batch may have
+    fewer than P groups.
+
+    Args:
+      step: the iteration.
+      stages: timer; `stages(name)` times the stages "sample" and "score".
+      version: version of the engine's weights; None: `step`.
 
     Raises:
       ValueError: a reward is not finite.
@@ -161,8 +168,10 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _begin_again(self) -> dict[str, float]:
-    """Restarts responses with tokens of weights more than `rl.max_age` versions old. Returns their
-    number as a metric."""
+    """Restarts responses with tokens older than `rl.max_age` versions.
+
+    Returns the number of restarts as a metric.
+    """
     if not self._config.rl.max_age:
       return {}
     oldest, number = self._version - self._config.rl.max_age, 0
@@ -176,20 +185,23 @@ class Collector:
     return {"partial/begun_again": float(number)}
 
   def _on_record(self) -> list[Group]:
-    """Returns the next groups from files."""
+    """Returns the next recorded groups."""
     count, c = self._config.rl.prompts - self._fresh, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [Group.on_record(x, c.rl.group_size, self._tokenizer.decode) for x in records]
 
   def _chosen(self, sampled: list[Group]) -> list[Group]:
-    """The groups to train on, whole."""
+    """Selects at most P groups, unequal scores first, filled to `rl.group_size`."""
     c = self._config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
     return [filled(group, c.rl.group_size) for group in chosen]
 
   def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
-    """Orders the groups: each mini-batch, a stretch of them, has its share of both."""
+    """Spreads recorded groups evenly over the mini-batches.
+
+    A mini-batch is a contiguous run of groups.
+    """
     groups = [*on_record, *chosen]
     if not (on_record and chosen):
       return groups
@@ -217,14 +229,16 @@ class Collector:
     return row
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
-    """Samples until P groups are finished or the budget is spent. Returns the finished ones: at
-    most P, at least one per mini-batch.
+    """Samples one round: until P groups are finished or the token budget is spent.
 
-    At most so many responses are under way as the groups that are missing have. When a group's
-    worth of them has ended, an extra prompt takes their place. (Were all extra prompts begun at
-    once, short responses would all be finished at once, and the surplus would be trained on by
-    policies that have not sampled it.) Groups that were finished in an earlier iteration and not
-    needed there come first, but are half of a batch at most.
+    Returns the finished groups, at most P and at least one per mini-batch. Here P is the number of
+    sampled groups in a batch.
+
+    At most G · (groups missing at the start) responses are in flight. When G of them have ended, an
+    extra prompt starts. Starting all extra prompts at once would finish many short groups
+    together, and later policies would train on the surplus without having sampled it.
+
+    Surplus groups of earlier iterations come first, up to half of P.
     """
     c, engine, P, G = self._config, self._engine, self._fresh, self._config.rl.group_size
     driver = Driver(
@@ -242,7 +256,7 @@ class Collector:
     begins = itertools.count()
 
     def begin() -> None:
-      """Begins as many prompts as there is room for."""
+      """Starts new prompts while responses in flight leave room."""
       room = (places - sum(group.unfinished for group in groups)) // G
       count = min(room, P + c.rl.extra_prompts - len(later) - len(groups))
       if count > 0:
@@ -271,9 +285,9 @@ class Collector:
     return done
 
   def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
-    """Draws the next wanted prompts, with responses to be sampled."""
+    """Draws the next prompts accepted by the filter, as unsampled groups."""
     c, most = self._config, self._config.rl.group_size
-    # A prompt that comes up again in one step gets other responses.
+    # A prompt drawn twice in one iteration gets different PRNG keys.
     seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
     prompts = self._batches.take(count, self._filter.wants)
     least = c.schedule.group_size_min or most
@@ -287,7 +301,7 @@ class Collector:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
   def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
-    """Scores finished groups; returns the counts of the verifier's outcomes."""
+    """Scores finished groups; returns the number of each verifier outcome."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
     verdicts = hosts.run_on_first_host(lambda: self._verdicts(groups))
@@ -304,7 +318,7 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Writes the responses without a verdict to a file. Ends the run if no response has one."""
+    """Logs the responses without a verdict. Raises NoVerdictError if none has a verdict."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -312,7 +326,7 @@ class Collector:
           prompt_id=group.prompt.id,
           prompt=group.prompt.question,
           response=group.responses[g],
-          answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
+          answer=group.prompt.answer[:1000],  # A program's tests take megabytes.
           unknown=group.unknown[g],
         )
         for group, g in unknown[:DESCRIBED]
@@ -322,10 +336,10 @@ class Collector:
     rewards.require_verdicts(reasons, total, f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir")
 
   def rollout(self, groups: Sequence[Group]) -> Rollout:
-    """Trajectories of groups to train on, as arrays.
+    """Assembles the trajectories of training groups as arrays.
 
     Raises:
-      ValueError: there are more groups than a batch of the run has, or groups of another size.
+      ValueError: more than `rl.prompts` groups, or a group size other than `rl.group_size`.
     """
     prompts, size = self._config.rl.prompts, self._config.rl.group_size
     sizes = {len(group.trajectories) for group in groups}
@@ -341,19 +355,19 @@ class Collector:
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state. The returned function makes JSON of it for a checkpoint."""
+    """Snapshots the sampling state; returns a function that serializes it to JSON."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._under_way]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; after another job, its common part."""
+    """Restores a state of `position`; a state of another job in its common keys."""
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
     self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
 
   def _again(self, prompt: Prompt) -> Environment | None:
-    """Makes a new environment for a continued trajectory, on the first host."""
+    """Creates the environment of a resumed trajectory; None on other hosts than host 0."""
     if self._environment is None:
       return SingleTurn(prompt.tokens)
     return self._environment(prompt) if hosts.is_first() else None
