@@ -1,4 +1,4 @@
-"""Phase of a run, "sft" or "rl": resuming, reporting, saving."""
+"""A phase of a run, "sft" or "rl": resuming, reporting metrics, saving checkpoints."""
 
 import contextlib
 import sys
@@ -17,11 +17,11 @@ from gspo_jax.system import hosts, preemption
 
 
 class Phase:
-  """Common part of the loops of the cold start and of RL.
+  """Shared machinery of the cold-start and RL training loops.
 
     phase = Phase("rl", iterations, ...)
     step, state, host = phase.resume(...)
-    with phase:  # Saves its resume point when it is preempted.
+    with phase:  # A preemption saves the resume point.
       phase.set_resume_point(step, state, position)
       for step in phase.steps():
         state, row = ...
@@ -30,10 +30,14 @@ class Phase:
         phase.save(row)
 
   Args:
-    total: steps of the phase.
-    goodput: goodput of the run.
+    name: "sft" or "rl".
+    total: number of steps in the phase.
+    checkpoints: checkpoints of the phase.
+    writer: writer of metrics.jsonl.
+    guard: check for NaN and infinity.
+    goodput: wall-time shares of the whole run.
     alarms: thresholds of warnings; None for no warnings.
-    at_most: the phase may end before `total` steps.
+    at_most: whether `total` is an upper bound, since the phase may end early.
   """
 
   def __init__(
@@ -51,18 +55,24 @@ class Phase:
     self._alarm_config, self._alarms = alarms, None
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
     self._goodput = goodput
-    self._row: Row | None = None  # The newest row, on the device.
+    self._row: Row | None = None  # The newest metrics row, not yet fetched from the device.
     self._stack = contextlib.ExitStack()
     self.stages = Stopwatch()
 
   def resume(
     self, like: Callable[[], TrainState], start: Callable[[], TrainState]
   ) -> tuple[int, TrainState, Row | None]:
-    """Returns step, state and host's part of the newest checkpoint; 0, `start()` and None without
-    one. Drops rows beyond it. The host's part has `position` and `pending`.
+    """Returns (step, state, host_state) of the newest checkpoint.
+
+    Returns (0, start(), None) without a checkpoint. `host_state` is a dict with keys `position`,
+    `pending` and `rows`, as `save` writes it. Drops metrics rows of later steps.
+
+    Args:
+      like: returns the abstract state, for the layout of the restored arrays.
+      start: returns the initial state.
 
     Raises:
-      ValueError: rows before the checkpoint are missing; says what to do.
+      ValueError: metrics rows before the checkpoint are missing; the message says what to do.
     """
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
@@ -74,8 +84,8 @@ class Phase:
     hosts.run_on_first_host(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
-        f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
-        "metrics.jsonl go\n"
+        f"{self._name} restarts from the beginning: it has no checkpoint; dropped {dropped} rows "
+        "of metrics.jsonl\n"
       )
     self._goodput.resume(next(iter(self._writer.rows("sft", "rl")[-1:]), {}))
     state = self._guard.start(state, reported=reported == step, step=step)
@@ -89,11 +99,11 @@ class Phase:
     return step, state, host
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the remaining steps. Raises `Preempted` between them. Warns once if a
-    step takes longer than the time after a notice."""
+    """Yields the numbers of the remaining steps. Raises `Preempted` between two steps. Warns once
+    if a step takes longer than the preemption grace period."""
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # An interrupted step is repeated from its start.
+      self._pending = None  # After a preemption, the interrupted step is repeated from its start.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -102,7 +112,7 @@ class Phase:
       yield step
 
   def keep_batches(self, step: int, batches: Any) -> None:
-    """Keeps the mini-batches of a step until its metrics are checked."""
+    """Keeps a step's mini-batches until the step's metrics are checked."""
     self._guard.keep_batches(step, batches)
 
   def set_resume_point(
@@ -115,26 +125,28 @@ class Phase:
     """Sets the state to save at the next checkpoint or preemption.
 
     Args:
-      position: returns JSON of positions, in the data above all, after `step`.
-      pending: row of the step if it is still to be evaluated and reported; None otherwise.
+      step: number of finished steps.
+      state: training state after `step`.
+      position: function for JSON of the phase's positions after `step`, such as in the data.
+      pending: metrics row of `step` if it is not yet evaluated and reported; None otherwise.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 
   def check(self, row: Row) -> None:
-    """Raises `NonFiniteError`, after a dump, if the row holds NaN or infinity."""
+    """Raises `NonFiniteError`, after a dump, if the metrics row has NaN or infinity."""
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the row of the step before, and keeps this one. Fetching it now would make the devices
-    wait for the host."""
+    """Writes the previous step's metrics row and buffers this row. Fetching this row now would
+    make the devices wait for the host."""
     self.flush()
     lap = self.stages.lap()
     row = row | lap | self._goodput.metrics(lap)
     self._row = dict(phase=self._name) | row | self._checkpoints.metrics()
-    self._pending = None  # Every save writes the row first.
+    self._pending = None  # `save` writes the buffered row before the checkpoint.
 
   def flush(self) -> None:
-    """Writes the newest row."""
+    """Writes the buffered metrics row."""
     newest, self._row = self._row, None
     if newest is None:
       return
@@ -145,15 +157,20 @@ class Phase:
     self._progress.update(row["step"], row, lines)
 
   def is_time(self) -> bool:
-    """Whether `checkpoint.every_minutes` are over. All hosts call it."""
+    """Whether `checkpoint.every_minutes` have passed since the last save. Collective: call it on
+    all hosts."""
     return self._checkpoints.is_time()
 
   def save(self, row: Row | None = None) -> None:
-    """Saves the resume point; `row` has the metric for the best checkpoint."""
-    self.flush()  # The rows of a checkpoint's steps are on file before it.
+    """Saves the resume point.
+
+    Args:
+      row: metrics row with the criterion of the best checkpoint; None without one.
+    """
+    self.flush()  # Rows of the checkpoint's steps are on file before the checkpoint.
     self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
-    self._writer.sync()  # They also survive a crash of the machine.
+    self._writer.sync()  # Written rows survive a crash of the machine.
     host = dict(position=self._position(), pending=pending, rows=self._writer.count)
     self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
 
@@ -177,7 +194,7 @@ class Phase:
     self._stack.__exit__(*raised)
 
   def _save_on_preemption(self, kind: object, error: object, trace: object) -> None:
-    if isinstance(error, preemption.Preempted):  # A save in progress is finished in any case.
+    if isinstance(error, preemption.Preempted):  # `Checkpointer.close` completes a running save.
       self.flush()
       if self._step != self._checkpoints.latest():
         self.save()

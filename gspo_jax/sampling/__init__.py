@@ -1,5 +1,8 @@
-"""Sampling: `generate` for everybody; `Driver` with an `Engine` for several turns and partial
-rollouts; `sampler` for the distribution itself."""
+"""Sampling from a policy.
+
+Use `generate` for single turns, and `Driver` with an `Engine` for several turns and partial
+rollouts. Module `sampler` implements the distribution.
+"""
 
 from gspo_jax.sampling.driver import Driver
 from gspo_jax.sampling.engine import Engine, ServersGone

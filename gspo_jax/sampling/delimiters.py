@@ -1,8 +1,8 @@
-"""Steps of a response, thoughts and acts, by the texts that end them: `</think>`, `</tool_call>`.
+"""Ends of a response's steps (thoughts, tool calls) by delimiters: `</think>`, `</tool_call>`.
 
-A text may be one token or several, and a token may have more than the end of one in it, so what is
-looked at is the bytes that tokens stand for. A response is what a model wrote, and may be anything:
-the work is the bytes of the response times those of the delimiters, whatever stands there.
+A delimiter may be one token or several, and a token may contain more than the delimiter's end. So
+the search runs over the bytes of the tokens. For any response, the cost is at most the bytes of the
+response times the bytes of the delimiters.
 """
 
 import dataclasses
@@ -11,24 +11,24 @@ from typing import Any
 
 import numpy as np
 
-# Tags that chat templates end a thought or a tool call with: Qwen, DeepSeek, Kimi.
+# Tags at the end of a thought or a tool call in the chat templates of Qwen, DeepSeek and Kimi.
 TAGS = ("</think>", "</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Delimiters:
-  """Texts that end a step, and the bytes of every token."""
+  """Delimiters of steps, and the bytes of every token."""
 
   texts: tuple[bytes, ...]
   bytes_of: Mapping[int, bytes]
-  stop_ids: tuple[int, ...]  # they end a turn
+  stop_ids: tuple[int, ...]  # Tokens that end a turn.
 
 
 def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
-  """Returns the texts, or the tags in the tokenizer's chat template if there are none.
+  """Returns `texts`; for an empty or absent `texts`, the tags in the tokenizer's chat template.
 
   Raises:
-    ValueError: there are neither.
+    ValueError: there are neither texts nor tags.
   """
   if texts:
     return tuple(texts)
@@ -45,7 +45,7 @@ def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
 
 
 def delimiters(texts: Sequence[str] | None, tokenizer: Any) -> Delimiters:
-  """Returns delimiters as `choose` has them, with the bytes of all tokens."""
+  """Returns the delimiters of `choose`, with the bytes of all tokens."""
   encoded = tuple(text.encode() for text in choose(texts, tokenizer))
   return Delimiters(encoded, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
 
@@ -58,8 +58,8 @@ def step_ends(
 ) -> np.ndarray:
   """Marks sampled tokens that complete a delimiter, bool [B, T].
 
-  A delimiter lies within one turn; observations in between count for nothing, and delimiters may
-  overlap. A stop token behind one belongs to the step that it ends.
+  A delimiter lies within one turn. Observations are ignored, and delimiters may overlap. A token
+  directly before a stop token is not marked: the end of the turn ends the step.
   """
   ends_BT = np.zeros(mask_BT.shape, bool)
   for row, mask_T in enumerate(mask_BT):

@@ -1,8 +1,7 @@
-"""The host loop: trajectories through an engine, turn by turn, with their environments.
+"""Host loop of sampling: runs trajectories turn by turn through an engine and environments.
 
-The environments are the first host's, which tells the others what they say. A turn that has ended
-goes to its environment at once, and the next turn of that trajectory into the engine's queue, so
-that no slot waits for another trajectory.
+Environments run on the first host only, which broadcasts their observations and rewards. A finished
+turn is stepped at once and the next one queued, so no decoding slot waits on another trajectory.
 """
 
 import collections
@@ -24,19 +23,21 @@ from gspo_jax.system import hosts
 
 
 class Driver:
-  """Takes trajectories of one workload to their end.
+  """Runs the trajectories of one workload until they are finished.
 
     driver = Driver(engine, workload, vocab_size=V)
     driver.begin(group); ...
-    for trajectory in driver.run():  # as they are finished
+    for trajectory in driver.run():  # In order of completion.
       ...
 
   Args:
-    vocab_size: that the token ids of observations must lie in.
-    max_turns: of the policy, after which a trajectory is cut off.
-    workers: threads that environments run in; 0: none.
-    limit: tokens that may follow a prompt, observations included; 0: those of the workload. What
-      was put aside under a larger one gets one token more.
+    engine: engine with loaded weights.
+    workload: kind of the requests.
+    vocab_size: exclusive upper bound on observation token ids.
+    max_turns: policy turns after which a trajectory is truncated.
+    workers: threads for the environments' steps; 0 runs them in the caller's thread.
+    limit: maximum tokens after a prompt, observations included; 0 for the workload's
+      `max_new_tokens`. A partial rollout at or beyond this limit gets one more token.
   """
 
   def __init__(
@@ -56,8 +57,8 @@ class Driver:
     engine.start(workload)
 
   def begin(self, group: Sequence[Trajectory]) -> None:
-    """Submits a group of new trajectories, or the unfinished ones of a group. A common prompt is
-    prefilled once."""
+    """Submits a group's unfinished trajectories. A new group with one common prompt is one request,
+    so the prompt is prefilled once."""
     prompt = group[0].prompt
     alike = all(each.prompt is prompt or each.prompt == prompt for each in group)
     if alike and not any(len(each.tokens) for each in group):
@@ -68,13 +69,13 @@ class Driver:
         self._submit([trajectory])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
-    """Yields trajectories as they are finished, until all are or `enough()` is true. One whose
-    environment raises is over, with `failure`.
+    """Yields trajectories as they finish, until none is left or `enough()` is true.
 
-    Those that are not finished by then keep what they have, and `begin` goes on with them.
+    An exception in an environment's step finishes its trajectory and sets `failure`. Unfinished
+    trajectories keep their tokens; pass them to `begin` to resume.
 
     Raises:
-      ValueError: an environment whose observation or reward cannot be used.
+      ValueError: an environment returned an invalid observation or reward.
     """
     with contextlib.ExitStack() as stack:
       pool = _Here()
@@ -83,7 +84,7 @@ class Driver:
       while (self._engine.busy or self._asked) and not enough():
         for response in self._engine.step() if self._engine.busy else ():
           self._hand_over(response, pool)
-        if self._asked and not self._engine.busy:  # the devices have nothing to do
+        if self._asked and not self._engine.busy:  # The devices are idle.
           futures = [future for *_, future in self._asked]
           concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
         yield from self._answered()
@@ -93,8 +94,8 @@ class Driver:
       yield from self._answered(go_on=False)
 
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
-    """Submits one request: new trajectories of one prompt in order of samples, or any single
-    one."""
+    """Submits one request: new trajectories of one prompt, ordered by `sample`, or one trajectory
+    with tokens."""
     first, load = trajectories[0], self._workload
     for trajectory in trajectories:
       trajectory.limit = max(self._limit, len(trajectory.tokens) + 1)
@@ -114,7 +115,7 @@ class Driver:
     )
 
   def _hand_over(self, response: Response, pool: Any) -> None:
-    """Appends a response to its trajectory, and a finished turn to its environment's queue."""
+    """Appends a response to its trajectory. A finished turn goes to the environment."""
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
         f"{type(self._engine).__name__} does not say which tokens each one was drawn from, and the "
@@ -127,9 +128,13 @@ class Driver:
       self._asked.append((trajectory, response, future))
 
   def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
-    """Requests the next turn of trajectories with an answered turn, or ends them."""
+    """Processes finished environment steps: queues the next turn or finishes the trajectory.
+
+    Args:
+      go_on: whether to submit requests for next turns.
+    """
     answered, waiting = [], []
-    for turn in self._asked:  # each is looked at once: threads may answer between two looks
+    for turn in self._asked:  # One `done()` per future: it may change between two calls.
       (answered if turn[-1].done() else waiting).append(turn)
     self._asked = waiting
     answers = [future.result() for *_, future in answered]
@@ -193,22 +198,25 @@ def new_groups(
   render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
   tags: Sequence[Any] | None = None,
 ) -> list[list[Trajectory]]:
-  """Begins `size` trajectories, or a size for each prompt, with the noise of one seed.
+  """Creates one group of new trajectories for each prompt.
 
-  Groups that begin with the same tokens are numbered like one larger group, so that no trajectory
-  has the noise of another.
+  Groups with the same prompt tokens share one sample numbering, so no two trajectories share a PRNG
+  key.
 
   Args:
-    longest: tokens that a prompt may have.
-    make: an environment for each; None: they are single turns.
-    render: from messages to token ids, for environments that begin with messages.
-    tags: of the groups, for the caller and for messages; by default the prompts' ids.
+    prompts: prompts, one for each group.
+    size: trajectories in a group, for all prompts or for each prompt.
+    seed: seed of the PRNG keys.
+    longest: maximum number of tokens of a prompt.
+    make: constructor of a trajectory's environment; None for single turns.
+    render: function from messages to token ids, for environments with messages; None without one.
+    tags: labels of the groups, for the caller and for error messages; None for the prompts' ids.
 
   Raises:
-    ValueError: an environment begins with nothing, with too many tokens, or with messages where
-      there is no `render` for them; or it raises, and there is no conversation yet to end by that.
+    ValueError: an environment's `reset` returned no tokens, too many tokens, or messages without
+      a `render`; or its constructor or `reset` raised.
   """
-  groups, numbers = [], collections.Counter()  # trajectories by their first tokens
+  groups, numbers = [], collections.Counter()  # Next sample number by prompt tokens.
   sizes = [size] * len(prompts) if isinstance(size, int) else size
   tags = tags or [prompt.id for prompt in prompts]
   repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
@@ -231,8 +239,8 @@ def _conversations(
   make: Callable[[Prompt], Environment],
   render: Callable[[Sequence[Message]], Sequence[int]] | None,
 ) -> list[tuple[tuple[int, ...], Environment | None]]:
-  """Returns the first tokens and the environment of each conversation; None: another host has
-  the environment."""
+  """Returns the prompt tokens and the environment of each conversation. Environments are None on
+  all hosts but the first."""
   conversations: list[tuple[tuple[int, ...], Environment]] = []
 
   def begin() -> list[tuple[int, ...]]:
@@ -249,7 +257,7 @@ def _begin_conversation(
   longest: int,
   render: Callable[[Sequence[Message]], Sequence[int]] | None,
 ) -> tuple[tuple[int, ...], Environment]:
-  """Returns the prompt of a new environment, and the environment."""
+  """Creates and resets an environment; returns its prompt tokens and the environment."""
   try:
     environment = make(prompt)
     first = environment.reset()
@@ -264,7 +272,7 @@ def _begin_conversation(
         f"data.max_prompt_tokens={longest} of them"
       )
     return tokens, environment
-  except Exception as error:  # it is the user's
+  except Exception as error:  # User code may raise anything.
     reason = str(error)
     if not isinstance(error, ValueError):
       reason = f"{type(error).__name__}: {error} (--verbosity=1: where)"
@@ -272,7 +280,7 @@ def _begin_conversation(
 
 
 class Answer(NamedTuple):
-  """What an environment says of a turn, or how it failed."""
+  """Result of an environment's step, or the exception that it raised (`failure`)."""
 
   observation: Sequence[int] = ()
   reward: float = 0.0
@@ -281,18 +289,18 @@ class Answer(NamedTuple):
 
 
 def _answer(environment: Environment | None, response: list[int]) -> Answer:
-  """Returns an environment's answer to a turn."""
+  """Steps an environment with a turn's tokens; returns a default Answer for None."""
   if environment is None:
     return Answer()
   try:
     observation, reward, done = environment.step(response)
     return Answer(observation, reward, done)
-  except Exception as error:  # it is the user's, and was given what a policy wrote
+  except Exception as error:  # User code may raise anything, on arbitrary policy output.
     return Answer(failure=repr(error))
 
 
 class _Here:
-  """An executor that does what it is given at once, so that all is in a fixed order."""
+  """Executor that runs each task in `submit`, for a deterministic order of steps."""
 
   def submit(self, function: Callable, *arguments: Any) -> concurrent.futures.Future:
     future = concurrent.futures.Future()

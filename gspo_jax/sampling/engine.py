@@ -1,7 +1,7 @@
-"""The protocol between the host loop (driver.py) and whatever samples.
+"""Protocol of sampling engines, for the host loop (driver.py).
 
-A run has one engine, which lives as long as the run. Slots on the mesh are one (local.py); nothing
-above this protocol knows which one it has.
+A run has one engine for its whole lifetime: decoding slots on the mesh (local/) or servers
+(servers/). Code above this protocol does not depend on the kind of engine.
 """
 
 from typing import Any, Protocol
@@ -10,45 +10,46 @@ from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 
 
 class ServersGone(Exception):
-  """No server is left that could sample, or none does what it is asked for."""
+  """No server is left, or none serves the requests."""
 
 
 class Engine(Protocol):
-  """Samples responses to requests with the weights that it was given last."""
+  """Samples responses to requests with the newest loaded weights."""
 
-  usage: Usage  # counts since the last `start`
-  # Whether one thread may load weights while another one steps; what loads then calls `revive`.
+  usage: Usage  # Counts since the last `start`.
+  # Whether one thread may call `load` during `step` in another thread. The loading thread then
+  # calls `revive` too.
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Copies the trainer's parameters; `version` names them."""
+    """Copies the trainer's parameters; `version` is their number."""
 
   def revive(self) -> None:
-    """Restores lost samplers, for a thread that loads while another one steps."""
+    """Restores lost samplers, from the loading thread during `step` in another thread."""
 
   def release(self) -> None:
-    """Frees the weights during updates; `load` comes before the next `start`."""
+    """Frees the weights during updates. Call `load` before the next `start`."""
 
   def start(self, workload: Workload) -> None:
-    """Prepares for the requests of one workload, and forgets earlier ones."""
+    """Prepares for the requests of a workload, and drops earlier requests."""
 
   def submit(self, request: Request) -> None:
-    """Queues a request. Raises ValueError if it does not fit the workload."""
+    """Queues a request. Raises ValueError if the request does not fit the workload."""
 
   @property
   def busy(self) -> bool:
-    """Whether there is anything left to sample."""
+    """Whether any request is unfinished."""
     ...
 
   def step(self) -> list[Response]:
-    """Samples for a while, and returns finished responses.
+    """Samples for a short time, and returns finished responses.
 
     Raises:
-      Preempted: in a run that was told to go (system/preemption.py).
+      Preempted: the run was asked to stop (system/preemption.py).
     """
     ...
 
   def stop(self) -> list[Response]:
-    """Ends the workload and frees its memory. Returns finished responses, and others with their
-    tokens so far."""
+    """Ends the workload and frees its memory. Returns the remaining responses: finished ones, and
+    unfinished ones with their tokens so far."""
     ...

@@ -1,5 +1,7 @@
-"""Parts of a trajectory, on the host: its turns, steps or lines, so many tokens of it. They can
-have an importance ratio of their own, and rewards."""
+"""Segments of trajectories, on the host: turns, steps, lines, or runs of a fixed size.
+
+Each segment can have an importance ratio and a reward of its own.
+"""
 
 from collections.abc import Sequence
 
@@ -13,16 +15,17 @@ def segment_ids(
   size: int | None = None,
   ends_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Segments of each response, numbered from 0 in their order; 0 off the mask. int32 [B, T].
+  """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
 
-  A new one begins with every turn, behind every token that ends a line (`breaks`) or a step
-  (`delimiters.step_ends`), and after every `size` sampled tokens of a turn. Observations in between
-  count for nothing.
+  A segment begins at each of these places: a new turn, the token after an end in `ends_BT`, and
+  after `size` sampled tokens of the segment. Observations in between are ignored.
 
   Args:
-    turn_BT: turn of each sampled token, where there are several.
-    size: None: segments may have any.
-    ends_BT: tokens that end a segment.
+    mask_BT: 1 for sampled tokens.
+    turn_BT: turn of each sampled token; None for single turns.
+    size: maximum number of tokens in a segment; None for no maximum.
+    ends_BT: bool, last tokens of lines (`breaks`) or steps (`delimiters.step_ends`); None for no
+      such ends.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
@@ -43,12 +46,15 @@ def segment_ids(
 
 
 def _latest(x_X: np.ndarray, where_X: np.ndarray) -> np.ndarray:
-  """x at the latest position marked in `where_X`, this one included; position 0 is marked."""
+  """Returns, for each position, x at the latest marked position up to and including this one.
+
+  Position 0 must be marked in `where_X`.
+  """
   return x_X[np.maximum.accumulate(np.where(where_X, np.arange(len(x_X)), 0))]
 
 
 def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
-  """Counts line breaks in the text of each token; tokens beyond the table have none."""
+  """Counts the line breaks in each token's text; 0 for ids outside the table `breaks_V`."""
   in_table = (tokens >= 0) & (tokens < len(breaks_V))
   return np.append(breaks_V, 0)[np.where(in_table, tokens, -1)]
 
@@ -56,15 +62,15 @@ def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
 def line_rewards(
   reward_U: Sequence[float], tokens_X: np.ndarray, breaks_V: np.ndarray
 ) -> np.ndarray:
-  """Rewards of a response's lines, each on the last token of its line. float32 [X].
+  """Places each line's reward on the line's last token, float32 [X].
 
-  That is the token with its line break, and the last token for the last line. Where a token has
-  several breaks, it gets the rewards of all the lines that it ends.
+  The last token of a line contains the line break; the last line ends with the response. A token
+  with several line breaks gets the sum of the rewards of the lines that end in the token.
 
   Args:
-    reward_U: of the lines of its text, at most one more than it has line breaks.
-    tokens_X: the response.
-    breaks_V: as in `breaks`.
+    reward_U: rewards of the response's lines, at most one more than the line breaks.
+    tokens_X: token ids of the response.
+    breaks_V: number of line breaks of each token id, as in `breaks`.
   """
   broken_X = np.cumsum(breaks(tokens_X, breaks_V))
   end_U = np.searchsorted(broken_X, np.arange(1, len(reward_U) + 1))

@@ -1,4 +1,4 @@
-"""Requests, responses and the cost of sampling: what an engine and the host loop exchange."""
+"""Requests, responses and usage: data exchanged between an engine and the host loop."""
 
 import dataclasses
 from typing import Any
@@ -9,44 +9,44 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
-LEAST_PIECE = 64  # tokens of a piece: each is a call, and goes through its prefix again
+LEAST_PIECE = 64  # Minimum tokens of a piece: each piece is a call that prefills again.
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """The kind of requests to come: an engine sizes its slots and compiles its programs by it.
+  """Bounds on future requests. They decide an engine's slots and compiled programs.
 
-  Equal workloads compile nothing anew. The one place where the lengths of sampling are derived.
+  Equal workloads share compiled programs. All lengths in sampling are derived here.
   """
 
-  sampling: SamplingConfig  # max_new_tokens: all that follows the prompt, observations included
-  prompt_length: int  # tokens of the longest prompt
-  trajectories: int  # under way at once, at most
-  group_size: int = 1  # trajectories that begin with the same prompt
-  stop_ids: tuple[int, ...] = ()  # tokens that end a turn; they belong to it
-  stop_strings: tuple[str, ...] = ()  # the token that completes one ends a turn too
-  several_turns: bool = False  # an environment answers, and the trajectory goes on
-  partial: bool = False  # trajectories may be put aside and gone on with
-  record_routing: bool = False  # keep the experts that prefill and decoding chose
-  # Keep the tokens that each one was drawn from, so many at most, which are those of
-  # `sampling.top_k`; 0: do not.
+  sampling: SamplingConfig  # `max_new_tokens` bounds all tokens after the prompt.
+  prompt_length: int  # Maximum tokens of a prompt.
+  trajectories: int  # Maximum number of trajectories in flight.
+  group_size: int = 1  # Trajectories with the same prompt.
+  stop_ids: tuple[int, ...] = ()  # Tokens that end a turn, as its last token.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a turn; the completing token is the last.
+  several_turns: bool = False  # Whether observations and more turns may follow a turn.
+  partial: bool = False  # Whether partial rollouts are resumed.
+  record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
+  # Maximum tokens of a recorded support (the tokens in a sampling distribution), from
+  # `sampling.top_k`; 0 to record no support.
   support: int = 0
-  vocabulary: int = 0  # ids from here on are none of the tokenizer's; 0: all are
-  piece: int = 0  # tokens after which a server has to say what it has sampled; 0: at the end
+  vocabulary: int = 0  # Exclusive upper bound on sampled ids: the tokenizer's size; 0 for none.
+  piece: int = 0  # Tokens after which a server returns a partial response; 0 for whole ones.
 
   @property
   def window(self) -> int:
-    """Positions of a slot: the longest prompt and its longest continuation."""
+    """Positions of a slot: maximum tokens of a prompt and its continuation."""
     return self.prompt_length + self.sampling.max_new_tokens
 
   @property
   def prefix_length(self) -> int:
-    """Tokens of the longest prefix; continued responses are prefilled again."""
+    """Maximum tokens of a prefix; resumed responses are prefilled again."""
     return self.window - 1 if self.several_turns or self.partial else self.prompt_length
 
   @property
   def samples(self) -> int:
-    """Responses of a typical request. Turns come back one by one, each to a place in the queue."""
+    """Responses of a typical request. With several turns, each turn is a request of its own."""
     return 1 if self.several_turns else self.group_size
 
 
@@ -54,45 +54,45 @@ class Workload:
 class Sizes:
   """Shapes of an engine's arrays for one workload."""
 
-  shards: int  # devices that slots and queue are split over
-  slots: int  # responses decoded at once, over all devices
-  window: int  # positions of a slot
-  rows: int  # prefixes that a device prefills at once, at most
-  entries: int  # prefixes in a device's queue
-  longest: int  # tokens of a prefix
-  prompt: int  # positions that the longest prefix of a request is padded to
-  prefix: int  # positions of an entry: no less, since what was put aside comes back
-  pages: int  # pages of a device for slots and queue; 0: both are dense
-  page: int  # positions of a page
-  piece: int  # tokens that a device prefills at once
+  shards: int  # Devices over which slots and queue are split.
+  slots: int  # Responses decoded at once, over all devices.
+  window: int  # Positions of a slot.
+  rows: int  # Maximum prefixes in one prefill call of a device.
+  entries: int  # Prefixes in a device's queue.
+  longest: int  # Maximum tokens of a prefix.
+  prompt: int  # Padded length of a request's longest prefix.
+  prefix: int  # Positions of a queue entry, enough for a displaced response's prefix too.
+  pages: int  # Pages of a device for slots and queue; 0 if both are dense.
+  page: int  # Positions of a page.
+  piece: int  # Maximum tokens in one prefill call of a device.
 
   def at_once(self, length: int) -> int:
-    """Prefixes, padded to this length, in one prefill call of a device."""
+    """Returns the number of prefixes, padded to `length`, in one prefill call of a device."""
     return min(self.rows, max(1, self.piece // length))
 
   def bucket(self, prefix: int) -> int:
-    """Length to pad a prefix to."""
+    """Returns the padded length of a prefix."""
     return bucket(prefix, self.longest, self.piece)
 
 
 def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
-  """Shapes for `shards` devices, with slots and queue split over them.
+  """Returns an engine's shapes, with slots and queue split over `shards` devices.
 
   Raises:
-    ValueError: `cache_tokens` are not enough for one response on every device.
+    ValueError: `cache_tokens` are too few for one response on every device.
   """
-  slots = -(-config.slots_for(workload.trajectories) // shards)  # per device
+  slots = -(-config.slots_for(workload.trajectories) // shards)  # Slots per device.
   rows, longest = -(-slots // workload.samples), workload.prefix_length
-  if config.cache_tokens:  # displaced responses come back
+  if config.cache_tokens:  # Displaced responses are prefilled again, with all their tokens.
     longest = max(longest, workload.window - 1)
   prefix = bucket(longest, longest, config.prefill_tokens)
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if paged(config):
-    window = workload.window  # padding takes no pages
+    window = workload.window  # Padding takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # the queue has a page of its own of each prefix
+    least = -(-window // S) + 1  # The queue has one page of its own for each prefix.
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "
@@ -115,7 +115,10 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:
-  """Padded length of a prefix without its last token; whole pieces beyond `piece`."""
+  """Returns the padded length of a prefix without its last token.
+
+  Above `piece` tokens, this length is a multiple of `piece`.
+  """
   length, longest = (max(n - 1, SHORTEST) for n in (prefix, longest))
   if length > piece:
     return -(-length // piece) * piece
@@ -124,22 +127,21 @@ def bucket(prefix: int, longest: int, piece: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """Responses that continue one prefix: a prompt, or what a trajectory holds so far.
+  """Request for responses to one prefix: a prompt, or a trajectory's tokens so far.
 
-  A response depends on the weights, `seed`, the prompt, its number and the prefix, and on nothing
-  else.
+  A response depends only on the weights, `seed`, the prompt, the sample number and the prefix.
   """
 
   prompt: tuple[int, ...]
-  max_new_tokens: int  # per response, without `prior`
-  samples: int = 1
-  first_sample: int = 0  # number of the first of them, of the responses to this prompt
+  max_new_tokens: int  # Maximum new tokens of each response, without `prior`.
+  samples: int = 1  # Number of responses.
+  first_sample: int = 0  # Sample number of the first response.
   seed: int = 0
-  stop_ids: tuple[int, ...] = ()
-  stop_strings: tuple[str, ...] = ()  # it also ends with the token that completes one of them
-  prior: tuple[int, ...] = ()  # tokens after the prompt, sampled or observed earlier
-  unfinished: int = 0  # last ones of `prior`, in the turn under way
-  tag: Any = None  # returned with the responses
+  stop_ids: tuple[int, ...] = ()  # Tokens that end a response.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a response; the completing token is the last.
+  prior: tuple[int, ...] = ()  # Earlier tokens after the prompt, sampled or observed.
+  unfinished: int = 0  # Number of tokens of the current turn, at the end of `prior`.
+  tag: Any = None  # Caller's label, unused by engines.
 
   @property
   def prefix(self) -> tuple[int, ...]:
@@ -150,8 +152,14 @@ class Request:
     return len(self.prompt) + len(self.prior)
 
   def check(self, longest: int, window: int, vocab_size: int, detokenize: Any) -> None:
-    """Raises ValueError if the request does not fit `longest`, the window, the vocabulary or
-    lacks `detokenize`."""
+    """Raises ValueError if the request cannot be sampled.
+
+    Args:
+      longest: maximum tokens of a prefix.
+      window: maximum tokens of a prefix and a response.
+      vocab_size: exclusive upper bound on token ids.
+      detokenize: function from token ids to text, required for stop strings; None without one.
+    """
     if not self.prompt:
       raise ValueError("a prompt is empty: it has at least one token")
     if self.max_new_tokens < 1 or self.samples < 1:
@@ -163,7 +171,7 @@ class Request:
         f"prefixes of {longest} tokens in a window of {window}"
       )
     least, most = min(self.prefix), max(self.prefix)
-    if not 0 <= least <= most < vocab_size:  # devices would clamp them
+    if not 0 <= least <= most < vocab_size:  # Devices would clamp such ids.
       raise ValueError(
         f"a prefix has token ids from {least} to {most}: the model has 0 to {vocab_size - 1}"
       )
@@ -173,37 +181,37 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-  """Tokens sampled for one of the responses of a request."""
+  """Sampled tokens of one response to a request."""
 
   request: Request
-  sample: int  # its number: `first_sample`, `first_sample` + 1, ...
-  tokens: np.ndarray  # int32 [n]: sampled now, the stop token included
-  logp: np.ndarray  # float32 [n]: under the distribution they were drawn from
-  full_logp: np.ndarray  # float32 [n]: under the one without top-k, top-p and min-p
-  version: np.ndarray  # int32 [n]: of the weights that sampled each token
-  stopped: bool  # ended by a stop token or string; False: by its length, or unfinished
-  finished: bool  # False: `Engine.stop` came before its end
-  # int8 or int16 [prefix + n - 1, l, k]: experts of every token that was fed; None: not recorded
+  sample: int  # Sample number: `first_sample`, `first_sample` + 1, ...
+  tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
+  logp: np.ndarray  # Log-probs under the sampling distribution, float32 [n].
+  full_logp: np.ndarray  # Log-probs without top-k, top-p and min-p, float32 [n].
+  version: np.ndarray  # Weight version of each token, int32 [n].
+  stopped: bool  # Whether a stop token or stop string ended the response; False if truncated.
+  finished: bool  # False if `Engine.stop` interrupted the response.
+  # Experts of every token but the last, int8 or int16 [prefix + n - 1, l, k]; None if not recorded.
   experts: np.ndarray | None
-  # int32 [n, X]: tokens that each one was drawn from, -1 where they are fewer; None: not recorded
+  # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
   support: np.ndarray | None = None
 
 
 @dataclasses.dataclass
 class Usage:
-  """Cost of sampling; sums, which several workloads add up."""
+  """Cost of sampling, as sums over any number of workloads."""
 
-  tokens: int = 0  # sampled
-  flops: float = 0.0  # model operations for prefixes and sampled tokens
-  prefilled: int = 0  # tokens of prefixes
-  padded: int = 0  # tokens that prefilling computed, padding included
-  steps: int = 0  # decode steps
-  slot_steps: int = 0  # decode steps over all slots; `tokens` of them were of use
+  tokens: int = 0  # Sampled tokens.
+  flops: float = 0.0  # Model FLOPs for prefixes and sampled tokens.
+  prefilled: int = 0  # Tokens of prefixes.
+  padded: int = 0  # Tokens computed in prefill, padding included.
+  steps: int = 0  # Decode steps.
+  slot_steps: int = 0  # Decode steps times slots; `tokens` of these slot steps were useful.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
-  put_aside: int = 0  # responses that were begun again, since there was no page for them
-  cache_bytes: int = 0  # the largest, over all devices
-  servers: dict[str, float] = dataclasses.field(default_factory=dict)  # how they stand; no slots
+  put_aside: int = 0  # Restarts of responses for lack of a free page.
+  cache_bytes: int = 0  # Maximum size of the cache, summed over devices.
+  servers: dict[str, float] = dataclasses.field(default_factory=dict)  # Metrics; {} for slots.
 
   def add(self, other: "Usage") -> None:
     most, servers = max(self.cache_bytes, other.cache_bytes), self.servers | other.servers
@@ -212,7 +220,7 @@ class Usage:
     self.cache_bytes, self.servers = most, servers
 
   def metrics(self) -> dict[str, float]:
-    """By the names of metrics.jsonl."""
+    """Returns metrics by their names in metrics.jsonl."""
     row = {
       "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
       "time/sample/decode": self.decode_seconds,
@@ -232,7 +240,14 @@ class Usage:
 def workload(
   c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool, vocabulary: int = 0
 ) -> Workload:
-  """Returns RL's requests to the engine; several_turns: an environment answers."""
+  """Returns the workload of RL.
+
+  Args:
+    c: configuration of the run.
+    stop_ids: tokens that end a turn.
+    several_turns: whether observations and more turns may follow a turn.
+    vocabulary: the tokenizer's size; 0 for no bound on sampled ids.
+  """
   budget = c.rl.token_budget
   return Workload(
     c.sampling,
@@ -246,13 +261,13 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # So many tokens of each response may be sampled before anybody knows.
+    # At most this many tokens of each response are sampled before they count in the budget.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 
 
 def paged(config: EngineConfig) -> bool:
-  """Returns if the cache is in pages: `auto` on TPU, and with `cache_tokens`."""
+  """Whether the cache is paged; `auto` means on TPU or with `cache_tokens`."""
   if config.cache == "auto":
     return bool(config.cache_tokens) or sharding.platform() == "tpu"
   return config.cache == "paged"

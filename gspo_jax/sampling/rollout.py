@@ -1,4 +1,4 @@
-"""Prompts × group -> Rollout."""
+"""Sampling of single turns: prompts × group size -> Rollout."""
 
 from collections.abc import Sequence
 
@@ -32,27 +32,28 @@ def generate(
   compute: ComputeConfig = REFERENCE,
   engine: EngineConfig = DEFAULT,
 ) -> Rollout:
-  """Samples `group_size` responses to every prompt; rows in the prompts' order, G per prompt.
+  """Samples `group_size` responses to every prompt.
 
-  A response depends on the weights, `seed`, its prompt's tokens and its index in the group, and on
-  nothing else: not on the other prompts, the slots or the devices. (Where a prompt comes again, its
-  groups count on, like one larger group.) Under a mesh (`jax.set_mesh`) the slots are split over
-  its batch axes. `sample_rollout` is for stop strings, recorded routing
-  and an engine that stays, `Driver` for several turns.
+  A response depends only on the weights, `seed`, the prompt's tokens and the sample number, not on
+  other prompts, slots or devices. (Groups of a repeated prompt share one sample numbering, like one
+  larger group.) Under a mesh (`jax.set_mesh`), the slots are split over the mesh's batch axes. Use
+  `sample_rollout` for stop strings, recorded experts or a persistent engine, and `Driver` for
+  several turns.
 
   Args:
-    prompts: token ids, none empty: lists or arrays.
-    temperature: 0 is greedy.
-    stop_ids: tokens that end a response; they belong to it.
-    engine: how many responses are decoded at once, and so on; by default all of them.
+    prompts: non-empty lists or arrays of token ids.
+    temperature: temperature of the softmax; 0 for greedy decoding.
+    stop_ids: tokens that end a response, as its last token.
+    engine: settings such as the number of slots; by default one slot for each response.
 
   Returns:
-    Rows as long as the longest prompt and `max_new_tokens`.
+    Batch rows in the prompts' order, `group_size` per prompt. Each has as many positions as the
+    longest prompt plus `max_new_tokens`.
 
   Raises:
-    TypeError: a prompt is a text, say, and not token ids.
-    ValueError: no prompts, an empty one, one with other tokens than the model's, or more positions
-      than the model was made for.
+    TypeError: a prompt is not a list of token ids, for example a string.
+    ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, or the
+      batch rows exceed the model's maximum length.
   """
   arrays = [np.asarray(prompt) for prompt in prompts]
   for prompt, array in zip(prompts, arrays):
@@ -83,10 +84,10 @@ def sample_rollout(
   seed: int = 0,
   pad_id: int = 0,
 ) -> Rollout:
-  """Samples single turns with an engine that has weights.
+  """Samples single turns with an engine with loaded weights.
 
   Returns:
-    Rows as long as the workload's window, in the prompts' order.
+    Batch rows in the prompts' order, with as many positions as the workload's window.
   """
   driver = Driver(engine, workload)
   named = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""From logits to a token and its log-probability."""
+"""Sampling of a token, with its log-probability, from logits."""
 
 import dataclasses
 import math
@@ -13,31 +13,31 @@ from gspo_jax.sharding import BATCH, P
 
 
 def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
-  """PRNG key of a response: the seed, a hash of its prompt, and its number."""
+  """Returns a response's PRNG key from seed, hash of the prompt, and sample number."""
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
 
 def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """float32 logits at the configured temperature; at 1 for greedy decoding."""
+  """Returns float32 logits divided by the temperature (by 1 for greedy decoding)."""
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
 def within(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """Sets ids beyond the tokenizer's, of padded vocabularies, to -inf; 0: none."""
+  """Sets logits of ids from `vocabulary` on, of padded embeddings, to -inf; 0 changes none."""
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
   return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocabulary, logits_BV, -jnp.inf)
 
 
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Sets tokens outside top-k, then top-p, then min-p to -inf."""
+  """Sets logits outside top-k, then top-p, then min-p to -inf."""
   if config.top_k:
     top_logits = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
     logits_BV = jnp.where(logits_BV < top_logits[:, -1:], -jnp.inf, logits_BV)
   if config.top_p < 1:
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     p = jax.nn.softmax(descending, axis=-1)
-    # A token stays while the mass before it is short of top_p, so the likeliest one always does.
+    # A token is inside if the mass of all likelier tokens is below top_p, as for the likeliest.
     inside = jnp.cumsum(p, axis=-1) - p < config.top_p
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
@@ -48,9 +48,10 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Tokens within top-k, then top-p, then min-p, likeliest first: int32 [B, k], NO_TOKEN beyond.
+  """Returns tokens within top-k, then top-p, then min-p, as int32 [B, k].
 
-  Of ties at the edge of k it keeps the first, and `truncate` all.
+  Tokens are in order of falling probability, padded with NO_TOKEN. At a tie for place k, the first
+  token is kept; `truncate` keeps all tied tokens.
   """
   kept_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   kept_Bk = truncate(kept_Bk, dataclasses.replace(config, top_k=0))
@@ -58,13 +59,13 @@ def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def only(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
-  """Sets tokens outside the support to -inf."""
+  """Sets logits outside the support to -inf."""
 
   def on_each_device(logits_BV, support_BX):
     B, V = logits_BV.shape
     row_B1 = jnp.arange(B)[:, None]
     kept_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
-    place_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # beyond the end: nowhere
+    place_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # Index V is dropped below.
     return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, place_BX].set(kept_BX, mode="drop")
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
@@ -79,19 +80,26 @@ def sample(
   support_BX: jax.Array | None = None,
   vocabulary: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Samples a token per row.
+  """Samples a token for each batch row.
 
-  Returns it with its log-probability after temperature and truncation, and after temperature alone.
-
-  Row b's noise depends on (keys_B[b], position_B[b]) alone: the same token whatever else is in the
-  batch. Drawn by the Gumbel-max trick, which needs no cumulative sum over V, in two steps: a block
-  of tokens, then a token of it. So there are about 2 √V draws instead of V, of 64 random bits each:
-  float32 noise of 23 bits ends at 15.94, and no token below e^-15.94 would ever be sampled.
+  Row b's random numbers depend only on (keys_B[b], position_B[b]), not on other rows. The
+  Gumbel-max trick avoids a cumulative sum over V. Sampling a block of tokens, and then a token of
+  the block, takes about 2 √V draws instead of V. Each draw uses 64 random bits. With 23 bits,
+  float32 Gumbel noise would end at 15.94, and tokens with probability below e^-15.94 would never be
+  sampled.
 
   Args:
-    support_BX: what `support` keeps, in the place of what `truncate` does.
-    vocabulary: of the tokenizer; ids beyond it are not drawn. They stay in the distribution that is
-      only tempered, which is the trainer's.
+    logits_BV: logits of the model.
+    keys_B: PRNG key of each response.
+    position_B: position to fold into each key.
+    config: temperature and truncation.
+    support_BX: tokens to sample from, as `support` returns them; None to use `truncate`.
+    vocabulary: exclusive upper bound on sampled ids, the tokenizer's size; 0 for none. Ids from
+      this bound on keep their mass in the second log-prob, as in the trainer.
+
+  Returns:
+    The token, int32 [B]; its log-prob after temperature and truncation; and its log-prob after
+    temperature alone.
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:
@@ -121,7 +129,7 @@ def sample(
 
 
 def _blocks(x_BV: jax.Array) -> jax.Array:
-  """Reshapes [B, V] to [B, J, W], about square, padded with -inf; W is a power of two."""
+  """Reshapes [B, V] to about square [B, J, W], padded with -inf; W is a power of two."""
   V = x_BV.shape[-1]
   W = 1 << math.isqrt(V).bit_length()
   x_BX = jnp.pad(x_BV, ((0, 0), (0, -V % W)), constant_values=-jnp.inf)
@@ -129,10 +137,10 @@ def _blocks(x_BV: jax.Array) -> jax.Array:
 
 
 def _row(x_BX: jax.Array, index_B: jax.Array) -> jax.Array:
-  """x_BX[b, index_B[b]] of each b."""
+  """Returns x_BX[b, index_B[b]] for each b."""
   return jax.vmap(lambda x, i: x[i])(x_BX, index_B)
 
 
 def _noise(key: jax.Array, count: int) -> jax.Array:
-  """Gumbel noise with exact tails down to probability 2^-64."""
+  """Returns Gumbel noise with exact tails down to probability 2^-64."""
   return jax.random.gumbel(key, (count,), mode="highest")

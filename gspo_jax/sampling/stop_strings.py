@@ -1,4 +1,4 @@
-"""Where a stop string ends a response."""
+"""Detection of stop strings in sampled tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,17 +11,19 @@ def end(
   new: Sequence[int],
   detokenize: Callable[[list[int]], str] | None,
 ) -> tuple[int | None, list[int] | None]:
-  """Counts `new` tokens up to the end of a stop string, and returns the next `tail`.
+  """Finds the end of the first stop string in `new` tokens.
 
   Args:
-    tail: as the call before returned it, for the tokens before these; None at the first. It is the
-      last tokens that have a text, as many as a stop string has bytes: none is complete in them. So
-      a long response costs no more than a short one, and what is special in between counts for
-      nothing.
-    new: what may complete one.
+    request: request with the stop strings.
+    tail: `tail` from the previous call, for the tokens before `new`; None at the first call. It
+      holds the last tokens with a text, as many as the longest stop string has bytes. So a call's
+      cost does not grow with the response, and special tokens without a text are ignored.
+    new: new tokens of the response.
+    detokenize: function from token ids to text; None without stop strings.
 
   Returns:
-    None where none is complete.
+    The number of `new` tokens up to the end of a stop string, or None without a complete stop
+    string; and `tail` for the next call.
   """
   strings = request.stop_strings
   if not strings:
@@ -29,7 +31,7 @@ def end(
   most = max(len(s.encode()) for s in strings)
 
   def with_text(tokens: Sequence[int]) -> list[int]:
-    # Twice, since some leave out a space at the beginning.
+    # Each token is doubled, since some tokenizers drop a leading space.
     return [token for token in tokens if detokenize([token, token])]
 
   def complete(count: int) -> bool:

@@ -1,8 +1,8 @@
-"""Trajectories: what sampling makes, whoever asks, and the arrays that they become.
+"""Trajectories, the unit of sampling, and their assembly into arrays.
 
-A response to a prompt is a trajectory whose environment ends it after one turn. A conversation has
-more turns, with observations between them. A partial rollout is a trajectory that is put aside and
-gone on with under other weights. They are the same thing at different moments.
+A response to a prompt is a trajectory with one turn. A conversation has several turns, with
+observations between them. A partial rollout is an unfinished trajectory, to be resumed with newer
+weights. One class represents all three.
 """
 
 import base64
@@ -18,43 +18,44 @@ from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, str]  # Keys `role` and `content`.
 
 
 class Environment(Protocol):
-  """The other side of one trajectory. Host code; one object per trajectory, used once.
+  """Environment of one trajectory: user code on the host, one object per trajectory.
 
-  It may have an attribute `tool_calls`, a whole number: the calls of tools that it has made so far.
-  Without one, every turn that it answered is a call.
+  An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
+  every turn with an observation counts as one tool call.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
-    """Returns the beginning: messages to be rendered, or the prompt's token ids."""
+    """Returns the prompt: messages to render, or token ids."""
     ...
 
   def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
-    """Takes a turn's tokens; returns observation tokens, the turn's reward, and if it was the last.
+    """Steps with a turn's tokens; returns (observation tokens, the turn's reward, done).
 
-    A turn ends with a stop token, or with a stop string; one that has neither was cut off because
-    the trajectory may not become longer. The next turn goes on right after the observation, so
-    what the model expects to see there (a chat template's headers) belongs to it. After the last
-    turn the observation is not looked at.
+    A turn ends with a stop token or a stop string; a turn without either was truncated at the
+    trajectory's maximum length. The next turn follows the observation directly, so the observation
+    includes any tokens that the model expects there, such as a chat template's headers. The last
+    turn's observation is ignored.
 
-    A run that is resumed in the middle of a trajectory makes a new environment and repeats the
-    turns: the same turns must be answered in the same way.
+    A run resumed in the middle of a trajectory creates a new environment and repeats the past
+    turns. Equal turns must therefore get equal results.
     """
     ...
 
   def figures(self) -> Mapping[str, float]:
-    """May be left out. Numbers of a trajectory that is over, whose means are logged by these
-    names. `correct`, 0 or 1, is what accuracy counts; without it, whether rewards sum to above 0.
-    `tokens` and `tool_calls` need not be among them.
+    """Returns numbers of a finished trajectory, by name (optional method).
+
+    Means over trajectories are logged by these names. Accuracy is the mean of `correct`, 0 or 1; by
+    default `correct` is 1 if the rewards sum to above 0. `tokens` and `tool_calls` are added.
     """
     return {}
 
 
 class SingleTurn:
-  """The environment of responses that a verifier judges afterwards: one turn, and it is over."""
+  """Environment of single-turn responses; a verifier scores them afterwards."""
 
   def __init__(self, prompt: Sequence[int]):
     self._prompt = prompt
@@ -66,36 +67,36 @@ class SingleTurn:
     return (), 0.0, True
 
 
-COLUMNS = dict(  # columns of the n tokens after the prompt
+COLUMNS = dict(  # Dtypes of the columns, each with one value per token after the prompt.
   tokens=np.int32,
-  turns=np.int32,  # 0, 1, ... on sampled tokens, -1 on observations
-  logp=np.float32,  # under the distribution that it was drawn from; 0 on observations
-  full_logp=np.float32,  # under the one without top-k, top-p and min-p
-  version=np.int32,  # weights of a sampled token, -1 on observations
-  rewards=np.float32,  # turn's reward at its last token
+  turns=np.int32,  # Turn 0, 1, ... of a sampled token; -1 on observations.
+  logp=np.float32,  # Log-prob under the sampling distribution; 0 on observations.
+  full_logp=np.float32,  # Log-prob without top-k, top-p and min-p; 0 on observations.
+  version=np.int32,  # Weight version of a sampled token; -1 on observations.
+  rewards=np.float32,  # A turn's reward at the turn's last token; 0 elsewhere.
 )
 
 
 class Trajectory:
-  """One response or conversation, under way or over.
+  """One response or conversation, unfinished or finished.
 
   Attributes:
-    prompt: token ids; `tokens` and the other columns follow it.
-    sample: its number among those that begin with the same prompt: in a group they follow each
-      other.
-    seed: of its noise; with the prompt and `sample` it decides every token.
-    turn: turns that are over, which is also the number of the one under way.
-    calls: of tools, in each turn that is over.
-    finished: the environment ended it, or it was cut off, by its length or its turns.
-    stopped: the environment ended it.
-    limit: tokens that may follow the prompt, of the driver that it went on with last; 0: of none.
-    experts: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
-      where they are not recorded.
-    support: int32 [n, X], tokens that each one was drawn from; NO_TOKEN where they are fewer, and
-      throughout for the whole vocabulary and for observations; None where they are not recorded.
-    figures: what the environment says of it once it is over.
-    failure: how the environment failed, which ended it: nothing is known about it then.
-    columns: by the names of COLUMNS, [n] each.
+    prompt: token ids before `tokens` and the other columns.
+    sample: sample number among trajectories with the same prompt; consecutive in a group.
+    seed: seed of the PRNG key, which is derived from `seed`, `prompt` and `sample`.
+    turn: number of finished turns, and index of the current turn.
+    calls: tool calls in each finished turn.
+    finished: whether the trajectory has ended, by its environment, length, turns or a failure.
+    stopped: whether the environment ended the trajectory after a complete turn.
+    limit: maximum tokens after the prompt, as set by the latest driver; 0 before the first.
+    experts: experts of every token at its first forward pass, int8 or int16
+      [prompt + n - 1, l, k]; None if not recorded.
+    support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN;
+      only NO_TOKEN for observations and for the whole vocabulary; None if not recorded.
+    figures: numbers of the finished trajectory, from its environment or from the verifier.
+    failure: description of the environment's exception; "" without one. The reward of a failed
+      trajectory is unknown.
+    columns: arrays [n] by the names of COLUMNS.
   """
 
   def __init__(
@@ -110,7 +111,7 @@ class Trajectory:
     self.experts: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
-    self._begun = 0  # tokens after the prompt when the turn under way began
+    self._begun = 0  # Tokens after the prompt at the start of the current turn.
 
   tokens = property(lambda self: self.columns["tokens"])
   turns = property(lambda self: self.columns["turns"])
@@ -119,23 +120,23 @@ class Trajectory:
 
   @property
   def length(self) -> int:
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     return int((self.turns >= 0).sum())
 
   @property
   def oldest(self) -> int | None:
-    """Oldest version of the weights of its tokens; None: it has no tokens."""
+    """Oldest weight version of the sampled tokens; None without sampled tokens."""
     return min(self.version[self.turns >= 0].tolist(), default=None)
 
   @property
   def turn_tokens(self) -> list[int]:
-    """Tokens of the turn under way."""
+    """Tokens of the current turn."""
     return self.tokens[self._begun :].tolist()
 
   def add(self, response: Response) -> None:
-    """Appends sampled tokens to the turn under way."""
+    """Appends sampled tokens to the current turn."""
     n = len(response.tokens)
-    if not n:  # nobody has begun it, though its prompt may have been prefilled
+    if not n:  # Nothing was sampled, although the prompt may have been prefilled.
       return
     self._extend_support(n, response.support)
     self._extend(
@@ -147,13 +148,13 @@ class Trajectory:
       rewards=np.zeros(n, np.float32),
     )
     if response.experts is not None:
-      # A prefix is prefilled anew in every turn; what counts is how each token was fed at first.
+      # Every turn prefills the prefix again; only experts of the first forward pass are recorded.
       filled = 0 if self.experts is None else len(self.experts)
       new = response.experts[filled:]
       self.experts = np.concatenate([self.experts, new]) if filled else new
 
   def end_turn(self, reward: float) -> None:
-    rewards = self.rewards.copy()  # a copy of the trajectory may share it
+    rewards = self.rewards.copy()  # A copy of the trajectory may share this array.
     rewards[-1] = reward
     self.columns["rewards"] = rewards
     counted = self._counted
@@ -162,7 +163,7 @@ class Trajectory:
     self._begun = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
-    """Appends the environment's tokens; the next turn follows."""
+    """Appends observation tokens; the next turn follows."""
     n = len(tokens)
     if self._counted is None:
       self.calls = (*self.calls[:-1], 1)
@@ -186,18 +187,18 @@ class Trajectory:
     try:
       reported = getattr(self.environment, "figures", dict)()
       self.figures |= {name: float(value) for name, value in reported.items()}
-    except Exception as error:  # it is the user's
+    except Exception as error:  # User code may raise anything.
       self.failure = f"{type(self.environment).__name__}.figures() raised {error!r}"
 
   def fail(self, failure: str) -> None:
-    """Ends it in the turn of the environment's failure."""
+    """Finishes the trajectory in the turn of an environment's failure."""
     self.end_turn(0.0)
     self.finished, self.failure = True, failure
     self.figures = dict(correct=0.0, tokens=float(self.length), tool_calls=float(sum(self.calls)))
 
   @property
   def _counted(self) -> int | None:
-    """Tool calls so far; None: the environment does not count them."""
+    """Tool calls so far; None if the environment does not count tool calls."""
     calls = getattr(self.environment, "tool_calls", None)
     return int(calls) if isinstance(calls, int | np.integer) else None
 
@@ -213,7 +214,7 @@ class Trajectory:
       self.columns[name] = np.concatenate([old, part]) if len(old) else part
 
   def _extend_support(self, n: int, new: np.ndarray | None) -> None:
-    """Appends the support of n tokens before their columns."""
+    """Appends the support of n tokens. Call it before `_extend`."""
     if self.support is None and new is None:
       return
     old = np.zeros((len(self.tokens), 0), np.int32) if self.support is None else self.support
@@ -222,7 +223,7 @@ class Trajectory:
     self.support = np.concatenate([_widened(old, width), _widened(new, width)])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON, for a checkpoint; all but the environment."""
+    """Returns JSON of everything except the environment, for a checkpoint."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure _begun".split()
@@ -233,8 +234,12 @@ class Trajectory:
   def from_state(
     cls, state: Mapping[str, Any], environment: Environment | None, tag: Any = None
   ) -> "Trajectory":
-    """Restores the trajectory of `get_state` and replays its turns to a new environment; None:
-    another host has it."""
+    """Restores a trajectory from `get_state`; replays finished turns on the new environment.
+
+    Args:
+      environment: new environment; None on all hosts but the first.
+      tag: label for the caller.
+    """
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
     trajectory = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
@@ -257,7 +262,7 @@ def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
 def recorded_turn(
   prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
 ) -> Trajectory:
-  """Returns a finished single turn sampled elsewhere, with versions -1 and log-probs 0."""
+  """Returns a finished single turn with recorded tokens, versions -1 and log-probs 0."""
   trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)
@@ -267,7 +272,7 @@ def recorded_turn(
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Means of figures, each over the trajectories with it."""
+  """Returns the mean of each figure over the trajectories with this figure."""
   by_name: dict[str, list[float]] = {}
   for row in figures:
     for name, value in row.items():
@@ -278,16 +283,18 @@ def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def assemble(
   trajectories: Sequence[Trajectory], length: int, pad_id: int, support: int = 0
 ) -> Rollout:
-  """Puts each trajectory into one row of `length`: prompt, continuation, padding.
+  """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished ones, all with routing or none; but that those without a prompt, which
-      become rows of padding, have none in any case.
-    support: tokens of a support, at most; 0: there are none. Those of trajectories without one, of
-      recorded responses, are the whole vocabulary.
+    trajectories: finished trajectories; recorded experts on all or on none. Trajectories without a
+      prompt, for rows of padding, never have experts.
+    length: positions of a batch row.
+    pad_id: token id of padding.
+    support: maximum number of tokens in a support; 0 for no support. Trajectories without a
+      support, of recorded responses, stand for the whole vocabulary.
 
   Raises:
-    ValueError: a trajectory that was put aside has a wider support, of another configuration.
+    ValueError: a partial rollout has a wider support, from an earlier configuration.
   """
   B = len(trajectories)
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
@@ -295,8 +302,8 @@ def assemble(
   fields["turns"][:] = fields["version"][:] = -1
   experts_BLlk = None
   if trajectories[0].experts is not None:
-    # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
-    # None are needed: nothing is predicted from it.
+    # The last token of a trajectory has no experts: the sampler never ran a forward pass on it.
+    # Training needs none, since no token is predicted from the last one.
     first = trajectories[0].experts
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
