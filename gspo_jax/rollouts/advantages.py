@@ -1,6 +1,6 @@
-"""The host's part of advantages: of the rewards of an iteration's groups.
+"""Advantages from the rewards of an iteration's groups, computed on the host.
 
-The devices' part, for what a critic or a teacher says of tokens, is learner/advantages.py.
+Advantages from a critic or a teacher are computed on the devices, in learner/advantages.py.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from gspo_jax.structs import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-  """Scored groups, and what their advantages may be made with."""
+  """Scored groups, and the other inputs of their advantages."""
 
   config: RunConfig
   groups: Sequence[Group]
-  rollout: Rollout  # Arrays of these groups.
+  rollout: Rollout  # `groups` as arrays
   constraints: Constraints | None = None
-  breaks_V: np.ndarray | None = None  # line breaks in the text of each token
+  breaks_V: np.ndarray | None = None  # number of line breaks in each token's text
 
   @property
   def reward_PG(self) -> np.ndarray:
@@ -40,8 +40,10 @@ class Judged:
 
   @property
   def valid_PG(self) -> np.ndarray:
-    """bool: in the means and deviations of the estimator. One of whole batches leaves out what is
-    not trained on."""
+    """Mask of responses in the estimator's means and deviations, bool.
+
+    An estimator over the whole batch also leaves out masked truncated responses.
+    """
     c, known_PG = self.config, self.known_PG
     if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
       return known_PG & self.rollout.stopped.reshape(known_PG.shape)
@@ -50,7 +52,7 @@ class Judged:
 
 class Advantages(NamedTuple):
   response_PG: np.ndarray
-  token_BL: np.ndarray | None  # None if all tokens of a response share one.
+  token_BL: np.ndarray | None  # None: all tokens of a response have its advantage
   metrics: dict[str, float]
 
 
@@ -60,21 +62,23 @@ def make(judged: Judged) -> Advantages:
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
   response_PG, token_BL, metrics = part(judged)
   if c.data.query_set.extra_rounds:
-    # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
+    # Shaped rewards also differ within groups of equal scores, by response length alone.
     teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in judged.groups])
     response_PG = np.where(teaches_P1, response_PG, 0)
     if token_BL is not None:
       token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
-  if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
+  if (
+    c.rl.mask_truncated
+  ):  # Truncated responses count in their group's mean, but are not trained on.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
-    cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
+    cut_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank row has no tokens.
     metrics = metrics | {"masked_responses": float(cut_B.sum())}
   return Advantages(response_PG, token_BL, metrics)
 
 
 def group_advantages(judged: Judged) -> Advantages:
-  """Advantages of responses, by their rewards alone."""
+  """Computes advantages of responses from their rewards alone."""
   advantage_PG = advantages(judged.config.objective, judged.reward_PG, judged.valid_PG)
   return Advantages(advantage_PG, None, {})
 
@@ -98,7 +102,7 @@ def line_advantages(judged: Judged) -> Advantages:
   return _advantages_of_parts(judged, parts.segment_ids(judged.rollout.mask, ends_BT=ends_BL))
 
 
-# Parts by name; other estimators take `group_advantages`.
+# Functions by name of the estimator; other estimators use `group_advantages`.
 PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
   constraints=constrained_advantages,
   gdpo=constrained_batch_advantages,
@@ -115,7 +119,7 @@ def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndar
   return np.asarray(_estimators[estimator.name](reward_PG, valid_PG=valid_PG, **options))
 
 
-# Jitted: a small program instead of many.
+# Jitted: one small program instead of many operations.
 _gdpo = jax.jit(O.gdpo_advantages)
 _estimators = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
@@ -142,19 +146,20 @@ def part_advantages(
   discount: float,
   normalize: str,
 ) -> np.ndarray:
-  """Spreads the advantage of each part over its masked tokens, float32 [B, L]. Others are 0
-  (`objectives.turn_advantages`).
+  """Spreads the advantage of each turn or line over its masked tokens.
+
+  Returns float32 [B, L], 0 off the mask. A part is a turn or a line (`objectives.turn_advantages`).
 
   Args:
-    reward_BL: a part's reward is the sum over its tokens.
-    part_BL: number of each token's part, 0, 1, ... in its trajectory.
-    mask_BL: 1 on sampled tokens; trajectories without one are in no mean.
+    reward_BL: rewards of tokens; the reward of a part is the sum over its tokens.
+    part_BL: number of each token's part in its trajectory, 0, 1, ...
+    mask_BL: 1 on sampled tokens; trajectories of only zeros are in no mean.
   """
   row_X, column_X = np.nonzero(mask_BL > 0)
   part_X = part_BL[row_X, column_X]
-  # A power of two, so that few programs are compiled.
+  # Rounding up to a power of two limits the number of compiled programs.
   U = 1 << int(part_X.max(initial=0)).bit_length()
-  reward_BU = np.zeros((len(part_BL), U))  # added up in float64
+  reward_BU = np.zeros((len(part_BL), U))  # sums in float64
   valid_BU = np.zeros((len(part_BL), U), np.float32)
   np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
   valid_BU[row_X, part_X] = 1

@@ -1,4 +1,4 @@
-"""Groups: a prompt and its trajectories, under way, finished and scored."""
+"""Groups: a prompt and its trajectories, in flight, finished or scored."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,17 +18,17 @@ NOT_SAMPLED = "its group is smaller"
 
 @dataclasses.dataclass
 class Group:
-  """A prompt with its trajectories, and what they are worth once they have been scored."""
+  """A prompt with its trajectories, and after scoring their rewards."""
 
   prompt: Prompt
   trajectories: list[Trajectory]
   responses: Sequence[str] = ()
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
-  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # See `rewards.Scores`.
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # reason by response index
   # float32, by name: further rewards, and costs (rewards/signals.py)
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  # float32: what the verifier said, before any shaping; None: `correct_G`
+  # float32: the verifier's score, before any shaping; None: `correct_G`
   value_G: np.ndarray | None = None
 
   @property
@@ -42,17 +42,17 @@ class Group:
 
   @property
   def known_G(self) -> np.ndarray:
-    """bool: there is a verdict on the response. What has none is in no statistic."""
+    """Mask of responses with a verdict, bool; others are in no statistic."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property
   def mixed(self) -> bool:
-    """Whether the verifier's own values differ, so that the group teaches something."""
+    """Whether the verifier's scores differ, before any shaping."""
     value_G = self.correct_G if self.value_G is None else self.value_G
     return not alike(value_G[self.known_G])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON; a scored group's has its rewards."""
+    """Returns JSON; with rewards if the group is scored."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -69,7 +69,7 @@ class Group:
 
   @classmethod
   def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
-    """Restores a group from `get_state`, with environments by `make`."""
+    """Restores a group from `get_state`; `make` creates its environments."""
     state = dict(state)
     prompt = state.pop("prompt")
     info = tuple((key, value) for key, value in prompt["info"])
@@ -89,8 +89,10 @@ class Group:
   def on_record(
     cls, record: recorded.Group, size: int, decode: Callable[[list[int]], str]
   ) -> "Group":
-    """Makes a scored group of `size` responses from a file. Missing ones have no token and no
-    verdict."""
+    """Builds a scored group of `size` recorded responses.
+
+    Missing responses become blank rows, without tokens and without a verdict.
+    """
     prompt = record.prompt
     trajectories = [
       recorded_turn(prompt.tokens, g, response.tokens, response.stopped, prompt.id)
@@ -104,8 +106,11 @@ class Group:
 
 
 def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_SAMPLED) -> Group:
-  """Fills a scored group up to `size` responses. The additional rows are the prompt alone, or
-  padding if it is empty, without a verdict."""
+  """Fills a scored group up to `size` responses with blank rows.
+
+  A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict, for the
+  reason `why`.
+  """
   blanks, nothing = range(len(group.trajectories), size), np.zeros(0, np.int32)
   rows = [recorded_turn(prompt, g, nothing, False, group.prompt.id) for g in blanks]
 
@@ -129,5 +134,5 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 def alike(values: np.ndarray) -> bool:
-  """Whether numbers are equal up to float32 rounding, or there are none."""
+  """Whether all values are equal up to float32 rounding; True without any."""
   return not len(values) or np.ptp(values) <= advantages.ROUNDING * abs(values).max()

@@ -1,4 +1,4 @@
-"""Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
+"""Metrics of groups: rewards, lengths, verifier outcomes, figures of conversations."""
 
 import collections
 from collections.abc import Container, Sequence
@@ -12,7 +12,10 @@ from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Computes metrics of all samples, also those not trained on. Rewards count with a verdict."""
+  """Computes metrics of all samples, discarded groups included.
+
+  Metrics of rewards are over responses with a verdict.
+  """
   trajectories = trajectories_of(groups)
   judged = [group.reward_G[group.known_G] for group in groups]
   reward_X = np.concatenate(judged)
@@ -33,7 +36,7 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
 
 
 def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """Computes the mean size of recorded supports, and their probability without truncation."""
+  """Computes the mean size of recorded supports, and the full distribution's mass on them."""
   size, mass = [], []
   for trajectory in trajectories:
     if trajectory.support is not None:
@@ -69,7 +72,7 @@ def round_metrics(
 
 
 def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Computes number, reward and length of responses from files."""
+  """Computes number, mean reward and mean length of recorded responses."""
   known_B = np.concatenate([group.known_G for group in groups])
   lengths_B = np.array([trajectory.length for trajectory in trajectories_of(groups)])
   return {
@@ -80,7 +83,10 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Computes means over conversations; figures only without a failed environment."""
+  """Computes means over conversations.
+
+  Conversations with a failed environment are left out of the figures' means.
+  """
   trajectories = trajectories_of(groups)
   figures = means([x.figures for x in trajectories if not x.failure])
   row = {f"environment/{name}": value for name, value in figures.items()}
@@ -97,9 +103,16 @@ def partial_metrics(
   surplus: Container[int],
   version: int,
 ) -> dict[str, float]:
-  """Computes the age of trained tokens against `version`, the last sampling weights. Counts groups
-  finished in this iteration, without the earlier `surplus`, waiting ones, and sampled tokens not
-  yet trained on."""
+  """Computes metrics of partial rollouts.
+
+  These are the ages of trained tokens relative to `version`, the number of groups finished in this
+  iteration, the number of finished groups left over for later ones, and the tokens carried over.
+
+  Args:
+    under_way: groups carried over to the next iteration, finished or not.
+    surplus: Python ids of groups finished in earlier iterations.
+    version: last version of the sampling weights.
+  """
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)
   waiting = [group for group in under_way if group.finished]

@@ -1,15 +1,16 @@
-"""Several rewards and costs: advantages standardised one by one, costs held at limits.
+"""Several rewards and costs: each is standardised on its own, and costs are held at limits.
 
-A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k), with Z the standardisation within a group and s 1
-for a cost that is to be at most its limit, −1 for one that is to be at least that. After each
-iteration a multiplier follows the cost of the responses that were trained on:
+A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k), with Z the standardisation within a group. The
+sign s is 1 for an upper limit of a cost, −1 for a lower limit. After each iteration, each
+multiplier λ is updated from the mean cost of the trained responses:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
-where σ(C) is the deviation within groups: the unit that C has in A, and so in the Lagrangian whose
-slope in λ this is. arXiv:2602.05863 has the advantages, and multipliers that rise while a cost is
-above its limit. The unit of v, its bounds and the term of `gain` (arXiv:2007.03964) are ours.
+where σ(C) is the standard deviation within groups. A measures C in this unit, so v is measured in
+it too: the Lagrangian's slope in λ. arXiv:2602.05863 defines the advantages, and multipliers rising
+while a cost is above its limit. This module adds the unit of v, its bounds, and the term with
+`gain` (arXiv:2007.03964).
 """
 
 import dataclasses
@@ -22,26 +23,26 @@ from gspo_jax import objectives as O
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
-# A small program; multipliers are arguments, so that nothing is compiled again.
+# Multipliers are arguments of the program: new values compile nothing.
 _combined = jax.jit(O.constrained_advantages)
 
 
 @dataclasses.dataclass
 class Multiplier:
-  """Of one cost, as the next iteration takes it."""
+  """Multiplier of one cost in the next iteration."""
 
-  sum: float  # Integral of its violations.
-  value: float
+  sum: float  # I, the integral of violations
+  value: float  # λ
 
   def update(self, cost: CostSignal, violation: float) -> None:
-    """Follows the last iteration's violation, in standard deviations."""
+    """Updates from the last iteration's violation, in standard deviations."""
     v = min(max(violation, -1.0), 1.0)
     self.sum = min(max(self.sum + cost.rate * v, 0.0), cost.most)
     self.value = min(max(self.sum + cost.gain * v, 0.0), cost.most)
 
 
 class Constraints:
-  """Makes the advantages of groups whose signals are known, and moves the multipliers."""
+  """Computes advantages under constraints, and updates the multipliers."""
 
   def __init__(self, config: ConstraintConfig):
     self._config = config
@@ -55,11 +56,11 @@ class Constraints:
     valid_PG: np.ndarray | None = None,
     combine: Callable = _combined,
   ) -> tuple[np.ndarray, dict[str, float]]:
-    """Computes advantages [P, G] under the present multipliers, and metrics. Then updates these.
+    """Computes advantages [P, G] and metrics; then updates the multipliers.
 
     Args:
-      valid_PG: which responses count; None: those with a verdict.
-      combine: `objectives.constrained_advantages`, or another with its arguments.
+      valid_PG: mask of counted responses; None: the responses with a verdict.
+      combine: `objectives.constrained_advantages`, or a function of the same arguments.
     """
     c = self._config
     if valid_PG is None:
@@ -93,14 +94,17 @@ class Constraints:
     return {name: vars(multiplier).copy() for name, multiplier in self.multipliers.items()}
 
   def set_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-    """Restores a state of `get_state`; new costs begin anew. Bounds are the present ones."""
+    """Restores a state of `get_state`, within the configured bounds.
+
+    Costs absent from the state keep their initial multiplier.
+    """
     for name in self.multipliers.keys() & state.keys():
       most = self._config.active_costs[name].most
       self.multipliers[name] = Multiplier(*(min(x, most) for x in state[name].values()))
 
 
 def deviation(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:
-  """Computes the standard deviation within groups, pooled over all; 0 without any."""
+  """Computes the standard deviation within groups, pooled over groups; 0 without responses."""
   value_PG, size_P1 = np.where(valid_PG, value_PG, 0.0), valid_PG.sum(1, keepdims=True)
   mean_P1 = value_PG.sum(1, keepdims=True) / np.maximum(size_P1, 1)
   squares = np.where(valid_PG, (value_PG - mean_P1) ** 2, 0.0).sum()

@@ -1,18 +1,20 @@
-"""Batches that are collected ahead of the updates: asynchronous training, docs/asynchronous.md.
+"""Collects batches ahead of the updates: asynchronous training, docs/asynchronous.md.
 
-With `rl.lag` = L the responses of iteration j are sampled with the weights of version
-max(first, j - L), where version i is what there is before the updates of iteration i and `first`
-what the run starts with. Batch i + L is begun when iteration i begins, which has just published
-version i. So staleness is bounded by when a batch is begun, nothing that comes late is discarded,
-and what is trained on when follows from counts: the same seed gives the same figures.
+Version i is the weights before the updates of iteration i, and `first` is the version at the start
+of the run. With `rl.lag` = L, the responses of iteration j are sampled with version
+max(first, j - L). Batch i + L starts at the beginning of iteration i, right after version i is
+published. So the start of a batch bounds its staleness, and no late batch is discarded. Counts
+alone decide the batch of each update: the same seed gives the same results.
 
-  one mesh     batch i + L is collected before the updates of i, by the same thread: two threads
-               must not start collectives on the same devices, each could wait for the other
-  two meshes   a thread collects it on `rollout_mesh` while the updates of i, i + 1, ... are made
-  servers      a thread asks them, and new weights reach them at once: a response goes on under
-               these, so that a batch is of versions i to j, by when its tokens came
+  one mesh     the main thread collects batch i + L before the updates of iteration i: two threads
+               must not start collectives on the same devices, since each could wait for the other
+  two meshes   a worker thread collects batch i + L on `rollout_mesh`, during the updates of
+               iterations i, i + 1, ...
+  servers      a worker thread sends requests to servers. New weights reach the servers at once, and
+               responses in flight continue under them: batch j = i + L has tokens of versions i to
+               j, depending on their arrival times
 
-What is by arrival can be recorded (`rl.record`), and trained on again as it was (`rl.replay`).
+A batch that depends on arrival times can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
 
 import base64
@@ -40,12 +42,12 @@ from gspo_jax.sampling import Engine, SingleTurn, Usage
 from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, hosts, jsons, preemption
 
-POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
+POLL_S = 0.1  # seconds between checks of notices and servers during a wait for a batch
 ARRAYS = "advantage_PG", "advantage_BL"
 
 
 class Ahead(NamedTuple):
-  """A batch that was collected for an iteration, and where the collector stood after it."""
+  """A batch collected for an iteration, and the collector's position after it."""
 
   collected: Collected
   position: Callable[[], dict[str, Any]]
@@ -62,14 +64,14 @@ class Pipeline:
         ...
         sampling.publish(params, version=step + 1)
 
-  What is raised while a batch is collected is raised where it is waited for.
+  An exception during collection is raised again in `next`, `engine` or the function of `position`.
 
   Args:
-    last: the iteration that is done.
-    batches: directory of the batches that are recorded.
-    mesh: of the engine alone; None: it is on the trainer's.
-    publish: the trainer's parameters as such an engine loads them, in arrays that no update
-      changes.
+    last: the last finished iteration.
+    batches: directory of recorded batches.
+    mesh: the engine's own mesh; None: the engine shares the trainer's mesh.
+    publish: copies the trainer's parameters into the layout of an engine with its own mesh, in
+      arrays unaffected by later updates.
   """
 
   def __init__(
@@ -87,12 +89,13 @@ class Pipeline:
     self._collector, self._engine, self._stages = collector, engine, stages
     self._rl, self._begun, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
-    # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
+    # A worker thread queries servers, but the main thread loads weights into them: the probe needs
+    # the trainer's devices.
     self._beside = rl.lag > 0 and engine.loads_beside_steps
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # ordered
-    self._position = collector.position()  # after the batch that was given out last
+    self._position = collector.position()  # after the last batch returned by `next`
     self._published: tuple[Any, int] = None, -1  # weights and their version
-    self._loaded = -1  # version that the engine has; the thread's, unless it has nothing to do
+    self._loaded = -1  # version of the engine's weights; the worker's while it has jobs
     self._worker, self._idle_since, self._ended = None, 0.0, threading.Event()
     if self._mesh is not None or self._beside:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, "sampler")
@@ -101,14 +104,17 @@ class Pipeline:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Stops the collecting thread and discards its batch."""
+    """Stops the worker thread and discards its batch."""
     self._ended.set()
     if self._worker is not None:
       self._worker.shutdown(cancel_futures=True)
 
   def publish(self, params: Any, version: int) -> None:
-    """Gives the sampler the trainer's parameters for all later batches. A notice breaks it off and
-    is left to the next check: the caller has yet to say what to save."""
+    """Publishes the trainer's parameters to the sampler for all later batches.
+
+    A preemption notice interrupts loading without an exception. The next check raises it, once the
+    caller has set the resume point.
+    """
     if self._worker is None or self._beside:
       with contextlib.suppress(preemption.Preempted):
         self._engine.load(params, version)
@@ -122,7 +128,7 @@ class Pipeline:
       self._engine.release()
 
   def next(self, step: int) -> Collected:
-    """Returns the batch of an iteration, in turn. Begins the one `lag` iterations later."""
+    """Returns the batch of the next iteration; starts batches up to `step + lag`."""
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)
     while self._begun < min(step + self._rl.lag, self._rl.iterations):
@@ -135,7 +141,7 @@ class Pipeline:
 
   @contextlib.contextmanager
   def engine(self) -> Iterator[Engine]:
-    """Yields the engine with the last published weights, while nothing is collected."""
+    """Yields the engine with the last published weights, after all batches in flight."""
     if self._worker is None:
       yield self._engine
       return
@@ -147,12 +153,15 @@ class Pipeline:
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state. The returned function makes JSON of it for a checkpoint. It
-    waits for the batches in flight, and adds them and the collector's state after them."""
+    """Snapshots the sampling state; returns a function that serializes it to JSON.
+
+    The function waits for the batches in flight. Its JSON includes them, and the collector's state
+    after them.
+    """
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      with preemption.checked_by(lambda: None):  # a notice may be why
+      with preemption.checked_by(lambda: None):  # A notice may be the reason for saving.
         ahead = [self._wait(job) for job in jobs]
       snapshot = ahead[-1].position if ahead else position
       batches = [get_state(collected) for collected, _ in ahead]
@@ -161,9 +170,12 @@ class Pipeline:
     return state
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`. Batches of a run with a larger lag are all trained on; after
-    one with a smaller lag more are begun at once. Raises ValueError if they do not go with the
-    run."""
+    """Restores a state of `position`.
+
+    All saved batches are trained on, even if the lag has become smaller. If it has become larger,
+    the next call of `next` starts the additional batches. Raises ValueError if a saved batch does
+    not fit the run's configuration.
+    """
     self._collector.set_position(state)
     self._position = self._collector.position()
     for batch in state.get("ahead", ()):
@@ -186,7 +198,7 @@ class Pipeline:
     return Ahead(collected, self._collector.position())
 
   def _elsewhere(self, step: int, weights: Any, version: int) -> Ahead:
-    """Collects in the worker's thread; records its seconds and its waiting time."""
+    """Collects in the worker thread; records the stages' seconds and the idle time."""
     start_s, stages = time.perf_counter(), Stopwatch()
     waited = start_s - self._idle_since if self._idle_since else 0.0
     try:
@@ -196,18 +208,20 @@ class Pipeline:
           self._load(weights, version)
         ahead = self._collect(step, version, stages)
     except BaseException:
-      self._ended.set()  # batches after this one would be others than those of a run that goes on
+      self._ended.set()  # Later batches would differ from an uninterrupted run's.
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # Beside the trainer's stages, which add up to an iteration.
+    # Names apart from the trainer's stages, whose seconds sum to the iteration's.
     beside = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
     ahead.collected.metrics.update(beside)
     return ahead
 
   def _check(self) -> None:
-    """Ends the thread's work after the trainer has ended. Until then a notice is the trainer's: it
-    saves the batches in flight."""
+    """Raises Preempted in the worker thread once the pipeline has ended.
+
+    Before that, preemption notices are handled by the trainer, which saves the batches in flight.
+    """
     if self._ended.is_set():
       raise preemption.Preempted
 
@@ -247,7 +261,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   """Reads the recorded batch of an iteration.
 
   Raises:
-    ValueError: there is none, or it does not go with the run; names the file.
+    ValueError: the file is missing, damaged, or of another configuration; the message names it.
   """
   path = batch_file(directory, step)
   try:
@@ -259,7 +273,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
-  """Returns JSON of a batch without its rollout, which its groups make."""
+  """Returns JSON of a batch without its rollout, rebuilt from the groups on loading."""
   file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
   np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(

@@ -1,8 +1,8 @@
-"""Choice of the prompts that are worth sampling, by how often each was solved.
+"""Selects prompts worth sampling, by their solve counts.
 
-What the verifier said counts, never the shaped reward: a bonus for short answers gives different
-rewards to a group in which all are right, and nothing to learn from. A group in which nothing is
-right and values differ teaches.
+The verifier's scores count, never the shaped rewards. With a bonus for short answers, the rewards
+of an all-right group differ, though it teaches nothing. A group without a right response but with
+unequal scores does teach, so it is not all wrong.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,26 @@ from gspo_jax.structs import Prompt
 
 
 class PromptFilter:
-  """Counts how often each prompt was solved since it came into use, and drops it after so many
-  groups in a row that are all right, or all wrong; with `counts` it counts if it drops nothing too.
+  """Counts solved responses per prompt, and drops prompts with constant outcomes.
 
-  Its state is JSON, in the checkpoint: a resumed run leaves out the same prompts.
+  A prompt is dropped after `drop_after` consecutive groups that are all right, or all wrong. The
+  counts start at the prompt's first use or its readmission. The state is JSON in the checkpoint, so
+  a resumed run drops the same prompts.
+
+  Args:
+    counts: whether to count even if no prompt is ever dropped.
   """
 
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # id: groups, responses, right ones, and how many groups in a row up to the last one were all
-    # right (above 0) or all wrong (below 0); and the row that this is known of
+    # By prompt id: number of groups, of responses and of right responses; length of the current run
+    # of all-right (above 0) or all-wrong groups (below 0); and the data row's `Prompt.content`.
     self._tried: dict[str, list[Any]] = {}
-    self._dropped: dict[str, int] = {}  # id: iteration
+    self._dropped: dict[str, int] = {}  # iteration of dropping by prompt id
 
   def readmit(self, step: int) -> None:
-    """Brings back prompts after `readmit_after` iterations, with a clean slate."""
+    """Readmits prompts after `readmit_after` iterations, with zeroed counts."""
     after = self.config.readmit_after
     for name, dropped_step in [*self._dropped.items()] if after else ():
       if step - dropped_step >= after:
@@ -39,18 +43,19 @@ class PromptFilter:
     return self._row(prompt) not in self._dropped
 
   def _row(self, prompt: Prompt) -> str:
-    """The id of a prompt. What is known of another row, which had this id once, is forgotten."""
+    """Returns a prompt's id; forgets the counts of an earlier data row with this id."""
     if self._tried.get(prompt.id, ())[4:] not in ((), [], [prompt.content]):
       del self._tried[prompt.id]
       self._dropped.pop(prompt.id, None)
     return prompt.id
 
   def update(self, groups: Sequence[Group], step: int) -> None:
-    """Counts the scored groups of iteration `step`. Drops prompts, and brings back dropped ones
-    that a sampled group speaks for.
+    """Counts the scored groups of iteration `step`; drops or readmits their prompts.
 
-    A response without a verdict does not count, and its group adds nothing to those in a row. It
-    does not end them either, unless another response does.
+    A group may readmit a dropped prompt by ending its run of equal outcomes.
+
+    A response without a verdict does not count. Its group does not extend a run. It ends the run
+    only if the group's other responses contradict the run.
     """
     if not self._counts:
       return
@@ -75,12 +80,12 @@ class PromptFilter:
         self._dropped.pop(name, None)
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
-    """Counts the responses to a prompt since it came into use, and right ones."""
+    """Returns the numbers of responses to a prompt and of right responses."""
     _, responses, right, *_ = self._tried.get(self._row(prompt), (0, 0, 0, 0))
     return responses, right
 
   def metrics(self) -> dict[str, float]:
-    """Counts prompts in use and dropped ones by reason. Empty if nothing is ever dropped."""
+    """Counts tried prompts, and dropped prompts by reason; empty without dropping."""
     if not self.config.drop_after:
       return {}
     always = sum(self._tried[name][3] > 0 for name in self._dropped)

@@ -1,4 +1,4 @@
-"""The samples log: readable records of the responses that an iteration trained on."""
+"""The samples log: readable records of an iteration's training responses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_jax.rollouts.collector import Collected
 
-TOKENS = 200_000  # tokens of one log that are written one by one, with their log-ratios
+TOKENS = 200_000  # maximum number of tokens with individual entries in one log
 
 
 def rollout_records(
@@ -16,8 +16,8 @@ def rollout_records(
   """Returns a JSON object for each response.
 
   Args:
-    arrays: by the names of `learner.batch.sample_arrays`, in the order of the rollout.
-    decode: from tokens to text.
+    arrays: result of `learner.batch.sample_arrays`, in rollout order.
+    decode: function from token ids to text.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
@@ -32,11 +32,11 @@ def rollout_records(
     record = _summary(collected, row, G, float(advantage), tokens)
     written += int(used_L.sum())
     ids_X = rollout.tokens[row][used_L].tolist()
-    whole = rollout.response(row) == ids_X  # one turn, which may be read again (data/recorded.py)
+    whole = rollout.response(row) == ids_X  # Single turns can be read back (data/recorded.py).
     if whole:
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
     if written <= TOKENS:
-      # The tokens of a decoded text, encoded again, may be others.
+      # Encoding the decoded text may give other tokens.
       record |= dict(response_ids=ids_X) if whole else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)
@@ -50,7 +50,7 @@ def _summary(
   advantage: float,
   tokens: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-  """Returns the texts and figures of one response, from arrays [X] of its tokens."""
+  """Returns texts and figures of one response; `tokens` has its token arrays [X]."""
   group, sample = collected.groups[row // group_size], row % group_size
   verdict = sample not in group.unknown
   record = dict(
@@ -58,7 +58,7 @@ def _summary(
     sample=sample,
     prompt=group.prompt.question,
     response=group.responses[sample],
-    answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
+    answer=group.prompt.answer[:1000],  # A program's tests take megabytes.
     reward=float(group.reward_G[sample]) if verdict else None,
     advantage=round(advantage, 4),
     length=int(collected.rollout.lengths[row]),
@@ -76,7 +76,7 @@ def _summary(
 
 
 def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
-  """Returns one list for each figure of a response's tokens, from arrays [X]."""
+  """Turns the arrays [X] of a response's tokens into lists for JSON."""
   columns = dict(
     log_ratio=[round(x, 4) for x in tokens["log_ratio_BT"].tolist()],
     clipped_tokens=tokens["clipped_BT"].astype(int).tolist(),
@@ -91,7 +91,7 @@ def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
 def _segment_columns(
   log_ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
 ) -> dict[str, list]:
-  """Returns the segment of each token, and of each segment its ratio and Σ |derivative|."""
+  """Returns the segment of each token, and the ratio and Σ |derivative| of each segment."""
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U
   gradient_U = np.bincount(segment_X, abs(gradient_X))

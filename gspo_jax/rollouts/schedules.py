@@ -1,10 +1,11 @@
-"""Schedules of a run: length of responses, set of problems, sizes of groups, length buckets.
+"""Schedules of a run: response length, set of problems, group sizes, length buckets.
 
-Each follows from the iteration and from the checkpoint, so a resumed run makes the same choices.
+Each schedule is a function of the iteration and the checkpoint, so a resumed run makes the same
+choices.
 
-Rows of updates are as long as a bucket for the prompt and the longest response. Rows as long as
-`data.max_prompt_tokens` allows would be padding where all prompts are shorter, and each length is a
-program. So the lengths of the prompts on file choose a few buckets, once, at the start.
+A batch row of an update has a bucket's length for the prompt, and the maximum response length after
+it. Buckets of `data.max_prompt_tokens` would be mostly padding for short prompts, and each bucket
+compiles a program. So a few buckets are chosen at the start, from the lengths of all prompts.
 """
 
 import math
@@ -15,16 +16,17 @@ from gspo_jax.data.sources import Mixture, Prompts, Source
 from gspo_jax.settings.run import RunConfig
 
 SOLVED = 0.9  # probability of at least one right response in a group
-SHARES = (0.5, 0.9, 1.0)  # shares of all iterations whose prompts fit each bucket
-MULTIPLE = 16  # positions
-WORTH = 1.25  # least ratio of two buckets; a program for less would bring little
+SHARES = (0.5, 0.9, 1.0)  # share of iterations with all prompts within each bucket
+MULTIPLE = 16  # buckets are multiples of this number of tokens
+WORTH = 1.25  # minimum ratio of two buckets; a smaller ratio is not worth a program
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
-  """Number of responses for a prompt with `right` right ones among `tried`.
+  """Number of responses for a prompt with `right` right responses among `tried`.
 
-  The smallest number with which one at least is right with probability SOLVED, between `least`
-  and `most`, if each is with probability (right + 1) / (tried + 2): Laplace's rule of succession.
+  This is the smallest number with at least one right response at probability SOLVED, clipped to
+  [`least`, `most`]. Each response is right with probability (right + 1) / (tried + 2), by Laplace's
+  rule of succession. Untried prompts get `most`.
   """
   if not tried:
     return most
@@ -36,7 +38,7 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
 
 
 def begin(c: RunConfig, prompts: Any, step: int) -> tuple[int, dict[str, float]]:
-  """Reads new problems if they are due, and returns the tokens of a response and metrics."""
+  """Reads new problems if due; returns the maximum response length and metrics."""
   s, metrics = c.schedule, {}
   limit = s.limit(step, c.sampling.max_new_tokens)
   if s.stages:
@@ -49,13 +51,13 @@ def begin(c: RunConfig, prompts: Any, step: int) -> tuple[int, dict[str, float]]
 
 
 def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, ...]:
-  """Lengths for prompts in the rows of updates, at most three, the smallest first.
+  """Prompt lengths of the batch rows of updates, at most three, ascending.
 
-  `data.max_prompt_tokens` is the only one where later prompts may be longer, and where rows are not
-  a prompt and its response: packed ones, and conversations.
+  The only bucket is `data.max_prompt_tokens` if later prompts may be longer (growing files,
+  embedded tasks), and for packed rows and conversations.
 
-  An iteration draws `rl.prompts` prompts. All of them are within the quantile q of the lengths with
-  probability q^P.
+  An iteration draws P = `rl.prompts` prompts. All of them are within the q-quantile of the lengths
+  with probability q^P.
   """
   most = config.data.max_prompt_tokens
   parts = [p for s in sources for p in (s.sources if isinstance(s, Mixture) else (s,))]
@@ -73,8 +75,8 @@ def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, .
 
 
 def bucket_length(longest: int, buckets: Sequence[int], most: int) -> int:
-  """Smallest bucket for a prompt of `longest` tokens, else `most`.
+  """Smallest bucket for a prompt of `longest` tokens; `most` if no bucket is large enough.
 
-  Data of an earlier start of the run may have longer prompts than all buckets.
+  Data before a restart may have had prompts longer than all buckets.
   """
   return next((bucket for bucket in buckets if bucket >= longest), most)

@@ -1,7 +1,7 @@
-"""Verdicts on groups: of a verifier or of their environments, and what further signals measure.
+"""Verdicts on groups, by a verifier or by environments, and further signals.
 
-The first host judges, and what it says is told to all: a time limit may strike on one host and not
-on another.
+Scoring runs on host 0, and the caller broadcasts its verdicts: a time limit may be exceeded on one
+host and not on another.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from gspo_jax.sampling import EnvironmentConfig, parts
 
 @dataclasses.dataclass(frozen=True)
 class Verdicts:
-  """What B responses are worth."""
+  """Scores of B responses."""
 
   reward: np.ndarray  # float32 [B]
   correct: np.ndarray  # float32 [B]: raw correctness, before any shaping
-  unknown: Mapping[int, str]  # responses without a verdict, and why
-  outcomes: Mapping[str, int]  # how often the verifier came to each of them
+  unknown: Mapping[int, str]  # reason by index of a response without a verdict
+  outcomes: Mapping[str, int]  # number of responses by the verifier's outcome
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
-  rewards: Sequence[np.ndarray] | None = None  # Rewards of tokens, if turns or lines have some.
-  figures: Sequence[Mapping[str, float]] | None = None  # Figures of conversations.
-  failures: Sequence[str] | None = None  # Failures of their environments; "": none.
-  values: np.ndarray | None = None  # float32 [B]: before any shaping; None: those of `correct`
+  rewards: Sequence[np.ndarray] | None = None  # rewards of tokens; None: per response
+  figures: Sequence[Mapping[str, float]] | None = None  # figures of conversations
+  failures: Sequence[str] | None = None  # failures of environments; "": no failure
+  values: np.ndarray | None = None  # float32 [B]: scores before any shaping; None: `correct`
 
 
 def score_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
@@ -61,9 +61,10 @@ def score_responses(
   """Scores single-turn responses by the verifier and the signals.
 
   Args:
-    longest: tokens that the overlong punishment is to see of a response that reaches the limit it
-      was sampled under, whichever that was; 0: as many as there are.
-    breaks_V: line breaks in the text of each token, where lines have rewards.
+    longest: length passed to the overlong penalty for a response at its sampling limit; shorter
+      responses are shifted equally. 0: actual lengths.
+    breaks_V: number of line breaks in each token's text, for rewards of lines.
+    signals: further rewards and costs; None: no signals.
   """
   trajectories = trajectories_of(groups)
   tokens = [trajectory.tokens for trajectory in trajectories]
@@ -91,7 +92,7 @@ def score_responses(
 
 
 def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
-  """Assigns rewards and verdicts to groups. Raises ValueError for a reward that is not finite."""
+  """Assigns rewards and verdicts to groups; ValueError for a non-finite reward."""
   start = 0
   for group in groups:
     end = start + len(group.trajectories)
