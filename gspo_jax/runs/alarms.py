@@ -1,8 +1,9 @@
-"""Warnings by configured thresholds, before a run fails.
+"""Warnings at configured thresholds, before a run fails.
 
 Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
-1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each warning is
-printed whenever its condition begins; the metric `warning/<name>` is 1 while it holds.
+1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). A warning is
+printed when its condition becomes true; the metric `warning/<name>` is 1 while the condition is
+true.
 """
 
 import collections
@@ -15,21 +16,24 @@ from gspo_jax.settings.training import AlarmConfig
 
 
 class Alarms:
-  """Checks rows of metrics in order. Its memory follows from the rows: a resumed run passes those
-  on file, and warns as if it had not been interrupted."""
+  """Checks metrics rows in order.
+
+  All state follows from the rows. A resumed run passes the rows on file, and prints the same
+  warnings as an uninterrupted run.
+  """
 
   def __init__(self, config: AlarmConfig, rows: Iterable[Mapping[str, Any]] = ()):
     self._config = config
     self._norms: collections.deque[float] = collections.deque(maxlen=config.window)
     self._rewards: collections.deque[float] = collections.deque(maxlen=config.window)
     self._best = -float("inf")
-    self._idle = 0  # Iterations in a row without a gradient.
+    self._idle = 0  # Consecutive iterations with a gradient of 0.
     self._active: set[str] = set()
     for row in rows:
       self(row)
 
   def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Returns metrics to add to the row, and a line for each new warning."""
+    """Returns metrics for the row, and one line per new warning."""
     active = dict(self._conditions(row))
     new = [name for name in active if name not in self._active]
     self._active = set(active)
@@ -37,7 +41,7 @@ class Alarms:
     return {f"warning/{name}": 1.0 for name in active}, lines
 
   def _conditions(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yields name and reason of each true condition."""
+    """Yields name and message of each true condition."""
     c = self._config
     names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
@@ -46,12 +50,12 @@ class Alarms:
     if norm == 0 and self._idle >= IDLE_ITERATIONS:
       name, reason = _nothing_learned(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
-    if norm:  # 0 while a task is still too hard for any group.
+    if norm:  # A norm of 0, for example of a task still too hard, is left out of the median.
       usual = statistics.median(self._norms) if len(self._norms) == c.window else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
         yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
       self._norms.append(norm)
-    trained = row.get("ratio/mean") != 0  # 0 if no token was trained on.
+    trained = row.get("ratio/mean") != 0  # The mean ratio is 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
       yield "entropy", f"the policy's entropy is down to {entropy:.3g} nats per token"
     if c.ratio and deviation is not None and deviation > c.ratio:
@@ -68,16 +72,15 @@ class Alarms:
         if c.reward and mean < self._best - c.reward:
           origin = f"mean of {c.window}, from {self._best:.3g}"
           yield "reward", f"the reward has fallen to {mean:.3g}, {origin}"
-    # Evaluations have such a metric too.
+    # Training and evaluations have such a metric.
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"the verifier failed on {share:.2%} of the responses"
 
 
-# Name, metric, and text for the metric and the clip range.
-IDLE_ITERATIONS = 5  # Iterations in a row with a gradient of 0.
-_MISMATCHES = (
+IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
+_MISMATCHES = (  # Name, metric, and message with the metric's value and the clip range.
   (
     "mismatch",
     "mismatch/sequence/mean",
@@ -94,7 +97,7 @@ _MISMATCHES = (
 
 
 def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
-  """Returns name and reason for an iteration without a gradient."""
+  """Returns name and reason of a gradient of 0."""
   dropped = row.get("query_set/dropped")
   if row.get("masked_responses") and row.get("truncated_fraction") == 1:
     return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
@@ -108,5 +111,5 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """Returns a finite value; None for an update without figures (NaN, or null on file)."""
+  """Returns a finite value; None for an absent or non-finite value (null on file)."""
   return value if value is not None and math.isfinite(value) else None

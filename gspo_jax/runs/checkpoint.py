@@ -1,8 +1,9 @@
-"""Checkpoints with Orbax: training state, position in the data, counts of the host.
+"""Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-Orbax writes beside the final place and renames: a killed process leaves a whole checkpoint or
-none. It does not notice a flipped bit in an array. So the host's part is sealed, and has a checksum
-of each array (integrity.py).
+The host state is a dict with keys `position` (in the data), `pending` and `rows`; see `Phase.save`.
+Orbax writes to a temporary path and renames, so a killed process leaves a whole checkpoint or none.
+Orbax does not detect a flipped bit in an array. So the host state is stored with checksums of all
+arrays (integrity.py), under a seal.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ class DamagedError(ValueError):
 
 class _Manager(ocp.CheckpointManager):
   def reached_preemption(self, step: int) -> bool:
-    # The run checks between steps (preemption.py). Hosts agree by counting these checks; Orbax's
-    # own ones would disturb the count.
+    # The run checks for preemption between steps (preemption.py). Hosts agree by counting these
+    # checks, and checks by Orbax would disturb the count.
     return False
 
 
@@ -48,7 +49,7 @@ class Checkpointer:
   """Checkpoints of one phase, written in the background."""
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
-    """Raises DamagedError if the metrics of a checkpoint cannot be read."""
+    """Opens the directory. Raises DamagedError if a checkpoint's metrics are unreadable."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._last = time.monotonic()  # Start of the last save.
@@ -61,7 +62,7 @@ class Checkpointer:
       rules.append(policies.BestN(get_metric_fn=self._score, n=1))
     handler = ocp.StandardCheckpointHandler()
     handler.async_save = self._report_errors(handler.async_save)
-    for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads all of them.
+    for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads all of these files.
       with readable(path.parent.parent):
         json.loads(path.read_bytes())
     options = ocp.CheckpointManagerOptions(
@@ -70,7 +71,7 @@ class Checkpointer:
       cleanup_tmp_directories=True,
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._complete,
-        # Else threads wait twenty minutes for an impossible directory.
+        # Asynchronous creation would wait twenty minutes for an impossible directory.
         create_directories_asynchronously=False,
       ),
     )
@@ -78,35 +79,40 @@ class Checkpointer:
     try:
       with writing(self.directory):
         self._manager = _Manager(self.directory, options=options, item_handlers=handlers)
-    except RecursionError as error:  # Orbax survives all other damage of these files.
+    except RecursionError as error:  # Orbax tolerates all other damage of metadata files.
       path = self.directory / "*" / "_CHECKPOINT_METADATA"
       raise DamagedError(path, "nested too deeply") from error
     self._saving: tuple[int, float] | None = None  # Step and start of the last save.
     self._seconds: float | None = None
 
   def latest(self) -> int | None:
-    """Returns the step of the newest complete checkpoint; None without one."""
+    """Returns the step of the newest complete checkpoint; None without a checkpoint."""
     return self._manager.latest_step()
 
   def newest(self) -> str:
-    """Describes the current resume point."""
-    if "://" in str(self.directory):  # A look into a bucket takes too long.
+    """Describes the newest checkpoint, for messages."""
+    if "://" in str(self.directory):  # Listing a bucket takes too long.
       return f"the newest checkpoint in {self.directory}"
     steps = finished(self.directory)
     return f"checkpoint {self.directory / str(steps[-1])}" if steps else "the start of this phase"
 
   def is_time(self) -> bool:
-    """Whether `checkpoint.every_minutes` are over on the first host. All hosts call it."""
+    """Whether `checkpoint.every_minutes` have passed since the last save, by the first host's
+    clock. Collective: call it on all hosts."""
     minutes = self.config.every_minutes
     return minutes > 0 and hosts.broadcast(time.monotonic() - self._last >= 60 * minutes)
 
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
-    """Restores the newest whole checkpoint: step, state and the host's part; None without one.
-    Damaged newer ones are renamed to `damaged_<step>`.
+    """Restores (step, state, host_state) of the newest undamaged checkpoint.
+
+    Returns None without checkpoints. Newer, damaged checkpoints are renamed to `damaged_<step>`.
+
+    Args:
+      like: returns the abstract state, for the layout of the restored arrays.
 
     Raises:
-      ValueError: all checkpoints are damaged; says what to do.
-      DamagedError: one of several hosts cannot read its part.
+      ValueError: all checkpoints are damaged; the message says what to do.
+      DamagedError: one of several hosts cannot read its shards.
     """
     damaged: list[epath.Path] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
@@ -114,7 +120,7 @@ class Checkpointer:
         state, host = self.restore(step, like())
       except DamagedError as error:
         if jax.process_count() > 1 and error.__cause__:
-          raise  # Other hosts may be able to read their parts.
+          raise  # Other hosts may be able to read their shards.
         if hosts.is_first():
           sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
         damaged.append(error.path)
@@ -131,17 +137,21 @@ class Checkpointer:
   def save(
     self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float] | None = None
   ) -> None:
-    """Starts saving; values are copied before it returns. Replaces a checkpoint of this step.
+    """Starts a save in the background. Replaces an existing checkpoint of this step.
+
+    The arrays are copied before this method returns.
 
     Args:
-      host: JSON: position in the data, and the like.
-      metrics: metrics of this step, with the one for the best checkpoint.
+      step: number of finished steps.
+      state: training state.
+      host: host state, as JSON.
+      metrics: metrics of this step, with the criterion of the best checkpoint; None without it.
 
     Raises:
-      WriteError: this checkpoint or the one before it cannot be written.
+      WriteError: this checkpoint or the previous one cannot be written.
     """
     self._wait()
-    if self._best:  # All hosts keep the same checkpoints.
+    if self._best:  # All hosts must choose the same checkpoints to keep.
       metrics = {self._best: self._sign * float(hosts.broadcast(self._score(metrics or {})))}
     with self._write_errors(self.directory / str(step)):
       if step in self._manager.all_steps():
@@ -158,14 +168,14 @@ class Checkpointer:
     self._last = time.monotonic()
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-    """Restores the state, in the layout of the abstract state `like`, and the host's part.
+    """Restores (state, host_state), with arrays in the layout of the abstract state `like`.
 
     Raises:
       DamagedError: the checkpoint was changed.
-      ValueError: it has other arrays than `like`; the message names one, with shapes.
+      ValueError: arrays differ from `like`; the message names one array, with both shapes.
     """
     path = self.directory / str(step)
-    host_of(path)  # Refuses another phase, whose arrays may differ.
+    host_of(path)  # Rejects a checkpoint of another phase, whose arrays may differ.
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
     if not stored:
@@ -178,11 +188,11 @@ class Checkpointer:
     return state, host_of(path, state)
 
   def host(self, step: int) -> dict[str, Any]:
-    """Restores the host's part alone. Raises DamagedError."""
+    """Reads the host state alone. Raises DamagedError."""
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the seconds of a save that has finished since the last call.
+    """Returns the duration of a save completed since the last call; {} without such a save.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -193,20 +203,20 @@ class Checkpointer:
     return {} if seconds is None else {"checkpoint/seconds": seconds}
 
   def close(self) -> None:
-    """Waits until everything is on disk. Raises WriteError."""
+    """Waits until the last checkpoint is on disk. Raises WriteError."""
     self._wait()
     self._manager.close()
     if self._saving and hosts.is_first():
       with self._write_errors(self._mirror.target):
-        self._mirror.copy()  # The last report is there now.
+        self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the best checkpoint's criterion, to be maximized; -inf if it was not measured."""
+    """Returns the best checkpoint's criterion, to be maximized; -inf if not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
-    """Waits for the save in the background, but not after a failure. (Then Orbax would wait for the
-    other hosts, and these for this one.)"""
+    """Waits for the save in the background. Raises a failed save's error at once: a further wait
+    in Orbax could be a deadlock with other hosts."""
     step, _ = self._saving or (None, None)
     with self._write_errors(self.directory / str(step)):
       while self._manager.is_saving_in_progress() and self._failure is None:
@@ -228,7 +238,7 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _write_errors(self, path: epath.Path | None) -> Iterator[None]:
-    """Turns any error of Orbax into a WriteError of one line."""
+    """Converts any Orbax error in the block to a one-line WriteError."""
     try:
       yield
     except WriteError as error:
@@ -250,7 +260,7 @@ class Checkpointer:
     self._failure = error
 
   def _complete(self) -> None:
-    """Copies the workdir, between the writing of a checkpoint's files and its final rename."""
+    """Copies the workdir after a checkpoint's files are written, before the final rename."""
     _, start = self._saving
     try:
       if hosts.is_first():
@@ -263,8 +273,8 @@ class Checkpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _Commit:
-  """Orbax's futures, with errors handed to `fail` at once. (Orbax keeps them until all hosts are
-  done.)"""
+  """Orbax's futures. Errors go to `fail` at once; Orbax withholds errors until all hosts are
+  done."""
 
   futures: Sequence[Any]
   fail: Callable[[BaseException], None]
@@ -283,10 +293,10 @@ class _Commit:
 
 
 def reason(error: BaseException) -> str:
-  """Shortens the message of a failed write. (TensorStore's are long.)"""
+  """Shortens the message of an Orbax or TensorStore error."""
   if isinstance(error, OSError) and error.strerror:
     return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-  # ...: File too large [tensorstore_spec='...'] [os_error_code='27'], in either order
+  # Example: `...: File too large [tensorstore_spec='...'] [os_error_code='27']`, in either order.
   system_error = re.search(r': ([^:"[]+) \[\w+=', str(error))
   lines = str(error).splitlines() or [""]
   return system_error[1] if system_error else f"{type(error).__name__}: {lines[0][:300]}"
@@ -299,7 +309,11 @@ def finished(directory: epath.Path) -> list[int]:
 
 
 def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
-  """Reads the host's part of a checkpoint. DamagedError: it, or `state` as read, was changed."""
+  """Reads a checkpoint's host state; verifies the restored `state` if given.
+
+  Raises:
+    DamagedError: the host state or `state` was changed.
+  """
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
     host, written = stored["host"], stored["sums"]
@@ -313,19 +327,19 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readable(path: epath.Path) -> Iterator[None]:
-  """Turns any error of reading a checkpoint, except lack of memory, into a DamagedError."""
+  """Converts errors in the block, except lack of memory, to DamagedError."""
   try:
     yield
   except (MemoryError, jax.errors.JaxRuntimeError):
     raise
-  except Exception as error:  # Orbax, TensorStore and json have various types.
+  except Exception as error:  # Orbax, TensorStore and json raise various types.
     raise DamagedError(path, reason(error)) from error
 
 
 def require_shapes(
   named: str, stored: Mapping[str, Any], expected: Mapping[str, Any], hint: str = ""
 ) -> None:
-  """Raises ValueError, with both shapes, for the first array of another shape than expected."""
+  """Raises ValueError, with both shapes, for the first array with an unexpected shape."""
   for name in sorted(expected.keys() | stored.keys()):
     if expected.get(name) != stored.get(name):
       raise ValueError(
@@ -335,7 +349,7 @@ def require_shapes(
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  """Returns shapes by name, of arrays or of Orbax's metadata."""
+  """Returns shapes by name, from arrays or from Orbax's metadata."""
   leaves = integrity.named(getattr(tree, "tree", tree)).items()
   return {name: tuple(leaf.shape) for name, leaf in leaves if hasattr(leaf, "shape")}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-USEFUL = ("sample", "score", "logp", "update")  # Stages in the share `goodput`.
+USEFUL = ("sample", "score", "logp", "update")  # Stages that count as goodput.
 _compiled = 0.0
 
 
@@ -21,15 +21,15 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-  """Returns this process's seconds of compiling programs or reading them from the cache."""
+  """Returns this process's seconds of compilation, compile cache reads included."""
   return _compiled
 
 
 class Goodput:
-  """Shares of the wall time, from each row's seconds by stage.
+  """Shares of the wall time, from the seconds by stage of each metrics row.
 
-  The time from the last covered row to the next opening of the run is `restart`. The remainder,
-  such as reading data or waiting for a sampler on other devices, is `wait`.
+  `restart` is the time from the last metrics row on file to the next start of the process. `wait`
+  is the remainder, such as reading data or waiting for a sampler on other devices.
   """
 
   def __init__(self, clock: Callable[[], float] = time.time):
@@ -38,7 +38,11 @@ class Goodput:
     self._seconds: dict[str, float] = collections.defaultdict(float)
 
   def resume(self, last: Mapping[str, Any]) -> None:
-    """Continues from the last row on file, {} without one, at a process's first call."""
+    """Continues from the last metrics row on file. Only the first call has an effect.
+
+    Args:
+      last: last metrics row; {} without rows.
+    """
     if self._seconds:
       return
     clock, elapsed = last.get("wall/clock", self._opened), last.get("wall/seconds", 0.0)
@@ -48,7 +52,7 @@ class Goodput:
     self._seconds["restart"] += self._opened - clock
 
   def metrics(self, lap: Mapping[str, float]) -> dict[str, float]:
-    """Adds a row's `time/<stage>`; returns shares and seconds since the start."""
+    """Adds a step's seconds, `time/<stage>`; returns shares and total seconds."""
     for name, seconds in lap.items():
       self._seconds[name.removeprefix("time/")] += seconds
     clock = self._clock()

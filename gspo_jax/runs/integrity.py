@@ -1,7 +1,7 @@
-"""Checksums of arrays on their devices: before writing, and after reading.
+"""Checksums of arrays, computed on the devices before writing and after reading.
 
-They depend on values alone, not on the mesh. They cost one pass over the memory; no file is read
-twice.
+Checksums depend on values alone, not on the mesh. A checksum costs one pass over the memory, and no
+file is read twice.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ import numpy as np
 
 
 def sums(tree: Any) -> dict[str, str]:
-  """Returns type and checksum of each array, by name, on all processes. All call it."""
+  """Returns dtype and checksum of each array, by name. Collective: call it on all hosts."""
   values = jax.device_get(_sums(tree))
   return {name: f"{leaf.dtype} {int(values[name]):08x}" for name, leaf in named(tree).items()}
 
 
 def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
-  """Names arrays with another checksum; None if there are none. Arrays that were read in another
-  type cannot be compared."""
+  """Describes arrays with a changed checksum; None without changes. Arrays with a changed dtype
+  are not compared."""
   wrong = [
     name
     for name, value in read.items()
@@ -30,7 +30,7 @@ def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree, by name."""
+  """Returns the leaves of a pytree, by name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -41,7 +41,7 @@ def _sums(tree: Any) -> dict[str, jax.Array]:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-  """Returns the sum, modulo 2^32, of all values' bits, mixed as in MurmurHash3."""
+  """Returns the sum modulo 2^32 of all values' bits after MurmurHash3's mixing."""
   bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
   bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
   bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)

@@ -1,9 +1,9 @@
-"""Metrics on their way from the device to the run's directory.
+"""Metrics, from the device to `metrics.jsonl` and TensorBoard.
 
-A metric is a *reduction*, any pytree with `.compute()` (a mean carries its numerator and
-denominator, so merging two of them is never a mean of means), or a plain scalar.
-They stay on the device until the next step is dispatched (`phase.Phase`), are fetched in one
-transfer (`compute`), and go to `metrics.jsonl` and TensorBoard.
+A metric is a plain scalar or a *reduction*, any pytree with `.compute()`. (The reduction of a mean
+has a numerator and a denominator, so merging never takes a mean of means.) Metrics stay on the
+device until the next step is dispatched (`phase.Phase`). Then `compute` fetches all metrics in one
+transfer.
 """
 
 import collections
@@ -27,14 +27,14 @@ from gspo_jax.system.files import write_whole, writing
 
 Row = dict[str, Any]
 
-PHASES = ("sft", "rl", "eval")  # The order of training; eval is a job of its own.
+PHASES = ("sft", "rl", "eval")  # In the order of training; "eval" is a separate job.
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
-  """Fetches metrics in one transfer. Reductions and arrays become floats, strings and integers
-  stay, and None is left out."""
+  """Fetches metrics in one transfer. Reductions and arrays become floats. Strings and integers are
+  unchanged, and None is dropped."""
   host = jax.device_get(dict(metrics))
-  # Reductions may compute with jnp: fetches again, a no-op for NumPy values.
+  # `compute` may return jnp arrays: the second fetch is a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
   return {
     k: v if isinstance(v, str | int) else float(v) for k, v in values.items() if v is not None
@@ -42,10 +42,10 @@ def compute(metrics: Mapping[str, Any]) -> Row:
 
 
 class Stopwatch:
-  """Measures seconds per stage of a step. A stage inside another one is charged to itself only, as
-  is `compile`, the compilation of programs.
+  """Measures seconds per stage of a step.
 
-  It measures the host: a stage without blocking looks free.
+  The time of a nested stage counts for the nested stage only. So does compilation, as stage
+  `compile`. This is host time: asynchronous device work in a stage is not measured.
   """
 
   def __init__(
@@ -69,7 +69,7 @@ class Stopwatch:
       self._stack.pop()
 
   def lap(self) -> dict[str, float]:
-    """Returns `{'time/<stage>': seconds}` since the last lap and starts from zero."""
+    """Returns `{'time/<stage>': seconds}` since the last lap, and resets the seconds."""
     self._charge()
     seconds, self._seconds = self._seconds, collections.defaultdict(float)
     return {f"time/{stage}": value for stage, value in seconds.items()}
@@ -86,18 +86,18 @@ class Stopwatch:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-  """Costs of a run since its first iteration. A checkpoint has these sums: an interrupted run
-  counts each iteration of its result once."""
+  """Costs of a run since its first iteration. The sums are in checkpoints, so a resumed run counts
+  each iteration once."""
 
-  tokens: int = 0  # Sampled tokens, discarded ones too.
-  flops: float = 0.0  # Model FLOPs of sampling, passes without gradient and updates.
+  tokens: int = 0  # Sampled tokens, including discarded tokens.
+  flops: float = 0.0  # Model FLOPs of sampling, passes without gradient, and updates.
 
   def plus(self, tokens: int, flops: float) -> "Totals":
-    """Adds one more iteration."""
+    """Returns the sums with another iteration's costs."""
     return Totals(self.tokens + tokens, self.flops + flops)
 
   def metrics(self) -> dict[str, float]:
-    """Returns the sums by the names of metrics.jsonl."""
+    """Returns the sums by their names in metrics.jsonl."""
     return {f"total/{name}": float(value) for name, value in vars(self).items()}
 
   def get_state(self) -> dict[str, Any]:
@@ -106,7 +106,10 @@ class Totals:
 
 
 def memory() -> dict[str, float]:
-  """Returns peaks in GiB: of the process, and of the fullest local device if devices report it."""
+  """Returns peak memory in GiB, of the process and of the fullest local device.
+
+  The device's peak is absent if devices do not report memory.
+  """
   memory = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
   peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
   if None not in peaks:
@@ -115,9 +118,9 @@ def memory() -> dict[str, float]:
 
 
 class Writer(contextlib.AbstractContextManager):
-  """Appends rows to `metrics.jsonl` and TensorBoard, and writes samples logs, in one directory.
+  """Appends metrics rows to `metrics.jsonl` and TensorBoard, and writes samples logs.
 
-  On several hosts one process writes; the others pass `active=False` and write nothing.
+  On several hosts one process writes. The other processes pass `active=False` and write nothing.
   """
 
   def __init__(
@@ -131,35 +134,40 @@ class Writer(contextlib.AbstractContextManager):
     """Opens the files.
 
     Args:
-      wandb: project of Weights & Biases for the rows; "" for none.
-      config: configuration to show there.
+      workdir: directory of the files.
+      active: whether this process writes.
+      wandb: Weights & Biases project for the metrics rows; "" for none.
+      config: configuration to show in Weights & Biases; None for none.
 
     Raises:
       ValueError: a line of metrics.jsonl is damaged.
-      WriteError: it cannot be written.
+      WriteError: metrics.jsonl cannot be written.
     """
     self._workdir = Path(workdir)
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
-    self.notes: dict[str, float] = {}  # Metrics of the whole run, for every row.
-    self.count = 0  # Rows on file.
+    self.notes: dict[str, float] = {}  # Constant metrics of the run, added to every row.
+    self.count = 0  # Metrics rows on file.
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
         self._workdir.mkdir(parents=True, exist_ok=True)
         _cut_half_written_line(self._path)
-      self.count = len(read_rows(self._path))  # Finds a damaged row now.
+      self.count = len(read_rows(self._path))  # Raises ValueError for a damaged row.
       self._open()
     self._wandb = None
     if active and wandb:
       self._wandb = tracking.open_wandb(wandb, self._workdir, config or {})
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null.
+    """Appends one metrics row. NaN and infinity become null on file.
+
+    Args:
+      row: `phase`, `step`, and numbers by name.
 
     Raises:
-      WriteError: it cannot be written, or metrics.jsonl was removed meanwhile.
+      WriteError: the row cannot be written, or metrics.jsonl was removed during the run.
     """
     if not self._active:
       return
@@ -180,15 +188,18 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.log({f"{phase}/step": step} | shown)
 
   def rows(self, *phases: str) -> list[Row]:
-    """Returns the written rows of phases; [] on inactive hosts."""
+    """Returns the metrics rows on file of these phases; [] if not active."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
   def truncate(self, phase: str, step: int) -> int:
-    """Drops rows of `phase` above `step`, and rows of later phases; returns their number.
+    """Drops metrics rows of `phase` after `step`, and of later phases.
 
-    A resumed run calls it before its first `write`. A run writes everything about a step before it
-    saves the step's checkpoint: so a resumed run ends with the rows of an uninterrupted one.
+    Call it in a resumed run before the first `write`. A run writes all rows of a step before the
+    step's checkpoint, so a resumed run ends with the rows of an uninterrupted run.
+
+    Returns:
+      The number of dropped rows.
     """
     if not self._active:
       return 0
@@ -197,14 +208,14 @@ class Writer(contextlib.AbstractContextManager):
     for row in read_rows(self._path):
       is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
       (covered if is_covered else dropped).append(row)
-    # TensorBoard hides steps at or above the purge step of their phase.
+    # TensorBoard hides a phase's steps at or above the phase's purge step.
     self._purge = dict.fromkeys((row.get("phase") for row in dropped), 0)
     for row in covered:
       if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       for phase in self._purge:
-        self._board(phase)  # Hides the rows before they are gone.
+        self._board(phase)  # TensorBoard hides the rows before metrics.jsonl drops them.
       self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in covered))
       self._open()
@@ -212,10 +223,10 @@ class Writer(contextlib.AbstractContextManager):
     return len(dropped)
 
   def sync(self) -> None:
-    """Waits until the rows are on disk, and survive a loss of power.
+    """Waits until the metrics rows are on disk, safe from a loss of power.
 
     Raises:
-      WriteError: they cannot be written.
+      WriteError: the rows cannot be written.
     """
     if not self._active:
       return
@@ -223,14 +234,14 @@ class Writer(contextlib.AbstractContextManager):
       os.fsync(self._file.fileno())
       folder = os.open(self._workdir, os.O_RDONLY)
       try:
-        os.fsync(folder)  # The file's name is on disk too.
+        os.fsync(folder)  # Syncs the file's name too.
       finally:
         os.close(folder)
 
   def dump_rollouts(
     self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"
   ) -> None:
-    """Writes `<folder>/<phase>_<step>.jsonl`, whole or not at all; replaces an older one."""
+    """Writes `<folder>/<phase>_<step>.jsonl` atomically; replaces an existing file."""
     if not self._active:
       return
     path = self._workdir / folder / f"{phase}_{step:06d}.jsonl"
@@ -255,11 +266,11 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.finish()
 
   def _open(self) -> None:
-    with writing(self._path):  # Unbuffered: `close` has nothing left of a failed write.
+    with writing(self._path):  # Unbuffered, so `close` does not retry a failed write.
       self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
   def _append(self, line: bytes) -> None:
-    """Hands a line to the kernel: it survives kill -9."""
+    """Writes a line to the kernel, safe from kill -9."""
     with writing(self._path):
       if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
         raise OSError(errno.ESTALE, "it was replaced while the run went on")
@@ -267,7 +278,7 @@ class Writer(contextlib.AbstractContextManager):
         line = line[self._file.write(line) :]
 
   def _board(self, phase: str) -> tracking.EventFile:
-    """Returns the event file of a phase, in its own directory: phases are purged separately."""
+    """Returns the event file of a phase, in a directory per phase for separate purges."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))
@@ -275,10 +286,10 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads JSON lines, without an incomplete last line (kill -9 while writing).
+  """Reads metrics rows, without an incomplete last line (after kill -9).
 
   Raises:
-    ValueError: a line is not an object with a step; names it.
+    ValueError: a line is not a JSON object with a step; the message names the line.
   """
   path = Path(path)
   if not path.exists():

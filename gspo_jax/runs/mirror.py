@@ -1,8 +1,8 @@
-"""Copy of a workdir beside checkpoints with a directory of their own.
+"""Copy of a workdir in `checkpoint.directory`.
 
-A preemptible machine loses its workdir with the disk. So the workdir, without checkpoints and the
-files of one machine, is copied before a checkpoint is completed. A run that is started with this
-`checkpoint.directory` and an empty workdir continues from the copy.
+A preemptible machine loses its disk, and with it the workdir. So each save copies the workdir,
+without checkpoints and machine-specific files, before the checkpoint is complete. A run started
+with this `checkpoint.directory` and an empty workdir resumes from the copy.
 """
 
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ class Mirror:
     self._copied: dict[str, tuple[int, float]] = {}
 
   def can_fill(self) -> bool:
-    """Whether there is a copy of a run for a workdir without one."""
+    """Whether a copy of a run exists, and the workdir has no run."""
     has_copy = self.target is not None and (self.target / FILE).exists()
     return has_copy and not (self._workdir / FILE).exists()
 
   def fill(self) -> bool:
-    """Fills a workdir without a run from the copy; False if there is nothing to do."""
+    """Fills a workdir without a run from the copy; False if `can_fill` is False."""
     if not self.can_fill():
       return False
-    # config.json, the sign of a run, comes last.
+    # The last file is config.json: its existence marks a run.
     for name in sorted(_files(self.target), key=lambda name: name == FILE):
       _copy(self.target / name, self._workdir / name)
     return True
 
   def copy(self) -> None:
-    """Copies changed files. WriteError: one cannot be copied."""
+    """Copies changed files to the target. Raises WriteError if a file cannot be copied."""
     if self.target is None:
       return
     for name in list(_files(self._workdir)):
@@ -56,8 +56,8 @@ class Mirror:
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
-  """Yields paths of files, without `LEFT_OUT` and half-written ones. (On gs://, `epath.Path.walk`
-  loses the scheme.)"""
+  """Yields relative paths of files, except `LEFT_OUT` and temporary files. (`epath.Path.walk` loses
+  the scheme gs://.)"""
   for path in sorted((folder / within).iterdir()):
     name = f"{within}{path.name}"
     if name not in LEFT_OUT and path.is_dir():
@@ -67,10 +67,10 @@ def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
-  """Copies a file whole or not at all."""
+  """Copies a file atomically."""
   with writing(target):
     target.parent.mkdir(parents=True, exist_ok=True)
-    if "://" in str(target):  # A bucket shows an object only when it is whole.
+    if "://" in str(target):  # Buckets write objects atomically.
       source.copy(target, overwrite=True)
       return
     beside = target.with_name(f"{target.name}.tmp")

@@ -1,8 +1,8 @@
-"""NaN and infinity: they stop the run, and leave enough behind to reproduce them.
+"""Detection of NaN and infinity: stops the run and writes a dump to reproduce them.
 
-`failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, holds the training state,
-the mini-batches and the configuration. `python -m gspo_jax.replay <that directory>` makes the
-updates again and locates the cause.
+The dump `failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, has the training
+state, the mini-batches and the configuration. `python -m gspo_jax.replay DUMP` repeats the updates
+and locates the cause.
 """
 
 import collections
@@ -37,7 +37,7 @@ ABOUT = "failure.json"
 
 
 class NonFiniteError(ArithmeticError):
-  """Metrics are NaN or infinite; `names` lists them."""
+  """Metrics are NaN or infinite; `names` lists these metrics."""
 
   def __init__(self, message: str, names: tuple[str, ...]):
     super().__init__(message)
@@ -45,18 +45,18 @@ class NonFiniteError(ArithmeticError):
 
 
 class Guard:
-  """Checks rows of metrics, a step late, and keeps the batches meanwhile.
+  """Checks metrics rows one step late, and keeps mini-batches until then.
 
-  The update itself has skipped non-finite gradients (`learner.step`), and with "stop" all later
-  ones: the state is still the one before the offending batch.
+  The update function skips updates with non-finite gradients (`learner.step`). With "stop", it also
+  skips all later updates, so the state is still the state before the offending mini-batch.
 
   Args:
     home: directory for `failures/`.
     config: the run's configuration, as JSON.
     on_nonfinite: "stop" the run | "skip" the update.
     updates: gradient updates per step of the phase.
-    keep: steps for which batches are kept, until their metrics are there.
-    limit: skipped updates in a row that end a run with "skip"; 0 for no limit.
+    keep: number of newest steps with stored mini-batches.
+    limit: consecutive skipped updates that stop a run with "skip"; 0 for no limit.
   """
 
   def __init__(
@@ -72,33 +72,36 @@ class Guard:
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0
     self._limit, self._in_a_row = limit, 0
-    self._checked = 0  # Step of the newest row of updates.
+    self._checked = 0  # Step of the newest checked row with `updates_skipped`.
     self._batches: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(
       maxlen=keep
     )
 
   def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
-    """Starts with a new or restored state; returns the state to train on. With "stop", earlier
-    skipped updates are forgotten: all later ones would be skipped.
+    """Starts with a new or restored state; returns the state to train on.
+
+    With "stop", the state's count of skipped updates is reset, since any skip causes all later
+    skips.
 
     Args:
-      reported: whether the row of `step` has been checked.
-      step: the last step.
+      state: new or restored training state.
+      reported: whether the metrics row of `step` has been checked.
+      step: last finished step.
     """
     self._checked = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # That row may have all of them.
+    if not reported:  # The pending row of `step` may count all skipped updates.
       self._skipped = 0
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:
-    """Keeps the mini-batches of a step."""
+    """Keeps a step's mini-batches for a dump."""
     self._batches.append((step, batches))
 
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
-    """Raises `NonFiniteError`, after a dump, for a non-finite row."""
+    """Raises `NonFiniteError`, after a dump, for a non-finite metrics row."""
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
     point, skips = f"{row['phase']} step {row['step']}", ""
@@ -115,8 +118,8 @@ class Guard:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      # The first bad update and all later ones are skipped. (`state.step` does not count them, but
-      # neither does it count batches without a token to train on.)
+      # The first bad update and all later updates are skipped. (`state.step` would not tell: it
+      # counts neither skipped updates nor batches without a token to train on.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
@@ -125,14 +128,14 @@ class Guard:
     why = f"not finite at {row['phase']} step {step}: {reason}{skips}"
     try:
       directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
-    except Exception as error:  # Orbax, TensorStore and file systems have various types.
+    except Exception as error:  # Orbax, TensorStore and file systems raise various types.
       failure = checkpoint.reason(error)
       raise NonFiniteError(f"{why}; what led to it cannot be written: {failure}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
-    """Counts skipped updates in a row, up to this row of metrics. A step with any other update ends
-    the count."""
+    """Counts consecutive skipped updates, up to this metrics row. A step with any applied update
+    resets the count."""
     if "updates_skipped" in row:
       all_skipped = added >= (row["step"] - self._checked) * self._updates
       self._in_a_row = self._in_a_row + added if all_skipped else 0
@@ -140,15 +143,17 @@ class Guard:
     return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
-    """Raises `NonFiniteError` if "stop" has skipped updates of a state without a row yet. A resumed
-    run would lack them."""
+    """Raises `NonFiniteError` if `state`, about to be saved, lacks skipped updates ("stop" only).
+
+    These updates may not be in any metrics row yet, and a resumed run would lack them silently.
+    """
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))
       self.check(dict(phase=phase, step=step, updates_skipped=skipped), state)
 
 
 def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the names of NaN and infinite metrics."""
+  """Returns the names of NaN or infinite metrics."""
   return tuple(k for k, v in row.items() if isinstance(v, numbers.Real) and not math.isfinite(v))
 
 
@@ -160,7 +165,7 @@ def dump(
   state: TrainState,
   batches: Sequence[TrainBatch],
 ) -> epath.Path:
-  """Writes and returns the directory. All hosts call it; the first one writes the batches."""
+  """Writes a dump and returns its directory. Collective: call it on all hosts."""
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
@@ -177,7 +182,7 @@ def dump(
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """Reads the files of `dump`, except the state. ValueError: names a bad file."""
+  """Reads the files of `dump` except the state. Raises ValueError, naming a bad file."""
   directory = epath.Path(directory)
   path = directory / ABOUT
   if not path.exists():
@@ -186,7 +191,7 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
     raise ValueError(f"{path} has no phase sft or rl, or no config: it is not what a run wrote")
   paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
-  return about, [_batch(path) for path in paths]  # In the order of the updates: 10 after 9.
+  return about, [_batch(path) for path in paths]  # In numerical order: 9 before 10.
 
 
 def _batch(path: epath.Path) -> TrainBatch:

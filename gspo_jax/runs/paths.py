@@ -1,4 +1,4 @@
-"""Paths in a configuration: required ones, and ones that must not coincide."""
+"""Checks of paths in a configuration: required, existing, outside the workdir."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
-  """Returns the file of an iteration's batch, as `rl.record` writes it."""
+  """Returns the file of an iteration's recorded batch (`rl.record`)."""
   return directory / f"{step:06d}.json"
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> None:
-  """Checks all paths of a configuration. ValueError: names those to set or change."""
+  """Checks all paths of a configuration. Raises ValueError, naming the keys to set or change."""
   paths = {
     "weights": (
       config.weights,
@@ -62,7 +62,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
     rewards.check_importable(name)
   check_signals(config.constraints)
   if config.lora.adapter:
-    from gspo_jax.models.hf import peft  # safetensors is only needed here
+    from gspo_jax.models.hf import peft  # Only this branch needs safetensors.
 
     adapter = config.lora.adapter
     if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
@@ -75,7 +75,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
-  """Raises ValueError for an input in the directory of the run's own files."""
+  """Raises ValueError for an input path in the run's own workdir."""
   read = [("distillation.teacher", config.distillation.teacher), ("rl.replay", config.rl.replay)]
   read += [("weights", config.weights)] if config.weights != "random" else []
   read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]
@@ -88,7 +88,7 @@ def _check_apart(config: RunConfig, workdir: Path) -> None:
 
 
 def _check_checkpoints(directory: str, workdir: Path | None) -> None:
-  """Raises ValueError unless checkpoints can be written there."""
+  """Raises ValueError unless checkpoints can be written to `directory`."""
   named = f"--config.checkpoint.directory={directory}"
   path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:

@@ -1,4 +1,4 @@
-"""Traces of JAX's profiler: some steps of one stage of one iteration."""
+"""JAX profiler traces of some steps in one stage of one iteration."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,20 +11,24 @@ from gspo_jax.settings.training import ProfileConfig
 
 
 class Profiler:
-  """Traces the window of section `profile` into `directory`, and serves live profiles.
+  """Writes the trace configured in section `profile`, and serves live profiles.
 
     with profiler("update", iteration):
       for batch in batches:
         state = update(state, batch)
         profiler.count("update", 1, state)
 
+  Args:
+    config: section `profile`.
+    directory: directory of the trace.
+
   Raises:
-    ValueError: no server can be started at `profile.port`.
+    ValueError: the server cannot be started at `profile.port`.
   """
 
   def __init__(self, config: ProfileConfig, directory: Path):
     self._config, self._directory = config, directory
-    self._remaining: int | None = None  # Steps still to be traced; None while nothing is traced.
+    self._remaining: int | None = None  # Steps left in the current trace; None outside a trace.
     try:  # The server lives as long as this object.
       self._server = jax.profiler.start_server(config.port) if config.port else None
     except Exception as error:
@@ -34,7 +38,7 @@ class Profiler:
 
   @contextlib.contextmanager
   def __call__(self, stage: str, iteration: int) -> Iterator[None]:
-    """Traces a block if it is the chosen one, until enough steps are counted."""
+    """Traces the block if its stage and iteration are configured, up to `profile.steps` steps."""
     if (stage, iteration) != (self._config.stage, self._config.iteration):
       yield
       return
@@ -46,7 +50,13 @@ class Profiler:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Counts dispatched steps of a stage; `result` is ready when they are done."""
+    """Counts dispatched steps of a stage, and ends the trace after the last one.
+
+    Args:
+      stage: stage of the steps.
+      steps: number of dispatched steps.
+      result: arrays to wait for before the trace ends; None for none.
+    """
     if self._remaining is None or stage != self._config.stage or not self._config.steps:
       return
     self._remaining -= steps

@@ -16,9 +16,15 @@ class Progress(contextlib.AbstractContextManager):
   """Shows progress as a bar on a terminal, or as a line every `interval` seconds in a log.
 
   Args:
-    active: False on all processes but one, which show nothing.
-    delay: seconds before the first sign.
-    at_most: the phase may end before `total` steps.
+    phase: name of the phase.
+    total: number of steps in the phase.
+    start: number of steps finished before this process.
+    active: whether this process shows progress; True on one process only.
+    interval: seconds between lines in a log.
+    delay: seconds before the bar or the first line appears.
+    at_most: whether `total` is an upper bound, since the phase may end early.
+    stream: output; None for standard error.
+    clock: function for the time in seconds.
   """
 
   def __init__(
@@ -50,7 +56,13 @@ class Progress(contextlib.AbstractContextManager):
       )  # fmt: skip
 
   def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
-    """Shows warnings, then `step` steps as done with figures of `row`."""
+    """Shows warnings, then the number of finished steps with figures.
+
+    Args:
+      step: number of finished steps.
+      row: metrics row of the step.
+      warnings: lines to print.
+    """
     self.step = step
     if not self._active:
       return
@@ -70,7 +82,7 @@ class Progress(contextlib.AbstractContextManager):
       self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Shows at once, and every `interval` seconds before the first step, that programs compile."""
+    """Shows the compile time now and every `interval` seconds until the first step ends."""
     if not self._active or self.step >= self._total:
       return
 
@@ -82,7 +94,7 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the first step's time so far."""
+    """Shows the time spent on compilation and the first step so far."""
     text = f"compiling, then the first step; {clock_text(self._clock() - self._begin)} so far"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
@@ -90,7 +102,7 @@ class Progress(contextlib.AbstractContextManager):
       print(f"{self._phase} {self.step}/{self._total}  {text}", file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Ends the bar."""
+    """Closes the bar."""
     self._no_waiting.set()
     if self._bar is not None:
       self._bar.close()

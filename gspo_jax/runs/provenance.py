@@ -1,4 +1,4 @@
-"""Origin of a run: configuration, commit, and the versions that figures depend on."""
+"""Provenance of a run in config.json: configuration, commit and package versions."""
 
 import importlib.metadata
 import json
@@ -16,14 +16,22 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
-NO_PART = ("provenance", "resume")  # Keys that do not make a run another one.
-ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")  # Keys that name them.
+NO_PART = ("provenance", "resume")  # Keys outside a run's identity.
+# Configuration key of each origin in the provenance.
+ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
 def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
-  """Raises ValueError if a workdir holds a run of another configuration, unless `resume` is
-  "force". The message names `flag`. The first process's workdir counts. All processes call it."""
+  """Raises ValueError if the workdir's run has another configuration. Collective.
+
+  With `resume` "force", any configuration passes. Only the first host's workdir is read.
+
+  Args:
+    workdir: directory of the run.
+    config: configuration of this start.
+    flag: command-line flag of the directory, for the message.
+  """
 
   def compare() -> None:
     if config["resume"] == "force" or not (recorded := read(workdir)):
@@ -44,11 +52,13 @@ def record(
   teacher: Mapping[str, Any] | None = None,
   tokenizer: str = "",
 ) -> None:
-  """Writes config.json. Prints the keys that differ from before if the run continues, and warns of
-  other code or packages.
+  """Writes config.json. For a resumed run, prints changed keys and warns of changed code or
+  packages.
 
   Args:
-    start: origin of the first weights; None or {} if they are random.
+    workdir: directory of the run.
+    config: configuration of this start.
+    start: origin of the initial weights; None or {} for random weights.
     teacher: origin of the teacher's weights; None without a teacher.
     tokenizer: name of the tokenizer.
   """
@@ -60,11 +70,11 @@ def record(
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
-  write_whole(workdir / FILE, [text, "\n"])  # Another process never reads half of it.
+  write_whole(workdir / FILE, [text, "\n"])  # Atomic for other processes that read the file.
 
 
 def _changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for keys of the run's identity."""
+  """Returns lines `key: old -> new` for changed keys of the run's identity."""
   old, new = (
     {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
   )
@@ -84,8 +94,11 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
 
 
 def provenance() -> dict[str, Any]:
-  """Returns JSON of code and packages: `commit` (None outside a git checkout), `dirty` if it was
-  changed since, `versions`, `command`."""
+  """Returns JSON of the code and its packages.
+
+  Keys: `commit` (None outside a git checkout), `dirty` (whether tracked files differ from the
+  commit), `versions` of packages, and `command`.
+  """
   root = Path(__file__).parents[2]
   versions = dict(python=platform.python_version())
   for name in PACKAGES:
@@ -99,12 +112,12 @@ def provenance() -> dict[str, Any]:
 
 
 def _code(origin: Mapping[str, Any]) -> dict[str, str | None]:
-  """Returns versions of packages, and the commit."""
+  """Returns package versions and the commit of a provenance."""
   return dict(origin.get("versions", {}), commit=origin.get("commit"))
 
 
 def read(workdir: Path | epath.Path) -> dict[str, Any]:
-  """Reads config.json of a workdir; {} if it is absent. Raises ValueError if it is damaged."""
+  """Reads a workdir's config.json; {} without one. Raises ValueError for a damaged file."""
   path = workdir / FILE
   if not path.exists():
     return {}
@@ -122,10 +135,10 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 
 
 def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns the origins of a run by part of its provenance; {} for an unknown or new one.
+  """Returns a run's recorded origins, by the keys of ORIGINS; {} for each new or unknown origin.
 
-  A run that continues keeps to these, even if its keys name newer weights by now. The first
-  process's workdir counts. All processes call it.
+  A resumed run keeps its recorded origins, even if the configured names have newer weights. Only
+  the first host's workdir is read. Collective: call it on all hosts.
   """
   recorded = hosts.run_on_first_host(lambda: read(workdir) if workdir is not None else {})
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
@@ -137,14 +150,14 @@ def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[st
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the configuration as JSON keeps it: tuples are lists."""
+  """Returns the configuration after a JSON round trip: tuples become lists."""
   return json.loads(json.dumps(config))
 
 
 def _git(root: Path, *arguments: str) -> str | None:
   try:
     completed = subprocess.run(
-      # A run that is killed here must not leave a lock in the repository.
+      # Without optional locks, a kill here leaves no lock in the repository.
       ["git", "--no-optional-locks", "-C", str(root), *arguments],
       capture_output=True, text=True, check=True, timeout=10,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""TensorBoard and, optionally, Weights & Biases beside metrics.jsonl."""
+"""Writers for TensorBoard and, optionally, Weights & Biases."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from gspo_jax.system.files import writing
 
 
 def find_wandb(project: str) -> types.ModuleType:
-  """Returns the package of Weights & Biases. ValueError: it is not installed."""
+  """Imports the package wandb. Raises ValueError if wandb is not installed."""
   try:
     import wandb
   except ImportError as error:
@@ -24,14 +24,14 @@ def find_wandb(project: str) -> types.ModuleType:
 
 
 def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
-  """Opens a run of Weights & Biases, with `log(figures)` and `finish()`.
+  """Opens a Weights & Biases run, with `log(figures)` and `finish()`.
 
-  A workdir has one run of the project: continuing the former continues the latter. Weights & Biases
-  takes steps in rising order only. So each phase has its own step, `<phase>/step`, as its x-axis.
-  (After a resume, repeated steps are shown twice.)
+  A workdir has one W&B run, and a resumed run continues this W&B run. W&B accepts steps in rising
+  order only. So each phase has its own step, `<phase>/step`, as its x-axis. (After a resume,
+  repeated steps are shown twice.)
 
   Raises:
-    ValueError: the package is not installed.
+    ValueError: wandb is not installed.
   """
   wandb, name = find_wandb(project), Path(workdir).resolve()
   run = wandb.init(
@@ -50,13 +50,13 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  It is the writer within tensorboardX's SummaryWriter, without its thread. On a full disk that
-  thread ends, and further scalars wait for it forever; so does `close` after Ctrl-C.
+  This uses the writer inside tensorboardX's SummaryWriter without the SummaryWriter's thread. On a
+  full disk that thread ends; then further scalars, and `close` after Ctrl-C, block forever.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):
     """Opens a new file. TensorBoard hides older events at or above `purge_step`."""
-    # Without this, tensorboardX loads torch for the name of a type: a second and 0.2 GB.
+    # This keeps tensorboardX from importing torch (a second and 0.2 GB) for one type's name.
     absent = sys.modules.setdefault("torch", None) is None
     try:
       from tensorboardX import event_file_writer
@@ -73,7 +73,12 @@ class EventFile:
       self._append(purge_step, session_log=start)
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Writes one event with all scalars of a step, by tag."""
+    """Writes one event with all scalars of a step.
+
+    Args:
+      step: number of the step.
+      scalars: values by tag.
+    """
     values = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
     self._append(step, summary={"value": values})
 

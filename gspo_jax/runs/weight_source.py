@@ -1,9 +1,9 @@
-"""Weights that a key names: random, published, or another run's.
+"""Sources of weights named in a configuration: random, a published model, or another run.
 
 A published model is a Hugging Face directory, local or in a bucket, or a repository of the hub.
-A run is named by its workdir, which means its newest checkpoint: of RL if there is one, of the cold
-start otherwise. It is also named by a directory of its checkpoints: `DIR/checkpoints/sft` for the
-newest of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
+The workdir of another run means its newest checkpoint: of RL if RL has one, else of the cold start.
+A checkpoint directory also works: `DIR/checkpoints/sft` for a phase's newest checkpoint, or
+`DIR/checkpoints/rl/30` for the checkpoint after iteration 30.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
-PHASES = ("rl", "sft")  # In the order in which a workdir stands for them.
+PHASES = ("rl", "sft")  # In order of preference for a workdir.
 RANDOM = "random"
 
 
@@ -35,35 +35,35 @@ class RunCheckpoint:
   """A checkpoint of another run."""
 
   path: epath.Path
-  config: Mapping[str, Any]  # Contents of that run's config.json; {} without one.
-  key: str = "weights"  # Configuration key for messages.
+  config: Mapping[str, Any]  # The other run's config.json; {} without this file.
+  key: str = "weights"  # Configuration key with the checkpoint's name, for messages.
 
   @property
   def model(self) -> dict[str, Any]:
-    """Section `model` of config.json; {} without one."""
+    """Section `model` of config.json; {} without this section."""
     return _with_tuples(self.config.get("model", {}))
 
   @property
   def adapters(self) -> LoraConfig:
-    """Adapters among the parameters."""
+    """Configuration of the adapters in the checkpoint."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**_with_tuples(values))
 
   @property
   def tokenizer(self) -> str:
-    """Name of the run's tokenizer, as for the key `tokenizer`."""
+    """Name of the run's tokenizer, a value for the key `tokenizer`."""
     origin = self.config.get("provenance", {})
     return origin.get("tokenizer") or self.config.get("tokenizer") or "bytes"
 
   @property
   def about(self) -> dict[str, Any]:
-    """JSON for the provenance of another run."""
+    """JSON about this checkpoint, for the provenance of a run that uses it."""
     commit = self.config.get("provenance", {}).get("commit")
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=commit)
 
   def model_config(self) -> ModelConfig:
-    """Returns the model. ValueError if config.json does not describe one."""
+    """Returns the model's configuration. Raises ValueError if config.json has none."""
     try:
       return ModelConfig(**self.model)
     except (TypeError, ValueError) as error:
@@ -73,19 +73,23 @@ class RunCheckpoint:
       ) from error
 
   def require_complete(self, name: str = "") -> None:
-    """Raises ValueError, with `name` or the path, unless the checkpoint is complete."""
+    """Raises ValueError unless the checkpoint is complete.
+
+    Args:
+      name: name in the message; "" for the path.
+    """
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
     others = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ValueError(f"{self.key}={name or str(self.path)!r} is no complete checkpoint; {others}")
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
-    """Loads the parameters in the layout of training, with the types of compute type `dtype`.
+    """Loads the parameters in the training layout, in the dtypes for compute dtype `dtype`.
 
-    Adapters are merged in float32 with frozen weights as they are stored; the sum is rounded once.
+    Adapters are merged in float32 with the stored frozen weights. Only the sum is rounded.
 
     Raises:
-      ValueError: the checkpoint is incomplete or damaged, or holds other parameters.
+      ValueError: the checkpoint is incomplete or damaged, or has other parameters.
     """
     plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
     if not self.adapters.rank:
@@ -99,12 +103,16 @@ class RunCheckpoint:
     return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))
 
   def load_with_adapters(self, model: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Loads parameters and adapters as they are stored. Raises as `load`."""
+    """Loads parameters and adapters unmerged, in stored dtypes. Raises ValueError as `load`."""
     dtype = self.config["compute"]["dtype"]
     return self.restore(abstract_params(model, mesh, sharding.TRAIN, dtype, self.adapters))
 
   def restore(self, like: Any) -> Any:
-    """Loads the parameters alone, laid out as the abstract parameters `like`. Raises as `load`."""
+    """Loads the parameters alone. Raises ValueError as `load`.
+
+    Args:
+      like: abstract parameters, for the layout.
+    """
     reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
     self.require_complete()
     try:
@@ -129,12 +137,13 @@ class RunCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
-  """Weights that a configuration key names, resolved once for all their readers."""
+  """Resolved source of the weights named by a configuration key."""
 
   key: str
-  name: str  # As configured; a repository of the hub with its commit.
-  checkpoint: RunCheckpoint | None = None  # None unless a run is named.
-  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON; {} for random weights.
+  name: str  # Configured name; a hub repository's name has its commit added.
+  checkpoint: RunCheckpoint | None = None  # Checkpoint of another run; None for other sources.
+  # JSON about the source, for the provenance; {} for random weights.
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def path(self) -> str:
@@ -143,28 +152,28 @@ class WeightSource:
 
   @property
   def has_tokenizer(self) -> bool:
-    """Whether weights of a published model have tokenizer.json beside them."""
+    """Whether the source is a published model with a tokenizer.json."""
     if self.checkpoint or self.name == RANDOM:
       return False
     return (hub.directory(self.name) / "tokenizer.json").is_file()
 
   @property
   def tokenizer(self) -> str | None:
-    """Name of the weights' tokenizer; None if it is unknown."""
+    """Name of the weights' tokenizer; None if unknown."""
     if self.checkpoint:
       return self.checkpoint.tokenizer if self.checkpoint.config else None
     return self.name if self.has_tokenizer else None
 
   def published_model(self, named: str, alternatives: str) -> ModelConfig:
-    """Returns the model of a published directory. ValueError: its files are not a whole model.
+    """Returns the configuration of a published model. Raises ValueError for an incomplete model.
 
     Args:
-      named: key and name for the message.
-      alternatives: other values of the key.
+      named: key and name, for the message.
+      alternatives: other valid values of the key, for the message.
     """
-    from gspo_jax.models import hf  # safetensors is only needed here
+    from gspo_jax.models import hf  # Only this branch needs safetensors.
 
-    files.located(self.name, self.key)  # Fails for an unknown file system.
+    files.located(self.name, self.key)  # Raises ValueError for an unknown file system.
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
       problem = "has no config.json" if path.is_dir() else "is not a directory"
@@ -175,8 +184,12 @@ class WeightSource:
     return hf.check(self.name)
 
   def check_model(self, model: ModelConfig, configured: str) -> None:
-    """Raises ValueError unless the weights are a complete model of this shape. `configured` is the
-    name for the message."""
+    """Raises ValueError unless the weights are a complete model of this shape.
+
+    Args:
+      model: expected model.
+      configured: value of the key, for the message.
+    """
     if self.name == RANDOM:
       return
     if self.checkpoint:
@@ -201,13 +214,16 @@ class WeightSource:
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
-    """Loads the parameters in the layout of training; `seed` initializes random ones.
+    """Loads or initializes the parameters in the training layout.
 
     Args:
-      dtype: compute type; some parameters are float32 at any.
+      model: configuration of the model.
+      mesh: mesh of the parameters.
+      dtype: compute dtype; some parameters are float32 for every compute dtype.
+      seed: seed of random weights.
 
     Raises:
-      ValueError: they are incomplete, damaged, or of another model.
+      ValueError: the weights are incomplete, damaged, or belong to another model.
     """
     if self.checkpoint:
       return self.checkpoint.load(model, mesh, dtype)
@@ -215,22 +231,24 @@ class WeightSource:
       shardings = transformer.shardings(model, sharding.TRAIN, mesh)
       init = jax.jit(lambda key: transformer.init(model, key), out_shardings=shardings)
       return init(jax.random.key(seed))
-    from gspo_jax.models import hf  # safetensors is only needed here
+    from gspo_jax.models import hf  # Only this branch needs safetensors.
 
     types = jax.tree.map(lambda x: x.dtype, abstract_params(model, mesh, sharding.TRAIN, dtype))
     return hf.load(self.name, dtype=types, mesh=mesh, rules=sharding.TRAIN)[0]
 
 
 def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
-  """Resolves the name of weights. All processes call it; the first one looks.
+  """Resolves the name of weights. Collective: call it on all hosts.
 
   Args:
     key: configuration key with the name.
-    recorded: `about` from the first start of a run; {} for a new run. A run that continues keeps
-      its checkpoint or commit, even if the named run or branch has newer ones.
+    name: configured name.
+    recorded: `about` from the run's first start; {} for a new run. A resumed run keeps its
+      checkpoint or commit, even if the named run or branch has a newer one.
 
   Raises:
-    ValueError: a run without a checkpoint, an incomplete checkpoint, an unreadable repository.
+    ValueError: the named run has no checkpoint, the checkpoint is incomplete, or the repository
+      cannot be read.
   """
   newest = hosts.run_on_first_host(lambda: find(name, key))
   if newest is None:
@@ -242,10 +260,14 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
-  """Returns the checkpoint with this name; None if the name is not a run's. Messages name `key`.
+  """Finds a run's checkpoint by name; None if the name does not belong to a run.
+
+  Args:
+    name: workdir, directory of a phase's checkpoints, or checkpoint.
+    key: configuration key with the name, for messages.
 
   Raises:
-    ValueError: a run without a checkpoint, or an incomplete checkpoint; says what to name.
+    ValueError: the run has no checkpoint, or the checkpoint is incomplete.
   """
   if name in ("", RANDOM) or hub.is_id(name):
     return None
@@ -264,7 +286,7 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
   if not (path.name.isdigit() and path.parent.name in PHASES):
     return None
   phases = path.parent.parent
-  # A workdir's checkpoints/, or checkpoint.directory with its copy of the workdir.
+  # The config.json is in the workdir, or in the copy of the workdir in checkpoint.directory.
   homes = phases.parent, phases / mirror.FOLDER
   config = config or next((c for c in map(_read_config, homes) if c), {})
   named = RunCheckpoint(path, config, key)
@@ -273,7 +295,7 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
 
 
 def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str) -> epath.Path:
-  """Returns the directory of a run's newest checkpoints. ValueError: there are none."""
+  """Returns the directory of a run's last phase with checkpoints, or raises ValueError."""
   try:
     home = epath.Path(config["checkpoint"]["directory"] or workdir / "checkpoints")
   except (KeyError, TypeError) as error:
@@ -285,12 +307,19 @@ def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str)
 
 
 def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.json") -> str:
-  """Returns the name, with its commit if it is a repository of the hub. All processes call it.
+  """Adds the commit to the name of a hub repository. Collective: call it on all hosts.
 
-  A recorded commit is kept even if the branch has moved on, with a warning.
+  Other names are returned unchanged. A recorded commit is kept, with a warning if the branch has a
+  newer commit.
+
+  Args:
+    key: configuration key with the name.
+    name: configured name.
+    recorded: JSON with the name from the run's first start, as `directory`; {} for a new run.
+    file: file of the repository to read.
 
   Raises:
-    ValueError: the repository cannot be read; names the key.
+    ValueError: the repository cannot be read; the message names the key.
   """
   old = recorded.get("directory")
   try:
@@ -307,15 +336,18 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
 
 
 def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
-  """Returns the name of the tokenizer: that of the weights if `name` is "". All processes call it.
-  Raises as `pin`."""
+  """Returns the tokenizer's name; the weights' tokenizer for name "". Collective.
+
+  Raises:
+    ValueError: the repository cannot be read.
+  """
   if name or source.name == RANDOM:
     return pin("tokenizer", name or "bytes", recorded, "tokenizer.json")
   return source.checkpoint.tokenizer if source.checkpoint else source.name
 
 
 def _read_config(directory: epath.Path) -> dict[str, Any]:
-  """Reads config.json; {} if it is absent or unreadable."""
+  """Reads config.json; {} for an absent or unreadable file."""
   try:
     return provenance.read(directory)
   except ValueError:
@@ -323,10 +355,10 @@ def _read_config(directory: epath.Path) -> dict[str, Any]:
 
 
 def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-  """Turns a section's lists, from JSON, back into tuples."""
+  """Converts lists in a section from JSON back to tuples."""
   return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
 
 
 def _rounded(a: Any, b: Any) -> bool:
-  """Whether two numbers are equal in float32, as some files keep them."""
+  """Whether two numbers are equal in float32, the precision of some files."""
   return isinstance(a, float) and np.float32(a) == np.float32(b)
