@@ -90,33 +90,9 @@ def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, m
     assert figures(tmp_path / str(step)) == figures(workdir)
 
 
-def test_one_that_has_not_worked_says_so_in_one_line(tmp_path, capfd):
-  with opened(tmp_path, sft__target_loss=0.01, sft__steps=5) as run:
-    sft.sft(run)
-    assert sft.finished(run)
-  line = [line for line in capfd.readouterr().err.splitlines() if "cold start" in line]
-  assert len(line) == 1
-  assert "after 5 updates the held-out loss is" in line[0] and "sft.target_loss=0.01" in line[0]
-  assert max(losses(tmp_path)) == 5  # looked at last, whatever check_every says
-
-
-def test_without_a_target_it_makes_all_its_updates(tmp_path, capfd):
-  with opened(tmp_path, sft__target_loss=0.0, sft__steps=4) as run:
-    sft.sft(run)
-    assert sft.finished(run)
-  assert not losses(tmp_path) and rows_of(tmp_path, "sft")[-1]["step"] == 4
-  assert "cold start" not in capfd.readouterr().err
-
-
-def test_one_that_was_longer_than_it_is_now_asked_to_be_has_ended(tmp_path):
-  with opened(tmp_path, sft__target_loss=0.0, sft__steps=4) as run:
-    params = sft.sft(run)
-  with opened(tmp_path, sft__target_loss=0.0, sft__steps=3, resume="force") as run:
-    assert sft.finished(run) and same(sft.params_after(run), params)
-
-
-def test_updates_that_were_made_leave_no_batches_on_the_devices(tmp_path, monkeypatch):
-  """Batches for a failure report are on the host, in any number."""
+def test_without_a_target_it_makes_all_its_updates(tmp_path, monkeypatch, capfd):
+  """And has ended where it is now asked to make fewer; none of them leaves a batch on the devices.
+  Batches for a failure report are on the host, in any number."""
   alive, pack = [], sft.train_batch
 
   def counted(*args):
@@ -125,13 +101,20 @@ def test_updates_that_were_made_leave_no_batches_on_the_devices(tmp_path, monkey
     return batch
 
   monkeypatch.setattr(sft, "train_batch", counted)
-  with opened(tmp_path, sft__target_loss=0.0, sft__steps=12, sft__log_every=12) as run:
-    sft.sft(run)
+  options = dict(sft__target_loss=0.0, sft__log_every=12)
+  with opened(tmp_path, sft__steps=12, **options) as run:
+    params = sft.sft(run)
+    assert sft.finished(run)
+  assert not losses(tmp_path) and rows_of(tmp_path, "sft")[-1]["step"] == 12
+  assert "cold start" not in capfd.readouterr().err
   assert len(alive) == 12 and max(alive[1:]) == alive[1]
+  with opened(tmp_path, sft__steps=11, resume="force", **options) as run:
+    assert sft.finished(run) and same(sft.params_after(run), params)
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
-  """Data of 30 rows, of which 120 are drawn: all that are not held out come up."""
+def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
+  """Data of 30 rows, of which 144 are drawn: all that are not held out come up. One that has not
+  worked says so in one line."""
   (tmp_path / "data.jsonl").write_text(
     "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(30))
   )
@@ -139,12 +122,17 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
   monkeypatch.setattr(
     sft, "train_batch", lambda prompts, *rest: (batches.append(prompts), pack(prompts, *rest))[1]
   )
-  data = dict(data__train=str(tmp_path / "data.jsonl"), sft__check_problems=10, sft__steps=8)
+  data = dict(data__train=str(tmp_path / "data.jsonl"), sft__check_problems=10, sft__steps=9)
   with opened(tmp_path / "run", sft__target_loss=0.01, **data) as run:
     sft.sft(run)
+    assert sft.finished(run)
   held_out = {prompt.id for prompt in batches[0][:10]}
   trained = {prompt.id for batch in batches[1:] for prompt in batch}
   assert len(held_out) == 10 and len(trained) == 20 and not held_out & trained
+  line = [line for line in capfd.readouterr().err.splitlines() if "cold start" in line]
+  assert len(line) == 1
+  assert "after 9 updates the held-out loss is" in line[0] and "sft.target_loss=0.01" in line[0]
+  assert max(losses(tmp_path / "run")) == 9  # looked at last, whatever check_every says
 
 
 def test_too_few_to_hold_out_is_an_error(tmp_path):

@@ -1,8 +1,8 @@
 """Clip ranges by length and towards a target, against NumPy."""
 
-import jax
 import numpy as np
 import pytest
+from support.compiled import compiled, value_and_grad
 
 from gspo_jax import objectives as O
 
@@ -41,8 +41,8 @@ def test_each_response_is_clipped_by_the_range_of_its_length(name):
     args = [logp, old, advantage, MASK, *([SEGMENTS] if name == "segment" else [])]
     ranges = dict(clip_low=low, clip_high=high)
     scaled = dict(clip_length=L, clip_exponent=exponent, **ranges)
-    clipped = np.asarray(jax.jit(lambda *a, o=scaled: loss.clipped(*a, **o))(*args))
-    by_default += (clipped != np.asarray(loss.clipped(*args, **ranges))).sum()
+    clipped = np.asarray(compiled(loss.clipped, *args, **scaled))
+    by_default += (clipped != np.asarray(compiled(loss.clipped, *args, **ranges))).sum()
     expected = np.zeros_like(clipped)
     for i, live in enumerate(MASK > 0):
       for k in np.unique(ids[i, live]):
@@ -60,10 +60,11 @@ def test_the_loss_is_that_of_ranges_given_by_row(name):
   logp, old, advantage = drifted(1)
   wide = (8 / np.maximum(LENGTHS, 1)) ** 0.7
   loss = O.POLICY_LOSSES[name]
-  f = jax.value_and_grad(lambda x, **o: loss(x, old, advantage, MASK, **o)[0])
-  by_length = f(logp, clip_low=1e-3, clip_high=2e-3, clip_length=8.0, clip_exponent=0.7)
-  by_row = f(logp, clip_low=1e-3 * wide, clip_high=2e-3 * wide)
-  for ours, expected in zip(by_length, by_row):
+  f, args = value_and_grad(loss), (logp, old, advantage, MASK)
+  options = dict(clip_low=1e-3, clip_high=2e-3, clip_length=8.0, clip_exponent=0.7)
+  (by_length, _), grad = compiled(f, *args, **options)
+  (by_row, _), grad_by_row = compiled(f, *args, clip_low=1e-3 * wide, clip_high=2e-3 * wide)
+  for ours, expected in (by_length, by_row), (grad, grad_by_row):
     np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -73,14 +74,15 @@ def test_effective_length_is_how_many_tokens_the_log_ratio_is_spread_over():
   x[0], x[1], x[2] = 0.3, 0, 0  # all alike; one of them alone; nothing has moved
   x[1, 5] = -0.2
   expected = [4, 1, 0, 0, abs(x[4, :9]).sum() ** 2 / (x[4, :9] ** 2).sum()]
-  size_BU = O.effective_length(np.where(MASK > 0, x, np.nan), MASK > 0)
+  size_BU = compiled(O.effective_length, np.where(MASK > 0, x, np.nan), MASK > 0)
   np.testing.assert_allclose(size_BU[:, 0], expected, rtol=1e-6)
-  metrics = O.gspo_loss(np.where(MASK > 0, x, np.nan), np.zeros_like(x), np.ones(5), MASK)[1]
+  dirty = np.where(MASK > 0, x, np.nan)
+  metrics = compiled(O.gspo_loss, dirty, np.zeros_like(x), np.ones(5), MASK)[1]
   np.testing.assert_allclose(metrics["ratio/effective_length"], sum(expected) / 3, rtol=1e-6)
   noise = rng.normal(0, 3e-6, MASK.shape).astype(np.float32)  # nothing has moved
-  metrics = O.gspo_loss(x + noise, x, np.ones(5), MASK)[1]
+  metrics = compiled(O.gspo_loss, x + noise, x, np.ones(5), MASK)[1]
   assert metrics["ratio/effective_length"] == 0
-  by_segment = O.effective_length(x, MASK > 0, SEGMENTS)
+  by_segment = compiled(O.effective_length, x, MASK > 0, SEGMENTS)
   np.testing.assert_allclose(by_segment[1, :4], [0, 1, 0, 0])
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.compiled import compiled
 
 from gspo_jax import objectives as O
 
@@ -14,7 +15,7 @@ OPTIONS = dict(beta=0.5, soft_value=None)
 def estimate(name, reward_PG, valid_PG):
   estimator = O.ESTIMATORS[name]
   options = {option: OPTIONS[option] for option in estimator.options}
-  return np.asarray(estimator.of_group(reward_PG, valid_PG=valid_PG, **options))
+  return np.asarray(compiled(estimator.of_group, reward_PG, valid_PG=valid_PG, **options))
 
 
 @pytest.mark.parametrize("name", OF_GROUP)
@@ -36,10 +37,10 @@ def test_what_is_declared_relative_learns_nothing_from_equal_rewards(name):
 
 def test_those_of_a_groups_rewards_are_the_functions_of_their_names():
   for name in ("std", "none", "leave_one_out"):
-    expected = O.group_advantages(REWARD_PG, name, valid_PG=VALID_PG)
+    expected = compiled(O.group_advantages, REWARD_PG, name, valid_PG=VALID_PG)
     np.testing.assert_array_equal(estimate(name, REWARD_PG, VALID_PG), expected)
   for name in ("best", "reward"):
-    expected = O.selection_weights(REWARD_PG, name, valid_PG=VALID_PG)
+    expected = compiled(O.selection_weights, REWARD_PG, name, valid_PG=VALID_PG)
     np.testing.assert_array_equal(estimate(name, REWARD_PG, VALID_PG), expected)
-  expected = O.soft_advantages(REWARD_PG, 0.5, valid_PG=VALID_PG)
+  expected = compiled(O.soft_advantages, REWARD_PG, 0.5, valid_PG=VALID_PG)
   np.testing.assert_array_equal(estimate("soft", REWARD_PG, VALID_PG), expected)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from support import objectives_reference as paper
+from support.compiled import compiled
 
 from gspo_jax import objectives as O
 
@@ -23,7 +24,9 @@ def test_the_papers_example():
   ],
 )
 def test_hand_numbers(reward, options, expected):
-  np.testing.assert_allclose(O.group_advantages([reward], **options), [expected], rtol=1e-6)
+  np.testing.assert_allclose(
+    compiled(O.group_advantages, np.array([reward]), **options), [expected], rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
@@ -33,14 +36,15 @@ def test_invalid_members_leave_the_group(normalize):
   reward = rng.normal(size=(6, 5)).astype(np.float32)
   valid = rng.random((6, 5)) < 0.6
   valid[0], valid[1] = False, [True, False, False, False, False]
-  ours = O.group_advantages(np.where(valid, reward, np.nan), normalize, valid_PG=valid)
+  dirty = np.where(valid, reward, np.nan)
+  ours = compiled(O.group_advantages, dirty, normalize, valid_PG=valid)
   assert not np.any(np.asarray(ours)[~valid])
   for p in range(6):
     members = reward[p, valid[p]]
     if len(members) < 2:
       assert not np.any(ours[p])
     else:
-      alone = O.group_advantages(members[None], normalize)[0]
+      alone = compiled(O.group_advantages, members[None], normalize)[0]
       np.testing.assert_allclose(np.asarray(ours)[p, valid[p]], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -51,7 +55,7 @@ def test_the_deviation_of_the_batch_in_float64():
   reward[3] = 0.25  # equal: they count in the deviation
   valid = rng.random((5, 4)) < 0.8
   valid[3:] = True
-  ours = O.group_advantages(np.where(valid, reward, np.nan), "batch", valid_PG=valid)
+  ours = compiled(O.group_advantages, np.where(valid, reward, np.nan), "batch", valid_PG=valid)
   expected = np.zeros_like(reward)
   for p in range(5):
     if valid[p].sum() > 1:
@@ -65,14 +69,16 @@ def test_the_deviation_of_the_batch_in_float64():
 def test_groups_without_spread_get_exactly_zero(normalize):
   """0.1 added up eleven times and divided by eleven is not 0.1, in float32."""
   for value in 0.1, 1 / 3, 0.7, 1e6, -1e-6:
-    assert not np.any(O.group_advantages(np.full((2, 11), value), normalize))
-  assert not np.any(O.group_advantages([[0.5]], normalize))  # a group of one is not its raw score
+    assert not np.any(compiled(O.group_advantages, np.full((2, 11), value), normalize))
+  assert not np.any(
+    compiled(O.group_advantages, np.full((1, 1), 0.5), normalize)
+  )  # a group of one is not its raw score
 
 
 def test_advantages_are_constants():
   for normalize in "std", "none", "leave_one_out":
-    grad = jax.grad(lambda r: O.group_advantages(r, normalize)[0, 0])(np.eye(3)[:2])  # noqa: B023
-    assert not np.any(grad)
+    grad = jax.jit(jax.grad(lambda r: O.group_advantages(r, normalize)[0, 0]))  # noqa: B023
+    assert not np.any(grad(np.eye(3)[:2]))
 
 
 def test_bad_groups_are_named():
@@ -94,9 +100,9 @@ def test_constrained_advantages_standardise_before_they_combine(x64):
   def z(x):
     return (x - x.mean(1, keepdims=True)) / (x.std(1, ddof=1, keepdims=True) + 1e-6)
 
-  ours = O.constrained_advantages([reward, bonus], [cost], [1.0, 0.5], [0.3])
+  ours = compiled(O.constrained_advantages, [reward, bonus], [cost], [1.0, 0.5], [0.3])
   np.testing.assert_allclose(ours, z(reward) + 0.5 * z(bonus) - 0.3 * z(cost), rtol=1e-9)
-  scalarised = O.group_advantages(reward + 0.5 * bonus - 0.3 * cost)
+  scalarised = compiled(O.group_advantages, reward + 0.5 * bonus - 0.3 * cost)
   assert abs(np.corrcoef(np.ravel(ours), np.ravel(scalarised))[0, 1]) < 0.9
   with pytest.raises(ValueError, match="multipliers"):
     O.constrained_advantages([reward], [cost], [1.0], [-0.1])
@@ -123,13 +129,15 @@ def test_gdpo_divides_what_is_combined_by_its_deviation_over_the_batch(x64):
     values = combined[valid]
     return np.where(valid, (combined - values.mean()) / (values.std(ddof=1) + 1e-6), 0)
 
-  ours = O.gdpo_advantages(list(rewards), [], weights, [], valid_PG=valid)
+  ours = compiled(O.gdpo_advantages, list(rewards), [], weights, [], valid_PG=valid)
   np.testing.assert_allclose(ours, gdpo(rewards), atol=1e-9)
   assert valid[[0, 2, 3]].sum() < 18 and not ours[1].any()
-  other = O.gdpo_advantages(
-    [np.where(valid, r, 9.0) for r in rewards], [], weights, [], valid_PG=valid
-  )
+  others = [np.where(valid, r, 9.0) for r in rewards]
+  other = compiled(O.gdpo_advantages, others, [], weights, [], valid_PG=valid)
   np.testing.assert_array_equal(ours, other)
+
+
+gae, turn_gae = jax.jit(O.gae), jax.jit(O.turn_gae)
 
 
 @pytest.mark.parametrize("discount, trace", [(1.0, 0.95), (0.99, 0.9), (1.0, 0.0), (0.5, 1.0)])
@@ -138,11 +146,11 @@ def test_gae_against_the_recursion(discount, trace, x64):
   reward, value, mask = case["advantage_bt"], case["ref"], case["mask"]
   expected = paper.gae(reward, value, mask, discount, trace)
   dirty = [np.where(mask, x, np.nan) for x in (reward, value)]
-  ours = jax.jit(O.gae)(*dirty, mask, discount, trace)
+  ours = gae(*dirty, mask, discount, trace)
   np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
   packed = [x.reshape(4, -1) for x in (*dirty, mask)]
   ids = np.where(packed[2], np.repeat([7, 2], mask.shape[1]), -1)
-  ours = jax.jit(O.gae)(*packed, discount, trace, response_BT=ids)
+  ours = gae(*packed, discount, trace, response_BT=ids)
   np.testing.assert_allclose(ours, [x.reshape(4, -1) for x in expected], rtol=1e-12, atol=1e-14)
 
 
@@ -156,14 +164,14 @@ def test_gae_of_turns_against_the_recursion(discount, trace, x64):
   expected = paper.turn_gae(reward, value, mask, turns, discount, trace, last)
   dirty = [np.where(mask, x, np.nan) for x in (reward, value)]
   ids = np.where(mask, turns, -1)
-  ours = jax.jit(O.turn_gae)(*dirty, mask, ids, discount, trace, last_value_B=last)
+  ours = turn_gae(*dirty, mask, ids, discount, trace, last_value_B=last)
   np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
   each = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)  # a token to a turn
   for values in last, np.zeros(len(mask)):
     token_gae = paper.gae(reward, value, mask, discount, trace, values)
-    ours = jax.jit(O.gae)(*dirty, mask, discount, trace, last_value_B=values)
+    ours = gae(*dirty, mask, discount, trace, last_value_B=values)
     np.testing.assert_allclose(ours, token_gae, rtol=1e-12, atol=1e-14)
-    ours = jax.jit(O.turn_gae)(*dirty, mask, each, discount, trace, last_value_B=values)
+    ours = turn_gae(*dirty, mask, each, discount, trace, last_value_B=values)
     np.testing.assert_allclose(ours, token_gae, rtol=1e-12, atol=1e-14)
 
 
@@ -174,7 +182,7 @@ def test_what_follows_a_packed_row_belongs_to_no_response_of_it():
 
 
 def test_gae_with_a_trace_of_one_is_the_sum_of_rewards():
-  advantage, returns = O.gae([[0.0, 0, 1]], [[0.2, 0.3, 0.4]], [[1, 1, 1]], trace=1.0)
+  advantage, returns = gae(np.eye(3)[2:], np.array([[0.2, 0.3, 0.4]]), np.ones((1, 3)), trace=1.0)
   np.testing.assert_allclose(returns, [[1, 1, 1]], rtol=1e-6)
   np.testing.assert_allclose(advantage, [[0.8, 0.7, 0.6]], rtol=1e-6)
   with pytest.raises(ValueError, match="discount"):
@@ -220,12 +228,13 @@ def test_the_optimal_policy_has_no_spo_loss(x64):
   value = beta * np.log(np.sum(np.exp(ref + reward / beta)))
   optimal = ref + reward / beta - value / beta
   args = optimal[:, None], ref[:, None], reward, np.full(6, value), np.ones((6, 1)), beta
-  assert O.spo_loss(*args)[0] < 1e-25
-  sampled = O.soft_value(reward[None], beta)
+  assert compiled(O.spo_loss, *args)[0] < 1e-25
+  sampled = compiled(O.soft_value, reward[None], beta)
   np.testing.assert_allclose(sampled, [beta * np.log(np.mean(np.exp(reward / beta)))], rtol=1e-12)
   valid = np.arange(6) < 3
-  part = O.soft_value(np.where(valid, reward, np.nan)[None], beta, valid_PG=valid[None])
-  np.testing.assert_allclose(part, O.soft_value(reward[None, :3], beta), rtol=1e-12)
+  dirty = np.where(valid, reward, np.nan)[None]
+  part = compiled(O.soft_value, dirty, beta, valid_PG=valid[None])
+  np.testing.assert_allclose(part, compiled(O.soft_value, reward[None, :3], beta), rtol=1e-12)
 
 
 def soft_by_hand(rewards, beta=0.2):
@@ -255,7 +264,7 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
   valid = rng.random(reward.shape) < 0.8
   valid[0] = False
   valid[-3:] = True
-  weights_PG = np.asarray(ours(np.where(valid, reward, np.nan), valid))
+  weights_PG = np.asarray(compiled(ours, np.where(valid, reward, np.nan), valid))
   for rewards, advantages, weights in zip(reward, valid, weights_PG):
     assert not weights[~advantages].any()
     if advantages.any():
@@ -264,9 +273,8 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
       )
   if kind == "soft":
     assert not weights_PG[-3:].any(), "in a group of equal rewards all get exactly 0"
-    advantages = np.asarray(
-      O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid)
-    )
+    dirty = np.where(valid, reward, np.nan)
+    advantages = compiled(O.soft_advantages, dirty, 0.2, 0.4, valid_PG=valid)
     np.testing.assert_allclose(advantages, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
     ours(np.full((1, 2), np.nan), np.ones((1, 2)))
@@ -301,9 +309,8 @@ def test_turn_advantages_against_loops(normalize, discount):
   turns = rng.integers(0, U + 1, (P, G))  # an empty conversation is possible
   valid = np.arange(U) < turns[..., None]
   reward = rng.normal(size=(P, G, U)).astype(np.float32)
-  ours = O.turn_advantages(
-    np.where(valid, reward, np.nan), valid, discount=discount, normalize=normalize
-  )
+  options = dict(discount=discount, normalize=normalize)
+  ours = compiled(O.turn_advantages, np.where(valid, reward, np.nan), valid, **options)
   expected = np.zeros((P, G, U))
   for p in range(P):
     for u in range(U):
@@ -330,7 +337,7 @@ def test_turn_advantages_by_hand():
   0.1 in its first turn, which its second turn had no part in."""
   reward = np.array([[[0.0, 1.0], [0.0, 0.0], [-0.1, 1.0], [0.0, 7.0]]])
   valid = np.array([[[1, 1], [1, 0], [1, 1], [0, 0]]])
-  ours = O.turn_advantages(reward, valid, normalize="none")
+  ours = compiled(O.turn_advantages, reward, valid, normalize="none")
   first = np.array([1, 0, 0.9]) - 1.9 / 3
   np.testing.assert_allclose(ours[0, :3, 0], first, rtol=1e-5)
   assert not np.any(ours[0, :, 1])  # the same return; who has no second turn is not compared
@@ -342,8 +349,8 @@ def test_with_a_reward_at_the_end_the_first_turn_gets_the_responses_advantage():
   turns, outcome = rng.integers(1, 4, (3, 8)), rng.integers(0, 2, (3, 8)).astype(np.float32)
   steps = np.arange(3)
   reward = np.where(steps == turns[..., None] - 1, outcome[..., None], 0)
-  ours = O.turn_advantages(reward, steps < turns[..., None])
-  np.testing.assert_allclose(ours[:, :, 0], O.group_advantages(outcome), rtol=1e-5)
+  ours = compiled(O.turn_advantages, reward, steps < turns[..., None])
+  np.testing.assert_allclose(ours[:, :, 0], compiled(O.group_advantages, outcome), rtol=1e-5)
 
 
 @pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
@@ -353,19 +360,19 @@ def test_rewards_that_differ_by_rounding_are_equal(normalize, scale):
   reward = np.float32([[10.1 * scale, last_bit, 10.1 * scale]])
   assert reward[0, 0] != reward[0, 1]
   for signed in reward, -reward:
-    assert not np.any(O.group_advantages(signed, normalize))
-  assert not np.any(O.constrained_advantages([reward], [reward], [1.0], [0.5]))
-  assert not np.any(O.soft_advantages(reward, 0.5 * scale))
-  assert O.selection_weights(reward).tolist() == [[1, 0, 0]]
+    assert not np.any(compiled(O.group_advantages, signed, normalize))
+  assert not np.any(compiled(O.constrained_advantages, [reward], [reward], [1.0], [0.5]))
+  assert not np.any(compiled(O.soft_advantages, reward, 0.5 * scale))
+  assert compiled(O.selection_weights, reward).tolist() == [[1, 0, 0]]
   apart = np.float32([[10.1, 10.101, 10.1]]) * np.float32(scale)
-  assert np.all(np.asarray(O.group_advantages(apart, normalize)) != 0)
+  assert np.all(np.asarray(compiled(O.group_advantages, apart, normalize)) != 0)
 
 
 def test_turns_that_cancel_out_are_worth_nothing():
   """A sum is as exact as the largest number in it."""
   reward = np.float32([[[10.1, 20.2, -30.3], [0, 0, 0], [30.3, -20.2, -10.1]]])
   assert np.ptp(reward.sum(axis=2)) > 0
-  assert not np.any(O.turn_advantages(reward, np.ones(reward.shape))[:, :, 0])
+  assert not np.any(compiled(O.turn_advantages, reward, np.ones(reward.shape))[:, :, 0])
 
 
 def test_turn_advantages_refuse_what_is_wrong():

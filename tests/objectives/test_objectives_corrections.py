@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import objectives_reference as paper
+from support.compiled import compiled, value_and_grad
 
 from gspo_jax import objectives as O
 
@@ -24,14 +25,14 @@ RATIO = {
 @pytest.mark.parametrize("level", RATIO)
 def test_weights(level):
   ratio = RATIO[level]
-  truncated = O.truncated_weight(LOGP, OLD, MASK, level, cap=1.5)
+  truncated = compiled(O.truncated_weight, LOGP, OLD, MASK, level, cap=1.5)
   np.testing.assert_allclose(truncated, np.minimum(ratio, 1.5), rtol=1e-5)
-  masked = O.masked_weight(LOGP, OLD, MASK, level, low=0.9, high=1.5)
+  masked = compiled(O.masked_weight, LOGP, OLD, MASK, level, low=0.9, high=1.5)
   np.testing.assert_allclose(masked, ratio * (ratio >= 0.9) * (ratio <= 1.5), rtol=1e-5)
   assert np.any(ratio > 1.5) and np.any((ratio < 0.9) & (ratio > 0))
   packed = [x.reshape(4, -1) for x in (LOGP, OLD, MASK)]
   ids = np.where(packed[2], np.repeat([3, 1], MASK.shape[1]), -1)
-  long = O.truncated_weight(*packed, level, cap=1.5, response_BT=ids)
+  long = compiled(O.truncated_weight, *packed, level, cap=1.5, response_BT=ids)
   expected = truncated if level == "token" else np.where(MASK, truncated[:, None], 0)
   np.testing.assert_allclose(long.reshape(MASK.shape), expected, rtol=1e-5)
 
@@ -39,8 +40,9 @@ def test_weights(level):
 def test_weights_are_constants_and_finite():
   for level in RATIO:
     f = functools.partial(O.truncated_weight, level=level)
-    assert not np.any(jax.grad(lambda x: f(x, OLD, MASK).sum())(LOGP))  # noqa: B023
-    extreme = O.masked_weight(np.full((2, 3), 1e4), np.zeros((2, 3)), np.ones((2, 3)), level)
+    assert not np.any(jax.jit(jax.grad(lambda x: f(x, OLD, MASK).sum()))(LOGP))  # noqa: B023
+    logp, old, mask = np.full((2, 3), 1e4), np.zeros((2, 3)), np.ones((2, 3))
+    extreme = compiled(O.masked_weight, logp, old, mask, level)
     assert not np.any(extreme)
 
 
@@ -48,8 +50,8 @@ def test_weights_are_constants_and_finite():
 def test_a_weight_per_sequence_multiplies_the_rows(loss):
   """Weights of 0 stay in the denominator."""
   weight = np.array([2.0, 1, 0, 1, 0.5, 1, 3, 0], np.float32)
-  weighted = loss.sums(LOGP, OLD, CASE["advantage"], MASK, weight=weight)[0]
-  scaled = loss.sums(LOGP, OLD, CASE["advantage"] * weight, MASK)[0]
+  weighted = compiled(loss.sums, LOGP, OLD, CASE["advantage"], MASK, weight=weight)[0]
+  scaled = compiled(loss.sums, LOGP, OLD, CASE["advantage"] * weight, MASK)[0]
   np.testing.assert_allclose(weighted, scaled, rtol=1e-6)
 
 
@@ -57,15 +59,15 @@ def test_a_weight_per_token_multiplies_the_tokens(x64):
   weight = CASE["rng"].random(MASK.shape)
   weight[~MASK] = np.nan
   args = [np.asarray(x, np.float64) for x in (LOGP, OLD, CASE["advantage_bt"])]
-  f = jax.value_and_grad(lambda x: O.grpo_loss(x, *args[1:], MASK, weight=weight)[0])
+  (loss, _), grad = compiled(value_and_grad(O.grpo_loss), *args, MASK, weight=weight)
 
   def reference(x):
     # A weight that is not negative commutes with the clipping.
     return paper.grpo(x, args[1], args[2] * weight, MASK)
 
   expected = paper.gradient(reference, args[0])
-  np.testing.assert_allclose(f(args[0])[0], reference(args[0]).real, rtol=1e-12)
-  np.testing.assert_allclose(f(args[0])[1], expected, rtol=0, atol=1e-12 * abs(expected).max())
+  np.testing.assert_allclose(loss, reference(args[0]).real, rtol=1e-12)
+  np.testing.assert_allclose(grad, expected, rtol=0, atol=1e-12 * abs(expected).max())
 
 
 def test_off_policy_mask():
@@ -74,10 +76,10 @@ def test_off_policy_mask():
   old = np.log(np.full((4, 2), 0.5)).astype(np.float32)
   mask = np.array([[1, 1], [1, 1], [1, 1], [0, 1]])
   advantage = np.array([-1.0, -1.0, 1.0, -1.0])
-  weight = O.off_policy_mask(logp, old, advantage, mask, 0.5)
+  weight = compiled(O.off_policy_mask, logp, old, advantage, mask, 0.5)
   np.testing.assert_array_equal(weight, [1, 0, 1, 1])
   per_token = np.array([[-1.0, -1], [-1, 1], [1, 1], [-1, -1]])
-  weight = O.off_policy_mask(logp, old, per_token, mask, 0.5)
+  weight = compiled(O.off_policy_mask, logp, old, per_token, mask, 0.5)
   np.testing.assert_array_equal(weight, [[1, 1], [0, 1], [1, 1], [1, 1]])
 
 
@@ -86,7 +88,7 @@ def effective_size(weight):
 
 
 def test_mismatch():
-  ours = O.mismatch(LOGP, OLD, MASK)
+  ours = compiled(O.mismatch, LOGP, OLD, MASK)
   rows = DELTA.sum(1)[LENGTH > 0] / LENGTH[LENGTH > 0]
   delta = DELTA[MASK]
   expected = {
@@ -104,7 +106,8 @@ def test_mismatch():
   for name, value in expected.items():
     np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)
   halves = [
-    O.mismatch.sums(*(x[rows] for x in (LOGP, OLD, MASK))) for rows in np.split(np.arange(8), 2)
+    compiled(O.mismatch.sums, *(x[rows] for x in (LOGP, OLD, MASK)))
+    for rows in np.split(np.arange(8), 2)
   ]
   merged = O.compute(O.merge(*halves))
   for name, value in expected.items():
@@ -114,25 +117,26 @@ def test_mismatch():
 def test_effective_size_of_weights_that_no_float_holds():
   """Two sequences of equal weight e^4000 among four are half of them."""
   logp = np.array([[2000.0, 2000], [0, 0], [2000, 2000], [0, 0]], np.float32)
-  size = O.mismatch(logp, np.zeros_like(logp), np.ones_like(logp))["mismatch/ess/sequence"]
-  np.testing.assert_allclose(size, 0.5, rtol=1e-3)
+  metrics = compiled(O.mismatch, logp, np.zeros_like(logp), np.ones_like(logp))
+  np.testing.assert_allclose(metrics["mismatch/ess/sequence"], 0.5, rtol=1e-3)
 
 
 def test_ratios():
   np.testing.assert_allclose(
-    O.token_ratio(LOGP, OLD, MASK), np.where(MASK, RATIO["token"], 1), rtol=1e-6
+    compiled(O.token_ratio, LOGP, OLD, MASK), np.where(MASK, RATIO["token"], 1), rtol=1e-6
   )
   expected = np.where(LENGTH > 0, RATIO["geometric"], 1)
-  np.testing.assert_allclose(O.sequence_ratio(LOGP, OLD, MASK), expected, rtol=1e-6)
+  np.testing.assert_allclose(compiled(O.sequence_ratio, LOGP, OLD, MASK), expected, rtol=1e-6)
   raw = np.where(LENGTH > 0, RATIO["sequence"], 1)
-  np.testing.assert_allclose(O.sequence_ratio(LOGP, OLD, MASK, 0.0), raw, rtol=1e-5)
-  token = O.gspo_token_ratio(LOGP, OLD, MASK)
+  np.testing.assert_allclose(compiled(O.sequence_ratio, LOGP, OLD, MASK, 0.0), raw, rtol=1e-5)
+  token = compiled(O.gspo_token_ratio, LOGP, OLD, MASK)
   np.testing.assert_allclose(token, np.where(MASK, expected[:, None], 1), rtol=1e-6)
-  same = O.segment_ratio(LOGP, OLD, MASK, np.zeros(MASK.shape, int))
+  same = compiled(O.segment_ratio, LOGP, OLD, MASK, np.zeros(MASK.shape, int))
   np.testing.assert_allclose(same, token, rtol=1e-6)
-  each = O.segment_ratio(LOGP, OLD, MASK, np.tile(np.arange(MASK.shape[1]), (len(MASK), 1)))
-  np.testing.assert_allclose(each, O.token_ratio(LOGP, OLD, MASK), rtol=1e-6)
-  grad = jax.grad(lambda x: O.gspo_token_ratio(x, OLD, MASK).sum())(LOGP)
+  ids = np.tile(np.arange(MASK.shape[1]), (len(MASK), 1))
+  each = compiled(O.segment_ratio, LOGP, OLD, MASK, ids)
+  np.testing.assert_allclose(each, compiled(O.token_ratio, LOGP, OLD, MASK), rtol=1e-6)
+  grad = jax.jit(jax.grad(lambda x: O.gspo_token_ratio(x, OLD, MASK).sum()))(LOGP)
   np.testing.assert_allclose(grad, np.where(MASK, expected[:, None], 0), rtol=1e-6)
 
 
@@ -142,21 +146,24 @@ def test_what_each_kl_estimate_is_the_gradient_of(x64):
   logits, ref = rng.normal(size=(2, 7))
   ref = jax.nn.log_softmax(ref)
 
+  @functools.partial(jax.jit, static_argnums=0)
   def expected(estimate, logits):
     probability = jax.lax.stop_gradient(jax.nn.softmax(logits))
     return jnp.sum(probability * estimate(jax.nn.log_softmax(logits), ref))
 
+  @jax.jit
   def kl(p, q):
     return jnp.sum(jnp.exp(p) * (p - q))
 
   reverse = kl(jax.nn.log_softmax(logits), ref)
   for estimate in O.kl_k1, O.kl_k3:  # unbiased
     np.testing.assert_allclose(expected(estimate, logits), reverse, rtol=1e-12)
-  gradients = {k: jax.grad(lambda x: expected(k, x))(logits) for k in (O.kl_k1, O.kl_k2, O.kl_k3)}  # noqa: B023
+  gradient = jax.jit(jax.grad(expected, argnums=1), static_argnums=0)
+  gradients = {k: gradient(k, logits) for k in (O.kl_k1, O.kl_k2, O.kl_k3)}
   np.testing.assert_allclose(gradients[O.kl_k1], np.zeros(7), atol=1e-14)
-  true = jax.grad(lambda x: kl(jax.nn.log_softmax(x), ref))(logits)
+  true = jax.jit(jax.grad(lambda x: kl(jax.nn.log_softmax(x), ref)))(logits)
   np.testing.assert_allclose(gradients[O.kl_k2], true, rtol=1e-10, atol=1e-14)
-  forward = jax.grad(lambda x: kl(ref, jax.nn.log_softmax(x)))(logits)
+  forward = jax.jit(jax.grad(lambda x: kl(ref, jax.nn.log_softmax(x))))(logits)
   np.testing.assert_allclose(gradients[O.kl_k3], forward, rtol=1e-10, atol=1e-14)
 
 
@@ -190,6 +197,7 @@ def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64
     grads = jax.vmap(jax.grad(token_term), in_axes=(None, 0))(logits, jnp.arange(6))
     return jnp.exp(sampled) @ grads
 
+  @jax.jit
   def divergence(logits):
     logp = jax.nn.log_softmax(logits)
     return jnp.sum(jnp.exp(logp) * (logp - ref))
@@ -204,38 +212,51 @@ def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64
   np.testing.assert_allclose(penalty("k3_weighted", logits, old), true, rtol=1e-9, atol=1e-12)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def penalised(loss, kind, logp, old, ref, advantage, mask, half):
+  """Returns value and gradient with a penalty and without, and the values with it on each half."""
+
+  def value(x, **options):
+    return loss(x, old, advantage, mask, **options)[0]
+
+  options = dict(ref_logp_BT=ref, kl=kind, kl_coef=0.3)
+  halves = [value(logp, kl_mask_BT=tokens_BT, **options) for tokens_BT in (half, ~half)]
+  gradient = jax.value_and_grad(value)
+  return gradient(logp, **options), gradient(logp), halves
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_weighted"])
 def test_penalties_are_added(kind, x64):
-  """Value and gradient, in the loss's own aggregation; the entropy's gradient reaches entropy."""
+  """Value and gradient, in the loss's own aggregation."""
   case = paper.case(2, dtype=np.float64)
   logp, old, ref, mask = (case[name] for name in ("logp", "old", "ref", "mask"))
-  entropy = np.where(mask, case["rng"].random(mask.shape), np.nan)
-  options = dict(ref_logp_BT=ref, kl=kind, kl_coef=0.3)
+  half = np.broadcast_to(np.arange(mask.shape[1]) % 2 == 0, mask.shape)  # The mean is over all.
   for loss, aggregate in (
     (O.gspo_loss, "sequence"),
     (O.dapo_loss, "token"),
     (O.gmpo_loss, "sequence"),
   ):
-
-    def ours(x, loss=loss, **kw):
-      return loss(x, old, case["advantage"], mask, **kw)[0]
-
-    value, grad = jax.value_and_grad(ours)(logp, **options)
-    plain, plain_grad = jax.value_and_grad(ours)(logp)
+    arguments = logp, old, ref, case["advantage"], mask, half
+    (value, grad), (plain, plain_grad), halves = penalised(loss, kind, *arguments)
 
     def penalty(x, aggregate=aggregate):
       return paper.kl_penalty(x, ref, mask, kind, aggregate, old=old)
 
     np.testing.assert_allclose(value - plain, 0.3 * penalty(logp).real, rtol=1e-9)
     np.testing.assert_allclose(grad - plain_grad, 0.3 * paper.gradient(penalty, logp), atol=1e-12)
-    half = np.arange(mask.shape[1]) % 2 == 0  # Half of the tokens; the mean is still over all.
-    masked = ours(logp, kl_mask_BT=np.broadcast_to(half, mask.shape), **options)
-    other = ours(logp, kl_mask_BT=np.broadcast_to(~half, mask.shape), **options)
-    np.testing.assert_allclose(masked + other - plain, value, rtol=1e-12)
-    assert plain != masked != value
-  bonus = O.dapo_loss(logp, old, case["advantage"], mask, entropy_BT=entropy, entropy_coef=0.1)
-  np.testing.assert_allclose(bonus[0], ours(logp, O.dapo_loss) - 0.1 * entropy[mask].mean())
-  np.testing.assert_allclose(bonus[1]["entropy"], entropy[mask].mean())
+    np.testing.assert_allclose(sum(halves) - plain, value, rtol=1e-12)
+    assert plain != halves[0] != value
+
+
+def test_the_entropys_bonus_is_added(x64):
+  case = paper.case(2, dtype=np.float64)
+  entropy = np.where(case["mask"], case["rng"].random(case["mask"].shape), np.nan)
+  arguments = case["logp"], case["old"], case["advantage"], case["mask"]
+  options = dict(entropy_BT=entropy, entropy_coef=0.1)
+  bonus, metrics = compiled(O.dapo_loss, *arguments, **options)
+  mean = entropy[case["mask"]].mean()
+  np.testing.assert_allclose(bonus, compiled(O.dapo_loss, *arguments)[0] - 0.1 * mean)
+  np.testing.assert_allclose(metrics["entropy"], mean)
 
 
 def test_metrics_by_hand():
@@ -246,7 +267,7 @@ def test_metrics_by_hand():
   advantage = np.array([1.0, -1.0, 1.0, 1.0])
   logp = np.where(mask, delta[:, None], 9).astype(np.float32)
   for loss in O.gspo_loss, O.gspo_token_loss:
-    metrics = loss(logp, np.zeros_like(logp), advantage, mask)[1]
+    metrics = compiled(loss, logp, np.zeros_like(logp), advantage, mask)[1]
     ratio = np.exp(delta)
     expected = {
       "clip_fraction/sequence": 2 / 4,
@@ -284,12 +305,12 @@ def test_the_effective_length_is_of_the_tokens_that_move(name):
   loss, advantage = O.POLICY_LOSSES[name], np.nan_to_num(CASE["advantage"])
   args = logp, OLD, advantage, MASK
   halves = ([x[rows] for x in args] for rows in (slice(0, 3), slice(3, None)))
-  sums = O.merge(*(jax.jit(loss.sums)(*half)[1] for half in halves))
+  sums = O.merge(*(compiled(loss.sums, *half)[1] for half in halves))
   ids = np.repeat([3, 1], MASK.shape[1]) * np.ones((4, 1), int)
   packed = [np.reshape(x * np.ones(MASK.shape[1]), (4, -1)) for x in (advantage[:, None],)]
   long = [x.reshape(4, -1) for x in (logp, OLD)]
-  packed = jax.jit(loss)(*long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
-  for metrics in (jax.jit(loss)(*args)[1], O.compute(sums), packed):
+  packed = compiled(loss, *long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
+  for metrics in (compiled(loss, *args)[1], O.compute(sums), packed):
     np.testing.assert_allclose(metrics["ratio/effective_length"], each.mean(), rtol=1e-4)
 
 
@@ -299,7 +320,7 @@ def test_clip_fractions_of_token_losses():
   ratio = np.array([[1.3, 1.3, 0.7, 1], [5, 0.7, 9, 9]])
   advantage = np.array([1.0, -1.0])
   args = np.log(ratio).astype(np.float32), np.zeros((2, 4), np.float32), advantage, mask
-  metrics = O.grpo_loss(*args, dual_clip=3.0)[1]
+  metrics = compiled(O.grpo_loss, *args, dual_clip=3.0)[1]
   expected = {"token": 3 / 6, "token/high": 2 / 6, "token/low": 1 / 6, "token/dual": 1 / 6}
   expected |= {"sequence": 1 / 2, "sequence/high": 1 / 4, "sequence/low": 1 / 4}
   expected |= {"sequence/dual": 1 / 4}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compiled import compiled
 
 from gspo_jax import objectives as O
 
@@ -20,7 +21,7 @@ def arrays(seed=0):
 def test_it_is_the_sum_over_later_tokens(discount):
   """Observations between two tokens do not count as time."""
   old_BT, teacher_BT, mask_BT = arrays()
-  found_BT = np.asarray(O.distillation_advantages(old_BT, teacher_BT, mask_BT, discount))
+  found_BT = np.asarray(compiled(O.distillation_advantages, old_BT, teacher_BT, mask_BT, discount))
   expected_BT = np.zeros(mask_BT.shape)
   for b, mask_T in enumerate(mask_BT):
     later = 0.0
@@ -35,12 +36,15 @@ def test_reverse_kl_is_a_mean_over_tokens_however_they_are_split():
   old_BT, teacher_BT, mask_BT = arrays()
   inside = mask_BT > 0
   expected = (np.float64(old_BT) - teacher_BT)[inside].mean()
-  assert float(O.reverse_kl(old_BT, teacher_BT, mask_BT)) == pytest.approx(expected, rel=1e-5)
+  assert float(compiled(O.reverse_kl, old_BT, teacher_BT, mask_BT)) == pytest.approx(
+    expected, rel=1e-5
+  )
   halves = [
-    O.reverse_kl.sums(*(x[i : i + 2] for x in (old_BT, teacher_BT, mask_BT))) for i in (0, 2)
+    compiled(O.reverse_kl.sums, *(x[i : i + 2] for x in (old_BT, teacher_BT, mask_BT)))
+    for i in (0, 2)
   ]
   assert float(O.compute(O.merge(*halves))) == pytest.approx(expected, rel=1e-5)
-  empty = O.reverse_kl(old_BT[2:3], teacher_BT[2:3], mask_BT[2:3])
+  empty = compiled(O.reverse_kl, *(np.tile(x[2:3], (4, 1)) for x in (old_BT, teacher_BT, mask_BT)))
   assert float(empty) == 0
 
 
@@ -79,7 +83,7 @@ def test_it_is_a_constant_and_says_what_is_wrong():
   def total(x, y):
     return O.distillation_advantages(x, y, mask_BT, 1.0).sum()
 
-  for gradient in jax.grad(total, argnums=(0, 1))(*clean):
+  for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(*clean):
     assert not np.any(gradient)
   with pytest.raises(ValueError, match=r"teacher_logp_BT has shape \(4, 8\)"):
     O.distillation_advantages(old_BT, teacher_BT[:, 1:], mask_BT)

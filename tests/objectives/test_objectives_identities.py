@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import objectives_reference as paper
+from support.compiled import compiled
 
 from gspo_jax import objectives as O
 
@@ -60,8 +61,20 @@ def divided(sums, *args):
 
 
 @functools.cache
+def plain_and_denominators(name):
+  """Returns what `divided` does of a batch, and denominators at two points."""
+
+  def questions(logp, *constants):
+    points = logp, logp * 3 + 1
+    return divided(SUMS[name], logp, *constants), [
+      SUMS[name](x, *constants)[0].denominator for x in points
+    ]
+
+  return jax.jit(questions)(*arguments(PLAIN))
+
+
 def plain(name):
-  return jax.jit(functools.partial(divided, SUMS[name]))(*arguments(PLAIN))
+  return plain_and_denominators(name)[0]
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
@@ -107,13 +120,13 @@ def test_turns_against_the_equation(alpha, x64):
 
 def test_segment_aggregates_by_hand():
   """Segments of 1 and 3 tokens, and one of 2 in the next row: all ratios are 1, the loss is −Â."""
-  logp = jnp.zeros((2, 4))
-  mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]])
-  advantage = jnp.array([[1.0, 4, 4, 4], [2, 2, 9, 9]])
-  ids = jnp.array([[3, 0, 0, 0], [1, 1, 1, 1]])
+  logp = np.zeros((2, 4))
+  mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+  advantage = np.array([[1.0, 4, 4, 4], [2, 2, 9, 9]])
+  ids = np.array([[3, 0, 0, 0], [1, 1, 1, 1]])
 
   def loss(**options):
-    return float(O.segment_loss(logp, logp, advantage, mask, ids, **options)[0])
+    return float(compiled(O.segment_loss, logp, logp, advantage, mask, ids, **options)[0])
 
   assert loss() == pytest.approx(-(2.5 + 2) / 2)
   assert loss(aggregate="segment") == pytest.approx(-(1 + 4 + 2) / 3)
@@ -182,9 +195,8 @@ def test_any_number_of_micro_batches_is_the_same(name, parts):
 
 @pytest.mark.parametrize("name", SUMS)
 def test_denominators_do_not_depend_on_parameters(name):
-  logp, *constants = arguments(PLAIN)
-  denominator = jax.jit(lambda x: SUMS[name](x, *constants)[0].denominator)
-  assert denominator(logp) == denominator(logp * 3 + 1) > 0
+  here, elsewhere = plain_and_denominators(name)[1]
+  assert here == elsewhere > 0
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -269,7 +281,10 @@ def test_the_rest_of_the_package_on_eight_devices():
       divided(O.value_loss.sums, logp, old, jnp.where(mask, old, 0), mask),
     )
 
-  alone = jax.jit(everything)(*arguments(PLAIN)), O.mismatch(*args_of_mismatch(arguments(PLAIN)))
+  alone = (
+    jax.jit(everything)(*arguments(PLAIN)),
+    compiled(O.mismatch, *args_of_mismatch(arguments(PLAIN))),
+  )
   local = jax.shard_map(
     lambda *x: O.compute(O.psum(O.mismatch.sums(*args_of_mismatch(x)), "data")),
     mesh=mesh,
@@ -291,20 +306,22 @@ def test_luspo_is_the_sum_over_tokens_of_gspo_token():
   case = paper.case(0, spread="near")
   args, ranges = arguments(case), dict(clip_low=2e-3, clip_high=2.5e-3)
   options = ranges | dict(ref_logp_BT=case["ref"], kl_coef=0.1)
-  luspo = divided(functools.partial(O.luspo_loss.sums, **options), *args)
-  _, metrics, grad = divided(functools.partial(O.gspo_token_loss.sums, **options), *args)
+  luspo = compiled(divided, functools.partial(O.luspo_loss.sums, **options), *args)
+  sums = functools.partial(O.gspo_token_loss.sums, **options)
+  _, metrics, grad = compiled(divided, sums, *args)
   length = case["mask"].sum(axis=1, keepdims=True)
   tree_close(luspo[1], metrics)
   tree_close(luspo[2], grad * length)
-  grpo = functools.partial(O.grpo_loss, aggregate="constant", max_length=1, **options)
   on_policy = case["logp"], case["logp"], *args[2:]  # All ratios are 1.
-  np.testing.assert_allclose(O.luspo_loss(*on_policy, **options)[0], grpo(*on_policy)[0], rtol=1e-6)
+  luspo = compiled(O.luspo_loss, *on_policy, **options)[0]
+  grpo = compiled(O.grpo_loss, *on_policy, aggregate="constant", max_length=1, **options)[0]
+  np.testing.assert_allclose(luspo, grpo, rtol=1e-6)
 
 
 def test_opmd_is_soft_policy_optimization_with_the_old_policy_for_the_reference():
   args, beta = arguments(PLAIN), 0.3
-  opmd = divided(functools.partial(O.opmd_loss.sums, beta=beta), *args)[2]
-  soft = divided(functools.partial(O.soft_loss.sums, beta=beta), *args)[2]
+  opmd = compiled(divided, functools.partial(O.opmd_loss.sums, beta=beta), *args)[2]
+  soft = compiled(divided, functools.partial(O.soft_loss.sums, beta=beta), *args)[2]
   np.testing.assert_allclose(2 * beta * opmd, soft, rtol=2e-5, atol=1e-6)
 
 

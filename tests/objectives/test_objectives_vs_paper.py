@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support import objectives_reference as paper
+from support.compiled import compiled, value_and_grad
 
 from gspo_jax import objectives as O
 
@@ -138,12 +139,11 @@ def test_float64(name, x64):
 def test_sapo_keeps_its_digits_where_the_gate_is_closed():
   """The gradient of σ(x) as σ(1 − σ) is off by 1e-2 at w = 13 in float32."""
   log_ratio = np.array([[-20.0, 0.0, 1.0, 2.0, 2.5, 2.6]])
-  f = jax.grad(
-    lambda x: O.sapo_loss(x, np.zeros((1, 6), np.float32), np.ones(1), np.ones((1, 6)))[0]
-  )
+  args = log_ratio.astype(np.float32), np.zeros((1, 6), np.float32), np.ones(1), np.ones((1, 6))
+  _, grad = compiled(value_and_grad(O.sapo_loss), *args)
   w = np.exp(log_ratio.astype(np.float32).astype(np.float64))
   expected = -w / np.cosh((w - 1) / 2) ** 2 / 6
-  np.testing.assert_allclose(f(log_ratio.astype(np.float32)), expected, rtol=2e-5)
+  np.testing.assert_allclose(grad, expected, rtol=2e-5)
 
 
 def test_dppo_lets_rare_tokens_grow_and_holds_likely_ones():
@@ -152,19 +152,19 @@ def test_dppo_lets_rare_tokens_grow_and_holds_likely_ones():
   args = new.astype(np.float32), old.astype(np.float32), np.array([[1.0, -1.0]]), np.ones((1, 2))
   for divergence, threshold in ("tv", 0.15), ("kl", 0.05):
     options = dict(clip_low=threshold, clip_high=threshold, divergence=divergence)
-    clipped = O.dppo_loss.clipped(*args, max_length=2, **options)
+    clipped = compiled(O.dppo_loss.clipped, *args, max_length=2, **options)
     np.testing.assert_array_equal(clipped, [[False, True]])
-  np.testing.assert_array_equal(O.ppo_loss.clipped(*args), [[True, True]])
+  np.testing.assert_array_equal(compiled(O.ppo_loss.clipped, *args), [[True, True]])
 
 
 def test_dppo_of_certain_tokens_is_finite():
   """Probabilities of exactly 1 in float32: no divergence from itself, an infinite one to it."""
   logp = np.array([[0.0, 0.0, -1e-3, -50.0]], np.float32)
   old = np.array([[0.0, -1e-3, 0.0, -60.0]], np.float32)
-  f = functools.partial(O.dppo_loss, max_length=4, divergence="kl", clip_low=0.05, clip_high=0.05)
+  options = dict(max_length=4, divergence="kl", clip_low=0.05, clip_high=0.05)
   for sign in 1.0, -1.0:
     args = logp, old, np.array([sign]), np.ones((1, 4))
-    (loss, metrics), grad = jax.value_and_grad(f, has_aux=True)(*args)
+    (loss, metrics), grad = compiled(value_and_grad(O.dppo_loss), *args, **options)
     assert np.isfinite(loss) and np.isfinite(grad).all()
     assert all(np.isfinite(x) for x in metrics.values())
     # From 0.999 to 1 all other tokens vanish.
@@ -174,11 +174,11 @@ def test_dppo_of_certain_tokens_is_finite():
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_vespo_of_any_ratio_is_finite_and_of_one_far_out_nothing(advantage):
   """e^±1e4 is 0 or infinite in every type; on policy the weight is exactly 1."""
-  f = jax.jit(jax.value_and_grad(O.vespo_loss, has_aux=True))
   old = np.full((1, 4), -2e4, np.float32)
   for log_ratio, weight in ((-1e4, 0), (-40, 0), (0, 1), (40, 0), (90, 0), (1e4, 0)):
     logp = old + np.float32(log_ratio / 4)
-    (loss, metrics), grad = f(logp, old, np.array([advantage]), np.ones((1, 4)))
+    args = logp, old, np.array([advantage]), np.ones((1, 4))
+    (loss, metrics), grad = compiled(value_and_grad(O.vespo_loss), *args)
     np.testing.assert_allclose(metrics["vespo/weight"], weight, atol=1e-20)
     np.testing.assert_allclose(grad, np.full((1, 4), -advantage * weight / 4), atol=1e-20)
     np.testing.assert_allclose(loss, -advantage * weight * logp.mean(), atol=1e-15)
@@ -188,9 +188,10 @@ def test_vespo_of_any_ratio_is_finite_and_of_one_far_out_nothing(advantage):
 def test_opmd_comes_to_rest_where_the_log_ratio_of_the_response_is_the_advantage():
   """The log-ratio's distribution over the tokens does not matter."""
   old, step = np.full((2, 4), -3.0, np.float32), np.float32([[0.5, 0, 0, 0], [0.125] * 4])
-  f = jax.grad(lambda logp, a: O.opmd_loss(logp, old, a, np.ones((2, 4)), beta=0.4)[0])
-  np.testing.assert_allclose(f(old + step, np.full(2, 0.2)), 0, atol=1e-7)
-  np.testing.assert_allclose(f(old, np.full(2, 0.2)), -0.2 / 2, rtol=1e-6)
+  f, constants = value_and_grad(O.opmd_loss), (old, np.full(2, 0.2), np.ones((2, 4)))
+  grad = compiled(f, old + step, *constants, beta=0.4)[1]
+  np.testing.assert_allclose(grad, 0, atol=1e-7)
+  np.testing.assert_allclose(compiled(f, old, *constants, beta=0.4)[1], -0.2 / 2, rtol=1e-6)
 
 
 SEGMENTS = np.arange(12) // 3  # four to a response of `paper.case`
@@ -306,7 +307,7 @@ def test_what_is_clipped_against_the_papers_rules(name, spread):
   for seed in range(3):
     case = paper.case(seed, spread=spread)
     loss, args = arguments(loss_name, case, O.POLICY_LOSSES[loss_name].by_token)
-    clipped = np.asarray(jax.jit(functools.partial(loss.clipped, **options))(*args))
+    clipped = np.asarray(compiled(loss.clipped, *args, **options))
     wide = {k: np.asarray(case[k], np.float64) for k in ("logp", "old")}
     advantage = np.broadcast_to(args[2].T, case["mask"].T.shape).T
     expected = np.zeros(case["mask"].shape, bool)
@@ -324,9 +325,8 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
   loss_name, options, rule, _ = CASES[name]
   case = paper.case(4)
   loss, args = arguments(loss_name, case, False)
-  f = functools.partial(loss, **options)
-  (_, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
-  clipped = np.asarray(loss.clipped(*args, **options))
+  (_, metrics), grad = compiled(value_and_grad(loss), *args, **options)
+  clipped = np.asarray(compiled(loss.clipped, *args, **options))
   # CISPO bounds the weight of a gradient; VESPO's is 0 in float32 where it is far out.
   if loss_name not in ("cispo", "vespo"):
     sides = np.nan_to_num(case["advantage"])
@@ -357,8 +357,8 @@ def test_of_packed_responses_the_same_tokens_are_clipped(name):
   further = () if name != "segment" else (np.tile(SEGMENTS, 2) + 4 * ids,)
   options = dict(max_length=T) if name in ("dr_grpo", "dppo") else {}
   packed = [x.reshape(B // 2, 2 * T) for x in (*args, mask)]
-  clipped = loss.clipped(*packed, *further, response_BT=ids, **options)
-  plain = loss.clipped(*unpacked, **options)
+  clipped = compiled(loss.clipped, *packed, *further, response_BT=ids, **options)
+  plain = compiled(loss.clipped, *unpacked, **options)
   np.testing.assert_array_equal(np.asarray(clipped).reshape(B, T), plain)
 
 
@@ -375,11 +375,15 @@ def test_a_loss_declares_its_keyword_options(name):
   assert set(loss.levels) <= {"token", "sequence", "geometric"}
 
 
+def value(loss, *args, **options):
+  return loss(*args, **options)[0]
+
+
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_a_loss_takes_weights_of_the_levels_that_it_declares(name):
   case = paper.case(4)
   loss, args = arguments(name, case, O.POLICY_LOSSES[name].by_token)
   options = dict(max_length=12) if name in ("dr_grpo", "dppo") else {}
   for level in loss.levels:
-    weight = O.truncated_weight(case["logp"], case["old"], case["mask"], level)
-    assert np.isfinite(loss(*args, weight=weight, **options)[0])
+    weight = compiled(O.truncated_weight, case["logp"], case["old"], case["mask"], level)
+    assert np.isfinite(compiled(value, loss, *args, weight=weight, **options))

@@ -1,6 +1,7 @@
 """Configurations: every key has a range and is refused by name; what follows from others."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -31,10 +32,15 @@ ENTRIES = {  # An entry of each section of named sections.
 }
 
 
-def values():
+@functools.cache
+def base():
   values = common.base()
   values.eval.benchmarks = dict(aime=common.benchmark(samples=2))
-  return values.to_dict()
+  return values
+
+
+def values():
+  return base().to_dict()
 
 
 def kinds(kind=configuration.RunConfig, key=""):

@@ -13,7 +13,7 @@ from support.configs import VARIANTS, values_of
 from configs import common, tiny, tiny_offline, tiny_ppo, tiny_tools
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.settings import page, ranges, rules
-from gspo_jax.settings.reading import default, from_dict, unchecked
+from gspo_jax.settings.reading import default, unchecked
 from gspo_jax.settings.rewards import VERIFIERS
 
 BASE, TINY, PPO, TOOLS = common.base, tiny.get_config, tiny_ppo.get_config, tiny_tools.get_config
@@ -686,8 +686,14 @@ def another(key):
 OFF = {name: another(KEYS[name]) for name in KEYS_OFF if name not in SWITCHES}
 
 
+CONFIGURED = {}  # By configuration and changes: each is built once.
+
+
 def configured(get_config, changes):
-  return unchecked(values_of(get_config, **changes))
+  key = get_config, repr(changes)
+  if key not in CONFIGURED:
+    CONFIGURED[key] = unchecked(values_of(get_config, **changes))
+  return CONFIGURED[key]
 
 
 @pytest.mark.parametrize(
@@ -697,13 +703,14 @@ def configured(get_config, changes):
 )
 def test_invalid_settings_are_refused_by_name(get_config, changes, message):
   with pytest.raises(ValueError, match=message) as error:
-    from_dict(values_of(get_config, **changes))
+    rules.check(configured(get_config, changes))
   assert "{" not in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("get_config, changes", DOUBTED, ids=[str(x) for _, x in DOUBTED])
 def test_doubtful_settings_give_one_warning(get_config, changes):
-  config = from_dict(values_of(get_config, **changes))
+  config = configured(get_config, changes)
+  rules.check(config)
   (line,) = rules.warnings(config, rules.DataFacts())
   assert "{" not in line
   assert any(key.replace("__", ".") in line for key in changes)
@@ -776,5 +783,5 @@ def test_changed_keys_of_a_disabled_section_are_refused(name):
   value = OFF[name]
   message = rf"^{re.escape(f'{name}={value!r}')} has no effect"
   with pytest.raises(ValueError, match=message) as error:
-    from_dict(values_of(BASE, **{name.replace(".", "__"): value}))
+    rules.check(configured(BASE, {name.replace(".", "__"): value}))
   assert str(KEYS[name].default).removesuffix(".0") in str(error.value)

@@ -1,6 +1,7 @@
 """Configurations for the tests."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +24,15 @@ VARIANTS += [("smollm2", "svamp")] + [("gsm8k", arg) for arg in gsm8k.VARIANTS]
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:
   """The values of a file of configs/ with these keys changed: `rl__packed=True`."""
-  values = get_config()
+  values = _file(get_config).copy_and_resolve_references()
   flat = {key.replace("__", "."): value for key, value in changes.items()}
   values.update_from_flattened_dict(flat)
   return values.to_dict()
+
+
+@functools.cache
+def _file(get_config: Callable[[], ConfigDict]) -> ConfigDict:
+  return get_config()
 
 
 def config_of(get_config: Callable[[], ConfigDict], **changes: Any) -> config.RunConfig:
