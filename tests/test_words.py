@@ -52,7 +52,7 @@ CODE = """
   gspo_jax/system            0.0       0     9.9    0.09       2
   gspo_jax/tasks             0.0       0    10.7    0.05       0
   gspo_jax/verifiers         0.0       0    10.2    0.03       3
-  tests                      3.5       4    11.8    0.25       8
+  tests                      1.0       3    11.3    0.18       5
 """
 # Ceilings for a new room, without a line above.
 GOAL = (4.0, 1, 10.0, 0.25, 3)

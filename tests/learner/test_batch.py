@@ -42,20 +42,20 @@ def test_missing_groups_are_padding_in_every_mini_batch():
     np.testing.assert_array_equal(part.inputs.segments_BT.any(1), part.advantage_B > 0)
 
 
-def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
-  """0 is an expert and a token, and the trainer's own choices would be compared with it."""
-  given = with_inputs(
+def test_padding_has_no_experts_and_no_support():
+  """Zeros would be read as an expert and a token."""
+  sampled = with_inputs(
     batch(2, np.zeros((2, T), np.float32)),
     sampler_experts_BTlk=np.ones((2, T, 1, 2), np.int8),
     support_BTX=np.ones((2, T, 3), np.int32),
   )
-  (made,) = minibatches(given, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
-  for field in made.inputs.sampler_experts_BTlk, made.inputs.support_BTX:
+  (padded,) = minibatches(sampled, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
+  for field in padded.inputs.sampler_experts_BTlk, padded.inputs.support_BTX:
     assert np.unique(field[:2]) == 1 and np.unique(field[2:]) == -1
-  assert made.inputs.sampler_experts_BTlk.dtype == np.int8
+  assert padded.inputs.sampler_experts_BTlk.dtype == np.int8
 
 
-def test_log_ratios_come_back_in_the_order_of_the_rollout():
+def test_log_ratios_are_in_the_order_of_the_rollout():
   rows = 4 * 3  # two groups are missing
   old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
   parts = minibatches(batch(rows, old), 3, prompts=6, group_size=3, mesh=ONE, packed=False)
@@ -64,7 +64,7 @@ def test_log_ratios_come_back_in_the_order_of_the_rollout():
 
 
 def rollout():
-  """Trajectories that went on under other weights, the second a conversation that was cut off."""
+  """Trajectories of several weights; the second is a truncated conversation."""
   version = np.array([[-1, -1, 3, 3, 4, -1], [-1, 3, -1, 4, 4, -1]], np.int32)
   mask, zeros = (version >= 0).astype(np.float32), np.zeros(version.shape, np.float32)
   experts = np.ones((*version.shape, 2, 1), np.int8)
@@ -75,31 +75,33 @@ def rollout():
   )  # fmt: skip
 
 
-def test_what_a_token_was_fed_to_sampled_the_next_one():
+def test_version_of_the_input_is_that_of_the_next_token():
   fed = [[3, 3, 3, 4, -1, -1], [3, 4, 4, 4, -1, -1]]
   np.testing.assert_array_equal(fed_to(rollout().version), fed)
 
 
-def test_older_weights_are_told_apart():
-  made = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
-  current_BT = made.metric_inputs.current_BT
+def test_tokens_of_older_weights_are_marked():
+  batch = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
+  current_BT = batch.metric_inputs.current_BT
   np.testing.assert_array_equal(current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
   recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
-  np.testing.assert_array_equal(made.inputs.sampler_experts_BTlk[..., 0, 0] >= 0, recorded)
-  kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
-  np.testing.assert_array_equal(kept.inputs.sampler_experts_BTlk[:, :4] >= 0, True)
+  np.testing.assert_array_equal(batch.inputs.sampler_experts_BTlk[..., 0, 0] >= 0, recorded)
+  replayed = train_batch(
+    rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True
+  )
+  np.testing.assert_array_equal(replayed.inputs.sampler_experts_BTlk[:, :4] >= 0, True)
   # Replayed experts of older weights make another network.
-  assert not kept.metric_inputs.current_BT.any()
+  assert not replayed.metric_inputs.current_BT.any()
   alone = train_batch(rollout(), np.ones(2), shared_prompts=False)
   assert alone.metric_inputs.current_BT is None
 
 
-def test_responses_that_were_cut_off_are_masked():
-  given = rollout()
-  made = train_batch(given, np.ones(2), shared_prompts=False, mask_truncated=True)
-  np.testing.assert_array_equal(made.mask_BT, given.mask * [[1], [0]])
+def test_truncated_responses_are_masked():
+  sampled = rollout()
+  batch = train_batch(sampled, np.ones(2), shared_prompts=False, mask_truncated=True)
+  np.testing.assert_array_equal(batch.mask_BT, sampled.mask * [[1], [0]])
   np.testing.assert_array_equal(
-    made.inputs.segments_BT.sum(1), given.ends
+    batch.inputs.segments_BT.sum(1), sampled.ends
   )  # the model reads them still
 
 
@@ -112,7 +114,7 @@ def scored(rollout, **fields):
 
 
 def placing(name, **distillation):
-  """A configuration of a single group of two and this loss, as far as mini-batches depend on it."""
+  """Configuration with one group of two, and a loss."""
   sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
   recorded = {}
   if O.POLICY_LOSSES[name].recorded:
@@ -121,37 +123,37 @@ def placing(name, **distillation):
   return dataclasses.replace(config, distillation=DistillationConfig(**distillation))
 
 
-def test_what_a_key_asks_for_is_in_the_batch_and_else_nothing():
-  """Which groups are mixed, by what has a verdict; what was cut off; the turn of each token."""
-  given, judged = rollout(), JUDGED | dict(reward_PG=np.array([[1.0, 0.0]]))
+def test_batch_has_the_inputs_of_its_configuration_and_no_others():
+  """Covers mixed groups by verdicts, truncated responses and turns of tokens."""
+  sampled, judged = rollout(), JUDGED | dict(reward_PG=np.array([[1.0, 0.0]]))
   sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
   ppo = dict(objective__name="ppo_clip", critic__name="head", environment__name="calculator")
-  for known, mixed in ((True, True), True), ((True, False), False):
+  for verdicts, mixed in ((True, True), True), ((True, False), False):
     config = config_of(common.base, objective__kl_groups="mixed", objective__kl_coef=0.1, **sizes)
-    (made,) = place(config, ONE, scored(given, known_B=np.array(known), **judged))
-    assert made.mixed_B.tolist() == [mixed, mixed]
-    assert made.advantage_inputs == AdvantageInputs()
+    (batch,) = place(config, ONE, scored(sampled, known_B=np.array(verdicts), **judged))
+    assert batch.mixed_B.tolist() == [mixed, mixed]
+    assert batch.advantage_inputs == AdvantageInputs()
   keys = dict(critic__bootstrap=True, objective__advantage="turn_gae")
   config = config_of(common.base, **ppo, **sizes, **keys)
-  (made,) = place(config, ONE, scored(given, known_B=np.ones(2, bool), **judged))
-  assert made.advantage_inputs.cut_off_B.tolist() == (~given.stopped).tolist() == [False, True]
-  np.testing.assert_array_equal(made.advantage_inputs.turn_BT, given.turns)
-  assert made.mixed_B is None and made.advantage_inputs.reward_BT.sum() == 1
+  (batch,) = place(config, ONE, scored(sampled, known_B=np.ones(2, bool), **judged))
+  assert batch.advantage_inputs.cut_off_B.tolist() == (~sampled.stopped).tolist() == [False, True]
+  np.testing.assert_array_equal(batch.advantage_inputs.turn_BT, sampled.turns)
+  assert batch.mixed_B is None and batch.advantage_inputs.reward_BT.sum() == 1
   config = config_of(common.base, objective__reward_kl_coef=0.1, **sizes)
-  (made,) = place(config, ONE, scored(given, known_B=np.ones(2, bool), **judged))
-  assert made.advantage_inputs.reward_BT.sum() == 1
-  assert made.advantage_inputs.cut_off_B is made.advantage_inputs.turn_BT is None
+  (batch,) = place(config, ONE, scored(sampled, known_B=np.ones(2, bool), **judged))
+  assert batch.advantage_inputs.reward_BT.sum() == 1
+  assert batch.advantage_inputs.cut_off_B is batch.advantage_inputs.turn_BT is None
 
 
-@pytest.mark.parametrize("known", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("verdicts", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
-def test_responses_without_a_verdict_are_masked_for_every_loss(name, known):
-  given, known_B = rollout(), np.array(known)
-  (made,) = place(placing(name), ONE, scored(given, known_B=known_B, **JUDGED))
-  np.testing.assert_array_equal(made.mask_BT, given.mask * known_B[:, None])
+def test_responses_without_a_verdict_are_masked_for_every_loss(name, verdicts):
+  sampled, known_B = rollout(), np.array(verdicts)
+  (batch,) = place(placing(name), ONE, scored(sampled, known_B=known_B, **JUDGED))
+  np.testing.assert_array_equal(batch.mask_BT, sampled.mask * known_B[:, None])
 
 
-def test_a_teacher_alone_needs_no_verdict():
-  config, given = placing("ppo_clip", teacher="t", reward_weight=0.0), rollout()
-  (made,) = place(config, ONE, scored(given, known_B=np.zeros(2, bool), **JUDGED))
-  np.testing.assert_array_equal(made.mask_BT, given.mask)
+def test_distillation_without_rewards_needs_no_verdict():
+  config, sampled = placing("ppo_clip", teacher="t", reward_weight=0.0), rollout()
+  (batch,) = place(config, ONE, scored(sampled, known_B=np.zeros(2, bool), **JUDGED))
+  np.testing.assert_array_equal(batch.mask_BT, sampled.mask)

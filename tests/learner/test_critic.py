@@ -47,8 +47,8 @@ def critic_of(config, updates=1, learning_rate=3e-3):
   return Critic(config, tx, config.hyperparameters(updates))
 
 
-def on(mesh, config, seed=0):
-  """Policy and a critic whose head says something, on a mesh."""
+def critic_on(mesh, config, seed=0):
+  """Policy and critic with a nonzero head, on a mesh."""
   policy_shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
   policy = jax.device_put(initial(MODEL), policy_shardings)
 
@@ -76,19 +76,19 @@ def batch():
 
 
 def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1, **numbers):
-  """The state before and after updates on one batch, on the host, and their metrics."""
+  """Host states before and after updates on one batch, with metrics."""
   mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
   critic = critic_of(config, **numbers)
   step = make_rl_step(learner(MODEL, microbatches=microbatches), PPO, TX, critic)
-  given = batch().with_fields(reward_BT=None)
+  minibatch = batch().with_fields(reward_BT=None)
   with jax.set_mesh(mesh):
-    policy, params = on(mesh, config)
+    policy, params = critic_on(mesh, config)
     state = with_critic(new_state(policy, TX), params, critic.tx)
     start, rows = jax.device_get(state), []
     shards = sharding.batch_shards(mesh)
-    given = sharding.put_batch(packing.plan(given, shards) if packed else given, mesh)
+    minibatch = sharding.put_batch(packing.plan(minibatch, shards) if packed else minibatch, mesh)
     for _ in range(updates):
-      state, metrics = step(state, given)
+      state, metrics = step(state, minibatch)
       rows.append(scalars(metrics))
     return start, jax.device_get(state), rows
 
@@ -98,57 +98,59 @@ def difference(first, second):
   return max(abs(np.asarray(x) - y).max() for x, y in leaves)
 
 
-def test_a_value_is_of_what_stands_before_its_token():
+def test_values_depend_on_earlier_tokens_alone():
   mesh = sharding.make_mesh(MESH, jax.devices()[:1])
   for config in (HEAD, OWN):
     with jax.set_mesh(mesh):
-      policy, critic = on(mesh, config)
+      policy, critic = critic_on(mesh, config)
       find = make_values(learner(MODEL), config, "none")
-      given = batch()
-      found_BT = np.asarray(find(policy, critic, sharding.put_batch(given.inputs, mesh)))
-      changed = with_inputs(given, tokens_BT=np.where(np.arange(T) == 4, 7, given.inputs.tokens_BT))
+      minibatch = batch()
+      found_BT = np.asarray(find(policy, critic, sharding.put_batch(minibatch.inputs, mesh)))
+      changed = with_inputs(
+        minibatch, tokens_BT=np.where(np.arange(T) == 4, 7, minibatch.inputs.tokens_BT)
+      )
       moved_BT = np.asarray(find(policy, critic, sharding.put_batch(changed.inputs, mesh)))
     trunk = jax.device_get(policy if config is HEAD else critic.trunk)
-    hidden_BTD = forward(trunk, MODEL, jnp.asarray(given.inputs.tokens_BT)).hidden_BTD
+    hidden_BTD = forward(trunk, MODEL, jnp.asarray(minibatch.inputs.tokens_BT)).hidden_BTD
     expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
-    real_BT = np.asarray(given.inputs.segments_BT[:, 1:]) > 0
+    real_BT = np.asarray(minibatch.inputs.segments_BT[:, 1:]) > 0
     np.testing.assert_allclose(found_BT[:, 1:][real_BT], expected_BT[:, :-1][real_BT], atol=1e-5)
     np.testing.assert_array_equal(found_BT[:, :5], moved_BT[:, :5])
     assert (found_BT != moved_BT)[1, 5:20].all()  # a row of 20 tokens
 
 
-def test_the_value_of_the_last_state_is_that_of_all_tokens_where_prompts_are_shared_too():
-  """Groups with responses that are cut off at the end of their rows, in own rows and packed."""
+def test_last_value_reads_all_tokens_with_shared_prompts_too():
+  """Covers truncated responses at the end of rows, packed too."""
   mesh, config = (
     sharding.make_mesh(MESH, jax.devices()[:1]),
     dataclasses.replace(HEAD, bootstrap=True),
   )
-  given = make_batch(lengths=(T, T, 7, 3) * 4)
-  tokens_BT = given.inputs.tokens_BT % MODEL.vocab_size
+  minibatch = make_batch(lengths=(T, T, 7, 3) * 4)
+  tokens_BT = minibatch.inputs.tokens_BT % MODEL.vocab_size
   tokens_BT[:, :2] = 5
-  given = with_inputs(given, tokens_BT=tokens_BT, prompt_B=np.full(B, 2, np.int32))
-  packed = packing.plan(with_inputs(given, prompt_B=None), 1)
+  minibatch = with_inputs(minibatch, tokens_BT=tokens_BT, prompt_B=np.full(B, 2, np.int32))
+  packed = packing.plan(with_inputs(minibatch, prompt_B=None), 1)
   with jax.set_mesh(mesh):
-    policy, critic = on(mesh, config)
+    policy, critic = critic_on(mesh, config)
     settings = learner(MODEL, group_size=4, response_tokens=T - 2)
     find = make_values(settings, config, "none")
-    value_BT, last_B = find(policy, critic, sharding.put_batch(given.inputs, mesh))
-    of_packed = find(policy, critic, sharding.put_batch(packed.inputs, mesh))
+    value_BT, last_B = find(policy, critic, sharding.put_batch(minibatch.inputs, mesh))
+    packed_values = find(policy, critic, sharding.put_batch(packed.inputs, mesh))
     plain = make_values(settings, HEAD, "none")
-    shared_BT = plain(policy, critic, sharding.put_batch(given.inputs, mesh))
+    shared_BT = plain(policy, critic, sharding.put_batch(minibatch.inputs, mesh))
   hidden_BTD = forward(jax.device_get(policy), MODEL, jnp.asarray(tokens_BT)).hidden_BTD
   expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
-  last_place_B = given.inputs.segments_BT.sum(1) - 1
+  last_place_B = minibatch.inputs.segments_BT.sum(1) - 1
   np.testing.assert_allclose(last_B, expected_BT[np.arange(B), last_place_B], atol=1e-5)
   np.testing.assert_allclose(
-    packing.in_order(np.asarray(of_packed[1]), packed.order_B), last_B, atol=1e-5
+    packing.in_order(np.asarray(packed_values[1]), packed.order_B), last_B, atol=1e-5
   )
-  live = given.mask_BT > 0
+  live = minibatch.mask_BT > 0
   np.testing.assert_allclose(np.asarray(value_BT)[live], np.asarray(shared_BT)[live], atol=1e-5)
 
 
-def test_what_was_cut_off_goes_on_from_the_value_of_its_last_state():
-  """Of tokens, and of turns; that of a response that ended counts for nothing."""
+def test_truncated_responses_are_bootstrapped_from_their_last_value():
+  """Covers tokens and turns; finished responses ignore their last value."""
   config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, normalize=False, bootstrap=True)
   rng = np.random.default_rng(0)
   cut_B, last_B = np.arange(B) % 2 > 0, rng.normal(size=B).astype(np.float32)
@@ -161,16 +163,18 @@ def test_what_was_cut_off_goes_on_from_the_value_of_its_last_state():
     (None, paper.gae(*arrays, mask, 0.9, 0.8, worth_B)),
     (turns_BT, paper.turn_gae(*arrays, mask, turns_BT, 0.9, 0.8, worth_B)),
   ):
-    given = batch().with_fields(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
-    (found,), _ = critic_advantages(config, config.hyperparameters(1))([given])
-    for found_BT, wanted in zip((found.advantage_BT, found.critic_targets.return_BT), expected):
-      np.testing.assert_allclose(found_BT, wanted, atol=1e-5)
-    assert found.advantage_inputs == AdvantageInputs()
+    minibatch = batch().with_fields(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
+    (result,), _ = critic_advantages(config, config.hyperparameters(1))([minibatch])
+    for actual_BT, expected_BT in zip(
+      (result.advantage_BT, result.critic_targets.return_BT), expected
+    ):
+      np.testing.assert_allclose(actual_BT, expected_BT, atol=1e-5)
+    assert result.advantage_inputs == AdvantageInputs()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_advantages_are_those_of_the_recursion(normalize):
-  """Two mini-batches of ragged responses, with a price on leaving the reference, in float64."""
+def test_advantages_equal_the_recursion(normalize):
+  """Compares two ragged mini-batches with kl_coef, in float64."""
   config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, kl_coef=0.3, normalize=normalize)
   shorter = make_batch(lengths=(7, 3, 20, 0, 5, 9, 2, 11, 6, 6, 8, 4, 19, 3, 5, 12), seed=4)
   second = with_inputs(batch(), segments_BT=shorter.inputs.segments_BT)
@@ -182,20 +186,20 @@ def test_advantages_are_those_of_the_recursion(normalize):
     dirty.append(clean.with_fields(old_value_BT=value_BT))
   actual, row = critic_advantages(config, config.hyperparameters(1))(dirty)
   expected = []
-  for given in dirty:
-    mask = np.asarray(given.mask_BT)
-    drift = np.where(mask > 0, np.float64(given.old_logp_BT) - given.ref_logp_BT, 0)
+  for minibatch in dirty:
+    mask = np.asarray(minibatch.mask_BT)
+    drift = np.where(mask > 0, np.float64(minibatch.old_logp_BT) - minibatch.ref_logp_BT, 0)
     reward, value = (
-      np.float64(given.advantage_inputs.reward_BT) - 0.3 * drift,
-      np.nan_to_num(given.critic_targets.old_value_BT),
+      np.float64(minibatch.advantage_inputs.reward_BT) - 0.3 * drift,
+      np.nan_to_num(minibatch.critic_targets.old_value_BT),
     )
     outcome, _ = paper.gae(reward, np.zeros_like(reward), mask, 0.9, 1.0)
     expected.append((*paper.gae(reward, np.float64(value), mask, 0.9, 0.8), outcome, value, mask))
   advantage, returns, outcome, value, mask = (np.concatenate(x) for x in zip(*expected))
   inside = mask > 0
   mean, std = advantage[inside].mean(), advantage[inside].std()
-  left, whole = (outcome - value)[inside].var(), outcome[inside].var()
-  assert row["value/explained_variance"] == pytest.approx(1 - left / whole, rel=1e-4)
+  residual, whole = (outcome - value)[inside].var(), outcome[inside].var()
+  assert row["value/explained_variance"] == pytest.approx(1 - residual / whole, rel=1e-4)
   assert row["advantage/mean"] == pytest.approx(mean, rel=1e-4)
   assert row["advantage/std"] == pytest.approx(std, rel=1e-4)
   if normalize:
@@ -207,24 +211,24 @@ def test_advantages_are_those_of_the_recursion(normalize):
   assert actual[0].advantage_inputs.reward_BT is None
 
 
-def test_the_variance_of_large_returns_is_explained_too():
-  """In float32 the mean of their squares, less the square of their mean, is mostly rounding."""
+def test_explained_variance_is_precise_for_large_returns():
+  """E[x²] − E[x]² in float32 would be mostly rounding."""
   rng, config = np.random.default_rng(0), dataclasses.replace(HEAD, discount=1.0, normalize=False)
   parts, pairs = [], []
   for _ in range(2):
-    of_row_B1 = 1000 + 0.1 * rng.normal(size=(B, 1))
-    reward_BT = at_the_end(of_row_B1[:, 0].astype(np.float32), batch().mask_BT)
-    value_BT = (of_row_B1 - 30 + 0.05 * rng.normal(size=(B, T))).astype(np.float32)
+    offset_B1 = 1000 + 0.1 * rng.normal(size=(B, 1))
+    reward_BT = at_the_end(offset_B1[:, 0].astype(np.float32), batch().mask_BT)
+    value_BT = (offset_B1 - 30 + 0.05 * rng.normal(size=(B, T))).astype(np.float32)
     parts.append(batch().with_fields(reward_BT=reward_BT, old_value_BT=value_BT))
     live = batch().mask_BT > 0
-    pairs.append((np.broadcast_to(of_row_B1, (B, T))[live], np.float64(value_BT)[live]))
+    pairs.append((np.broadcast_to(offset_B1, (B, T))[live], np.float64(value_BT)[live]))
   returns, values = (np.concatenate(x) for x in zip(*pairs))
   _, row = critic_advantages(config, config.hyperparameters(1))(parts)
   expected = 1 - np.var(returns - values) / np.var(returns)
   assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
 
 
-def test_explained_variance_is_of_what_the_returns_vary():
+def test_explained_variance_is_relative_to_the_returns():
   returns = np.array([[1.0, 0.0, 5.0], [0.0, 1.0, np.nan]])
   mask = np.array([[1, 1, 0], [1, 1, 0]])
 
@@ -241,33 +245,35 @@ def test_explained_variance_is_of_what_the_returns_vary():
     assert float(O.explained_variance(same + np.eye(8, 50), same, np.ones((8, 50)))) == 0
 
 
-def test_the_trunk_has_the_gradient_of_both_means():
-  """The policy's is a mean over responses, the critic's over tokens; in packed micro-batches."""
-  mesh, given = sharding.make_mesh(MESH, jax.devices()[:1]), batch().with_fields(reward_BT=None)
+def test_trunk_has_the_gradient_of_both_losses():
+  """The policy's mean is over responses, the critic's over tokens."""
+  mesh, minibatch = sharding.make_mesh(MESH, jax.devices()[:1]), batch().with_fields(reward_BT=None)
   with jax.set_mesh(mesh):
-    given = sharding.put_batch(given, mesh)
+    minibatch = sharding.put_batch(minibatch, mesh)
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def expected(trained):
       policy, critic = trained
-      logp_BT, entropy_BT, out, _ = log_probs(policy, given.inputs, learner(MODEL))
+      logp_BT, entropy_BT, out, _ = log_probs(policy, minibatch.inputs, learner(MODEL))
       half_BTD = (out.hidden_BTD + jax.lax.stop_gradient(out.hidden_BTD)) / 2
       value_BT = jnp.pad(head_values(critic, half_BTD)[:, :-1], ((0, 0), (1, 0)))
-      targets = given.critic_targets
-      actual = O.value_loss(value_BT, targets.old_value_BT, targets.return_BT, given.mask_BT, 0.2)
-      of_policy = configured_loss(PPO, logp_BT, entropy_BT, given, T)[0]
-      return of_policy.compute() + actual[0], actual
+      targets = minibatch.critic_targets
+      actual = O.value_loss(
+        value_BT, targets.old_value_BT, targets.return_BT, minibatch.mask_BT, 0.2
+      )
+      policy_loss = configured_loss(PPO, logp_BT, entropy_BT, minibatch, T)[0]
+      return policy_loss.compute() + actual[0], actual
 
-    (of_policy, of_critic), (loss, wanted) = expected(on(mesh, HEAD))
-  wanted |= {"grad_norm": optax.tree.norm(of_policy), "value/loss": loss}
-  wanted |= {"value/grad_norm": optax.tree.norm(of_critic)}
+    (policy_loss, critic_grad), (loss, expected_metrics) = expected(critic_on(mesh, HEAD))
+  expected_metrics |= {"grad_norm": optax.tree.norm(policy_loss), "value/loss": loss}
+  expected_metrics |= {"value/grad_norm": optax.tree.norm(critic_grad)}
   *_, (row,) = updated(HEAD, microbatches=4, packed=True)
-  for name, value in wanted.items():
+  for name, value in expected_metrics.items():
     assert row[name] == pytest.approx(float(value), rel=1e-4) and row[name], name
 
 
-def test_a_critic_is_warmed_up_alone_and_its_loss_falls():
+def test_warm_up_trains_the_critic_alone():
   start, end, rows = updated(OWN, updates=4, learning_rate=1e-2)
   assert difference(end.params, start.params) > 1e-4
   losses = [row["value/loss"] for row in rows]
@@ -284,7 +290,7 @@ def test_a_critic_is_warmed_up_alone_and_its_loss_falls():
 
 
 @pytest.mark.long
-def test_a_sharded_update_is_that_of_one_device():
+def test_sharded_update_equals_that_of_one_device():
   start, expected, rows = updated(OWN)
   _, actual, sharded = updated(OWN, shape=(1, 2, 2, 2))
   assert difference(expected.critic.params, start.critic.params) > 1e-3
@@ -293,11 +299,11 @@ def test_a_sharded_update_is_that_of_one_device():
     assert sharded[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
 
 
-def test_a_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
-  """And one without has nothing more in its checkpoint than before there were critics."""
+def test_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
+  """A state without a critic has no further arrays."""
   mesh, critic = sharding.make_mesh(MeshConfig(1, 2, 2, 2)), critic_of(OWN)
   with jax.set_mesh(mesh):
-    policy, params = on(mesh, OWN)
+    policy, params = critic_on(mesh, OWN)
     state = with_critic(new_state(policy, TX), params, critic.tx)
     like = abstract_state(MODEL, mesh, TX, critic=critic)
     save_state(tmp_path / "state", state)
@@ -311,7 +317,7 @@ def test_a_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
   assert fields == ["step", "params", "opt_state", "skipped", "clip_factor"]
 
 
-def test_a_critic_of_its_own_begins_as_the_policy_or_at_random():
+def test_critic_of_name_model_is_initialised_from_the_policy_or_randomly():
   mesh = sharding.make_mesh(MESH, jax.devices()[:1])
   with jax.set_mesh(mesh):
     fresh = functools.partial(initial, MODEL)
@@ -323,7 +329,7 @@ def test_a_critic_of_its_own_begins_as_the_policy_or_at_random():
   assert new_critic(HEAD, MODEL, mesh, 1, fresh).trunk is None
 
 
-def test_what_goes_with_a_critic():
+def test_critic_combines_with_packing_adapters_and_token_losses():
   for changes in (
     dict(rl__packed=True, rl__microbatches=2),
     dict(rl__group_size=1, rl__prompts=512),

@@ -22,7 +22,7 @@ SMALL = SMALL_VALUES | dict(
   job="rl",
   model__num_layers=1,
   sampling__max_new_tokens=4,
-  objective__entropy_coef=0.1,  # so small a model earns no reward
+  objective__entropy_coef=0.1,  # The model earns no reward.
   objective__adaptive_clip__target=0.3,
   objective__adaptive_clip__gain=2.0,
   rl__prompts=4,
@@ -40,7 +40,7 @@ SMALL = SMALL_VALUES | dict(
 
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch):
-  """Advantages of either sign, without a model that gets anything right."""
+  """Advantages of both signs without any right response."""
   place = batch.place
 
   def placed(c, mesh, collected, segments):
@@ -57,7 +57,7 @@ def run(workdir, **changes):
 
 
 @pytest.mark.long
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path, monkeypatch):
   config, params = run(tmp_path / "whole")
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   for row in rows:
@@ -76,11 +76,11 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeyp
 
 
 def run_interrupted(workdir, monkeypatch, **changes):
-  """The parameters after a run that a notice ended in its course, and that then went on."""
-  left = iter(range(3))
+  """Parameters after a run with an interruption and a resume."""
+  countdown = iter(range(3))
 
   def interrupt():
-    if next(left, None) is None:
+    if next(countdown, None) is None:
       raise preemption.Preempted
 
   monkeypatch.setattr(preemption, "check", interrupt)
@@ -91,17 +91,17 @@ def run_interrupted(workdir, monkeypatch, **changes):
   return run(workdir, **changes)[1]
 
 
-def test_epochs_are_the_same_mini_batches_and_the_first_is_marked_once():
+def test_epochs_repeat_the_mini_batches_and_mark_the_first_once():
   rows, marked_B = np.zeros((2, 3), np.float32), jnp.array([True, True])
   first = TrainBatch(ModelInputs(rows, rows), rows, rows[:, 0], rows, rows, first_B=marked_B)
   second = first.replace(first_B=~marked_B)
   assert batch.epochs([first, second], 1) == [first, second]
-  taken = batch.epochs([first, second], 3)
-  assert [bool(b.first_B.any()) for b in taken] == [True] + 5 * [False]
-  assert all(b.old_logp_BT is (first, second)[i % 2].old_logp_BT for i, b in enumerate(taken))
+  sequence = batch.epochs([first, second], 3)
+  assert [bool(b.first_B.any()) for b in sequence] == [True] + 5 * [False]
+  assert all(b.old_logp_BT is (first, second)[i % 2].old_logp_BT for i, b in enumerate(sequence))
 
 
-def test_updates_take_as_many_operations_as_there_are_epochs():
+def test_operations_of_updates_grow_with_epochs():
   prompt_B, end_B = np.array([5, 5, 7, 7]), np.array([9, 8, 8, 10])
 
   def operations(epochs):
@@ -116,7 +116,7 @@ def state(skipped=0, factor=2.0):
   return TrainState(0, {}, (), np.int32(skipped), None if factor is None else jnp.float32(factor))
 
 
-def test_ranges_that_move_only_after_updates_that_were_made():
+def test_adaptive_ranges_stay_after_failed_or_empty_updates():
   def row(clipped, ratio=1.0):
     return {"clip_fraction/token": jnp.float32(clipped), "ratio/mean": jnp.float32(ratio)}
 

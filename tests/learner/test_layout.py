@@ -30,7 +30,7 @@ from gspo_jax.settings.model import REFERENCE
 
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
-LENGTHS = ((6, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))  # with the prompt
+LENGTHS = ((6, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))  # Includes the prompt.
 LENGTH_B, PROMPT_B = np.array(sum(LENGTHS, ())), np.repeat(np.array(PROMPTS, np.int32), GROUP)
 LONGEST_B = LENGTH_B - PROMPT_B == T - PROMPT  # the last token of these responses is not read
 UNREAD_BT = LONGEST_B[:, None] & (np.arange(T)[None] == LENGTH_B[:, None] - 1)
@@ -41,7 +41,7 @@ def grouped_batch(model):
   batch = make_batch(model, lengths=sum(LENGTHS, ()))
   in_prompt_BT = np.arange(T)[None] < PROMPT_B[:, None]
 
-  def alike(x):  # in the prompt
+  def alike(x):  # Lies in the prompt.
     inside = in_prompt_BT.reshape(B, T, *(1,) * (x.ndim - 2))
     return np.where(inside, np.repeat(x[::GROUP], GROUP, axis=0), x)
 
@@ -79,7 +79,9 @@ def sharing(model, microbatches=1, group_size=GROUP, **compute):
   pytest.param("moe", None, "R2", 2, {}, marks=pytest.mark.long),
   ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
 ])  # fmt: skip
-def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microbatches, compute):
+def test_update_with_shared_prompts_equals_the_plain_update(
+  name, shape, replay, microbatches, compute
+):
   model = MODELS[name]
   batch = grouped_batch(model)
   objective = dataclasses.replace(ALL_TERMS, replay=replay)
@@ -98,7 +100,7 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
   pytest.param("moe", None, "R2", {}, marks=pytest.mark.long),
   ("moe", (1, 2, 2, 2), "R3", {}),
 ])  # fmt: skip
-def test_an_update_of_packed_rows_with_shared_prompts_is_the_update(name, shape, replay, compute):
+def test_packed_update_with_shared_prompts_equals_the_plain_update(name, shape, replay, compute):
   model, shards = MODELS[name], 1 if shape is None else 4
   batch = grouped_batch(model)
   objective = dataclasses.replace(ALL_TERMS, replay=replay)
@@ -111,7 +113,7 @@ def test_an_update_of_packed_rows_with_shared_prompts_is_the_update(name, shape,
 
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
-def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
+def test_pass_with_shared_prompts_gives_the_same_old_policy(shape):
   batch = grouped_batch(MOE)
   expected = old_policy(learner(MOE), with_inputs(batch, prompt_B=None))
   actual = old_policy(sharing(MOE), batch, shape)
@@ -126,7 +128,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 
 
 def test_the_model_reads_every_prompt_once():
-  """All but its last token, in rows that are shorter by that; and all that predicts a token."""
+  """Covers shorter rows, and all hidden states before a token."""
   batch = grouped_batch(SHALLOW)
   actual = layout.trees(batch.inputs, GROUP, T - PROMPT)
   assert actual.tree == (8, GROUP)  # seven tokens, in rows of the same length
@@ -136,20 +138,21 @@ def test_the_model_reads_every_prompt_once():
   distinct -= UNREAD_BT.sum()
   assert (actual.segments_RT > 0).sum() == distinct < batch.inputs.segments_BT.sum()
   read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
-  assert UNREAD_BT.sum() == 3  # of the prompts of 3, 8 and 1 tokens
-  for of_rows, of_batch in (
+  assert UNREAD_BT.sum() == 3  # Prompts of 3, 8 and 1 tokens.
+  for row_values, batch_values in (
     (actual.tokens_RT, batch.inputs.tokens_BT),
     (actual.targets_RT, np.pad(batch.inputs.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
   ):
     np.testing.assert_array_equal(
-      np.where(read_BT, layout.by_sequence(of_rows, actual), 0), np.where(read_BT, of_batch, 0)
+      np.where(read_BT, layout.by_sequence(row_values, actual), 0),
+      np.where(read_BT, batch_values, 0),
     )
   _, row = after(rl_step(sharing(SHALLOW, MICROBATCHES), ALL_TERMS, SGD), SHALLOW, batch)
   assert row["padding"] == pytest.approx(1 - distinct / actual.tokens_RT.size)
 
 
 @pytest.mark.parametrize("group_size", [GROUP, 1])
-def test_the_head_reads_what_stands_before_a_response(group_size, monkeypatch):
+def test_head_reads_states_before_response_tokens_alone(group_size, monkeypatch):
   batch, learner = grouped_batch(SHALLOW), sharing(SHALLOW, group_size=group_size)
   rows = passes.rows_of(batch.inputs, learner)
   read = [np.asarray(layout.before_responses(x, rows)) for x in (rows.tokens_RT, rows.targets_RT)]
@@ -161,17 +164,17 @@ def test_the_head_reads_what_stands_before_a_response(group_size, monkeypatch):
       np.testing.assert_array_equal(read[0][b, : end - start], tokens_T[start - 1 : end - 1])
   back_BT = passes.before_next(layout.in_rows(read[1], rows), rows)
   np.testing.assert_array_equal(back_BT * batch.mask_BT, batch.inputs.tokens_BT * batch.mask_BT)
-  seen, token_logp = [], transformer.token_logp
+  hidden, token_logp = [], transformer.token_logp
   monkeypatch.setattr(
-    transformer, "token_logp", lambda *args, **kw: seen.append(args[2]) or token_logp(*args, **kw)
+    transformer, "token_logp", lambda *args, **kw: hidden.append(args[2]) or token_logp(*args, **kw)
   )
   jax.eval_shape(
     lambda params: passes.log_probs(params, batch.inputs, learner)[0], initial(SHALLOW)
   )
-  assert seen[0].shape[:2] == (B, T - PROMPT)
+  assert hidden[0].shape[:2] == (B, T - PROMPT)
 
 
-def test_a_response_knows_of_no_other():
+def test_responses_are_independent():
   batch = grouped_batch(MOE)
   score = score_pass(sharing(MOE))
   tokens_BT = np.array(batch.inputs.tokens_BT)

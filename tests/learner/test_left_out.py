@@ -26,12 +26,12 @@ OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=
 
 
 def batch(**changes):
-  made = make_batch(lengths=LENGTHS + LENGTHS)
-  return made.with_fields(ref_logp_BT=None, **changes)
+  whole_batch = make_batch(lengths=LENGTHS + LENGTHS)
+  return whole_batch.with_fields(ref_logp_BT=None, **changes)
 
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(microbatches):
+def test_mismatch_is_over_tokens_of_the_current_weights(microbatches):
   step = rl_step(learner(SHALLOW, microbatches=microbatches), OBJECTIVE, SGD)
   whole = batch()
   current = whole.mask_BT * (np.arange(whole.mask_BT.shape[1])[None] >= 4)
@@ -49,8 +49,8 @@ def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(mic
   chex.assert_trees_all_close(params, plain_params, atol=1e-6)
 
 
-def test_what_cannot_be_compared_is_no_metric():
-  """Of older weights alone, as with a lag: 0 would say that sampler and trainer agree."""
+def test_metrics_without_tokens_are_absent():
+  """0 would be read as agreement of sampler and trainer."""
   step = rl_step(
     learner(SHALLOW, ages=3), dataclasses.replace(OBJECTIVE, old_logp="behaviour"), SGD
   )
@@ -58,22 +58,22 @@ def test_what_cannot_be_compared_is_no_metric():
   _, row = after(step, SHALLOW, whole.with_fields(current_BT=0 * whole.mask_BT))
   compared = {name for name in row if name.startswith(("mismatch/", "by_age/"))}
   shares = {f"by_age/responses/{age}" for age in range(3)}
-  of_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
+  by_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
   older = {name for name in compared if name.startswith("mismatch/older/")}
-  assert compared == shares | of_age | older and len(older) == 10
+  assert compared == shares | by_age | older and len(older) == 10
   _, row = after(step, SHALLOW, whole.with_fields(current_BT=whole.mask_BT))
   assert {"mismatch/abs/max", "mismatch/current/ess/sequence"} <= row.keys()
   assert {n for n in row if n.startswith("mismatch/older/")} == {"mismatch/older/tokens"}
 
 
-def test_responses_that_are_masked_are_as_if_they_were_not_there():
+def test_masked_responses_have_no_effect():
   step, whole = rl_step(learner(SHALLOW), OBJECTIVE, SGD), batch()
-  kept = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]
-  masked = whole.replace(mask_BT=whole.mask_BT * kept)
+  mask_B1 = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]
+  masked = whole.replace(mask_BT=whole.mask_BT * mask_B1)
   nothing = with_inputs(
     masked,
-    tokens_BT=whole.inputs.tokens_BT * kept.astype(np.int32),
-    segments_BT=whole.inputs.segments_BT * kept.astype(np.int32),
+    tokens_BT=whole.inputs.tokens_BT * mask_B1.astype(np.int32),
+    segments_BT=whole.inputs.segments_BT * mask_B1.astype(np.int32),
   )
   (actual, row), (expected, same) = after(step, SHALLOW, masked), after(step, SHALLOW, nothing)
   chex.assert_trees_all_close(actual, expected, atol=1e-7)
@@ -81,7 +81,7 @@ def test_responses_that_are_masked_are_as_if_they_were_not_there():
     assert row[name] == pytest.approx(same[name], abs=1e-6), name
 
 
-def test_a_mini_batch_of_masked_responses_changes_nothing():
+def test_mini_batch_of_masked_responses_changes_nothing():
   step, whole = rl_step(learner(SHALLOW), OBJECTIVE, SGD), batch()
   before, _ = after(step, SHALLOW, whole.replace(advantage_B=0 * whole.advantage_B))
   actual, row = after(step, SHALLOW, whole.replace(mask_BT=0 * whole.mask_BT))
@@ -90,7 +90,7 @@ def test_a_mini_batch_of_masked_responses_changes_nothing():
   assert row["updates_skipped"] == 0
 
 
-def test_without_a_token_an_optimizer_does_not_follow_its_momentum():
+def test_optimizer_ignores_momentum_without_tokens():
   step, whole = rl_step(learner(SHALLOW), OBJECTIVE, optax.adamw(1e-2)), batch()
   with placed(SHALLOW, whole, (1, 1, 1, 1)) as (params, whole):
     state, _ = step(new_state(params, optax.adamw(1e-2)), whole)

@@ -40,7 +40,7 @@ PLACES = ("1", "2", "3", "4", "first", "middle", "last")
 
 
 def case(rows, longest, seed):
-  """Log-probs of the policy, of the old one and of the sampler, the mask, and what is clipped."""
+  """Log-probs of policy, old policy and sampler, mask, and clipped tokens."""
   rng = np.random.default_rng(seed)
   length_B = rng.integers(0, longest + 1, rows)  # a row without tokens is padding
   mask_BT = (np.arange(longest + 3)[None] < length_B[:, None]).astype(np.float32)
@@ -53,7 +53,7 @@ def age_case(rows, classes, seed):
   logp_BT, old_BT, sampler_BT, mask_BT, clipped_BT = case(rows, 9, seed)
   age_B = np.random.default_rng(seed).integers(0, classes + 2, rows).astype(np.int32)
   age_B[age_B == 1] = 0  # an empty class
-  age_B[:3] = -1  # in no class
+  age_B[:3] = -1  # No class.
   plain = np.zeros(mask_BT.shape, np.int32)
   batch = TrainBatch(
     ModelInputs(plain, plain),
@@ -67,7 +67,7 @@ def age_case(rows, classes, seed):
 
 
 def test_figures_by_age():
-  """Of two mini-batches together; what is masked does not count, and the last class is open."""
+  """Covers two mini-batches with masked tokens; the last class is open."""
   classes, parts = 4, [age_case(40, 4, seed) for seed in range(2)]
   measure = jax.jit(metrics.age_metrics, static_argnums=3)
   row = O.compute(O.merge(*[measure(*part, classes) for part in parts]))
@@ -76,11 +76,11 @@ def test_figures_by_age():
   for logp_BT, batch, clipped_BT in parts:
     for i, live in enumerate(batch.mask_BT > 0):
       if live.any() and batch.metric_inputs.age_B[i] >= 0:
-        of_old, of_sampler = (
+        to_old, to_sampler = (
           (logp_BT[i] - old_BT[i])[live].mean(dtype=np.float64)
           for old_BT in (batch.old_logp_BT, batch.sampler_logp_BT)
         )
-        values = abs(np.exp(of_old) - 1), abs(of_sampler), clipped_BT[i][live]
+        values = abs(np.exp(to_old) - 1), abs(to_sampler), clipped_BT[i][live]
         expected[min(batch.metric_inputs.age_B[i], classes - 1)].append(values)
   total = sum(map(len, expected.values()))
   assert not expected[1] and len(expected[3]) > len(expected[2]) > 0
@@ -93,7 +93,7 @@ def test_figures_by_age():
     assert row[f"by_age/clip_fraction/{age}"] == pytest.approx(share, rel=1e-5)
 
 
-def test_a_response_is_as_old_as_its_oldest_token():
+def test_age_of_a_response_is_that_of_its_oldest_token():
   version_BL = np.array([[-1, 4, 4, -1, 6], [-1, 6, 6, 6, -1], [-1, -1, -1, -1, -1]])
   rollout = SimpleNamespace(version=version_BL)
   assert metrics.ages(rollout, 7).tolist() == [3, 1, -1]
@@ -110,7 +110,7 @@ def test_a_response_is_as_old_as_its_oldest_token():
   "longest, expected",
   [(1, [4]), (4, [4]), (5, [4, 8]), *((n, [8, 16, 32, 64, 128, 256]) for n in (192, 256))],
 )
-def test_the_classes_follow_from_the_longest_response_alone(longest, expected):
+def test_length_classes_depend_on_the_longest_response_alone(longest, expected):
   assert metrics.length_limits(longest) == expected
 
 
@@ -126,7 +126,7 @@ def test_rewards_by_length():
   rng = np.random.default_rng(0)
   length_B, reward_B = rng.integers(1, 100, 300), rng.normal(size=300)
   known_B = rng.random(300) < 0.8
-  length_B[length_B > 64] = 128  # and nothing is in le_64 but the lengths up to 64
+  length_B[length_B > 64] = 128  # le_64 has lengths up to 64 alone.
   length_B[(length_B > 16) & (length_B <= 32)] = 40  # an empty class
   row = metrics.reward_metrics(np.where(known_B, reward_B, 9), known_B, length_B, 128)
   assert len(row) == 12
@@ -140,7 +140,7 @@ def test_rewards_by_length():
 
 
 def test_ratios_and_clipping_by_length():
-  """Of two mini-batches together; what is masked does not count."""
+  """Covers two mini-batches with masked tokens."""
   longest, parts = 40, [case(12, 40, 0), case(12, 40, 1)]
   measure = jax.jit(metrics.length_metrics, static_argnums=4)
   sums = [measure(logp, old, mask, clipped, longest) for logp, old, _, mask, clipped in parts]
@@ -165,14 +165,14 @@ def in_segments(batch):
 
 
 def places(number, count):
-  """Of segment `number`, from 0, of so many."""
+  """Place of segment `number` among so many."""
   middle = (number + 0.5) / count
   third = "first" if middle < 1 / 3 else "middle" if middle < 2 / 3 else "last"
   return ([str(number + 1)] if number < 4 else []) + [third]
 
 
 def by_hand(batch, logp_BT, low, high):
-  """Of each place the list of (ratio, clipped, gradient) of its segments."""
+  """Lists (ratio, clipped, gradient) of segments by place."""
   actual = {place: [] for place in PLACES}
   for row in range(len(logp_BT)):
     mask_T = batch.mask_BT[row] > 0
@@ -225,7 +225,7 @@ def test_metrics_by_place_of_two_micro_batches():
   assert row["segment/length"] == pytest.approx(batch.mask_BT.sum() / counts.sum())
 
 
-def test_an_only_segment_is_the_middle_and_no_segment_is_nowhere():
+def test_place_of_a_single_segment_is_the_middle():
   live_BU = jnp.array([[True, False, False], [False, False, False], [True, True, False]])
   actual = metrics._places(live_BU, live_BU.sum(1))
   assert [name for name in PLACES if actual[name][0].any()] == ["1", "middle"]
@@ -234,8 +234,8 @@ def test_an_only_segment_is_the_middle_and_no_segment_is_nowhere():
   assert actual["last"][2].tolist() == [False, True, False]
 
 
-def test_the_gradient_has_all_terms_of_the_loss():
-  """A penalty is in the gradient of what is clipped too."""
+def test_gradient_has_all_terms_of_the_loss():
+  """A penalty has a gradient at clipped tokens too."""
   batch = in_segments(make_batch())
   wide = dataclasses.replace(ALL_TERMS, **{
     key: getattr(SEGMENT, key) for key in ("name", "segment_unit", "segment_tokens")
@@ -269,31 +269,31 @@ def plain():
   return after(update(1), SHALLOW, in_segments(make_batch()))
 
 
-@pytest.mark.parametrize("how", ["micro-batches", "packed", "mesh"])
+@pytest.mark.parametrize("layout", ["micro-batches", "packed", "mesh"])
 @pytest.mark.long
-def test_an_update_by_segments_is_the_same_in_every_layout(plain, how):
+def test_segment_update_is_equal_in_every_layout(plain, layout):
   batch, shape = in_segments(make_batch()), None
-  if how == "packed":
+  if layout == "packed":
     batch = packing.plan(batch, 1)
-  if how == "mesh":
+  if layout == "mesh":
     shape = (2, 2, 1, 2)
   assert_alike(after(update(MICROBATCHES), SHALLOW, batch, shape), plain)
 
 
-def test_an_update_by_segments_is_the_same_with_shared_prompts():
+def test_segment_update_is_equal_with_shared_prompts():
   batch = in_segments(grouped_batch(SHALLOW))
   shared = after(update(2, group_size=GROUP, response_tokens=T - PROMPT), SHALLOW, batch)
   assert_alike(shared, after(update(1), SHALLOW, with_inputs(batch, prompt_B=None)))
 
 
-def test_without_segments_there_are_no_such_metrics():
+def test_metrics_by_segment_need_segments():
   _, row = after(rl_step(learner(SHALLOW), ALL_TERMS, SGD), SHALLOW, make_batch())
   assert not [name for name in row if name.startswith("segment")]
   actual = review_pass(learner(SHALLOW), ALL_TERMS)(initial(SHALLOW), make_batch())
   assert set(actual) == {"log_ratio_BT", "clipped_BT"}
 
 
-def test_a_review_has_the_gradient_of_each_token():
+def test_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
   actual = jax.device_get(review_pass(learner(SHALLOW), SEGMENT)(initial(SHALLOW), batch))
   logp_BT = score_pass(learner(SHALLOW))(initial(SHALLOW), batch.inputs)

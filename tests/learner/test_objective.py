@@ -65,16 +65,16 @@ def batch(**changes):
 ENTROPY = np.where(CASE["mask"], 0.5, np.nan).astype(np.float32)
 
 
-def value_and_gradient(config, given):
+def value_and_gradient(config, minibatch):
   def numerator(logp_BT):
-    *sums, _ = configured_loss(config, logp_BT, ENTROPY, given, MAX)
+    *sums, _ = configured_loss(config, logp_BT, ENTROPY, minibatch, MAX)
     return sums[0].numerator, sums
 
   grad, sums = jax.grad(numerator, has_aux=True)(CASE["logp"])
   return jax.device_get((*O.compute(sums), grad / sums[0].denominator))
 
 
-def by_hand(name, given, weight=None, **options):
+def by_hand(name, minibatch, weight=None, **options):
   """The loss itself with a batch's arrays."""
   loss = LOSSES[name]
   takes = inspect.signature(loss).parameters
@@ -83,15 +83,21 @@ def by_hand(name, given, weight=None, **options):
   if "segment_BT" in takes:
     options["segment_BT"] = SEGMENTS
   if options.get("kl_coef"):
-    options["ref_logp_BT"] = given.ref_logp_BT
-  advantage = given.advantage_B
+    options["ref_logp_BT"] = minibatch.ref_logp_BT
+  advantage = minibatch.advantage_B
   if loss.by_token:
     advantage = np.repeat(advantage[:, None], T, axis=1)
-  old_logp_BT = given.ref_logp_BT if loss.to_reference else given.old_logp_BT
+  old_logp_BT = minibatch.ref_logp_BT if loss.to_reference else minibatch.old_logp_BT
 
   def value(logp_BT):
     return loss(
-      logp_BT, old_logp_BT, advantage, given.mask_BT, weight=weight, entropy_BT=ENTROPY, **options
+      logp_BT,
+      old_logp_BT,
+      advantage,
+      minibatch.mask_BT,
+      weight=weight,
+      entropy_BT=ENTROPY,
+      **options,
     )[0]
 
   return jax.device_get(jax.value_and_grad(value)(CASE["logp"]))
@@ -103,7 +109,7 @@ def as_published(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_name_alone_is_the_loss_as_published(name):
+def test_loss_without_options_is_the_published_one(name):
   config = configured(name=name).objective
   declared = {k: v for k, v in options_of(name).items() if v is not None}
   assert config.options() == declared
@@ -121,24 +127,24 @@ def test_a_name_alone_is_the_loss_as_published(name):
     assert np.any(grad)
 
 
-def test_the_ranges_of_a_file_are_those_of_the_losses_that_it_names():
-  def at(**keys):
+def test_tuned_ranges_of_a_file_are_per_loss():
+  def clip_ranges(**keys):
     o = configured(**keys).objective
     return o.clip_low, o.clip_high
 
-  assert at() == (3e-4, 4e-4)
-  assert at(config=tiny.get_config) == (0.03, 0.04)
-  assert at(config=tiny.get_config, name="grpo") == (0.2, 0.27)
-  assert at(config=tiny.get_config, name="cispo") == (None, 0.27)
-  assert at(config=tiny.get_config, clip_low=0.1) == (0.1, 0.04)
-  assert at(config=tiny.get_config, name="grpo", clip_high=0.4) == (0.2, 0.4)
-  assert at(config=tiny_tools.get_config, name="segment") == (0.03, 0.04)
+  assert clip_ranges() == (3e-4, 4e-4)
+  assert clip_ranges(config=tiny.get_config) == (0.03, 0.04)
+  assert clip_ranges(config=tiny.get_config, name="grpo") == (0.2, 0.27)
+  assert clip_ranges(config=tiny.get_config, name="cispo") == (None, 0.27)
+  assert clip_ranges(config=tiny.get_config, clip_low=0.1) == (0.1, 0.04)
+  assert clip_ranges(config=tiny.get_config, name="grpo", clip_high=0.4) == (0.2, 0.4)
+  assert clip_ranges(config=tiny_tools.get_config, name="segment") == (0.03, 0.04)
   for file in moe_aime, dense_math:
-    assert at(config=file.get_config) == (3e-4, 4e-4)
+    assert clip_ranges(config=file.get_config) == (3e-4, 4e-4)
 
 
 def other_value(name, option):
-  """What the option is not by default."""
+  """A value other than the option's default."""
   default = options_of(name).get(option)
   if option in WORDS:
     return next(word for word in LOSSES[name].choices.get(option, WORDS[option]) if word != default)
@@ -149,7 +155,7 @@ def other_value(name, option):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_option_reaches_its_loss_and_no_other_one(name, option):
+def test_option_reaches_its_loss_alone(name, option):
   if option not in options_of(name):
     with pytest.raises(ValueError, match=rf"objective\.{option}=.*: {name} has no such option; it"):
       configured(name=name, **{option: other_value(name, option)})
@@ -175,7 +181,7 @@ def test_an_option_reaches_its_loss_and_no_other_one(name, option):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_policys_loss_is_told_without_its_penalties(name):
+def test_metric_of_the_loss_excludes_penalties(name):
   plain, _ = as_published(name)
   for penalties in {}, dict(kl_coef=0.3, kl="k3", entropy_coef=0.1):
     loss, metrics, _ = value_and_gradient(objective(name, **penalties), batch())
@@ -183,7 +189,7 @@ def test_the_policys_loss_is_told_without_its_penalties(name):
     assert (loss != metrics["loss/policy"]) == bool(penalties)
 
 
-def test_groups_of_equal_rewards_may_be_left_out_of_the_penalty():
+def test_kl_groups_mixed_excludes_groups_of_equal_rewards():
   config = objective("grpo", kl_coef=0.3)
   rows = np.arange(B) % 2 == 0
   losses = [
@@ -195,7 +201,7 @@ def test_groups_of_equal_rewards_may_be_left_out_of_the_penalty():
   assert losses[3] == losses[4] != losses[0]
 
 
-def test_a_configuration_in_json_is_the_same_configuration():
+def test_configuration_survives_json():
   for name in LOSSES:
     config = configured(name=name, old_logp="recompute", correction__name="masked")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
@@ -203,24 +209,24 @@ def test_a_configuration_in_json_is_the_same_configuration():
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence", "token"])
-def test_a_ratio_to_what_sampled_is_masked_and_not_weighted_again(level):
-  """By the trainer's own pass against the sampler; what is left in counts with its ratio alone."""
+def test_ratio_to_the_sampler_is_masked_without_a_second_weight(level):
+  """Unmasked responses count with their ratio alone."""
   name = "grpo" if level == "token" else "gspo"
   options = dict(correction__name="masked", correction__level=level)
   options |= dict(correction__low=0.9, correction__high=1.15)
   config = configured(name=name, old_logp="behaviour", **options).objective
-  given = batch(old_logp_BT=SAMPLER, own_logp_BT=CASE["old"])
-  loss, metrics, grad = value_and_gradient(config, given)
+  minibatch = batch(old_logp_BT=SAMPLER, own_logp_BT=CASE["old"])
+  loss, metrics, grad = value_and_gradient(config, minibatch)
   weight = O.masked_weight(CASE["old"], SAMPLER, CASE["mask"], level, 0.9, 1.15)
-  kept = np.asarray(weight > 0, np.float32)
-  assert 0 < kept.sum() < (CASE["mask"] > 0).sum() and not np.allclose(weight, kept)
-  expected, expected_grad = by_hand(name, given, weight=kept)
+  mask_BT = np.asarray(weight > 0, np.float32)
+  assert 0 < mask_BT.sum() < (CASE["mask"] > 0).sum() and not np.allclose(weight, mask_BT)
+  expected, expected_grad = by_hand(name, minibatch, weight=mask_BT)
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
   assert 0 < metrics["correction/masked"] < 1
 
 
-def test_responses_are_divided_by_what_they_have_at_most():
+def test_constant_aggregation_divides_by_the_length_limit():
   assert learner_of(configured(name="dr_grpo"), "rl").response_tokens == 10
   values = common.base()
   values.update(sampling=dict(max_new_tokens=24), objective=dict(name="dr_grpo"))
@@ -253,8 +259,8 @@ WEIGHED = [
 
 
 @pytest.mark.parametrize("name, kind", WEIGHED)
-def test_a_correction_weighs_the_objective(name, kind):
-  """By the trainer's old policy over the sampler, at the loss's own level and the others it has."""
+def test_correction_weights_the_objective(name, kind):
+  """Covers all levels of the loss."""
   for level in (None, *LOSSES[name].levels):
     options = dict(cap=1.05) if kind == "truncated" else dict(low=0.95, high=1.2)
     config = objective(name, correction=CorrectionConfig(kind, level, **options))
@@ -271,13 +277,13 @@ def test_a_correction_weighs_the_objective(name, kind):
     cut = (ratio > 1.05 if kind == "truncated" else ~inside)[live]
     assert metrics[f"correction/{kind}"] == pytest.approx(cut.mean(), rel=1e-5)
     assert 0 < cut.mean() < 1
-    seen = np.minimum(ratio, 1.05) if kind == "truncated" else np.where(inside, ratio, 0)
-    assert metrics["correction/weight"] == pytest.approx(seen[live].mean(), rel=1e-5)
+    bounded_ratio = np.minimum(ratio, 1.05) if kind == "truncated" else np.where(inside, ratio, 0)
+    assert metrics["correction/weight"] == pytest.approx(bounded_ratio[live].mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_the_policy_has_left_behind_teaches_nothing(name):
-  """DeepSeek-V3.2: responses with Â < 0 of which log π_sampler/π_θ is above the threshold."""
+def test_off_policy_responses_have_no_gradient(name):
+  """DeepSeek-V3.2: responses with Â < 0 and log π_sampler/π_θ > threshold."""
   config = objective(name, off_policy_threshold=0.05)
   loss, metrics, grad = value_and_gradient(config, batch())
   mask = CASE["mask"]
@@ -305,11 +311,11 @@ def test_correction_and_mask_multiply():
     )
   )
   product = value_and_gradient(config, batch())[2]
-  kept = np.any(np.asarray(masked), axis=1)[:, None]
-  np.testing.assert_allclose(product, np.where(kept, corrected, 0), rtol=1e-6)
+  mask_BT = np.any(np.asarray(masked), axis=1)[:, None]
+  np.testing.assert_allclose(product, np.where(mask_BT, corrected, 0), rtol=1e-6)
 
 
-def test_the_keys_of_minirl_have_the_gradient_of_its_equation():
+def test_keys_of_minirl_give_its_gradient():
   """The recipe of docs/objectives.md, as it stands there."""
   page = (pathlib.Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
   recipe = page[page.index("### MiniRL") :].split("```")[3]
@@ -317,9 +323,9 @@ def test_the_keys_of_minirl_have_the_gradient_of_its_equation():
   typed = {key: float(value) if value[0].isdigit() else value for key, value in keys.items()}
   section = configured(**typed)
   assert section.objective.advantage_kind == "none"
-  sampler = CASE["old"] - np.where(NOISE > 0.8, 2.0, 0.3 * NOISE)  # of ratios above 5, too
-  given = batch(sampler_logp_BT=np.float32(sampler))
-  _, metrics, grad = value_and_gradient(section.objective, given)
+  sampler = CASE["old"] - np.where(NOISE > 0.8, 2.0, 0.3 * NOISE)  # Includes ratios above 5.
+  minibatch = batch(sampler_logp_BT=np.float32(sampler))
+  _, metrics, grad = value_and_gradient(section.objective, minibatch)
   arrays = [CASE["old"], sampler, CASE["advantage"], CASE["mask"]]
   arrays = [np.asarray(x, np.float64) for x in arrays]
   expected = paper.gradient(lambda x: paper.minirl(x, *arrays), CASE["logp"].astype(np.float64))
@@ -328,7 +334,7 @@ def test_the_keys_of_minirl_have_the_gradient_of_its_equation():
   assert 0 < metrics["clip_fraction/token"] < 1 and 0 < metrics["correction/truncated"] < 1
 
 
-def test_what_is_clipped_is_what_the_loss_clips():
+def test_clipped_tokens_are_those_of_the_loss():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
     *_, actual = configured_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
@@ -349,10 +355,10 @@ def test_what_is_clipped_is_what_the_loss_clips():
     ("luspo", {}, 2e-3),
     ("sapo", {}, 0.0),
     ("vespo", {}, 0.0),
-    ("dppo", {}, 0.15),  # of probabilities
+    ("dppo", {}, 0.15),  # Probabilities.
   ],
 )
-def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):
+def test_clip_range_is_the_smaller_side(name, changes, expected):
   options = dict(advantage="std", old_logp="sampler", load_balance_coef=0.0, replay="none")
   objective = ObjectiveConfig(name=name, volatility=False, **options, **changes)
   assert objective.clip_range == expected

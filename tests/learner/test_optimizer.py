@@ -21,7 +21,7 @@ CONFIG = OptimizerConfig(
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
-def test_the_last_update_has_the_final_fraction(schedule, warmup, final):
+def test_last_update_has_the_final_fraction(schedule, warmup, final):
   config = dataclasses.replace(CONFIG, schedule=schedule, warmup_steps=warmup, final_fraction=final)
   rate = rates(config, 40)
   np.testing.assert_allclose(rate[-1], 1e-3 * final, rtol=1e-5, atol=1e-10)
@@ -31,7 +31,7 @@ def test_the_last_update_has_the_final_fraction(schedule, warmup, final):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_longer_run_goes_on_at_the_rate_that_its_schedule_ended_with(schedule):
+def test_rate_stays_at_the_final_fraction_after_the_schedule(schedule):
   config = dataclasses.replace(CONFIG, schedule=schedule, warmup_steps=4)
   short, longer = rates(config, 40), dataclasses.replace(config, schedule_steps=40)
   np.testing.assert_array_equal(rates(longer, 80), [*short, *[short[-1]] * 40])
@@ -41,7 +41,7 @@ def test_a_longer_run_goes_on_at_the_rate_that_its_schedule_ended_with(schedule)
   assert rates(config, 80)[40] > 4 * short[-1]
 
 
-def test_a_constant_rate_and_short_runs_have_no_end_to_reach():
+def test_constant_and_short_schedules_have_the_expected_rates():
   np.testing.assert_allclose(rates(dataclasses.replace(CONFIG, schedule="constant"), 5), 1e-3)
   np.testing.assert_allclose(rates(CONFIG, 1), [1e-3])
   np.testing.assert_allclose(rates(CONFIG, 2), [1e-3, 1e-4], rtol=1e-5)
@@ -49,7 +49,7 @@ def test_a_constant_rate_and_short_runs_have_no_end_to_reach():
   assert (np.diff(rising) > 0).all() and rising[-1] < 1e-3
 
 
-def test_the_rate_on_show_is_that_of_the_last_update_that_was_applied():
+def test_reported_rate_is_that_of_the_last_update():
   all_rates = rates(CONFIG, 5)
   shown = [float(last_rate(all_rates, jnp.int32(step), waits=2)) for step in range(8)]
   np.testing.assert_allclose(shown, [0, 0, 0, *all_rates], rtol=1e-6)
@@ -58,7 +58,7 @@ def test_the_rate_on_show_is_that_of_the_last_update_that_was_applied():
 @pytest.mark.parametrize(
   "changes", [{}, dict(weight_decay=0.0, clip_norm=0.0), dict(schedule="cosine")]
 )
-def test_the_update_is_that_of_optax_with_the_same_constants(changes):
+def test_update_equals_optax(changes):
   fields = dict(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1) | changes
   config = dataclasses.replace(CONFIG, **fields)
   rise = optax.linear_schedule(5e-3, 1e-2, 2)

@@ -66,8 +66,8 @@ def test_a_packed_update_is_the_update(name, shape, replay):
 
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
-def test_a_packed_pass_finds_the_same_old_policy(shape):
-  """Log-probabilities and routes, which no response has from another one's tokens."""
+def test_packed_pass_gives_the_same_old_policy(shape):
+  """Compares log-probs and experts."""
   batch = make_batch(MOE)
   packed = packing.plan(batch, 1 if shape is None else 4)
   expected = old_policy(learner(MOE), batch)
@@ -84,7 +84,7 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
 
 
-def test_a_packed_review_clips_the_same_tokens():
+def test_packed_review_clips_the_same_tokens():
   batch = make_batch()
   packed = packing.plan(batch, 1)
   expected, actual = (
@@ -96,7 +96,7 @@ def test_a_packed_review_clips_the_same_tokens():
   assert 0 < clipped_BT.sum() < batch.mask_BT.sum()
 
 
-def test_another_number_of_micro_batches_compiles_nothing():
+def test_number_of_used_micro_batches_does_not_recompile():
   step, counts = update(SHALLOW), []
   state = new_state(initial(SHALLOW), SGD)
   for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
@@ -111,8 +111,8 @@ def test_another_number_of_micro_batches_compiles_nothing():
   assert step.function._cache_size() == compiled
 
 
-def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
-  """A response whose mask is off may hold anything; one whose mask is on spoils the update."""
+def test_nonfinite_values_skip_the_update_unless_they_are_masked():
+  """Masked responses may be NaN; unmasked ones spoil the update."""
   batch = make_batch()
   bad = np.array(batch.old_logp_BT)
   bad[5, 3] = np.nan
@@ -128,7 +128,7 @@ def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_response_has_a_place_of_its_own(shards, seed):
+def test_packed_responses_do_not_overlap(shards, seed):
   rng = np.random.default_rng(seed)
   size, per_shard = 50, 16
   length_B = rng.integers(0, size + 1, shards * per_shard)
@@ -142,24 +142,24 @@ def test_every_response_has_a_place_of_its_own(shards, seed):
   np.testing.assert_array_equal(planned.advantage_B, planned.order_B)
   np.testing.assert_array_equal(planned.inputs.segments_BT.sum(1), length_B[planned.order_B])
   chex.assert_trees_all_equal(packing.undo(planned), batch)
-  taken = np.zeros((shards, per_shard, size), int)
+  fill = np.zeros((shards, per_shard, size), int)
   for i, length in enumerate(planned.inputs.segments_BT.sum(1)):
     assert (planned.inputs.places.row_B[i] >= 0) == (length > 0)
     if length:
       start = planned.inputs.places.start_B[i]
       assert start + length <= size
-      taken[i // per_shard, planned.inputs.places.row_B[i], start : start + length] += 1
-  assert taken.max() <= 1 and taken.sum() == length_B.sum()
-  used = (taken[:, :, 0] > 0).sum(1)
-  assert (np.diff((taken[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
-  assert np.ptp(taken.sum((1, 2))) <= size, "about as many tokens for each device"
-  assert (used <= np.ceil(taken.sum((1, 2)) / size * 11 / 9) + 1).all()
+      fill[i // per_shard, planned.inputs.places.row_B[i], start : start + length] += 1
+  assert fill.max() <= 1 and fill.sum() == length_B.sum()
+  used = (fill[:, :, 0] > 0).sum(1)
+  assert (np.diff((fill[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
+  assert np.ptp(fill.sum((1, 2))) <= size, "about as many tokens for each device"
+  assert (used <= np.ceil(fill.sum((1, 2)) / size * 11 / 9) + 1).all()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
-  """Trunks and branches fill rows without overlap, and paths those of attention."""
+def test_rows_hold_the_prompt_of_a_group_once(shards, seed):
+  """Trunks, branches and attention paths do not overlap."""
   rng = np.random.default_rng(seed)
   size, group, groups, longest = 60, 4, 4 * shards, 30
   prompt_B = np.repeat(rng.integers(1, longest + 1, groups), group)
@@ -170,33 +170,31 @@ def test_every_group_has_its_prompt_once_in_a_row(shards, seed):
   np.testing.assert_array_equal(np.sort(order_B), np.arange(len(length_B)))
   per_shard = len(length_B) // shards
   width = packing.with_prompts(size, size - longest)
-  taken = np.zeros((2, shards, per_shard, width), int)  # rows, and those of attention
+  fill = np.zeros((2, shards, per_shard, width), int)  # rows, and those of attention
   trunks = set()
-  for i, of in enumerate(order_B):
+  for i, index in enumerate(order_B):
     row = i // per_shard, placed.row_B[i]
-    assert (row[1] >= 0) == (length_B[of] > 0)
+    assert (row[1] >= 0) == (length_B[index] > 0)
     if row[1] < 0:
       continue
-    shared, trunk, start = prompt_B[of] - 1, placed.trunk_B[i], placed.start_B[i]
-    if (row, of // group) not in trunks and start == trunk + shared:
-      trunks.add((row, of // group))
-      taken[0][row][trunk : trunk + shared] += 1
-    taken[0][row][start : start + length_B[of] - shared] += 1
-    taken[1][row][placed.path_B[i] :][: length_B[of]] += 1
-    assert start + length_B[of] - shared <= size
-  assert taken.max() == 1 and taken[1].sum() == length_B.sum()
-  assert (taken[0].sum() < length_B.sum()) == (
-    order_B[:group] // group == order_B[0] // group
-  ).all()
+    shared, trunk, start = prompt_B[index] - 1, placed.trunk_B[i], placed.start_B[i]
+    if (row, index // group) not in trunks and start == trunk + shared:
+      trunks.add((row, index // group))
+      fill[0][row][trunk : trunk + shared] += 1
+    fill[0][row][start : start + length_B[index] - shared] += 1
+    fill[1][row][placed.path_B[i] :][: length_B[index]] += 1
+    assert start + length_B[index] - shared <= size
+  assert fill.max() == 1 and fill[1].sum() == length_B.sum()
+  assert (fill[0].sum() < length_B.sum()) == (order_B[:group] // group == order_B[0] // group).all()
   rows = [
-    (taken[0, :, :, 0] > 0).sum(1).max(),
+    (fill[0, :, :, 0] > 0).sum(1).max(),
     packing.places(length_B, size, shards).row_B.max(),
   ]
   assert rows[0] <= rows[1] + 1, "no more rows than without"
 
 
 def test_prompts_are_shared_where_they_are_long():
-  """4 responses of 4 + 7 tokens to a prompt fill 2 rows of 20, not 4."""
+  """Four responses of 4 + 7 tokens fill 2 rows of 20."""
   lengths, prompts = np.full(4, 11), np.full(4, 4)
   assert packing.places(lengths, 20, 1).row_B.max() == 3
   assert packing.places(lengths, 20, 1, prompts, 4, 12).row_B.max() == 1
@@ -233,7 +231,7 @@ def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
   np.testing.assert_array_equal(actual, 2 * old + 1)
 
 
-def test_a_dump_keeps_the_plan(tmp_path):
+def test_recorded_batch_keeps_the_plan(tmp_path):
   batch = make_batch()
   planned = packing.plan(batch, 4)
   directory = nonfinite.dump(

@@ -15,24 +15,24 @@ from gspo_jax.settings.model import REFERENCE
 SPARSECORE = dataclasses.replace(REFERENCE, xla="sparsecore")
 
 
-def test_other_platforms_are_told_nothing(monkeypatch):
+def test_other_platforms_have_no_compiler_options(monkeypatch):
   assert programs.options(SPARSECORE) == {}
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   assert programs.options(SPARSECORE) == programs.OPTIONS["sparsecore"] != {}
   assert programs.options(REFERENCE) == {}
 
 
-def test_every_program_is_compiled_with_them(monkeypatch):
+def test_every_program_has_the_compiler_options(monkeypatch):
   monkeypatch.setattr(programs, "options", lambda compute: {f"xla_{compute.xla}": True})
-  how = learner(SMALLER_MOE, compute=SPARSECORE)
+  trainer = learner(SMALLER_MOE, compute=SPARSECORE)
   state, batch = new_state(initial(SMALLER_MOE), SGD), make_batch(SMALLER_MOE)
-  made = (
-    (step.make_rl_step(how, GSPO, SGD), (state, batch)),
-    (step.make_sft_step(how, SGD), (state, batch)),
-    (step.make_sft_loss(how), (state.params, batch)),
-    (passes.make_score(how), (state.params, batch.inputs)),
-    (passes.make_old_policy(how, GSPO), (state.params, batch.inputs)),
+  cases = (
+    (step.make_rl_step(trainer, GSPO, SGD), (state, batch)),
+    (step.make_sft_step(trainer, SGD), (state, batch)),
+    (step.make_sft_loss(trainer), (state.params, batch)),
+    (passes.make_score(trainer), (state.params, batch.inputs)),
+    (passes.make_old_policy(trainer, GSPO), (state.params, batch.inputs)),
   )
-  for program, arguments in made:
+  for program, arguments in cases:
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_sparsecore"):
       program(*arguments)

@@ -8,7 +8,7 @@ import pytest
 from learner.test_epochs import rewards, run, run_interrupted  # noqa: F401 (used by name)
 from support.command_line import figures, rows_of
 
-ENDS = tuple(map(chr, range(32, 80)))  # of two in five tokens of a random model
+ENDS = tuple(map(chr, range(32, 80)))  # Two in five tokens of a random model.
 STEPS = dict(
   objective__name="segment",
   objective__segment_unit="step",
@@ -35,7 +35,7 @@ def dumps(workdir, step):
 
 
 @pytest.mark.long
-def test_a_run_by_steps_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
+def test_resumed_run_by_steps_equals_an_uninterrupted_run(tmp_path, monkeypatch):
   _, params = run(tmp_path / "whole", **STEPS)
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   assert any(row["partial/stale_tokens"] > 0 for row in rows)

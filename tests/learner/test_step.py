@@ -46,7 +46,7 @@ def rollout_batch(model=MOE, prompts=4, group=4):
   return batch_of(sample(initial(model), model, prompts, record_routing=True, **options))
 
 
-def test_the_ratio_leaves_one_after_the_first_update():
+def test_ratio_differs_from_one_after_the_first_update():
   params = initial(MOE)
   batch = rollout_batch()
   old = score_pass(learner(MOE))(params, batch.inputs)
@@ -59,13 +59,13 @@ def test_the_ratio_leaves_one_after_the_first_update():
   assert row["minibatch/0/clip_fraction/sequence"] == 0
   assert row["minibatch/1/ratio/deviation"] > 1e-3
   assert row["minibatch/1/clip_fraction/sequence"] > 0.2  # an update moves far beyond 4e-4
-  assert row["mismatch/abs/max"] < 1e-4  # of the first, before any update
+  assert row["mismatch/abs/max"] < 1e-4  # Metrics of the first, before any update.
   assert row["router/dropped_tokens"] == 0
   assert int(state.step) == 2
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo"])
-def test_each_mini_batch_says_how_far_it_is_and_what_it_clips(name):
+def test_each_mini_batch_has_metrics_of_drift_and_clipping(name):
   """Against NumPy, from the log-probs of each mini-batch's own parameters."""
   params, batch = initial(MOE), rollout_batch()
   batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch.inputs))
@@ -101,8 +101,8 @@ def test_each_mini_batch_says_how_far_it_is_and_what_it_clips(name):
   assert row["kl/k3"] == pytest.approx(np.mean(each)) and each[1] != each[2]
 
 
-def of_another_program(batch, noise=1e-2):
-  """The batch with old log-probs that are rounded otherwise."""
+def with_rounding(batch, noise=1e-2):
+  """Batch with noise like another program's rounding in its old log-probs."""
   rng = np.random.default_rng(1)
   return batch.replace(old_logp_BT=batch.old_logp_BT + noise * rng.normal(size=(16, 1)))
 
@@ -111,17 +111,17 @@ def of_another_program(batch, noise=1e-2):
   "replay", [*(pytest.param(r, marks=pytest.mark.long) for r in ("none", "R2")), "R3"]
 )
 def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
-  """Whatever the pass that found the old log-probs has rounded; in bfloat16, in micro-batches."""
+  """Holds in spite of rounding in the pass, in bfloat16 micro-batches."""
   params, bfloat16 = initial(SMALLER_MOE), dataclasses.replace(REFERENCE, dtype="bfloat16")
-  how = learner(SMALLER_MOE, microbatches=2, compute=bfloat16)
+  trainer = learner(SMALLER_MOE, microbatches=2, compute=bfloat16)
   objective, batch = dataclasses.replace(GSPO, replay=replay), rollout_batch(SMALLER_MOE)
-  batch = of_another_program(
-    batch.replace(**old_policy_pass(how, objective)(params, batch.inputs)._asdict())
+  batch = with_rounding(
+    batch.replace(**old_policy_pass(trainer, objective)(params, batch.inputs)._asdict())
   )
   rows = {}
   for first in (True, False):
     marked = batch.replace(first_B=np.full(16, first))
-    rows[first] = row = updated(params, marked, how, objective)[1]
+    rows[first] = row = updated(params, marked, trainer, objective)[1]
     assert row["mismatch/recomputed"] == pytest.approx(0.8e-2, rel=0.5)
     assert row["grad_norm"] > 0 and row["clip_range"] == pytest.approx(3e-4)
   assert rows[True]["ratio/deviation"] == 0 == rows[True]["clip_fraction/sequence"]
@@ -129,14 +129,14 @@ def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
   assert rows[False]["ratio/deviation"] > 4e-3 and rows[False]["clip_fraction/sequence"] > 0.1
 
 
-def test_the_samplers_old_log_probs_are_left_as_they_are():
+def test_old_log_probs_of_the_sampler_are_unchanged():
   params, objective = initial(MOE), dataclasses.replace(GSPO, old_logp="sampler")
-  batch = of_another_program(rollout_batch()).replace(first_B=np.full(16, True))
+  batch = with_rounding(rollout_batch()).replace(first_B=np.full(16, True))
   _, row = updated(params, batch, learner(MOE), objective)
   assert row["ratio/deviation"] > 5e-4 and "mismatch/recomputed" not in row
 
 
-def test_what_sampled_is_compared_with_the_trainer_by_the_version_of_its_weights():
+def test_mismatch_is_by_version_of_the_weights():
   objective = dataclasses.replace(GSPO, old_logp="behaviour")
   batch = rollout_batch()
   own_BT = np.asarray(score_pass(learner(MOE))(initial(MOE), batch.inputs))
@@ -161,11 +161,11 @@ def test_what_sampled_is_compared_with_the_trainer_by_the_version_of_its_weights
 
 
 def smaller_step(before, after, rate=1e-2):
-  """What an update at this rate had come to, of one at a rate of 1."""
+  """Scales an update at rate 1 to this rate."""
   return jax.tree.map(lambda a, b: a + rate * (b - a), before, after)
 
 
-def test_the_update_raises_what_had_a_positive_advantage():
+def test_update_raises_responses_with_positive_advantage():
   params = initial(MOE)
   batch = rollout_batch()
   score = score_pass(learner(MOE))
@@ -196,7 +196,7 @@ def test_micro_batches_change_nothing(parts):
 
 
 def kind(loss):
-  """What the step asks of a loss. (Its arithmetic: test_objective.py.)"""
+  """Interface of losses to the step. (Its arithmetic: test_objective.py.)"""
   return loss.to_reference, loss.by_token, "clip_high" in loss.options
 
 
@@ -208,12 +208,12 @@ BY_NAME = [
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_objective_by_name(name):
+def test_step_supports_every_loss(name):
   params = initial(SMALLER_DENSE)
   batch, loss = rollout_batch(SMALLER_DENSE), O.POLICY_LOSSES[name]
   batch = batch.replace(ref_logp_BT=batch.old_logp_BT)
-  how = learner(SMALLER_DENSE, response_tokens=6)
-  _, row = updated(params, batch, how, dataclasses.replace(GSPO, name=name), TX)
+  trainer = learner(SMALLER_DENSE, response_tokens=6)
+  _, row = updated(params, batch, trainer, dataclasses.replace(GSPO, name=name), TX)
   assert np.isfinite(list(row.values())).all()
   assert row["grad_norm"] > 0 and row["entropy"] > 0
   assert {"spo/gain" if loss.to_reference else "ratio/mean", "kl/k3"} <= row.keys()
@@ -222,7 +222,7 @@ def test_every_objective_by_name(name):
   assert {f"by_length/{key}/le_8" for key in ("clip_fraction", "log_ratio_std")} <= row.keys()
 
 
-def test_gspo_and_gspo_token_make_the_same_update():
+def test_gspo_and_gspo_token_give_equal_updates():
   params = initial(SHALLOW)
   batch = rollout_batch(SHALLOW)
   drift = 1e-3 * np.random.default_rng(1).normal(size=batch.mask_BT.shape).astype(np.float32)
@@ -235,7 +235,7 @@ def test_gspo_and_gspo_token_make_the_same_update():
   assert row["clip_fraction/sequence"] > 0
 
 
-def test_the_kl_penalty_pulls_back_to_the_reference():
+def test_kl_penalty_pulls_towards_the_reference():
   params = initial(SHALLOW)
   batch = rollout_batch(SHALLOW)
   batch = batch.replace(advantage_B=0 * batch.advantage_B, ref_logp_BT=batch.old_logp_BT + 0.5)
@@ -254,7 +254,7 @@ def test_the_kl_penalty_pulls_back_to_the_reference():
 @pytest.mark.parametrize(
   "shape", [pytest.param((2, 2, 2, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
 )
-def test_a_sharded_update_is_the_update_of_one_device(shape):
+def test_sharded_update_equals_that_of_one_device(shape):
   params = initial(MOE)
   batch = rollout_batch()
   expected, row = updated(params, batch, learner(MOE), tx=TX)
@@ -285,12 +285,12 @@ def with_old_policy(params, batch, **changes):
 
 
 def first_metrics(params, batch, objective, **changes):
-  """The metrics of a mini-batch under `params`; the update that they come with is thrown away."""
+  """Metrics of a mini-batch under `params`, without the update."""
   return updated(params, batch, learner(MOE, **changes), objective)[1]
 
 
 @pytest.mark.parametrize("replay", [pytest.param("R2", marks=pytest.mark.long), "R3"])
-def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
+def test_ratio_under_replay_is_of_the_replayed_network(replay):
   params = initial(MOE)
   batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
@@ -315,7 +315,7 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
   assert abs(plain["ratio/max"] - row["ratio/max"]) > 1e-3
 
 
-def test_replay_with_the_same_weights_is_the_update_without():
+def test_replay_with_equal_weights_changes_nothing():
   params = initial(MOE)
   after = {}
   for replay in ("none", "R2", "R3"):
@@ -329,7 +329,7 @@ def test_replay_with_the_same_weights_is_the_update_without():
   assert (moved.max((1, 2)) > 1e-5).all(), "the router learns under replay"
 
 
-def test_volatility_is_0_at_first_and_then_what_the_update_changed():
+def test_volatility_starts_at_0_and_measures_the_update():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch())
   real_BT = jnp.asarray(batch.inputs.segments_BT)
@@ -353,7 +353,7 @@ def test_volatility_is_0_at_first_and_then_what_the_update_changed():
   assert 0.02 < expected_l.mean() < expected_l.max() < 1
 
 
-def test_volatility_under_replay_is_what_the_router_would_have_chosen():
+def test_volatility_under_replay_is_of_the_routers_own_choice():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
   moved, tokens = drifted(params), jnp.asarray(batch.inputs.tokens_BT)
@@ -373,7 +373,7 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
 
 
 @pytest.mark.parametrize("replay", ["none", "R3"])
-def test_the_samplers_routing_is_compared_with_the_trainers(replay):
+def test_experts_of_sampler_and_trainer_are_compared(replay):
   params = initial(MOE)
   batch = rollout_batch()
   routes = np.array(batch.inputs.sampler_experts_BTlk)
@@ -391,7 +391,7 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
   assert expected > 0.2
 
 
-def test_without_records_there_is_no_volatility():
+def test_volatility_needs_recorded_experts():
   params = initial(MOE)
   batch = with_inputs(rollout_batch(), sampler_experts_BTlk=None)
   objective, batch = with_old_policy(params, batch, volatility=False)
@@ -406,7 +406,7 @@ def test_without_records_there_is_no_volatility():
 
 @pytest.mark.parametrize("replay", ["none", "R3"])
 @pytest.mark.long
-def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
+def test_volatility_is_equal_over_micro_batches_and_meshes(replay):
   params = initial(MOE)
   sampled = rollout_batch()
   objective, batch = with_old_policy(params, sampled, replay=replay)
@@ -430,7 +430,7 @@ OTHERS = (pytest.param(name, marks=pytest.mark.long) for name in ("cispo", "gmpo
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", *OTHERS])
-def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
+def test_review_gives_the_clipped_tokens_of_the_loss(name):
   objective = dataclasses.replace(GSPO, name=name, clip_high=0.01)
   batch, moved = rollout_batch(SHALLOW), jax.tree.map(lambda x: 1.01 * x, initial(SHALLOW))
   actual = jax.device_get(review_pass(learner(SHALLOW), objective)(moved, batch))
@@ -446,7 +446,7 @@ def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
   assert row["clip_fraction/token"] == pytest.approx(share) and 0 < share < 1
 
 
-def test_a_review_is_of_the_network_that_is_replayed():
+def test_review_is_of_the_replayed_network():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
   actual = review_pass(learner(MOE), objective)(params, batch)
@@ -458,12 +458,12 @@ def test_a_review_is_of_the_network_that_is_replayed():
   assert np.abs(np.asarray(pair[0] - pair[1])[mask_BT]).max() > 1e-3
 
 
-def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_batch():
-  """By a critic, say: the passes before the updates are of a batch without values."""
-  how = learner(SHALLOW, temperature=0.9)  # as no other test has it
-  find, batch = passes.make_old_policy(how, GSPO), rollout_batch(SHALLOW)
+def test_review_reuses_the_compiled_pass_for_batches_with_more_fields():
+  """Batches may have fields of later passes, such as values."""
+  trainer = learner(SHALLOW, temperature=0.9)  # Not shared with other tests.
+  find, batch = passes.make_old_policy(trainer, GSPO), rollout_batch(SHALLOW)
   find(initial(SHALLOW), batch.inputs)
-  review = passes.make_review(how, GSPO, find)
+  review = passes.make_review(trainer, GSPO, find)
   for fields in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
     review(initial(SHALLOW), batch.with_fields(**fields))
   assert find._cache_size() == 1
@@ -474,7 +474,7 @@ def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_b
   [pytest.param((1, 1, 8, 1), 1, marks=pytest.mark.long), ((1, 2, 2, 2), 2)],
   ids=str,
 )
-def test_the_state_keeps_the_declared_shardings(shape, microbatches):
+def test_state_keeps_the_declared_shardings(shape, microbatches):
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     shardings = transformer.shardings(MOE, sharding.TRAIN, mesh)
@@ -487,8 +487,8 @@ def test_the_state_keeps_the_declared_shardings(shape, microbatches):
       adam = state.opt_state[0]
       for tree in (state.params, adam.mu, adam.nu):
         types = jax.tree.leaves(jax.tree.map(jax.typeof, tree))
-        for got, wanted in zip(types, specs, strict=True):
-          assert _without_ones(got.sharding.spec, mesh) == _without_ones(wanted, mesh)
+        for got, expected_spec in zip(types, specs, strict=True):
+          assert _without_ones(got.sharding.spec, mesh) == _without_ones(expected_spec, mesh)
       state, _ = step(state, batch)
 
 
@@ -498,7 +498,7 @@ def _without_ones(spec, mesh):
   return axes[: max((i + 1 for i, axis in enumerate(axes) if axis), default=0)]
 
 
-def test_compiles_once():
+def test_step_compiles_once():
   params = initial(SHALLOW)
   batch = rollout_batch(SHALLOW)
   step = train_step.make_rl_step(learner(SHALLOW, temperature=0.9), GSPO, TX)

@@ -46,16 +46,18 @@ def by_hand(logits_BTV, tokens_BT, support_BTX):
   return logp_BT, entropy_BT
 
 
-@pytest.mark.parametrize("model", [MOE, GEMMA], ids=["moe", "gemma"])  # with a soft bound, tied
+@pytest.mark.parametrize(
+  "model", [MOE, GEMMA], ids=["moe", "gemma"]
+)  # Gemma: a soft bound, tied embeddings.
 @pytest.mark.parametrize(
   "mesh", [None, (1, 2, 2, 2), pytest.param((1, 1, 1, 2), marks=pytest.mark.long)], ids=str
 )
 def test_log_probs_are_normalised_over_the_support(model, mesh):
-  """Where the vocabulary is split too, and in chunks that do not divide the length."""
+  """Covers a split vocabulary, and chunks not dividing the length."""
   tokens_BT = transformer.example_tokens(model, 4, 10)
   support_BTX = supports(tokens_BT)
   hidden_BTD = np.asarray(forward(initial(model), model, tokens_BT).hidden_BTD)
-  wanted = by_hand(logits(initial(model), model, tokens_BT) / 0.7, tokens_BT, support_BTX)
+  expected = by_hand(logits(initial(model), model, tokens_BT) / 0.7, tokens_BT, support_BTX)
   compute = dataclasses.replace(REFERENCE, logits_chunk=3)
   find = jax.jit(
     functools.partial(transformer.token_logp, temperature=0.7, compute=compute), static_argnums=1
@@ -69,12 +71,12 @@ def test_log_probs_are_normalised_over_the_support(model, mesh):
       params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
       arrays = sharding.put_batch((hidden_BTD, tokens_BT, support_BTX), mesh)
       actual = jax.device_get(find(params, model, *arrays[:2], support_BTX=arrays[2]))
-  for ours, exact in zip(actual, wanted):
+  for ours, exact in zip(actual, expected):
     np.testing.assert_allclose(ours, exact, atol=2e-5)
 
 
 def test_only_the_support_has_a_gradient():
-  """By the head's own weights: a column for each token of the vocabulary."""
+  """The head has a column for each token."""
   model = SMALLER_DENSE
   tokens_BT = transformer.example_tokens(model, 2, 6)
   hidden_BTD = forward(initial(model), model, tokens_BT).hidden_BTD
@@ -99,21 +101,21 @@ def test_only_the_support_has_a_gradient():
 
   weight_BT = np.random.default_rng(1).normal(size=tokens_BT.shape)
   actual, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
-  for ours, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
-    np.testing.assert_allclose(ours, wanted, atol=2e-6)
+  for ours, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
 
-  def of_the_only_token(hidden_BTD):
+  def only_token_logp(hidden_BTD):
     pair = transformer.token_logp(
       initial(model), model, hidden_BTD, tokens_BT, support_BTX=support_BTX
     )
     return jnp.array([x_BT[0, 0] for x_BT in pair])
 
-  assert not of_the_only_token(hidden_BTD).any()
-  assert np.abs(jax.grad(lambda h: of_the_only_token(h).sum())(hidden_BTD)).max() < 1e-6
+  assert not only_token_logp(hidden_BTD).any()
+  assert np.abs(jax.grad(lambda h: only_token_logp(h).sum())(hidden_BTD)).max() < 1e-6
 
 
-def test_likely_tokens_outside_of_the_support_do_no_harm():
-  """exp of what is left out overflows in float32, and must not reach a gradient as 0 · ∞."""
+def test_likely_tokens_outside_the_support_give_finite_gradients():
+  """exp of other logits overflows in float32; the gradient has no 0 · ∞."""
   model = SMALLER_DENSE
   tokens_BT, hidden_BTD = np.full((1, 1), 3, np.int32), np.ones((1, 1, 16), np.float32)
   head_DV = np.zeros((16, 32), np.float32)
@@ -142,8 +144,8 @@ def rollout():
 
 def batch_of(rollout, shared=False):
   advantage_B = np.random.default_rng(0).normal(size=len(rollout.lengths))
-  made = train_batch(rollout, advantage_B, shared_prompts=shared)
-  return made.replace(old_logp_BT=rollout.logp, ref_logp_BT=rollout.logp - 0.1)
+  batch = train_batch(rollout, advantage_B, shared_prompts=shared)
+  return batch.replace(old_logp_BT=rollout.logp, ref_logp_BT=rollout.logp - 0.1)
 
 
 LAYOUTS = {
@@ -158,15 +160,15 @@ LAYOUTS = {
 
 OFTEN = "plain", "trees", "packed on a mesh"
 LAYOUTS = [
-  pytest.param(how, id=name, marks=() if name in OFTEN else pytest.mark.long)
-  for name, how in LAYOUTS.items()
+  pytest.param(layout, id=name, marks=() if name in OFTEN else pytest.mark.long)
+  for name, layout in LAYOUTS.items()
 ]
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
-def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
-  shape = how.get("shape", (1, 1, 1, 1))
-  given, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sampler_and_trainer_agree_over_the_support_alone(rollout, layout):
+  shape = layout.get("shape", (1, 1, 1, 1))
+  minibatch, packed = batch_of(rollout, layout.get("shared", False)), layout.get("packed", False)
   settings = dict(group_size=G, response_tokens=11, temperature=0.8, microbatches=2)
   score = score_pass(learner(SMALLER_DENSE, **settings))
   mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
@@ -179,14 +181,14 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
       actual = packing.in_order(actual, placed.order_B)
     return np.abs(actual - rollout.logp)[rollout.mask > 0]
 
-  assert difference(given).max() < 2e-5
-  without = difference(with_inputs(given, support_BTX=None))
+  assert difference(minibatch).max() < 2e-5
+  without = difference(with_inputs(minibatch, support_BTX=None))
   assert without.mean() > 0.05, "the mass that was left out"
 
 
 @pytest.mark.long
-def test_an_update_of_several_micro_batches_is_one_update(rollout):
-  """Plain, packed and on a mesh, with every term; its ratio is 1, and its entropy the support's."""
+def test_micro_batches_give_the_same_update(rollout):
+  """Covers plain and packed rows and meshes, with all terms of the loss."""
   whole = batch_of(rollout)
   objective = dataclasses.replace(ALL_TERMS, old_logp="sampler", volatility=False)
   settings = dict(temperature=0.8, response_tokens=11)
@@ -194,14 +196,14 @@ def test_an_update_of_several_micro_batches_is_one_update(rollout):
   def step(n):
     return rl_step(learner(SMALLER_DENSE, microbatches=n, **settings), objective, SGD)
 
-  wanted, metrics = after(step(1), SMALLER_DENSE, whole)
+  expected, metrics = after(step(1), SMALLER_DENSE, whole)
   for n, batch, shape in (
     (4, whole, None),
     (2, packing.plan(whole, 8), (8, 1, 1, 1)),
     (2, whole, (2, 2, 1, 2)),
   ):
     actual, row = after(step(n), SMALLER_DENSE, batch, shape)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
       np.testing.assert_allclose(x, y, atol=2e-5)
     assert row["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
   assert metrics["entropy"] < np.log(6) and np.isfinite(metrics["kl_ref/k3"])

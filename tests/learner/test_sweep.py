@@ -39,7 +39,7 @@ OTHER = dict(
 
 @pytest.fixture
 def misses(tmp_path):
-  """Programs that were not in the cache of compiled ones, which is a new one."""
+  """Counts misses of a new compilation cache."""
   events, names = [], ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
 
@@ -50,7 +50,7 @@ def misses(tmp_path):
   for name, value in zip(names, (str(tmp_path / "compiled"), 0.0)):
     jax.config.update(name, value)
   jax.experimental.compilation_cache.compilation_cache.reset_cache()
-  jax.clear_caches()  # of tests before this one, or the new cache would lack what these have left
+  jax.clear_caches()  # Programs of earlier tests would be missing in the new cache.
   jax.monitoring.register_event_listener(listen)
   yield events
   jax.monitoring.unregister_event_listener(listen)
@@ -68,16 +68,16 @@ def condition(workdir, *changes):
 
 
 @pytest.mark.long
-def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
+def test_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
   condition(tmp_path / "first")
   assert misses
   misses.clear()
-  jax.clear_caches()  # as a new process would begin
+  jax.clear_caches()  # Like a new process.
   condition(tmp_path / "second", OTHER)
   assert not misses
 
 
-def test_numbers_do_not_make_another_program():
+def test_hyperparameters_do_not_recompile():
   wider = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
   first, second = (
     make_rl_step(learner(SHALLOW), o, optimizer.make(CONFIG, 9)) for o in (ALL_TERMS, wider)
@@ -86,7 +86,7 @@ def test_numbers_do_not_make_another_program():
   assert first.hyperparameters != second.hyperparameters
 
 
-def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():
+def test_hyperparameters_apply_to_any_configuration_of_equal_static_part():
   base = dict(
     name="gspo", advantage="std", old_logp="recompute", load_balance_coef=0.0, replay="none",
     volatility=False, off_policy_threshold=0.5,

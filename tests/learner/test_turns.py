@@ -40,11 +40,11 @@ def batch(rollout):
   parts = rollout.rewards, rollout.turns, rollout.mask
   advantage_BL = part_advantages(*parts, G, TALK.discount, "std")
   turns_BL = np.where(rollout.mask > 0, rollout.turns, -1)
-  made = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
-  return made.replace(old_logp_BT=made.sampler_logp_BT)
+  batch = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
+  return batch.replace(old_logp_BT=batch.sampler_logp_BT)
 
 
-def test_the_batch_holds_whole_conversations(batch, rollout):
+def test_batch_holds_whole_conversations(batch, rollout):
   B, T = batch.inputs.tokens_BT.shape
   assert T == 33
   observed = (batch.inputs.segments_BT == 1) & (batch.mask_BT == 0)
@@ -60,8 +60,8 @@ def test_the_batch_holds_whole_conversations(batch, rollout):
   assert batch.inputs.prompt_B is None, "conversations of a group may begin differently"
 
 
-def test_advantages_of_turns_against_loops(batch, rollout):
-  """Every token has the advantage of its turn: its discounted return, compared in its group."""
+def test_advantages_of_turns_equal_loops(batch, rollout):
+  """Tokens have the advantage of their turn, from its discounted return."""
   turns, rewards = rollout.turns, rollout.rewards
   for first in range(0, len(turns), G):
     for u in range(3):
@@ -96,13 +96,13 @@ def loss(name, logp_BT, batch, **changes):
 
 
 def moved(batch):
-  """Log-probabilities that have drifted since, observations included."""
+  """Log-probs with drift, observations included."""
   noise = np.random.default_rng(0).normal(size=batch.mask_BT.shape).astype(np.float32)
   return batch.sampler_logp_BT + 0.1 * noise
 
 
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
-def test_observations_have_no_gradient_and_no_say(batch, name):
+def test_observations_have_no_effect(batch, name):
   logp_BT = moved(batch)
   value, grad_BT = jax.value_and_grad(lambda x: loss(name, x, batch)[0])(logp_BT)
   off = batch.mask_BT == 0
@@ -115,8 +115,8 @@ def test_observations_have_no_gradient_and_no_say(batch, name):
 
 
 @pytest.mark.parametrize("name", ["segment", "gspo_token"])
-def test_the_advantages_of_a_loss_are_those_of_turns(batch, name):
-  """And the ratios of "segment": one for each turn, of what was sampled in it."""
+def test_loss_uses_the_advantages_of_turns(batch, name):
+  """With "segment", each turn has a ratio too."""
   logp_BT = moved(batch)
   units = dict(segment_BT=batch.unit_BT) if name == "segment" else {}
   by_hand, _ = O.POLICY_LOSSES[name](
@@ -128,7 +128,7 @@ def test_the_advantages_of_a_loss_are_those_of_turns(batch, name):
     assert value != pytest.approx(float(loss(name, logp_BT, batch.replace(**changes))[0]), rel=1e-3)
 
 
-def test_without_turns_a_segment_is_the_response(batch):
+def test_segment_without_turns_is_the_response(batch):
   logp_BT, plain = moved(batch), batch.replace(unit_BT=None, advantage_BT=None)
   segment, token = loss("segment", logp_BT, plain), loss("gspo_token", logp_BT, plain)
   assert segment[0] == pytest.approx(float(token[0]), rel=1e-5)
