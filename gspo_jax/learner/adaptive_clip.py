@@ -1,4 +1,4 @@
-"""Clip ranges that follow a target for the clipped fraction, from one iteration to the next."""
+"""Adaptive clip ranges: each iteration's clipped fraction moves them towards a target."""
 
 import functools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
 
 
 def in_force(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
-  """Returns hyperparameters with clip ranges at this factor; None for the configured ones."""
+  """Scales the clip ranges by `factor`; None: the configured ranges."""
   if factor is None:
     return hyperparameters
   return {key: n * factor if key in RANGES else n for key, n in hyperparameters.items()}
@@ -30,10 +30,10 @@ def in_force(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Ma
 def adapted(
   state: TrainState, row: Mapping[str, Any], config: AdaptiveClipConfig, on_nonfinite: str
 ) -> TrainState:
-  """Returns the state with the clip ranges that follow from a row of metrics.
+  """Returns the state with clip ranges adapted to an iteration's metrics.
 
-  It is computed on the devices: no value is fetched. After an update that was not finite, with
-  "stop", the ranges stay as the update met them. They also stay where no token was trained on.
+  The computation runs on the devices; no value is fetched. The ranges stay unchanged if no token
+  was trained on, and after a non-finite update with on_nonfinite="stop".
   """
   if state.clip_factor is None:
     return state
@@ -50,6 +50,6 @@ def adapted(
 
 @functools.partial(jax.jit, static_argnames="stop")
 def _adapted(factor, clipped, ratio, skipped, hyperparameters, *, stop):
-  # Ratios are positive: their mean is 0 where there are none.
+  # Ratios are positive, so a mean of 0 implies no trained token.
   sound = jnp.isfinite(clipped) & (ratio > 0) & ((skipped == 0) | (not stop))
   return jnp.where(sound, adapted_factor(factor, clipped, **hyperparameters), factor)

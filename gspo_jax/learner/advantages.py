@@ -1,6 +1,6 @@
-"""The devices' part of advantages: after the passes of an iteration, before its updates.
+"""Advantages on the devices, after an iteration's passes and before its updates.
 
-The host's part, of rewards, is rollouts/advantages.py.
+Advantages from rewards alone are computed on the host, in rollouts/advantages.py.
 """
 
 import functools
@@ -20,14 +20,17 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import P
 from gspo_jax.structs import AdvantageInputs, TrainBatch
 
-# Mini-batches of an iteration with their advantages, and metrics.
+# Mini-batches of an iteration with advantages, and metrics.
 Filled = tuple[list[TrainBatch], dict[str, jax.Array]]
 Part = Callable[[Sequence[TrainBatch]], Filled]
 EPSILON = 1e-6  # added to the standard deviation of advantages
 
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
-  """Makes the configured estimator's part, with metrics of advantages."""
+  """Builds the configured estimator, with metrics of advantages.
+
+  It passes mini-batches through unchanged if the host has computed their advantages.
+  """
   make_part, by_token = PARTS.get(c.estimator.name), c.objective.loss.by_token
   part = make_part(c, critic) if make_part else lambda batches: (list(batches), {})
 
@@ -39,14 +42,15 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
 
 
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
-  """Makes advantages and returns from a critic's values.
+  """Builds the estimator of advantages and returns from a critic's values.
 
-  A jitted function of all mini-batches of an iteration. They need `reward_BT` and `old_value_BT`,
-  with a `kl_coef` `ref_logp_BT`, with `bootstrap` `last_value_B` and `cut_off_B`, for turns
-  `turn_BT`. It returns them with `advantage_BT` and `return_BT`, and metrics.
+  The estimator is a jitted function of all mini-batches of an iteration. It fills `advantage_BT`
+  and `return_BT`, and returns metrics. The mini-batches must hold `reward_BT` and `old_value_BT`;
+  also `ref_logp_BT` with `kl_coef`, `last_value_B` and `cut_off_B` with `bootstrap`, and `turn_BT`
+  for turns.
 
-  `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
-  of GAE have the values in them, and would flatter.)
+  `value/explained_variance` compares values with the observed returns Σ γ^k r_{t+k}. (GAE's returns
+  include the values themselves, and would overstate the fit.)
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -84,7 +88,7 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
     masks = [batch.mask_BT for batch in batches]
     described = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | described
-    # About their means: squares of values and returns far from 0 would cancel.
+    # Centred first: squares of values and returns far from 0 would cancel.
     about = [
       _about_mean(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
     ]
@@ -100,13 +104,13 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
 
 
 def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
-  """Makes advantages of rewards less a price on leaving the reference.
+  """Builds the estimator of advantages from rewards less a KL penalty.
 
-  The configured estimator compares r_i − β Σ_t log π_old/π_ref in a group, β being
-  `reward_kl_coef`.
+  The configured estimator compares r_i − β Σ_t log π_old/π_ref within a group, with
+  β = `reward_kl_coef`.
 
-  The mini-batches need `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Responses that are not trained
-  on are in no mean.
+  The mini-batches must hold `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Responses without a
+  trained token are in no mean.
   """
   estimate = O.ESTIMATORS[config.advantage_kind].of_group
 
@@ -150,9 +154,10 @@ def _in_rows(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="by_token")
 def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
-  """Describes the advantages that the loss multiplies with.
+  """Describes the advantages used by the loss.
 
-  These are of tokens if the loss takes such and there are some, else of responses.
+  Token advantages count if the loss accepts them and the batch has them, otherwise response
+  advantages.
   """
   if by_token and batches[0].advantage_BT is not None:
     return _moments([b.advantage_BT for b in batches], [b.mask_BT for b in batches])
@@ -176,7 +181,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
 def _about_mean(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Returns the mean over all mini-batches, and each [B, T] less it."""
+  """Returns the mean over all mini-batches, and the centred values [B, T]."""
   mean = _mean(values, masks)
   return mean, [value_BT - mean for value_BT in values]
 
@@ -190,14 +195,15 @@ def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
 
 
 def teacher_advantages(config: DistillationConfig) -> Part:
-  """Makes advantages from the log-probs of a teacher on the student's tokens.
+  """Builds the estimator of advantages from a teacher's log-probs on the student's tokens.
 
-  Each token's advantage is how much likelier the teacher finds it than the student did, beside that
-  of its rewards or in its place.
+  A token's advantage is the gain in log-probability from student to teacher, plus the weighted
+  advantage of its rewards:
 
   Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)), with c `coef`, γ
-  `discount` and w `reward_weight` (`objectives.distillation_advantages`). The mini-batches need
-  `old_logp_BT` and `teacher_logp_BT`, in whose place they have `advantage_BT` then.
+  `discount` and w `reward_weight` (`objectives.distillation_advantages`). The mini-batches must
+  hold `old_logp_BT` and `teacher_logp_BT`. The estimator fills `advantage_BT` and drops
+  `teacher_logp_BT`.
   """
   return lambda batches: _distilled(list(batches), config.hyperparameters())
 

@@ -1,14 +1,13 @@
-"""The critic: its values, and its part of an update. Advantages of them are in advantages.py.
+"""The critic: its values, its loss and its update. GAE from the values is in advantages.py.
 
-V_t is the value of what stands before token t: the prompt and the tokens that precede it. So it is
-read from the hidden state that predicts the token, and lies in [B, T] where the token's log-prob
-does.
+V_t is the value of the state before token t, the prompt and the tokens before t. The hidden state
+that predicts token t gives V_t. In [B, T], V_t has the position of token t's log-prob.
 
-Values, advantages and returns are made before the updates of an iteration and stay as they are
-during them. The reward of a response is given at its last token (of a turn or a line, at theirs).
-What follows a response is worth 0, or with `bootstrap`, where it was cut off, V of all of it.
-With a `kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq. 2: per token there
-too).
+Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
+during the updates. The reward of a response, turn or line is at its last token. The state after a
+response is worth 0. With `bootstrap`, the state after a truncated response is worth the critic's
+value of the whole response. With `kl_coef` β, each token costs β log π_old/π_ref (arXiv:2203.02155,
+Eq. 2, per token too).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,12 +30,12 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import CriticState, ModelInputs, TrainBatch, TrainState
 
-LOSS = "value/loss"  # the metric that is the critic's loss
+LOSS = "value/loss"  # name of the metric with the critic's loss
 GRAD_NORM = "value/grad_norm"
 
 
 class Critic(NamedTuple):
-  """How a critic is trained; None in its place: there is none."""
+  """Training settings of a critic."""
 
   config: CriticConfig
   tx: Optimizer
@@ -54,7 +53,7 @@ def values(
   """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
-    hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
+    hidden_RTD: the policy's hidden states; unused by a critic with a trunk of its own.
   """
   return before_next(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
 
@@ -72,7 +71,7 @@ def _after(
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
-    if config.trunk_coef:  # the same values, and so much of their gradient
+    if config.trunk_coef:  # The values stay the same; their gradient is scaled.
       hidden_RTD += hyperparameters["trunk_coef"] * (moving_RTD - hidden_RTD)
   return head.values(critic, hidden_RTD)
 
@@ -84,10 +83,10 @@ def new_critic(
   seed: int,
   policy: Callable[[], Any],
 ) -> head.Critic:
-  """Makes a critic in the training layout; its head is 0.
+  """Initializes a critic in the training layout; its head is 0.
 
   Args:
-    policy: gives the parameters that a model of its own begins with, in arrays of their own.
+    policy: returns the initial parameters of a critic with its own trunk, as new arrays.
   """
   copied = config.name == "model" and config.init == "policy"
   trunk = transformer.table(model) if config.name == "model" and not copied else None
@@ -101,22 +100,22 @@ def new_critic(
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
 ) -> Callable[[Any, head.Critic, ModelInputs], Any]:
-  """Makes the jitted pass to the values [B, T] of a batch.
+  """Builds the jitted pass to the values [B, T] of a batch.
 
-  It takes the parameters of policy and critic, and has no gradient. With `bootstrap` it also
-  returns the value after the last token, [B]. On the policy's trunk it replays the sampler's
-  experts if an update does.
+  The pass takes the parameters of policy and critic, and has no gradient. With `bootstrap` it also
+  returns the value after the last token, [B]. On the policy's trunk, it replays the sampler's
+  experts if updates do (R3).
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    if config.bootstrap:  # rows with a shared prompt do not hold the last token of the longest
+    if config.bootstrap:  # Rows with a shared prompt lack the last token of a longest response.
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:
       replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
-    # A factor of gradients alone.
+    # The coefficient scales gradients only.
     after_RT = _after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
     value_BT = before_next(after_RT, rows)
     if not config.bootstrap:
@@ -131,7 +130,7 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns metrics of the critic, with its undivided loss, a mean over tokens."""
+  """Returns metrics of the critic, including its loss as an undivided mean over tokens."""
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,
@@ -154,8 +153,7 @@ def update(
 ) -> tuple[TrainState, Metrics]:
   """Applies the critic's own update and returns the state and metrics.
 
-  Over the first updates, as many as the critic is warmed up for, the policy and its optimizer are
-  those of the old state.
+  During the critic's warmup updates, the policy and its optimizer keep their old state.
   """
   params, moments = old.critic.params, old.critic.opt_state
   updates, moments = apply(grads, moments, params, hyperparameters["critic_optimizer"])
@@ -169,7 +167,7 @@ def update(
 
 
 def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | None]:
-  """Makes the policy's optimizer and the critic for updates of a phase."""
+  """Builds the policy's optimizer and the critic for updates of a phase."""
   if phase == "sft":
     return optimizer.make(c.sft_optimizer, c.sft.steps), None
   updates, warmup = c.rl.iterations * c.rl.updates, c.critic.warmup * c.rl.updates

@@ -1,11 +1,12 @@
-"""Rows that the model reads of a mini-batch, and the way back from them to the sequences.
+"""Arranges a mini-batch's sequences in model rows, and maps results back to sequences.
 
-The rows are the sequences (`plain`); or trees, where sequences begin alike (`trees`): the responses
-to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics see
-[B, T] only. A sequence is on the device that has its row, so nothing moves between devices.
+A model row is one sequence (`plain`), a tree of a group's responses on their shared prompt
+(`trees`), or several sequences placed by `packing.plan` (`packed`). Losses and metrics see [B, T]
+only. A sequence and its model row are on the same device, so nothing moves between devices.
 
-The head reads less, [B, U]: what stands before the U tokens that a response has at most. No loss
-needs the logits of a prompt. (`before_responses`. Rows that `packing.plan` fills are read whole.)
+The head reads only [B, U], the positions before the U response tokens (`before_responses`; U is the
+maximum response length), since no loss needs the logits of a prompt. In packed rows the head reads
+all positions.
 """
 
 import functools
@@ -26,7 +27,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
-EMPTY = dict(  # values of padding; 0 for other fields
+EMPTY = dict(  # padding values by field; 0 for other fields
   old_experts_RTlk=routing.NO_EXPERT,
   sampler_experts_RTlk=routing.NO_EXPERT,
   support_RTX=NO_TOKEN,
@@ -35,7 +36,7 @@ EMPTY = dict(  # values of padding; 0 for other fields
 
 @flax.struct.dataclass
 class Rows:
-  """Inputs of the model by row."""
+  """Inputs of the model by model row."""
 
   tokens_RT: Array
   targets_RT: Array  # the token after each one
@@ -45,8 +46,8 @@ class Rows:
   support_RTX: Array | None  # support of the target
   # Position of each token in its sequence; None if rows are sequences
   positions_RT: Array | None = None
-  # int32 [B, T]: place of each token in the rows of its device, taken as one list; beyond the end
-  # for a token without a row. None if rows are sequences
+  # int32 [B, T]: flat index of each token in its device's rows; beyond the end for a token without
+  # a row. None if rows are sequences
   place_BT: Array | None = None
   prompt_B: Array | None = None  # tokens of the prompt; None if unknown or in a trunk
   responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: unknown
@@ -61,7 +62,7 @@ def forward(
   compute: ComputeConfig,
   replayed_experts_RTlk: Array | None = None,
 ) -> transformer.Output:
-  """Runs the model over rows, with replayed experts if there are any."""
+  """Runs the model over rows; `replayed_experts_RTlk` None: without replay."""
   return transformer.forward(
     params,
     model,
@@ -93,7 +94,7 @@ def plain(
 
 
 def _next(x_BT: Array, last: int = 0) -> jax.Array:
-  # Not `roll`: of a single row JAX 0.12 loses the sharding in it.
+  # `jnp.roll` loses the sharding of a single row in JAX 0.12.
   after = ((0, 0), (0, 1), *((0, 0),) * (x_BT.ndim - 2))
   return jnp.pad(x_BT[:, 1:], after, constant_values=last)
 
@@ -104,16 +105,16 @@ def trees(
   response_tokens: int,
   old_experts_BTlk: Array | None = None,
 ) -> Rows:
-  """Returns shorter rows: groups on one device share their prompts.
+  """Returns shorter rows: the sequences of a group on one device share their prompt.
 
-  The trunk is the prompt without its last token. That one begins every branch, since what it
-  predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433. The last
-  token of a response of the greatest length predicts nothing and is left out: a trunk and a branch
-  are then as long as a row of the batch, which may be whole blocks of attention.
+  The trunk is the prompt without its last token. The last prompt token begins every branch, since
+  its next token differs between responses (as in Prefix Grouper, arXiv:2506.05433). The last token
+  of a response of maximum length predicts nothing and is left out. So a trunk and a branch together
+  are as long as a row of the batch, which may be whole blocks of attention.
 
   Args:
-    inputs: in groups of `group_size` sequences whose first `prompt_B` tokens are the same.
-    response_tokens: what follows these, at most; the rest of T is the room for prompts.
+    inputs: sequences in groups of `group_size` with the same first `prompt_B` tokens.
+    response_tokens: maximum response length; the other positions of T are for the prompt.
   """
   B, T = inputs.tokens_BT.shape
   G, branch = math.gcd(group_size, sharding.rows_of_a_device(B)), response_tokens
@@ -142,9 +143,9 @@ def trees(
 def packed(
   inputs: ModelInputs, R: int, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
-  """Returns R rows with the sequences that `packing.plan` puts there.
+  """Returns R rows with the sequences placed there by `packing.plan`.
 
-  Where these share prompts, as in `trees`, attention has longer rows of its own.
+  If sequences share prompts, attention reads longer rows of its own (`packing.with_prompts`).
   """
   rows = sharding.rows_of_a_device(R)
 
@@ -157,7 +158,7 @@ def packed(
       inside_BT = (sequences.segments_RT > 0) & (row_B1 >= 0)
       return jnp.where(inside_BT, row_B1 * size + start_BX + time_1T, rows * size)
 
-    # No two sequences of a row start at the same place.
+    # Sequences of a row have different starts, so a start identifies a segment.
     segments_BT = jnp.broadcast_to(start_B1 + 1, sequences.segments_RT.shape)
     marked = sequences.replace(segments_RT=segments_BT)
     if trunk_B is None:
@@ -165,7 +166,7 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    writes_B1 = trunk_B1 + shared_B1 == start_B1  # one of those that share a trunk follows it
+    writes_B1 = trunk_B1 + shared_B1 == start_B1  # the first sequence after a trunk writes it
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)
     path_BT = places(path_B[:, None], F)
@@ -184,9 +185,9 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Puts every token in its place in rows of one device.
+  """Scatters tokens to their places in the rows of one device.
 
-  Other places are padding.
+  The other places are padding.
   """
 
   def scatter(path, x_BT: jax.Array) -> jax.Array:
@@ -201,7 +202,7 @@ def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Row
 def scattered(
   x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
 ) -> jax.Array:
-  """Scatters [B, T, ...] to places of rows, taken as one list."""
+  """Scatters [B, T, ...] to flat indices `place_BT` of rows."""
   x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
   return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
@@ -222,7 +223,7 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
   """Takes the positions before each response token: [R, T, ...] to [B, U, ...].
 
-  They begin with the last token of the prompt. Returns `x_RT` itself if prompts are unknown.
+  The first position is the prompt's last token. Returns `x_RT` unchanged if prompts are unknown.
   """
   if not rows.responses:
     return x_RT

@@ -1,15 +1,15 @@
-"""Metrics of an update apart by what responses are like: their age, length, segments and sampler,
-and those of routers.
+"""Metrics of an update by age, length, segment and sampler version, and metrics of routers.
 
-Ages: that of a token is the number of iterations whose updates lie between the weights that sampled
-it and those that are about to be updated, where sampling is ahead of updates; that of a response is
-the age of its oldest token. The last class has all older ones too.
+Ages: the age of a token is the number of iterations between its sampling weights and the current
+weights. The age of a response is that of its oldest token. The last class includes all older
+responses.
 
-Lengths: the classes are powers of two, so that their number does not depend on what was sampled:
-"le_64" has the responses of 33 to 64 tokens, and the first class the shorter ones too.
+Lengths: class limits are powers of two, so their number does not depend on the samples. "le_64"
+counts responses of 33 to 64 tokens. The first class includes all shorter responses.
 
-Segments: a place is the segment's number, "1" to "4", and the third of the segments in which its
-middle lies, "first", "middle" or "last": the only segment of a response is its middle.
+Segments: each segment has two places in its response. One is its number, "1" to "4". The other is
+the third of the response's segments with its midpoint: "first", "middle" or "last". A response's
+only segment is in its "middle".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,10 @@ VOLATILITY = "router/volatility"
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """Age of each response, int32 [B], on the host.
+  """Age of each response relative to `version`, int32 [B], on the host.
 
-  It counts from weights of `version`; -1 for responses without a version, such as recorded ones and
-  padding, which are in no class.
+  The age is -1 for responses without a version, recorded responses and padding. They are in no
+  class.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
@@ -48,10 +48,10 @@ def ages(rollout: Rollout, version: int) -> np.ndarray:
 def lag_metrics(
   rollout: Rollout, version: int, trained_B: np.ndarray | None = None
 ) -> dict[str, float]:
-  """Returns mean and largest age of trained tokens, on the host.
+  """Returns mean and maximum age of trained tokens, on the host.
 
   Args:
-    trained_B: on which responses; None: all.
+    trained_B: mask of trained responses; None: all sampled tokens count.
   """
   trained_BL = rollout.version >= 0
   if trained_B is not None:
@@ -65,11 +65,11 @@ def lag_metrics(
 def age_metrics(
   logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array, classes: int
 ) -> Metrics:
-  """Returns metrics of the responses of each age, 0 without any.
+  """Returns metrics of the responses of each age; 0 for an empty class.
 
-  Their share; the mean of |s_i - 1| with the geometric ratio s_i, whatever the loss; the share of
-  their tokens that is clipped; the mean of |1/|y_i| Σ_t Δ_it|, the trainer's log-probabilities less
-  those of what sampled.
+  The metrics are: the share of responses; the mean of |s_i - 1| with the geometric ratio s_i, for
+  any loss; the share of clipped tokens; and the mean of |1/|y_i| Σ_t Δ_it|, with Δ the trainer's
+  log-probabilities less the sampler's.
   """
   if not classes:
     return {}
@@ -90,9 +90,10 @@ def age_metrics(
 
 
 def length_limits(longest: int) -> list[int]:
-  """Returns the largest length of each class.
+  """Returns the maximum length of each class.
 
-  They are six powers of two at most, from 4 on, of which the last one is no less than `longest`.
+  The limits are at most six consecutive powers of two, at least 4. The last limit is at least
+  `longest`.
   """
   last = max(2, (longest - 1).bit_length())
   return [2**n for n in range(max(2, last - LENGTH_CLASSES + 1), last + 1)]
@@ -101,9 +102,9 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """Returns share and mean reward of the responses of each length class.
+  """Returns share and mean reward of the responses of each length class, on the host.
 
-  The mean is over responses with a verdict (`known_B`), 0 without any. On the host.
+  The mean is over responses with a verdict (`known_B`); 0 without such responses.
   """
   row = {}
   for limit, inside_B in zip(length_limits(longest), _length_classes(length_B, longest).T):
@@ -122,8 +123,8 @@ def length_metrics(
 ) -> Metrics:
   """Returns spread of ratios and share of clipped tokens by length class.
 
-  The spread is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it, whatever the loss; 0
-  without responses.
+  The spread is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it, for any loss; 0 without
+  responses.
   """
   live_BT = mask_BT > 0
   length_B = live_BT.sum(1)
@@ -139,7 +140,7 @@ def length_metrics(
 
 
 def _by_name(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
-  """Splits sums over all classes, [X] each, into metrics of each class."""
+  """Splits sums [X] over classes into one metric per class."""
   return {
     f"{metric}/{name}": type(total)(*(x_X[i] for x_X in total))
     for metric, total in sums.items()
@@ -154,7 +155,7 @@ def _clipped(clipped_BT: jax.Array, live_BT: jax.Array, inside_BX: jax.Array) ->
 
 
 def _length_classes(length_B, longest: int):
-  """Marks the class of each response, bool [B, classes]; none if empty."""
+  """Marks the class of each response, bool [B, classes]; no class if empty."""
   upper = np.array(length_limits(longest))
   lower = np.array([0, *upper[:-1]])
   return (length_B[:, None] > lower[None]) & (length_B[:, None] <= upper[None])
@@ -166,7 +167,7 @@ def _by_class(x_B: jax.Array, inside_BX: jax.Array) -> jax.Array:
 
 
 def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -> jax.Array:
-  """Returns the mean log-ratio of a response's tokens, a constant, [B]."""
+  """Returns the mean log-ratio of each response [B], without gradient."""
   log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
   return jnp.where(live_BT, log_ratio_BT, 0).sum(1) / jnp.maximum(live_BT.sum(1), 1)
 
@@ -174,7 +175,7 @@ def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
   """Differentiates the undivided loss by each token's log-probability, [B, T].
 
-  It is the derivative of the sum over responses.
+  The undivided loss is the sum over responses.
   """
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
@@ -188,17 +189,17 @@ def segment_metrics(
 ) -> Metrics:
   """Returns metrics of segments by their place in a response.
 
-  Besides segments of a response and tokens of a segment, in the mean, of the segments in each
-  place:
+  The metrics are the mean number of segments per response, the mean number of tokens per segment,
+  and for the segments in each place:
 
-  - clip_fraction: the share of their tokens that is clipped, in the mean;
-  - gradient: Σ_t |∂L/∂ log π_θ(y_t)| in the mean, with L not yet divided by the number of
-    responses: |s_ik Â_i| / K_i for `segment_loss` where it is not clipped, and 0 where it is;
+  - clip_fraction: the mean share of clipped tokens;
+  - gradient: the mean of Σ_t |∂L/∂ log π_θ(y_t)|, with L not yet divided by the number of
+    responses: |s_ik Â_i| / K_i for an unclipped segment of `segment_loss`, 0 for a clipped one;
   - ratio_std: the standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ).
 
   Args:
-    loss: of log-probabilities, the rest being what the update has.
-    batch: with the number of each token's segment in `unit_BT`, from 0 on.
+    loss: function from log-probabilities [B, T] to the undivided loss of the update.
+    batch: mini-batch with segment numbers from 0 in `unit_BT`.
   """
   live_BT = batch.mask_BT > 0
 
@@ -209,7 +210,7 @@ def segment_metrics(
   log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
   length_BU = total(live_BT)
   tokens_BU = jnp.maximum(length_BU, 1)
-  # As in terms.py: cut at what has a finite square.
+  # Bounded as in terms.py, so that squares are finite.
   deviation_BU = jnp.minimum(ratios.bounded_expm1(total(log_ratio_BT) / tokens_BU), 1e15)
   clipped_BU = total(clipped_BT) / tokens_BU
   gradient_BU = total(abs(token_gradient(loss, logp_BT)))
@@ -238,17 +239,17 @@ def _sum(x: jax.Array) -> jax.Array:
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
   """Marks the segments in each place, bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
-  # floor(3 (u + ½) / K), in whole numbers.
+  # floor(3 (u + ½) / K), in integer arithmetic.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
   places = {str(n + 1): live_BU & (number_U == n)[None] for n in range(NUMBERED)}
   return places | {name: live_BU & (third_BU == i) for i, name in enumerate(THIRDS)}
 
 
 def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
-  """Compares sampler and trainer by the version of the weights.
+  """Compares sampler and trainer by the version of the sampling weights.
 
-  `mismatch/current/...` counts tokens that the current weights sampled, where `current_BT` is 1,
-  and `mismatch/older/...` the other trained ones, whose share it returns too.
+  `mismatch/current/...` covers tokens sampled by the current weights (`current_BT` is 1), and
+  `mismatch/older/...` the other trained tokens. `mismatch/older/tokens` is the share of the latter.
   """
   older_BT, metrics = batch.mask_BT - current_BT, {}
   for name, mask_BT in (("current", current_BT), ("older", older_BT)):
@@ -258,7 +259,7 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
 
 
 def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
-  """Returns router statistics over layers: balance (1 is even), entropy, drops."""
+  """Returns router statistics over layers: balance (1: even), entropy, drops."""
   tokens = stats.tokens.sum()
   share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
   return {
@@ -273,10 +274,10 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
   """Measures the change of experts since the rollout, by layer.
 
-  Without replay: the experts that this forward pass used against those on record for the same
-  tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
-  router would have chosen, on the replayed network's hidden states, against the replayed ones.
-  Nothing is computed again; without a record of experts there is no metric.
+  Without replay, this compares the experts of this forward pass with the old policy's experts if
+  the trainer recomputed them, otherwise with the sampler's. With replay, it compares the experts
+  preferred by the router, on the replayed network's hidden states, with the replayed experts. No
+  additional pass is needed. Without recorded experts there is no metric.
   """
   if out.routing_lBTk is None:
     return {}

@@ -1,7 +1,7 @@
 """Section `objective` of a configuration, and the policy loss that it describes.
 
-A loss declares its options (`objectives.terms.policy_loss`). Every option of any loss is a key of
-the section; losses without that option refuse it.
+A loss declares its options (`objectives.terms.policy_loss`). The section has one key for each
+option of any loss; setting an option unknown to the configured loss is an error.
 """
 
 import functools
@@ -32,8 +32,8 @@ def configured_loss(
   """Returns the configured loss undivided, metrics, and clipped tokens [B, T].
 
   Args:
-    max_length: largest number of tokens of a response, by which some aggregations divide.
-    hyperparameters: in the place of `config.hyperparameters()`; None for these.
+    max_length: maximum response length, the divisor of some aggregations.
+    hyperparameters: replacement for `config.hyperparameters()`; None: no replacement.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
   hyperparameters = config.hyperparameters() if hyperparameters is None else hyperparameters
@@ -63,7 +63,7 @@ def configured_loss(
   metrics |= loss_metrics | {"loss/policy": total}
   if config.kl_coef or config.entropy_coef:
     plain = {key: value for key, value in options.items() if key not in PENALTIES}
-    metrics["loss/policy"] = undivided(**plain)[0]  # compiled, it shares nearly all of `total`
+    metrics["loss/policy"] = undivided(**plain)[0]  # The compiler shares nearly all of `total`.
   return total, metrics, clipped_BT
 
 
@@ -74,7 +74,7 @@ def _weight(
   batch: TrainBatch,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array | None, Metrics]:
-  """Returns the weight of the objective, None for 1, and metrics."""
+  """Returns the objective's weight and metrics; a weight of None means 1."""
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):
     options |= {key: value for key, value in hyperparameters.items() if key in options}
@@ -82,7 +82,7 @@ def _weight(
     behaviour = config.old_logp == "behaviour"
     trainer_BT = batch.own_logp_BT if behaviour else batch.old_logp_BT
     weight = CORRECTIONS[name](trainer_BT, batch.sampler_logp_BT, mask_BT, **options)
-    if behaviour:  # the ratio is to the sampler already, so that the rest counts once
+    if behaviour:  # The ratio already includes the sampler's probability: only the mask remains.
       weight = (weight > 0).astype(weight.dtype)
     metrics["correction/weight"] = _mean(weight, mask_BT)
     bounded = weight >= options["cap"] if name == "truncated" else weight == 0
@@ -99,6 +99,6 @@ def _weight(
 
 
 def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
-  """Mean of [B, T] over tokens, of [B] over responses."""
+  """Mean of x [B, T] over tokens, or of x [B] over responses."""
   live = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
   return Mean(jnp.where(live, x, 0).sum(dtype=jnp.float32), live.sum(dtype=jnp.float32))

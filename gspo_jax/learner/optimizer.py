@@ -14,9 +14,9 @@ from gspo_jax.settings.training import OptimizerConfig
 
 
 class Optimizer(NamedTuple):
-  """An Optax transformation whose `update` takes hyperparameters as a program's arguments.
+  """An Optax transformation with hyperparameters as arguments of `update`.
 
-  A sweep over them compiles nothing anew: optimizers that differ in nothing else have the same
+  A sweep over hyperparameters compiles once: optimizers of equal static settings share the same
   functions.
   """
 
@@ -32,7 +32,7 @@ def make(config: OptimizerConfig, updates: int) -> Optimizer:
 
 
 def as_optimizer(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
-  """Returns any transformation as an Optimizer; one of Optax has no hyperparameters."""
+  """Wraps an Optax transformation as an Optimizer without hyperparameters."""
   if isinstance(tx, Optimizer):
     return tx
   return Optimizer(tx.init, lambda grads, state, params, _: tx.update(grads, state, params), {})
@@ -49,18 +49,20 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
     cosine=float(config.schedule == "cosine"),
   )
   terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-  return schedule | {key: value for key, value in terms.items() if value}  # 0: no such term
+  # A value of 0 means no such term.
+  return schedule | {key: value for key, value in terms.items() if value}
 
 
 def rate(schedule: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
-  """Returns the learning rate of the update after `count` others.
+  """Returns the learning rate after `count` updates.
 
-  `np` is the library that computes it.
+  Optax's own schedules branch in Python on their numbers, which rules out traced arguments.
 
-  (Optax's schedules branch in Python on their numbers, which cannot be a program's arguments then.)
+  Args:
+    np: array library of the computation, `jax.numpy` or NumPy.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
-  # From peak/warmup rather than 0: an update of size zero would be a wasted rollout.
+  # The warmup starts at peak/warmup: a learning rate of 0 would waste a rollout.
   first = peak / np.maximum(warmup, 1)
   rise = first + (peak - first) * count / np.maximum(warmup, 1)
   done = np.clip((count - warmup) / schedule["rest"], 0, 1)
@@ -78,8 +80,8 @@ def last_rate(rates: np.ndarray, step: jax.Array, waits: int = 0) -> jax.Array:
   """Rate of the last applied update; 0 before the first one.
 
   Args:
-    step: `TrainState.step`, which does not count updates that were left out.
-    waits: first updates, in which other parameters alone were updated.
+    step: `TrainState.step`; skipped updates do not count.
+    waits: number of warmup updates, of the critic alone.
   """
   applied = step - waits
   return jnp.where(applied > 0, rates[jnp.maximum(applied - 1, 0)], 0.0)
@@ -103,7 +105,8 @@ def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, C
     return optax.chain(optax.clip_by_global_norm(hyperparameters["clip_norm"]), adamw)
 
   def init(params: Any) -> Any:
-    return transformation(collections.defaultdict(float)).init(params)  # the state has none of them
+    # The state does not depend on hyperparameters.
+    return transformation(collections.defaultdict(float)).init(params)
 
   def update(
     grads: Any, state: Any, params: Any, hyperparameters: Mapping[str, Any]

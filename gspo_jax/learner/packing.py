@@ -1,15 +1,14 @@
-"""Several responses in one row, for the model only: fewer rows hold all tokens of a mini-batch.
+"""Packs several sequences into one model row: fewer rows hold all tokens of a mini-batch.
 
-Lengths of responses are heavy-tailed: a row for each of them, as long as the longest may become, is
-mostly padding, and padding costs as much as tokens. So the host plans where each response goes
-(`plan`), and the model reads `layout.packed`.
+Response lengths are heavy-tailed. Rows of one sequence, padded to the maximum length, are mostly
+padding, and padding costs as much as tokens. So the host plans the place of each sequence (`plan`),
+and the model reads packed rows (`layout.packed`). A sequence is a prompt and its response.
 
-Shapes are fixed. What varies is how many micro-batches of R rows there is something to do for
-(`count`), the same number on all devices. A response's row is on the device that holds the
-response, so nothing moves between devices.
+Shapes are fixed. Only the number of micro-batches of R rows varies (`count`), equally on all
+devices. A sequence and its row are on the same device, so nothing moves between devices.
 
-The responses of a group share their prompt in a row, where prompts are long enough to pay for it:
-attention then reads other rows, in which each has the prompt in front of it (`shares`).
+If prompts are long enough (`shares`), the sequences of a group share their prompt in a row.
+Attention then reads longer rows with a copy of the prompt before each response.
 
   R  rows of a micro-batch, over all devices
 """
@@ -28,14 +27,14 @@ from gspo_jax.structs import ModelInputs, Places, TrainBatch
 def plan(
   batch: TrainBatch, shards: int, group_size: int = 1, response_tokens: int = 0
 ) -> TrainBatch:
-  """Gives each response a place in rows, on the host, reordered.
+  """Reorders sequences and assigns each a place in rows, on the host.
 
-  Each of the `shards` devices gets B / shards responses, about as many tokens as the others, and
-  packs them on its own. Rows without tokens get no place.
+  Each of the `shards` devices gets B / shards sequences with about equally many tokens, and packs
+  them independently. Sequences without tokens get no place.
 
   Args:
-    group_size: responses that follow each other and have the same prompt.
-    response_tokens: of a response, at most; the rest of T is the room for prompts.
+    group_size: number of consecutive sequences with the same prompt.
+    response_tokens: maximum response length; the other positions of T are for the prompt.
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
@@ -54,7 +53,8 @@ def places(
 ) -> Places:
   """Returns order and places of sequences, as in `plan`.
 
-  They begin with `prompt_B` shared tokens; None if each has a prompt of its own.
+  Args:
+    prompt_B: number of leading tokens shared by a group's sequences; None: nothing is shared.
   """
   order_B = balanced_order(length_B, shards)
   apart = _on_each(
@@ -78,30 +78,30 @@ def places(
   grouped = _on_each(grouped_B, shards, fill)
   if grouped.row_B.max() <= apart.row_B.max():
     return grouped
-  # Groups are too different for devices to have as much to do: each response has its own prompt.
+  # Groups differ too much to balance the devices, so sequences keep their own prompts.
   start_B = apart.start_B
   return Places(order_B, apart.row_B, start_B + shared_B[order_B], start_B, start_B)
 
 
 def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
-  """Joins the places that `fill` returns for each device."""
+  """Concatenates the results of `fill` for each device."""
   devices = [fill(order_X) for order_X in np.split(order_B, shards)]
   return jax.tree.map(lambda *parts: np.concatenate(parts), *devices)
 
 
 def shares(T: int, response_tokens: int, group_size: int) -> bool:
-  """Whether a group's responses share their prompt in packed rows.
+  """Whether a group's sequences share their prompt in packed rows.
 
-  It makes rows of attention longer, whatever is shared, so that the room for a prompt has to be a
-  third of a row.
+  Sharing makes attention's rows longer, whether or not prompts are long. So it requires a maximum
+  prompt length of at least a third of a row.
   """
   return group_size > 1 and 0 < response_tokens < T and 3 * (T - response_tokens) >= T
 
 
 def with_prompts(T: int, response_tokens: int) -> int:
-  """Returns the length of a row of attention with its prompts.
+  """Returns the length of attention's rows, with a prompt copy per response.
 
-  It is two of the longest prompts more than other rows, since each response has its prompt there.
+  It exceeds the length T of other rows by two prompts of maximum length.
   """
   return T + 2 * (T - response_tokens)
 
@@ -113,15 +113,15 @@ def undo(batch: TrainBatch) -> TrainBatch:
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """Restores the order before `plan`; None if it was kept."""
+  """Restores the order before `plan`; `order_B` None: the order was kept."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 
 def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
-  """Orders responses by device, B / shards of each: int32 [B].
+  """Orders sequences by device, B / shards per device: int32 [B].
 
-  From the longest to the shortest, one for each device in turn: the longer, the fewer tokens the
-  device has so far.
+  Sequences are dealt in descending length, one per device in each round. The longest sequence of a
+  round goes to the device with the fewest tokens so far, and so on.
   """
   load, turns = np.zeros(shards, np.int64), []
   for longest_first in np.argsort(-length_B, kind="stable").reshape(-1, shards):
@@ -132,9 +132,10 @@ def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
 
 
 def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns row (-1 if empty) and start of each response.
+  """Returns row (-1 if empty) and start of each sequence.
 
-  First-fit decreasing: from the longest to the shortest, each into the first row with room for it.
+  First-fit decreasing: in descending length, each sequence goes into the first row with enough
+  room.
   """
   row_B, start_B = np.full(len(length_B), -1, np.int32), np.zeros(len(length_B), np.int32)
   used = np.zeros(len(length_B), np.int32)
@@ -149,13 +150,17 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 def beside_prompts(
   length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, size: int, longest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-  """Returns places of responses that share prompts within a row.
+  """Returns places of sequences with shared prompts within a row.
 
-  The responses of a group share their first `shared_B` tokens.
+  The result is (row, start, trunk, path) as in `Places`. Groups are placed in descending number of
+  tokens, and the sequences of a group in descending length. Each sequence goes into the first row
+  with its group's prompt and room for the response, otherwise into the first row with room for
+  both.
 
-  From the largest group to the smallest, its longest response first, each into the first row with
-  the group's prompt and room for the rest, or else into the first with room for both. A row has
-  `size` positions, and `longest` if it had all prompts.
+  Args:
+    shared_B: number of leading tokens shared by the group's sequences.
+    size: length of a row.
+    longest: length of attention's row, with a prompt copy per response.
   """
   B = len(length_B)
   row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
@@ -181,15 +186,12 @@ def beside_prompts(
 
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:
-  """Returns the number of micro-batches of R rows with a response.
-
-  At least 1.
-  """
+  """Returns the number of micro-batches of R rows with tokens, at least 1."""
   return jnp.maximum(inputs.places.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
 
 
 def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
-  """Returns micro-batch i: all sequences, with only its rows in place."""
+  """Returns micro-batch i: all sequences, with places in its R rows only."""
   row_B = inputs.places.row_B - i * sharding.rows_of_a_device(R)
   inside_B = (row_B >= 0) & (row_B < sharding.rows_of_a_device(R))
   places = inputs.places.replace(row_B=jnp.where(inside_B, row_B, -1))

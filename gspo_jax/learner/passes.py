@@ -1,5 +1,7 @@
-"""Passes without gradient over a batch, in the micro-batches of an update: log-probabilities, the
-old policy, what an update would clip."""
+"""Passes without gradient over a batch: log-probabilities, the old policy, the samples log.
+
+A pass runs in the micro-batches of an update.
+"""
 
 import dataclasses
 import functools
@@ -31,21 +33,21 @@ class Learner:
 
   model: ModelConfig
   compute: ComputeConfig
-  temperature: float  # temperature of sampling, and with it of the policy
+  temperature: float  # sampling temperature, and so the policy's
   microbatches: int
   load_balance_coef: float
-  # An update whose loss or gradient is NaN or infinite is left out. "skip": the next one is made as
-  # usual. "stop": all later ones are left out too, so that the state stays as it was.
+  # An update with a non-finite loss or gradient is skipped. "skip": later updates are applied as
+  # usual. "stop": all later updates are skipped too, so the state stays unchanged.
   on_nonfinite: str = "stop"
-  group_size: int = 1  # sequences that share a prompt
-  # Largest number of tokens of a response. The other positions of a batch are for the prompt. Some
-  # objectives divide by it.
+  group_size: int = 1  # number of sequences with the same prompt
+  # Maximum response length; the other positions of T are for the prompt. Some objectives divide by
+  # this length.
   response_tokens: int = 0
   ages: int = 0  # classes of `by_age`; 0: none
 
 
 def learner_of(c: RunConfig, phase: str) -> Learner:
-  """Makes the settings of the updates of phase "sft" or "rl"."""
+  """Returns the settings of updates of phase "sft" or "rl"."""
   common = dict(model=c.model, compute=c.compute, on_nonfinite=c.on_nonfinite)
   if phase == "sft":
     balance = c.sft.load_balance_coef
@@ -72,15 +74,15 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """Returns log-probs and entropies [B, T], the forward pass and its rows.
 
-  Entry t is log π(token t | tokens before it). Position 0 has no probability and holds 0, and so do
-  the tokens of known prompts. Tokens with a recorded support have π renormalised over it
+  Entry t is log π(token t | tokens before t). It is 0 at position 0 and on the tokens of known
+  prompts. For a token with a recorded support, π is renormalised over the support
   (`head.token_logp`).
 
-  With `replay`, π is the network that the experts on record make, with the gate weights of the
-  router in `params`; ValueError if there is no such record.
+  With `replay`, π is the network of the recorded experts, with gate weights from the router in
+  `params`. Raises ValueError if the batch holds no recorded experts.
 
   Args:
-    old_experts_BTlk: the old policy's experts, where they are known.
+    old_experts_BTlk: experts of the old policy in the trainer; None: unknown.
   """
   rows = rows_of(inputs, learner, old_experts_BTlk)
   replayed_experts_RTlk = experts_to_replay(rows, replay)
@@ -103,9 +105,9 @@ def log_probs(
 
 
 def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Moves values at each token to the next one, [B, T].
+  """Shifts values from each token to the next token, [B, T].
 
-  Position 0, before which there is nothing, gets 0.
+  Position 0 gets 0.
   """
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
@@ -113,7 +115,7 @@ def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
 def rows_of(
   inputs: ModelInputs, learner: Learner, old_experts_BTlk: jax.Array | None = None
 ) -> Rows:
-  """Makes the model's rows of a batch or one of its `parts`."""
+  """Arranges a batch or micro-batch in model rows."""
   if inputs.places:
     R = len(inputs.tokens_BT) // learner.microbatches
     return layout.packed(inputs, R, old_experts_BTlk, learner.response_tokens)
@@ -123,7 +125,7 @@ def rows_of(
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
-  """Returns the replayed experts of mode `replay`; ValueError without any."""
+  """Returns the experts of mode `replay`; ValueError if the batch lacks them."""
   if replay == "none":
     return None
   name = dict(R2="old_experts", R3="sampler_experts")[replay]
@@ -134,7 +136,7 @@ def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
 
 
 def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Makes the jitted pass to the trainer's log-probs [B, T]."""
+  """Builds the jitted pass to the trainer's log-probs [B, T]."""
 
   def logp(params: Any, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner)[0]
@@ -143,19 +145,20 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
 
 
 class OldPolicy(NamedTuple):
-  """The fields of a batch that say what its old policy is."""
+  """The fields of a batch for its old policy."""
 
   old_logp_BT: jax.Array
-  old_experts_BTlk: jax.Array | None  # None: nobody looks at it
+  old_experts_BTlk: jax.Array | None  # None: unused
 
 
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """Makes the jitted pass to the old policy of a batch.
+  """Builds the jitted pass to the old policy of a batch.
 
-  Log-probabilities under its own routing, and that routing; with R3, under the sampler's. So the
-  first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
+  The pass returns log-probabilities under the trainer's own experts and these experts; with R3,
+  log-probabilities under the sampler's experts. The first mini-batch replays the same experts with
+  the same weights, so its ratio is exactly 1.
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -175,14 +178,15 @@ def make_review(
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, ModelInputs], OldPolicy],
 ) -> Callable[..., dict[str, jax.Array]]:
-  """Makes the pass for the samples log, after the updates, [B, T] each.
+  """Builds the pass for the samples log, run after the updates.
 
-  It returns `log_ratio_BT`, log π under these parameters less the old policy's; `clipped_BT`, the
-  tokens that the loss of an update would clip there, with the ranges at a factor; where there are
-  segments, `gradient_BT`, the derivative of the loss there (`token_gradient`).
+  Its arrays are [B, T] each. `log_ratio_BT` is log π under the new parameters less the old policy's
+  log-prob. `clipped_BT` marks the tokens clipped by the loss at these parameters and the current
+  clip ranges. With segments, `gradient_BT` is the derivative of the loss (`token_gradient`).
 
-  `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
-  other experts, and needs a pass of its own.
+  Args:
+    old_policy: the compiled pass, reused for log-probabilities. Under R2, updates replay other
+      experts, so another pass is compiled.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -228,8 +232,8 @@ def fill(
   """Runs the passes before the updates and fills their fields.
 
   Args:
-    passes: with the program of each, (*parameters that it reads, inputs) -> fields that it fills.
-    params: by the names that passes have for them.
+    passes: pairs of a pass and its program, (*parameters, inputs) -> filled fields.
+    params: parameters by their name in `Pass.reads`.
   """
   for declared, program in passes:
     fields = program(*(params[name] for name in declared.reads), batch.inputs)
@@ -239,9 +243,9 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """Runs a function of (*params, inputs) by micro-batch if they are packed.
+  """Wraps a function of (*params, inputs) to run by micro-batch if inputs are packed.
 
-  It returns arrays [B, ...] and needs no more memory than an update.
+  The function returns arrays [B, ...]. It then needs no more memory than an update.
   """
 
   def whole(*arguments: Any) -> Any:
@@ -271,10 +275,10 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 def parts(
   batch: TrainBatch, learner: Learner
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
-  """Returns the number of micro-batches and a function to the i-th.
+  """Returns the number of micro-batches, and a function from i to micro-batch i.
 
-  Of a packed batch they are those with tokens in their rows, at most `learner.microbatches`.
-  Responses in other rows are masked there.
+  A packed batch counts only micro-batches with tokens, at most `learner.microbatches`. A
+  micro-batch of a packed batch masks the sequences in other rows.
   """
   number = learner.microbatches
   if batch.inputs.places:
@@ -287,7 +291,7 @@ def parts(
 
     return packing.count(batch.inputs, R), packed_part
 
-  def on_each_device(batch):  # every part has rows of every device: those of a group stay together
+  def on_each_device(batch):  # A micro-batch takes rows from every device, so groups stay whole.
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
 
   stacked = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
@@ -295,9 +299,11 @@ def parts(
 
 
 def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
-  """combine(combine(function(0), function(1)), function(2)) and so on, over `number` results.
+  """Computes combine(combine(function(0), function(1)), function(2)) and so on.
 
-  `number` may be known at run time only; it is at most `most`.
+  Args:
+    number: number of results, possibly a traced value.
+    most: static upper limit of `number`.
   """
   if most == 1:
     return function(0)

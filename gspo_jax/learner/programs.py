@@ -1,5 +1,7 @@
-"""How the learner's programs are compiled: with options of XLA for TPU that let collectives run
-beside other work, as `compute.xla` names them."""
+"""Compiles the learner's programs with the XLA options chosen by `compute.xla`.
+
+On TPU, these options let collectives overlap with other work.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +11,9 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.settings.model import ComputeConfig
 
-# Of libtpu 0.0.42, which says nothing about them; another version may refuse one by its name.
+# Undocumented options of libtpu 0.0.42; another version may refuse an option by its name.
 OPTIONS = dict(
-  # It runs on the chip's SparseCores, which v5p, v6e and tpu7x have, whatever runs beside.
+  # Collectives run on SparseCores (v5p, v6e and tpu7x), in parallel to all other work.
   sparsecore=dict(
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=False,
     xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=False,
@@ -19,7 +21,7 @@ OPTIONS = dict(
     xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=True,
     xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=True,
     xla_tpu_enable_sparse_core_collective_offload_all_reduce=True,
-    # Where they were scattering rows, no collective would run.
+    # A SparseCore busy with scattering rows would run no collective.
     xla_tpu_enable_offloading_scatter_to_sparsecore=False,
     xla_tpu_use_tc_device_shape_on_sc=True,
     xla_sc_disable_megacore_partitioning=True,
@@ -37,10 +39,10 @@ OPTIONS = dict(
 
 
 def options(compute: ComputeConfig) -> dict[str, bool]:
-  """Options of the compiler, on the platform of the mesh in use."""
+  """Compiler options for the platform of the current mesh; empty except on TPU."""
   return OPTIONS[compute.xla] if sharding.platform() == "tpu" else {}
 
 
 def jit(function: Callable, compute: ComputeConfig, **kwargs: Any) -> Callable:
-  """`jax.jit` with these options."""
+  """Calls `jax.jit` with the options of `compute.xla`."""
   return jax.jit(function, compiler_options=options(compute), **kwargs)

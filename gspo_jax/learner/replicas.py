@@ -1,5 +1,7 @@
-"""Gradients are summed over replicas, the mesh axis `data`, once an update, not for each layer and
-micro-batch: between replicas there may be a network that is slow."""
+"""Sums gradients over replicas (mesh axis `data`) once per update.
+
+Summing for each layer and micro-batch would be slow over the network between replicas.
+"""
 
 from typing import Any
 
@@ -22,8 +24,8 @@ def apart(params: Any) -> Any:
 def summed(grads: Any) -> Any:
   """Sums gradients over replicas, unless they are summed already.
 
-  Each device sends a part of its own: those that have the same part of a weight divide it, and
-  gather the sums within the replica.
+  Devices of a replica with the same shard of a weight split its gradient among them. Each sums its
+  piece over replicas, and the sums are gathered within the replica.
   """
   if sharding.axis_size("data") == 1:
     return grads

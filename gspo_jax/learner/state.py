@@ -1,4 +1,4 @@
-"""The training state: made at the start of a phase, described for restoring one."""
+"""The training state: built at the start of a phase, or described for restoring a checkpoint."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def new_state(
   tx: optax.GradientTransformation,
   adaptive: AdaptiveClipConfig = FIXED,
 ) -> TrainState:
-  """Makes a training state at step 0.
+  """Builds a training state at step 0.
 
-  The moments of the optimizer are laid out as the parameters that it changes.
+  The optimizer's moments have the layout of their parameters.
   """
   zero = jnp.zeros((), jnp.int32)
   moments = jax.jit(tx.init)(lora.split(params)[0])
@@ -41,7 +41,7 @@ def with_critic(
 
 
 def params_of(state: TrainState) -> dict[str, Any]:
-  """Returns the parameters that updates change, by their names in passes."""
+  """Returns the trained parameters, by their names in passes."""
   policy = dict(policy=state.params)
   return policy if state.critic is None else policy | dict(critic=state.critic.params)
 
@@ -55,9 +55,9 @@ def abstract_state(
   adaptive: AdaptiveClipConfig = FIXED,
   critic: Critic | None = None,
 ) -> TrainState:
-  """Returns shapes and shardings of a training state, for restoring one.
+  """Returns shapes and shardings of a training state, for restoring a checkpoint.
 
-  With adapters, the parameters are as passes of compute type `frozen_dtype` read them.
+  With adapters, the parameters have the type `frozen_dtype`, as passes read them.
   """
   dtype = frozen_dtype if adapters.rank else jnp.float32
   params = abstract_params(model, mesh, sharding.TRAIN, dtype, adapters)

@@ -35,9 +35,9 @@ from gspo_jax.structs import TrainBatch, TrainState
 
 
 class WithHyperparameters(NamedTuple):
-  """A jitted function and its last argument, scalars that a sweep varies.
+  """A jitted function and its last argument, the hyperparameters.
 
-  The program is the same for all of their values.
+  Hyperparameters are scalars; all values share one program.
   """
 
   function: Callable
@@ -47,7 +47,7 @@ class WithHyperparameters(NamedTuple):
     return self.function(*arguments, self.hyperparameters)
 
   def compile(self, *arguments: Any) -> "WithHyperparameters":
-    """Compiles the function for arguments like these and for no others."""
+    """Compiles the function for the shapes and types of these arguments only."""
     lowered = self.function.lower(*arguments, self.hyperparameters)
     return self._replace(function=lowered.compile())
 
@@ -69,13 +69,13 @@ def make_rl_step(
   tx: optax.GradientTransformation | Optimizer,
   critic: Critic | None = None,
 ) -> WithHyperparameters:
-  """Makes the jitted update on one mini-batch, (state, batch) -> (state, metrics).
+  """Builds the jitted update on one mini-batch, (state, batch) -> (state, metrics).
 
-  The state is donated. Hyperparameters (clip ranges, rates and so on) are arguments: configurations
-  of equal static parts share a program.
+  The state is donated. Hyperparameters (clip ranges, learning rates and so on) are arguments, so
+  configurations with equal static settings share a program.
 
   Args:
-    critic: updated in the same pass; None without a critic.
+    critic: settings of a critic trained in the same pass; None: no critic.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(
@@ -133,7 +133,7 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def critic_weight(batch, hyperparameters):
-    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)  # a denominator depends on masks alone
+    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)  # The denominator depends on masks alone.
     total = _loss_at(
       objective, nothing_BT, batch, learner, hyperparameters["objective"], nothing_BT
     )
@@ -150,7 +150,7 @@ def _loss_at(
   hyperparameters: Mapping[str, Any],
   logp_BT: jax.Array,
 ) -> Mean:
-  """Returns the undivided loss as a function of log-probabilities, its last argument."""
+  """Returns the undivided loss at `logp_BT`."""
   longest = learner.response_tokens
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
@@ -166,9 +166,9 @@ def _class_metrics(
 
 
 def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch) -> Metrics:
-  """Compares trainer and sampler on tokens of the current weights.
+  """Compares trainer and sampler on tokens sampled by the current weights.
 
-  Older weights are another policy, whatever the sampler does.
+  Older weights are another policy, even with an exact sampler.
   """
   mask_BT, current_BT = batch.mask_BT, batch.metric_inputs.current_BT
   if current_BT is not None:
@@ -178,7 +178,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns volatility of routing, and padding in the rows."""
+  """Returns the volatility of routing, and the share of padding in model rows."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -187,13 +187,13 @@ def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
 def with_own_logp(
   objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, Any]]:
-  """Replaces old log-probs of a first mini-batch by this very pass.
+  """Replaces the first mini-batch's old log-probs by those of this pass.
 
-  With `recompute` they are of the same policy, and the ratio is exactly 1.
+  Both are of the same policy with `recompute`, so the ratio becomes exactly 1.
 
-  Another program that computes them, without a gradient, rounds otherwise. The metric
-  `mismatch/recomputed` says by how much: |mean Δ| of a sequence, in the mean. It is in the ratios
-  of all later mini-batches.
+  The old policy's pass is another program, without gradient, and rounds differently. The metric
+  `mismatch/recomputed` measures the difference as the mean over sequences of |mean Δ|. This
+  difference enters the ratios of all later mini-batches.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -206,9 +206,9 @@ def with_own_logp(
 def make_sft_step(
   learner: Learner, tx: optax.GradientTransformation | Optimizer
 ) -> WithHyperparameters:
-  """Makes the jitted supervised update; donates the state.
+  """Builds the jitted supervised update, which donates the state.
 
-  The loss is the mean over tokens of -log π(token).
+  The loss is the mean of -log π(token) over tokens.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(optimizer=tx.hyperparameters, load_balance_coef=learner.load_balance_coef)
@@ -230,7 +230,7 @@ def _sft_step(learner: Learner, apply: Callable) -> Callable:
 
 
 def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
-  """Makes the jitted loss of `make_sft_step`, without its update."""
+  """Builds the jitted loss of `make_sft_step`, without an update."""
 
   def loss(params, batch):
     logp_BT = log_probs(params, batch.inputs, learner)[0]
@@ -247,7 +247,7 @@ def _with_balance(
   stats: moe.RouterStats | None,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array, Metrics]:
-  """Adds the load-balance loss; returns it with all metrics."""
+  """Adds the load-balance loss to `value`; returns the sum and all metrics."""
   metrics |= {"loss": total}
   if stats is not None:
     metrics |= router_metrics(stats, learner.model)
@@ -263,21 +263,21 @@ def _step(
   apply_to_critic: Callable | None = None,
   critic_weight: Callable | None = None,
 ) -> Callable:
-  """Jits the gradient of a loss and one Optax update, by `Optimizer.update`.
+  """Jits the gradient of a loss and one optimizer update.
 
-  (state, batch, hyperparameters) -> (state, metrics). `numerator` returns the numerator of the loss
-  on micro-batch i as a function of what is trained, and metrics with "loss" among them.
+  Returns (state, batch, hyperparameters) -> (state, metrics). Gradients of numerators are summed
+  over micro-batches, denominators are summed, and one division follows. So the number of
+  micro-batches affects memory only. (The load-balance loss is an exception: it is a product of two
+  means per micro-batch.) A batch without a trained token leaves the state unchanged. The metric
+  `updates_skipped` counts skipped updates of the whole run.
 
-  Numerators are differentiated and summed over micro-batches, denominators are summed, and they
-  are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
-  loss is the exception: it is a product of two means, taken per micro-batch.) A batch without a
-  trained token changes nothing. The metric `updates_skipped` counts, since the start of the run,
-  the updates that were left out.
+  A critic is trained in the same pass, by the metric `critic.LOSS` and its own optimizer.
 
-  A critic learns in the same pass, from the metric `critic.LOSS`, with an optimizer of its own. Its
-  numerators count `critic_weight(batch, hyperparameters)` times, so that one division by the
-  denominator of the policy's loss is right for both: that one over the critic's own, of a whole
-  mini-batch.
+  Args:
+    numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
+    apply: `Optimizer.update` of the policy; `apply_to_critic` is the critic's.
+    critic_weight: denominator of the policy's loss over the critic's, for a whole mini-batch; this
+      weight makes one division right for both losses.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -296,7 +296,7 @@ def _step(
     differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
     grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    trains = denominator > 0  # without a token, Adam would still follow its momentum
+    trains = denominator > 0  # Even without a trained token, Adam would follow its momentum.
     grads = replicas.summed(grads)
     grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, policy, hyperparameters["optimizer"])
@@ -319,7 +319,7 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Returns trained parameters with gradients that stay on each replica.
+  """Marks trained parameters so that their gradients stay on each replica.
 
   Adapters are small: their gradients are summed over replicas in each pass.
   """

@@ -1,4 +1,4 @@
-"""From the metrics of an iteration's updates to one row."""
+"""Merges the metrics of an iteration's updates into one metrics row."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,20 +8,21 @@ import jax
 from gspo_jax.learner.metrics import VOLATILITY
 from gspo_jax.objectives.reductions import compute, merge
 
-# What the rows of an iteration have of each mini-batch as well.
+# Metrics also reported for each mini-batch.
 APART = (
   *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
-# Comparisons that may have nothing to compare: no token of the current weights, no response of an
-# age.
+# Comparisons that may be empty: no token of the current weights, or no response of an age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
 class Compared(NamedTuple):
-  """A scalar, and whether there was nothing to compare: no metric then, where 0 would say that all
-  agrees."""
+  """A scalar metric, and whether its comparison was empty.
+
+  An empty comparison gives no metric: 0 would mean perfect agreement.
+  """
 
   value: jax.Array
   empty: jax.Array
@@ -34,9 +35,10 @@ class Compared(NamedTuple):
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | Compared]:
   """Merges the metrics of an iteration's updates into scalars.
 
-  `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
-  ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
-  before any update; by version (`version_metrics`) on all, since that has a pass of its own.
+  `minibatch/i/...` shows the policy's growing distance from the old policy; on mini-batch 0 the
+  ratio is 1. i continues over epochs. The comparison of sampler and trainer is on mini-batch 0
+  only, before any update. The comparison by version (`version_metrics`) is on all mini-batches,
+  since its log-probs come from a pass before the updates.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, metrics in enumerate(minibatches):
@@ -52,7 +54,7 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divides sums; a vector over layers becomes mean, maximum and each."""
+  """Divides sums; a vector over layers becomes mean, maximum and one scalar per layer."""
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():

@@ -67,9 +67,8 @@ def make(judged: Judged) -> Advantages:
     response_PG = np.where(teaches_P1, response_PG, 0)
     if token_BL is not None:
       token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
-  if (
-    c.rl.mask_truncated
-  ):  # Truncated responses count in their group's mean, but are not trained on.
+  if c.rl.mask_truncated:
+    # Truncated responses count in their group's mean, but are not trained on.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
     cut_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank row has no tokens.
