@@ -86,6 +86,7 @@ def test_bad_groups_are_named():
     O.group_advantages([0.0, 1.0])
   with pytest.raises(ValueError, match="reward_PG"):
     O.group_advantages([[0.0, np.nan]])
+  assert not np.any(O.group_advantages([[0.0, np.nan]], valid_PG=[[1, 0]]))
   with pytest.raises(ValueError, match="valid_PG"):
     O.group_advantages([[0.0, 1.0]], valid_PG=[[1]])
   with pytest.raises(ValueError, match="normalize"):
@@ -278,6 +279,7 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
     np.testing.assert_allclose(advantages, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
     ours(np.full((1, 2), np.nan), np.ones((1, 2)))
+  assert not np.any(ours(np.full((1, 2), np.nan), np.zeros((1, 2))))
 
 
 def test_an_unknown_selection():
@@ -385,6 +387,7 @@ def test_turn_advantages_refuse_what_is_wrong():
     O.turn_advantages(reward, valid, discount=1.1)
   with pytest.raises(ValueError, match="reward_PGU is not finite"):
     O.turn_advantages(np.where(reward, np.nan, 0), valid)
+  assert not np.any(O.turn_advantages(np.where(reward, np.nan, 0), 0 * valid))
 
 
 def test_settings_are_one_number():
