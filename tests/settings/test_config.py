@@ -171,12 +171,16 @@ def test_check_of_a_section_raises_for_its_fields():
 
 
 COMMAND_LINE = """
-import contextlib, functools, io, json, sys
+import contextlib, functools, io, json, pickle, sys
 from absl import flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from gspo_jax import main
 from gspo_jax.settings import run as config
 from gspo_jax.cli import flags as config_flag
 config_flag.in_file = functools.cache(config_flag.in_file)  # it is the same all the time
+parse = ConfigFileFlagParser.parse
+pickled = functools.cache(lambda parser, path: pickle.dumps(parse(parser, path)))
+ConfigFileFlagParser.parse = lambda parser, path: pickle.loads(pickled(parser, path))
 for argument in json.load(sys.stdin):
   sys.argv = ["main", "--config=configs/eval_suite.py:tiny", "--workdir=none", *argument.split("|")]
   said, code = io.StringIO(), 0
