@@ -2,10 +2,10 @@
 
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
-RUN is named as in the key `weights`: a workdir for its newest checkpoint, or one of its
-checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged in float32,
-and the sum is rounded once; with --adapters they alone are written, in PEFT's files. It runs on the
-CPU, with memory for the weights once.
+RUN is a value of the key `weights`: a workdir, for its newest checkpoint, or a checkpoint.
+transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged in float32, and only
+the sum is rounded; with --adapters only the adapters are written, in PEFT's format. The command
+runs on the CPU and needs memory for one copy of the weights.
 """
 
 import argparse
@@ -34,12 +34,21 @@ from gspo_jax.system import hub, jsons
 def export(
   run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "", adapters: bool = False
 ) -> RunCheckpoint:
-  """Writes a model directory: config, weights of this type, stop tokens and tokenizer. With
-  `adapters`, PEFT's two files stand in the place of the model's.
+  """Writes a model directory: config, weights, stop tokens and tokenizer.
+
+  Args:
+    run: name of a checkpoint, a value of the key `weights`.
+    directory: new or empty directory.
+    dtype: dtype of the written weights.
+    tokenizer: name of the tokenizer; "" for the tokenizer recorded in the run.
+    adapters: whether to write PEFT's two files instead of config and weights.
+
+  Returns:
+    The exported checkpoint.
 
   Raises:
-    ValueError: there is no such checkpoint, it is damaged, or its model is unknown; its tokenizer
-      is gone; the directory is not empty; or there are no adapters.
+    ValueError: the checkpoint does not exist, is damaged, or has no model configuration; the
+      tokenizer is missing; the directory is not empty; or there are no adapters to write.
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
@@ -71,7 +80,7 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint) -> str:
-  """Returns the published model below the adapters; "" if there is none."""
+  """Returns the published base model of the adapters; "" without one."""
   config = checkpoint.config
   starts_from_run = config["job"] == "sft+rl" or "start" in config["provenance"]
   return "" if starts_from_run or config["weights"] == "random" else config["weights"]
@@ -82,10 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prog="python -m gspo_jax.export", description=__doc__.splitlines()[0]
   )
   parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
-  parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it")
-  parser.add_argument("--tokenizer", default="", help="where it is now; default: as in the run")
+  parser.add_argument("directory", metavar="DIR", type=Path, help="new directory for the model")
+  parser.add_argument(
+    "--tokenizer", default="", help="directory or repository of the tokenizer; default: the run's"
+  )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-  parser.add_argument("--adapters", action="store_true", help="these alone, as PEFT reads them")
+  parser.add_argument(
+    "--adapters", action="store_true", help="write only the adapters, in PEFT's format"
+  )
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:

@@ -1,4 +1,4 @@
-"""Inputs of a run: everything that is read and checked before anything is written."""
+"""Inputs of a run, read and checked before the first write."""
 
 import dataclasses
 import os
@@ -40,13 +40,13 @@ Tokenizer = tokenizer.Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """Prompts of a run, tokenized."""
+  """Tokenized prompts of a run."""
 
-  train_prompts: Sequence[Prompt]  # [] if nothing is trained.
-  demonstrations: Sequence[Prompt]  # The cold start's; [] without one.
+  train_prompts: Sequence[Prompt]  # [] for a job without training.
+  demonstrations: Sequence[Prompt]  # For the cold start; [] without a cold start.
   recordings: recorded.Recordings | None  # Responses for job=offline; None for other jobs.
-  problems: Mapping[str, Sequence[Prompt]]  # By benchmark.
-  shared_problems: Mapping[str, int]  # Problems among the training prompts, by benchmark.
+  problems: Mapping[str, Sequence[Prompt]]  # Held-out problems by benchmark.
+  shared_problems: Mapping[str, int]  # Number of problems also in training data, by benchmark.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +60,19 @@ class Meshes:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-  """Everything that a configuration names and that is read without writing."""
+  """Checked inputs of a run."""
 
   source: WeightSource
   tokenizer: Tokenizer
-  environment: environments.Make | None  # None if responses are single turns.
-  rewards: Mapping[str, RewardConfig]  # Section `reward`, by verifier.
+  environment: environments.Make | None  # None for single turns.
+  rewards: Mapping[str, RewardConfig]  # Section `reward` by verifier.
   data: Data
   meshes: Meshes
   teacher: teachers.Teacher | None  # None without distillation.
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
-  """Reads and checks a run's inputs, writes nothing, and prints warnings. Raises ValueError as
+  """Reads and checks a run's inputs, and prints warnings. Writes no files. Raises ValueError as
   `open_run`."""
   paths.check(config, workdir)
   if config.distributed:
@@ -80,13 +80,13 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   values, home, flag = dataclasses.asdict(config), workdir, "--workdir"
   if workdir is not None:
     mirror = Mirror(workdir, config.checkpoint.directory)
-    if hosts.run_on_first_host(mirror.can_fill):  # A copy of the run will fill the workdir.
+    if hosts.run_on_first_host(mirror.can_fill):  # `open_run` will restore the workdir.
       home, flag = mirror.target, "--config.checkpoint.directory"
     provenance.check(home, values, flag)
   origins = provenance.recorded_origins(home, values)
   inputs = read(config, origins)
   if workdir is not None:
-    # Finds a damaged file before anything is written.
+    # Raises ValueError for a damaged metrics.jsonl before the first write.
     hosts.run_on_first_host(lambda: len(read_rows(workdir / "metrics.jsonl")))
   if config.wandb:
     hosts.run_on_first_host(lambda: bool(find_wandb(config.wandb)))
@@ -100,7 +100,8 @@ def read(config: RunConfig, origins: Mapping[str, Mapping[str, Any]]) -> Inputs:
   """Reads and checks a run's inputs; cheap checks come before slow ones.
 
   Args:
-    origins: what the run began with, from `provenance.recorded_origins`.
+    config: configuration of the run.
+    origins: recorded origins of a resumed run (`provenance.recorded_origins`).
   """
   source = read_model(config, origins["start"])
   tok = read_tokenizer(config, source, origins["tokenizer"])
@@ -116,7 +117,7 @@ def read(config: RunConfig, origins: Mapping[str, Mapping[str, Any]]) -> Inputs:
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
-  """Resolves the weights. ValueError: they are not a whole model of the configured shape."""
+  """Resolves the weights. Raises ValueError unless they are a complete model of this shape."""
   source = weight_source.resolve("weights", config.weights, recorded)
   source.check_model(config.model, config.weights)
   return source
@@ -125,7 +126,7 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 def read_tokenizer(
   config: RunConfig, source: WeightSource, recorded: Mapping[str, Any]
 ) -> Tokenizer:
-  """Reads the tokenizer. ValueError: it lacks texts that the configuration needs."""
+  """Reads the tokenizer. Raises ValueError if required texts cannot be decoded."""
   name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
   tok = tokenizer.load_for(name, config.model.vocab_size, config.data)
   if config.has_iterations and config.objective.segment_unit == "step":
@@ -143,12 +144,18 @@ def read_tokenizer(
 
 
 def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardConfig]) -> Data:
-  """Reads prompts, recorded responses and held-out problems. ValueError: one of them is unusable.
+  """Reads prompts, recorded responses and held-out problems.
 
   Args:
-    sections: `reward_sections` of the configuration.
+    config: configuration of the run.
+    tok: tokenizer of the policy.
+    sections: section `reward` by verifier, from `reward_sections`.
+
+  Raises:
+    ValueError: data or a gold answer is unusable.
   """
-  verifier = "" if config.environment.name else config.reward.name  # An environment scores itself.
+  # An environment's rewards replace the verifier.
+  verifier = "" if config.environment.name else config.reward.name
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   recordings = _read_recordings(config, tok) if config.job == "offline" else None
   trained = [] if recordings is None else [recordings.prompts]
@@ -173,7 +180,7 @@ def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardCo
 
 
 def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
-  """Reads the recorded responses."""
+  """Reads the recorded responses of job=offline."""
   data = config.data
   limits = recorded.Limits(
     config.rl.group_size,
@@ -187,7 +194,7 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   config: RunConfig, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects demonstrations by length. DataError: one is too long, or too few remain."""
+  """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
   c = config.sft
   fitting = sources.fitting(prompts, tok, c.max_tokens, config.data.on_error)
   if c.target_loss and len(fitting) < 2 * c.check_problems:
@@ -201,7 +208,7 @@ def _read_demonstrations(
 def _check_environment(
   config: RunConfig, tok: Tokenizer, environment: environments.Make | None, data: Data
 ) -> None:
-  """Begins a conversation. ValueError: the environment cannot."""
+  """Creates and resets one environment. Raises ValueError if this fails."""
   prompts = data.train_prompts or [
     prompt for name, b, _ in config.benchmarks() if not b.reward for prompt in data.problems[name]
   ]
@@ -215,7 +222,11 @@ def _check_environment(
 
 
 def make_meshes(config: RunConfig) -> Meshes:
-  """Makes the meshes. ValueError: batch or model do not fit them, or there are too few devices."""
+  """Makes the meshes.
+
+  Raises:
+    ValueError: there are too few devices, or batch or model do not fit a mesh.
+  """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh)
   rules.check_devices(config, sharding.batch_shards(trainer))
   transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
@@ -231,20 +242,20 @@ def _check_engine(
   mesh: jax.sharding.Mesh,
   problems: Mapping[str, Sequence[Prompt]],
 ) -> None:
-  """Raises ValueError if the engine has no room for training or evaluations."""
+  """Raises ValueError if the engine cannot run the workloads of training or evaluations."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, problems):
       sizes(load, config.engine, sharding.batch_shards(mesh))
   else:
-    from gspo_jax.models.hf.config import to_hf  # safetensors is only needed here
+    from gspo_jax.models.hf.config import to_hf  # Only this branch needs safetensors.
 
-    to_hf(config.model, "float32")  # The form in which servers are given weights.
+    to_hf(config.model, "float32")  # Servers load weights in Hugging Face's format.
 
 
 def _workloads(
   config: RunConfig, tok: Tokenizer, problems: Mapping[str, Sequence[Prompt]]
 ) -> list[Workload]:
-  """Returns the engine's workloads in training and in evaluations."""
+  """Returns the engine's workloads for training and evaluations."""
   c, stops, loads = config, tuple(tok.stop_ids), []
   if c.samples:
     loads.append(requests.workload(c, stops, bool(c.environment.name), tok.vocab_size))
@@ -263,7 +274,8 @@ def _workloads(
 def find_teacher(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, recorded: Mapping[str, Any]
 ) -> teachers.Teacher | None:
-  """Finds and checks the teacher; None without distillation. Raises as `teacher.check`."""
+  """Finds and checks the teacher; None without distillation. Raises ValueError as
+  `teacher.check`."""
   teacher = teachers.find(config, recorded)
   if teacher is not None:
     teachers.check(teacher, config, tok, mesh)
@@ -273,11 +285,11 @@ def find_teacher(
 def check_memory(
   config: RunConfig, mesh: jax.sharding.Mesh, teacher: ModelConfig | None = None
 ) -> None:
-  """Raises ValueError if parameters, gradients and moments alone exceed the devices' memory."""
+  """Raises ValueError if parameters, gradients and moments exceed the devices' memory."""
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  needed = count * (16 if trained else 4)  # Published weights are read in float32 at first.
+  needed = count * (16 if trained else 4)  # Bytes; published weights are read in float32 first.
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count
   if config.has_iterations:
@@ -289,7 +301,7 @@ def check_memory(
     for device in mesh.devices.flat
     if device in mesh.local_devices
   ]
-  if None in limits:  # A CPU, whose devices share the memory of the host.
+  if None in limits:  # CPU devices report no limit and share the host's memory.
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   available = sum(limits) * len(mesh.devices.flat) // len(mesh.local_devices)
   if needed > available:
@@ -300,7 +312,7 @@ def check_memory(
 
 
 def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
-  """Returns section `reward` by verifier of the run and its benchmarks."""
+  """Returns section `reward` for each verifier of the run and its benchmarks."""
   sections = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():
     if b.reward and b.reward not in sections:
@@ -314,12 +326,12 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
 
 
 def _evaluations(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
-  """Returns the benchmarks of the job's evaluations."""
+  """Returns the benchmarks evaluated by the job."""
   return [] if config.job == "sft" else config.benchmarks()
 
 
 def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
-  """Describes machine and data for `rules.warnings`."""
+  """Returns facts about machine and data for `rules.warnings`."""
   c, data, encode = config, inputs.data, inputs.tokenizer.encode
   answers = {}
   if c.samples_prompts and c.has_iterations and not c.environment.name:
@@ -344,8 +356,10 @@ def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
 def _fitting_share(
   prompts: Sequence[Prompt], encode: Callable[[str], list[int]], verifier: str, limit: int
 ) -> float:
-  """Returns the share of gold answers within `limit` tokens, of about 500. It is 1 if the verifier
-  accepts other texts."""
+  """Returns the share of gold answers within `limit` tokens, in about 500 prompts.
+
+  The share is 1 for other verifiers, whose right responses may differ from the gold answer.
+  """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not len(prompts):
     return 1.0
   indices = embedded.probe(len(prompts))
@@ -353,7 +367,7 @@ def _fitting_share(
 
 
 def _warn_of_shared(config: RunConfig, data: Data) -> list[str]:
-  """Returns a warning if held-out problems are trained on."""
+  """Returns a warning if training data has held-out problems; [] otherwise."""
   shared, problems = data.shared_problems, data.problems
   if not any(shared.values()):
     return []
@@ -367,9 +381,9 @@ def _warn_of_shared(config: RunConfig, data: Data) -> list[str]:
 def _join_hosts() -> None:
   """Connects the processes of all hosts.
 
-  JAX finds them by itself on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere
-  JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID
-  name them. (JAX itself reads the first of these only.)
+  JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
+  environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID. (JAX itself reads only JAX_COORDINATOR_ADDRESS.)
   """
   variables = dict(num_processes="JAX_NUM_PROCESSES", process_id="JAX_PROCESS_ID")
   try:

@@ -1,7 +1,7 @@
 """Repeats updates with NaN or infinity, and locates the cause.
 
-`python -m gspo_jax.replay RUN/failures/rl_000012` reads the dump of a run (runs/nonfinite.py). It
-ends with 1 if something is not finite again, and with 0 otherwise.
+`python -m gspo_jax.replay RUN/failures/rl_000012` reads a run's dump (runs/nonfinite.py). The exit
+code is 1 if any metric is non-finite again, and 0 otherwise.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from gspo_jax.system import files
 
 
 def replay(directory: epath.Path) -> bool:
-  """Repeats the updates of a dump and prints non-finite values; True if there are none."""
+  """Repeats the updates of a dump and prints non-finite values; True if all are finite."""
   about, batches = nonfinite.load(directory)
   try:
     config = from_dict(about["config"])
@@ -51,7 +51,7 @@ def replay(directory: epath.Path) -> bool:
     look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
     try:
       state = restore_state(directory / "state", state_of_phase(config, phase, mesh))
-    except Exception as error:  # Orbax, TensorStore and file systems have various types.
+    except Exception as error:  # Orbax, TensorStore and file systems raise various types.
       reason = checkpoint.reason(error)
       raise ValueError(f"{directory / 'state'} cannot be restored: {reason}") from error
     state = state.replace(skipped=state.skipped * 0)
@@ -60,7 +60,7 @@ def replay(directory: epath.Path) -> bool:
       say(f"parameter {name}: {count} values not finite")
     for i, batch in enumerate(batches):
       plain = packing.undo(batch)
-      if batch.inputs.places:  # The mesh may be another one.
+      if batch.inputs.places:  # A packed batch is packed again, for this machine's mesh.
         shards, responses = sharding.batch_shards(mesh), learner.response_tokens
         batch = packing.plan(plain, shards, learner.group_size, responses)
       batch, plain = sharding.put_batch((batch, plain), mesh)
@@ -76,7 +76,7 @@ def replay(directory: epath.Path) -> bool:
 
 
 def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
-  """Makes learner and update of a phase, but for `on_nonfinite`, as train.py and sft.py do."""
+  """Makes learner and update of a phase as in train.py and sft.py, with on_nonfinite="skip"."""
   learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
   tx, critic = optimizers(config, phase)
   if phase == "sft":
@@ -85,7 +85,7 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
-  """Returns log-probabilities [B, T] of the update, and the batch's own."""
+  """Returns log-probs [B, T], recomputed and stored in the batch, and the mask."""
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
@@ -100,7 +100,7 @@ def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]
 
 
 def _counts(params: Any) -> Iterator[tuple[str, int]]:
-  """Yields parameters with non-finite values, and the number of these."""
+  """Yields names of parameters with non-finite values, and the number of such values."""
   bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
   for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
     if count:

@@ -1,4 +1,4 @@
-"""Opens a run: everything that can fail before training, cheap checks first."""
+"""Opening of a run: all steps that can fail before training, cheap checks first."""
 
 import contextlib
 import dataclasses
@@ -41,23 +41,23 @@ def _unchanged(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-  """Scorers and signals, with their processes on the first host."""
+  """Scorers and signals. Their processes run on the first host only."""
 
-  scorers: Mapping[str, rewards.Scorer | None]  # By verifier; None on other hosts.
-  signals: Signals | None = None  # Further rewards, and costs; None on other hosts, or without any.
+  scorers: Mapping[str, rewards.Scorer | None]  # By verifier; values are None on other hosts.
+  signals: Signals | None = None  # Constraints' rewards and costs; None on other hosts or if unset.
 
 
 @dataclasses.dataclass(frozen=True)
 class Publishers:
-  """Functions from the trainer's parameters to the sampler's."""
+  """Functions from the trainer's parameters to the sampler's parameters."""
 
-  load: Callable[[Any], Any] = _unchanged  # Applied by the engine as it loads.
-  copy: Callable[[Any], Any] = _unchanged  # Makes arrays on a mesh of the sampler's own.
+  load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
+  copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh.
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """Parts of an open run, from which its phases are made."""
+  """Parts of an open run, the inputs of its phases."""
 
   config: RunConfig
   workdir: Path
@@ -86,12 +86,12 @@ class Run:
     return self.inputs.teacher
 
   def initial_params(self) -> Any:
-    """Loads the configured weights, or initializes random ones, in the training layout."""
+    """Loads or initializes the configured weights in the training layout."""
     seed = self.config.seed_of("init")
     return self.inputs.source.load(self.config.model, self.mesh, "float32", seed)
 
   def collector(self) -> Collector:
-    """Makes the source of RL's groups."""
+    """Makes the collector of RL's groups."""
     data = self.inputs.data
     return Collector(
       self.config,
@@ -107,7 +107,13 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Makes batches from a collector, after iteration `last`."""
+    """Makes the pipeline of RL's batches.
+
+    Args:
+      collector: collector of groups.
+      stages: stopwatch of an iteration's stages.
+      last: last finished iteration.
+    """
     return Pipeline(
       collector,
       self.engine,
@@ -120,11 +126,13 @@ class Run:
     )
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
-    """Makes a phase of `total` steps.
+    """Makes a phase.
 
     Args:
-      updates: gradient updates of a step.
-      keep: steps for which mini-batches are kept.
+      name: "sft" or "rl".
+      total: number of steps.
+      updates: gradient updates per step.
+      keep: number of newest steps with stored mini-batches, for a dump.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -147,11 +155,11 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
 
   Raises:
     ValueError: weights, tokenizer, data, mesh and model do not fit together; or the workdir belongs
-      to another configuration or to a run that is going on. Says what to change.
-    WriteError: the directory cannot be written.
+      to another configuration or to a running process. The message says what to change.
+    WriteError: the workdir cannot be written.
   """
   workdir = Path(workdir)
-  inputs = check(config, workdir)  # Nothing is written before.
+  inputs = check(config, workdir)  # The first write comes after all checks.
   with (
     lock.alone_in(workdir, config.checkpoint.directory),
     jax.set_mesh(inputs.meshes.trainer),
@@ -161,8 +169,7 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
 
 
 def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
-  """Goes through `open_run` up to its first write, and leaves nothing. Raises ValueError as it
-  does."""
+  """Runs the checks of `open_run` without writing. Raises ValueError as `open_run`."""
   inputs = check(config, workdir)
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
@@ -178,7 +185,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
 
 @contextlib.contextmanager
 def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
-  """Opens the parts of a run in a locked workdir. Raises as `open_run`."""
+  """Opens the parts of a run in a locked workdir. Raises errors as `open_run`."""
   _fill(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
@@ -201,14 +208,14 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
 
 
 def _fill(workdir: Path, directory: str) -> None:
-  """Fills an empty workdir from its copy in `checkpoint.directory`, if there is one."""
+  """Restores an empty workdir from a copy in `checkpoint.directory`, if one exists."""
   if hosts.run_on_first_host(Mirror(workdir, directory).fill, WriteError) and hosts.is_first():
-    sys.stderr.write(f"{workdir} is filled again from {directory}\n")
+    sys.stderr.write(f"{workdir} is restored from its copy in {directory}\n")
 
 
 @contextlib.contextmanager
 def open_scoring(config: RunConfig, inputs: Inputs) -> Iterator[Scoring]:
-  """Opens scorers and signals on the first host. ValueError: one of them cannot be started."""
+  """Opens scorers and signals on the first host. Raises ValueError if a verifier cannot start."""
   with (
     hosts.enter_on_first_host(rewards.open_scorers(inputs.rewards, "reward.name")) as scorers,
     hosts.enter_on_first_host(open_signals(config.constraints, config.reward)) as signals,
@@ -217,7 +224,7 @@ def open_scoring(config: RunConfig, inputs: Inputs) -> Iterator[Scoring]:
 
 
 def make_publishers(config: RunConfig, meshes: Meshes) -> Publishers:
-  """Makes the functions from the trainer's parameters to the sampler's."""
+  """Makes the functions from the trainer's parameters to the sampler's parameters."""
   dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
   if config.rollout_mesh.enabled:
     return Publishers(copy=publication.publisher_to(meshes.layout, dtypes, lora.dithered))
@@ -227,7 +234,7 @@ def make_publishers(config: RunConfig, meshes: Meshes) -> Publishers:
 def make_evaluator(
   config: RunConfig, inputs: Inputs, scoring: Scoring, directory: Path
 ) -> Evaluator:
-  """Makes the evaluator; `directory` is for its results."""
+  """Makes the evaluator; `directory` is for its result files."""
   tok, benchmarks = inputs.tokenizer, []
   for name, benchmark, _ in config.benchmarks():
     scorer = scoring.scorers[benchmark.reward or config.reward.name]
@@ -266,15 +273,22 @@ def open_engine(
   workdir: Path,
   profiler: Profiler,
 ) -> Iterator[Engine]:
-  """Opens the sampler: slots on the mesh, or servers. `publish` turns the trainer's parameters into
-  the sampler's."""
+  """Opens the engine: decoding slots on the mesh, or servers.
+
+  Args:
+    config: configuration of the run.
+    publish: function from the trainer's parameters to the sampler's parameters.
+    tok: tokenizer of the policy.
+    workdir: directory of the run.
+    profiler: profiler of the decode steps.
+  """
   if config.engine.name == "local":
     stepped = functools.partial(profiler.count, "sample")
     yield LocalEngine(
       config.model, config.engine, config.compute, publish, tok.decode, stepped=stepped
     )
     return
-  from gspo_jax.sampling.servers.engine import ServerEngine  # an HTTP client is only needed here
+  from gspo_jax.sampling.servers.engine import ServerEngine  # Only this branch needs HTTP.
 
   new = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
   with ServerEngine(

@@ -1,4 +1,4 @@
-"""The cold start: supervised fine-tuning on demonstrations."""
+"""Cold start: supervised fine-tuning on demonstrations."""
 
 import contextlib
 import sys
@@ -24,12 +24,12 @@ from gspo_jax.structs import ModelInputs, Prompt, TrainBatch
 
 
 def sft(run: Run) -> Any:
-  """Trains down to a held-out loss of `sft.target_loss`, and returns the parameters. Warns if
-  `sft.steps` updates are not enough.
+  """Trains for `sft.steps` updates, or down to a held-out loss of `sft.target_loss`. Warns if the
+  loss ends above this target. Returns the parameters.
 
   Raises:
-    Preempted: the machine is about to go; the resume point is saved.
-    NonFiniteError: NaN or infinity; state and batches are saved.
+    Preempted: the run was asked to stop; the resume point is saved.
+    NonFiniteError: metrics have NaN or infinity; state and mini-batches are saved.
   """
   c, tok = run.config, run.tokenizer
   (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
@@ -37,13 +37,13 @@ def sft(run: Run) -> Any:
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   held_out_ids, held_out_loss = held_out(run, prompts)
-  # A row is fetched when the next one is due; until then its batches are kept.
+  # A metrics row is checked at the next report; the mini-batches of its steps are kept until then.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
     like=lambda: state_of_phase(c, "sft", run.mesh),
     start=lambda: new_state(run.initial_params(), tx),
   )
-  loss = None  # The newest held-out loss.
+  loss = None  # Newest held-out loss.
   if host is not None:
     batches.set_state(host["position"]["data"])
     loss = host["position"]["held_out_loss"]
@@ -58,10 +58,10 @@ def sft(run: Run) -> Any:
         break
       chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in held_out_ids)
       batch = train_batch(chosen, tok, c.sft.max_tokens)
-      phase.keep_batches(step, [batch])  # There are many: they stay on the host.
+      phase.keep_batches(step, [batch])  # Many batches are kept, so in host memory.
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
-        # A further dispatch waits if too many are under way.
+        # The next dispatch blocks if too many are in flight.
         row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         with phase.stages("evaluate"):
@@ -70,7 +70,7 @@ def sft(run: Run) -> Any:
       last = step == c.sft.steps or _learned(run, loss)
       reported = step % c.sft.log_every == 0 or last or "held_out_loss" in row
       if reported:
-        with phase.stages("update"):  # Waits for the row before.
+        with phase.stages("update"):  # `report` waits for the previous row.
           phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
       if last or step % c.checkpoint.every == 0 or (reported and phase.is_time()):
         with phase.stages("save"):
@@ -86,21 +86,21 @@ def sft(run: Run) -> Any:
 
 
 def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callable[[Any], float]]:
-  """Returns the ids of held-out demonstrations, and their loss as a function of parameters.
+  """Returns ids of held-out demonstrations, and a function for their loss.
 
-  The loss is the mean over tokens of -log π(token), in nats. The ids do not depend on the seed;
-  there are none without `sft.target_loss`.
+  The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
+  depend on the seed. Without `sft.target_loss` no demonstrations are held out.
   """
   c = run.config
   count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
   prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
   if c.sft.target_loss:
     prompts = next(sources.Batches(source, count, seed=0))
-  for start in range(0, len(prompts), rows):  # As many rows as in a micro-batch.
+  for start in range(0, len(prompts), rows):  # Batches have the size of a micro-batch.
     chosen = prompts[start : start + rows]
     filled = chosen + prompts[:1] * (rows - len(chosen))
     batch = train_batch(filled, run.tokenizer, c.sft.max_tokens)
-    batch.mask_BT[len(chosen) :] = 0  # The other rows only fill the batch.
+    batch.mask_BT[len(chosen) :] = 0  # Masks the batch rows of padding.
     batches.append(sharding.put_batch(batch, run.mesh))
 
   def loss(params: Any) -> float:
@@ -116,7 +116,7 @@ def _learned(run: Run, loss: float | None) -> bool:
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
-  """Makes a padded batch of demonstrations; the fields of a rollout hold 0."""
+  """Makes a padded batch of demonstrations, with 0 in all RL fields."""
   tokens_BT, mask_BT = sources.pack_demonstrations(prompts, tok, length)
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
@@ -132,8 +132,7 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
 
 
 def finished(run: Run) -> bool:
-  """Whether the cold start of this workdir is over. Once RL has checkpoints, the cold start's
-  do not count."""
+  """Whether the cold start of this workdir has ended. Always True if RL has checkpoints."""
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
     if rl_started and jax.process_index() == 0:
@@ -147,7 +146,7 @@ def finished(run: Run) -> bool:
 
 
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
-  """Returns the last update of a finished cold start; None if it is not finished."""
+  """Returns the last update of a finished cold start; None for an unfinished one."""
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
@@ -156,7 +155,8 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
-  # The first process may be writing already while another one looks: its answer counts.
+  # The first host may already write the directory before another host looks: the first host's
+  # result counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:
@@ -164,10 +164,10 @@ def _has_checkpoints(run: Run, phase: str) -> bool:
 
 
 def params_after(run: Run) -> Any:
-  """Restores the parameters of the finished cold start in this workdir.
+  """Restores the parameters of this workdir's finished cold start.
 
   Raises:
-    ValueError: its last checkpoint is gone or damaged.
+    ValueError: the cold start's last checkpoint is missing or damaged.
   """
   c = run.config
   with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:

@@ -1,4 +1,4 @@
-"""Teacher of on-policy distillation: found, checked and loaded, frozen, beside the policy."""
+"""Teacher of on-policy distillation: a frozen model, loaded beside the policy."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,20 +22,21 @@ KEY = "distillation.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """Weights of a teacher, and their model."""
+  """Source of a teacher's weights, and their model configuration."""
 
   source: WeightSource
   model: ModelConfig
 
 
 def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teacher | None:
-  """Finds the configured teacher; None if the run distils nothing. All processes call it.
+  """Finds the teacher; None without distillation. Collective: call it on all hosts.
 
   Args:
-    recorded: the teacher of a run that continues, as for `weight_source.resolve`.
+    config: configuration of the run.
+    recorded: recorded origin of the teacher, as for `weight_source.resolve`; None for a new run.
 
   Raises:
-    ValueError: there is no such directory or checkpoint, or it cannot be read.
+    ValueError: the directory or checkpoint does not exist or cannot be read.
   """
   if not (config.distillation.enabled and config.has_iterations):
     return None
@@ -77,16 +78,19 @@ def check(
 
 
 def abstract(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
-  """Returns shapes, types and shardings of the weights, in the policy's layout."""
+  """Returns shapes, dtypes and shardings of the weights, in the training layout."""
   return abstract_params(teacher.model, mesh, sharding.TRAIN, config.compute.dtype)
 
 
 def load(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
-  """Loads the weights as `abstract` describes them. Raises as `WeightSource.load`."""
+  """Loads the weights in the layout of `abstract`. Raises ValueError as `WeightSource.load`."""
   return teacher.source.load(teacher.model, mesh, config.compute.dtype)
 
 
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Returns the teacher's jitted pass: log-probabilities [B, T] of a batch. At the policy's
-  temperature, equal logits have the advantage 0."""
+  """Returns the teacher's jitted function from a batch to log-probs [B, T].
+
+  The log-probs are at the policy's temperature, so the advantage is 0 where teacher and policy have
+  equal logits.
+  """
   return make_score(dataclasses.replace(learner, model=teacher.model))

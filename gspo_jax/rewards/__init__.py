@@ -1,4 +1,4 @@
-"""Rewards: responses and their prompts in, a number for each out. Nothing here imports jax."""
+"""Rewards of responses, without JAX."""
 
 from gspo_jax.rewards.scorer import (
   NoVerdictError,

@@ -1,10 +1,10 @@
-"""Rewards of the lines of a response: process supervision for verifiers that judge single lines.
+"""Rewards of a response's lines: process supervision by verifiers of single lines.
 
-Such a verifier's module has `right_lines(response, answer)`, which tells for each of the n lines
-asked for whether the line in its place is right, in time linear in the response. A right line is
-worth p/n with p = `reward.partial` (0 is 1 here), and the last line of the response 1 − p of the
-verdict on the whole besides: the sum is what p gives to the response as a whole. What is added for
-format and length goes to the last line too.
+The module of such a verifier has a function `right_lines(response, answer)`. For each of the n
+expected lines, it returns whether the response's line at this index is right, in time linear in the
+response. Let p be `reward.partial`, with 0 read as 1. A right line gets p/n. The response's last
+line also gets 1 − p if the whole response is right, and the additions for format and length. The
+sum over lines equals the reward of the whole response.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ RightLines = Callable[[str, str], Sequence[bool]]
 
 
 def judge(module: Any, name: str) -> RightLines:
-  """Returns the line judge of verifier `name`; ValueError if it has none."""
+  """Returns `right_lines` of verifier `name`. Raises ValueError without this function."""
   right_lines = getattr(module, "right_lines", None)
   if right_lines is None:
     raise ValueError(
@@ -37,12 +37,22 @@ def rewards(
   answers: Sequence[str],
   correct_B: np.ndarray,
 ) -> tuple[list[np.ndarray], dict[str, int]]:
-  """Computes rewards of the lines of B responses, float32 [U] each. There are as many as
-  `response.split` finds. Counts lines misjudged by noise in either way.
+  """Computes rewards of the lines of B responses, with noise.
 
-  Noise flips the verdicts on lines that were asked for and are there, as `shaping.flipped` flips
-  those on responses: by the seed, the answer and the text up to the line's end. `correct_B`, of the
-  whole responses, stays as it is.
+  Noise flips verdicts on expected lines, if they exist in the response. A flip depends on the seed,
+  the answer and the text up to the line's end, as in `shaping.flipped`. Noise does not change
+  `correct_B`.
+
+  Args:
+    config: partial credit and noise rates.
+    right_lines: verdicts on the lines of a response.
+    responses: texts of the responses.
+    answers: gold answers.
+    correct_B: 1 for right responses, 0 otherwise.
+
+  Returns:
+    Rewards of each response's lines (texts between line breaks), float32 [U]; and counts of lines
+    flipped by noise, {} without noise.
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   misjudged = dict(false_positive=0, false_negative=0) if any(rates) else {}
@@ -64,7 +74,7 @@ def rewards(
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Draws numbers in [0, 1). Each depends on the lines up to its own."""
+  """Returns a number in [0, 1) for each line, a hash of all lines up to this one."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

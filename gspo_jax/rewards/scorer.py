@@ -1,12 +1,13 @@
-"""Scorers: what a verifier says of responses, and what is added to it.
+"""Scorers: verdicts of a verifier on responses, with noise and additions.
 
-A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
-that say nothing of the response ("crash" alone where it is left out), and `open_verifier`, a
-context manager of a `Verify` function, whose parameters are keys of the section `reward`.
-VERIFIERS names those that come with the package. A verifier may have `check_answer(text)`, which
-raises ValueError for a gold answer that it could not read, and `right_lines(response, answer)`, the
-verdicts on single lines (lines.py); and the function may have `notes`, metrics that hold for the
-whole run.
+A verifier is a module with these members; VERIFIERS lists the verifiers in this package:
+
+- `OUTCOMES`: names of all outcomes.
+- `UNKNOWN`, optional: names of the outcomes without a verdict on the response; default: "crash".
+- `open_verifier`: context manager of a `Verify` function. Its parameters are keys of section
+  `reward`. The function may have an attribute `notes`, constant metrics of the run.
+- `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
+- `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
 import collections
@@ -31,18 +32,18 @@ _USER = "gspo_jax.rewards.user_function"  # package.module:function
 
 
 class Prompt(Protocol):
-  """A prompt as far as rewards look at it (`structs.Prompt` is one)."""
+  """Fields of a prompt used in rewards; `structs.Prompt` has them."""
 
   id: str
   question: str
-  answer: str  # the gold answer, or tests for programs
-  info: tuple[tuple[str, str], ...]  # further fields of the row in the data set
-  # thinks: bool, which may be left out; True: it ends with <think>, the response begins within one
+  answer: str  # Gold answer, or tests for programs.
+  info: tuple[tuple[str, str], ...]  # Other fields of the data row.
+  # An optional attribute `thinks`, a bool: whether the prompt ends with <think>.
 
 
-# From responses, their prompts, and whether each ended by itself: one outcome per response, of
-# OUTCOMES; and the values between 0 and 1, or None for 1 where the outcome is "right" and 0
-# elsewhere. An outcome that is unknown may be a `pool.Failure`, which has a reason.
+# Function from responses, prompts, and whether each response ended by itself. It returns outcomes,
+# one of OUTCOMES for each response; and values from 0 to 1, or None for 1 at outcome "right" and 0
+# otherwise. An unknown outcome may be a `pool.Failure`, with a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -50,27 +51,27 @@ Verify = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """The rewards of B responses, and how the verifier came to them."""
+  """Rewards of B responses, with the verifier's outcomes."""
 
-  reward: np.ndarray  # float32 [B]: what is learned from; 0 where nothing is known
-  outcomes: Mapping[str, int]  # Counts of right, wrong, timeout, ... by the verifier.
-  correct: np.ndarray  # float32 [B]: 1 where the verifier said right
-  # Responses without a verdict, by their index in the batch: outcome and reason. They are neither
-  # right nor wrong.
+  reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
+  outcomes: Mapping[str, int]  # Counts by outcome: right, wrong, timeout, ...
+  correct: np.ndarray  # 1 for outcome "right", else 0, float32 [B].
+  # Outcome and reason of responses without a verdict, by index in the batch. Such responses are
+  # neither right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
-  # With `per_line`: float32 [U] for each response, of the lines of its text; `reward` is their sum.
+  # Rewards of each response's lines, float32 [U], with sum `reward`; None without `per_line`.
   lines: Sequence[np.ndarray] | None = None
-  # float32 [B]: the verifier's own values, before noise and additions; None: those of `correct`.
+  # Verifier's values before noise and additions, float32 [B]; None if equal to `correct`.
   values: np.ndarray | None = None
 
   @property
   def known(self) -> np.ndarray:
-    """bool [B]: there is a verdict."""
+    """Whether each response has a verdict, bool [B]."""
     return np.array([i not in self.unknown for i in range(len(self.reward))], bool)
 
 
 class Scorer(Protocol):
-  notes: Mapping[str, float]  # metrics that hold for the whole run: what confines programs
+  notes: Mapping[str, float]  # Constant metrics of the run, such as the kind of sandbox.
 
   def __call__(
     self,
@@ -79,40 +80,41 @@ class Scorer(Protocol):
     lengths: Sequence[int] | None = None,
     finished: Sequence[bool] | None = None,
   ) -> Scores:
-    """Scores B responses to B prompts; prompts with several responses repeat.
+    """Scores B responses.
 
-    Whatever the responses hold, and whatever becomes of the verifier, nothing is raised: there is
-    no verdict then on those that it failed on.
+    A response on which the verifier fails has no verdict. No response and no failure of the
+    verifier raises an exception.
 
     Args:
-      lengths: in tokens, for the overlong punishment; without them none is given, which is for
-        evaluation, where `correct` counts and `reward` does not.
-      finished: False where a response was cut off; None: all ended by themselves.
+      responses: texts of the responses.
+      prompts: prompt of each response.
+      lengths: tokens of each response, for the overlong punishment; None for no punishment.
+      finished: False for truncated responses; None if no response was truncated.
     """
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:
-  """Raises ValueError, naming `key`, for a user's verifier in a missing module."""
+  """Raises ValueError, naming `key`, if a user's verifier is in a missing module."""
   if name in VERIFIERS:
     return
   module = name.partition(":")[0]
-  sys.path.append(os.getcwd())  # Workers look there too.
+  sys.path.append(os.getcwd())  # As in worker processes.
   try:
     spec = importlib.util.find_spec(module)
-  except Exception as error:  # a package above it is imported, and is the user's
+  except Exception as error:  # `find_spec` imports parent packages; user code may raise anything.
     raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
   if spec is None:
     raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
 def check_lines(config: RewardConfig) -> None:
-  """Raises ValueError for `per_line` with a verifier of whole responses."""
+  """Raises ValueError if `per_line` is set for a verifier of whole responses."""
   if config.per_line:
     lines.judge(_verifier(config.name), config.name)
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
-  """Returns the check of gold answers of a verifier, by its name. None if it has none."""
+  """Returns a verifier's `check_answer`; None for a verifier without this function."""
   return getattr(_verifier(name), "check_answer", None) if name else None
 
 
@@ -122,11 +124,11 @@ def _verifier(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
-  """The configured reward, its processes alive inside the `with` block.
+  """Opens the configured scorer. Its processes end with the `with` block.
 
   Raises:
-    RuntimeError: if a verifier cannot be started.
-    ValueError: if programs cannot be confined, or for `per_line` where no lines are judged.
+    RuntimeError: the verifier cannot be started.
+    ValueError: there is no sandbox for programs, or the verifier does not support `per_line`.
   """
   verifier = _verifier(config.name)
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
@@ -140,14 +142,17 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 
 @contextlib.contextmanager
 def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dict[str, Scorer]]:
-  """Several of them, by the names of verifiers. ValueError, which names `key`, for one that cannot
-  be started."""
+  """Opens several scorers, by the names of their verifiers.
+
+  Raises:
+    ValueError: a verifier cannot be started; the message names `key`.
+  """
   with contextlib.ExitStack() as stack:
     scorers = {}
     for name, section in sections.items():
       try:
         scorers[name] = stack.enter_context(open_scorer(section))
-      except RuntimeError as error:  # The last line of a traceback says it.
+      except RuntimeError as error:  # The last line of the worker's traceback has the reason.
         raise ValueError(f"{key}={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers
 
@@ -174,7 +179,7 @@ def _score(
     for i, (outcome, _) in enumerate(verdicts)
     if outcome in unknown_names or outcome == "crash"
   }
-  # An outcome that did not occur is 0 rather than missing.
+  # All outcomes get a count, 0 included.
   counts = collections.Counter(str(outcome) for outcome, _ in verdicts)
   outcomes = dict.fromkeys(map(str, names), 0) | counts
   correct = np.array([outcome == "right" for outcome, _ in verdicts], np.float32)
@@ -212,20 +217,23 @@ def _score(
 
 
 def _sums(rewards_BU: Sequence[np.ndarray]) -> np.ndarray:
-  """float32 [B], added up in float64."""
+  """Sums each response's line rewards in float64; returns float32 [B]."""
   return np.array([reward_U.sum(dtype=np.float64) for reward_U in rewards_BU], np.float32)
 
 
 def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:
-  """Outcome and value of each response. Where the verifier raises, halves of the batch are tried,
-  and so on: what it cannot do is left without a verdict, and that alone."""
+  """Returns outcome and value of each response.
+
+  If the verifier raises, the two halves of the batch are verified separately, recursively. So only
+  responses on which the verifier itself fails have no verdict.
+  """
   if not batch:
     return []
   try:
     outcomes, values = verify(*map(list, zip(*batch)))
     values = [float(outcome == "right") for outcome in outcomes] if values is None else values
     return [pair for pair, _ in zip(zip(outcomes, values, strict=True), batch, strict=True)]
-  except Exception as error:  # Any kind: the response may have been made for it.
+  except Exception as error:  # Verifiers may raise anything, on arbitrary policy output.
     if len(batch) == 1:
       return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
   middle = len(batch) // 2
@@ -233,11 +241,17 @@ def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tup
 
 
 class NoVerdictError(ValueError):
-  """The verifier failed on all responses of a batch: there is nothing to learn from it."""
+  """The verifier failed on all responses of a batch."""
 
 
 def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
-  """Raises `NoVerdictError` if no response has a verdict."""
+  """Raises `NoVerdictError` if no response has a verdict.
+
+  Args:
+    reasons: reasons of the responses without a verdict.
+    total: number of responses.
+    place: file with the responses, for the message.
+  """
   if total and len(reasons) == total:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(

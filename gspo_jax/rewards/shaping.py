@@ -1,11 +1,11 @@
-"""Additions to a verifier's reward, and noise on it. NumPy, and no JAX, as all of rewards.
+"""Additions to a verifier's reward, and noise on verdicts, in NumPy.
 
 The shaped reward of a response is
 
   r = v + format_weight · F + overlong_weight · L
 
 with v the verifier's value after noise, F whether the format is kept (0 or 1), and L the soft
-overlong punishment (-1 to 0). Raw correctness stays beside it.
+overlong punishment (-1 to 0). `Scores.correct` is the verdict without noise and additions.
 """
 
 import hashlib
@@ -15,17 +15,22 @@ from typing import Any
 
 import numpy as np
 
-# By format: the tags that a response must have.
+# Required tags of a response, by format.
 TAGS = dict(none=(), think=("</think>",), think_answer=("</think>", "<answer>", "</answer>"))
 _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def keeps_format(response: str, name: str) -> bool:
-  """Whether the tags stand in their places, once each.
+  """Whether each required tag occurs once, at its place.
 
-  "think": reasoning, `</think>`, and then something. "think_answer": after it exactly
-  `<answer>something</answer>`. The opening `<think>` may stand at the end of the prompt, as chat
-  templates of reasoning models have it. Reference: arXiv:2501.12948 (format rewards).
+  Format "think" is reasoning, `</think>`, and then any text. Format "think_answer" is reasoning,
+  `</think>`, and then exactly `<answer>any text</answer>`. The opening `<think>` may be at the end
+  of the prompt, as in chat templates of reasoning models. Reference: arXiv:2501.12948 (format
+  rewards).
+
+  Args:
+    response: text of the response.
+    name: "think" or "think_answer".
   """
   thought, closed, answer = response.removesuffix("<|im_end|>").partition("</think>")
   thought = thought.strip().removeprefix("<think>")
@@ -40,10 +45,12 @@ def keeps_format(response: str, name: str) -> bool:
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
-  """Returns 0 up to longest - buffer tokens, -1 from `longest` on, linear between.
+  """Returns the soft overlong punishment.
 
-  Reference: arXiv:2503.14476, eq. 13 (soft overlong punishment; 20,480 and 4,096 tokens there). The
-  same formula in JAX is `objectives.overlong_penalty`.
+  It is 0 up to `longest - buffer` tokens, -1 from `longest` tokens on, and linear in between.
+
+  Reference: arXiv:2503.14476, eq. 13 (with `longest` 20,480 and `buffer` 4,096). The same formula
+  in JAX is `objectives.overlong_penalty`.
   """
   excess_B = np.asarray(length_B, np.float32) - (longest - buffer)
   return -np.clip(excess_B / buffer, 0, 1)
@@ -57,10 +64,10 @@ def flipped(
   false_negative: float,
   seed: int,
 ) -> np.ndarray:
-  """Draws the misjudged verdicts of a verifier of these error rates, bool [B].
+  """Draws verdicts to flip, at the given error rates, bool [B].
 
-  A verdict depends on the seed, the answer and the text of the response and on nothing else, as
-  those of a bad verifier do: the same response is misjudged again whenever it comes up.
+  A flip depends only on the seed, the answer and the response's text. So the same response gets the
+  same wrong verdict every time, as from a real but unreliable verifier.
   """
   texts = (f"{seed}/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
   chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])

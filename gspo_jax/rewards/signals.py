@@ -1,4 +1,4 @@
-"""Signals of a response, further rewards and costs: what it shows by itself, or a verifier says."""
+"""Signals of responses for constraints: rewards and costs, from the response or a verifier."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,12 +37,17 @@ class Signals:
     stopped: Sequence[bool],
     prompts: Sequence[Prompt],
   ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Measures B responses, float32 [B] by name. Second, the reason of each response without a
-    verdict of some verifier.
+    """Measures B responses.
 
     Args:
-      tokens: those that were sampled of each.
-      stopped: whether each ended by itself.
+      responses: texts of the responses.
+      tokens: sampled tokens of each response.
+      stopped: whether each response ended by itself.
+      prompts: prompt of each response.
+
+    Returns:
+      Signals, float32 [B] by name; and reasons, by index, of responses without a verdict from at
+      least one verifier.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
@@ -78,7 +83,7 @@ class Signals:
 
 @contextlib.contextmanager
 def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """Opens the configured signals with their verifiers' processes. None if there are none.
+  """Opens the configured signals and their verifiers' processes; None without signals.
 
   Raises:
     ValueError: a verifier cannot be started.

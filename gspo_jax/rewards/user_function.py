@@ -1,11 +1,12 @@
-"""A verifier of the user's own, named `package.module:function`, in processes that can be killed.
+"""Verifier with a user's function, named `package.module:function`, in worker processes.
 
-The function takes the text of a response and the record of its prompt, and returns a bool or a
-number from 0 to 1, where 1 is right and anything less is wrong with partial credit. The record is a
-dict of texts: `id`, `question`, `answer`, and the further fields of the row in the data set. The
-function runs in worker processes: one that hangs is a timeout, one that raises or returns something
-else is a crash, and neither is a wrong answer: nothing is known about the response then. Its memory
-has no limit: what it needs, a model with its libraries perhaps, only its author knows.
+The function takes the text of a response and its prompt's record. It returns a bool or a number
+from 0 to 1: 1 is right, and a smaller number is wrong with partial credit. The record is a dict of
+texts with `id`, `question`, `answer`, and the other fields of the data row.
+
+A call over the time limit is a timeout. An exception or another return value is a crash. After a
+timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
+is not limited, since the function may load a model, for example.
 """
 
 import contextlib
@@ -27,10 +28,10 @@ UNKNOWN = ("timeout", "crash")
 
 @contextlib.contextmanager
 def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Callable]:
-  """The function `name` in `workers` processes.
+  """Opens a verifier with the function `name` in `workers` processes.
 
   Raises:
-    RuntimeError: if the function cannot be imported, with the traceback.
+    RuntimeError: the function cannot be imported; the message has the traceback.
   """
   function = f"{__name__}:call"
   with pool.Pool(function, workers, time_limit_s, warm_up=[name], memory_bytes=None) as processes:
@@ -48,12 +49,16 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """Returns the prompt's record. Further fields do not hide `id`, `question` and `answer`."""
+  """Returns the prompt's record. `id`, `question` and `answer` override other fields."""
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
 def call(item: list[Any]) -> float:
-  """Maps `[name, response, record]` to a value, in a worker; `[name]` only imports the function."""
+  """Calls the function in a worker process.
+
+  Args:
+    item: `[name, response, record]`; `[name]` only imports the function and returns 0.
+  """
   name, *arguments = item
   function = _find(name)
   if not arguments:
@@ -65,20 +70,20 @@ def call(item: list[Any]) -> float:
 
 
 def checksum(name: str) -> str:
-  """Returns the checksum of the function's file. Empty for a name without a module."""
+  """Returns a checksum of the function's file; "" for a name without a readable module."""
   module, colon, _ = name.partition(":")
   if not colon:
     return ""
   try:
     spec = importlib.util.find_spec(module)
     return f"{zlib.crc32(Path(spec.origin).read_bytes()):08x}"
-  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # it is in no file
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # No readable file.
     return ""
 
 
 @functools.cache
 def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
-  sys.path.append(os.getcwd())  # `python -m gspo_jax.main` finds modules there too.
+  sys.path.append(os.getcwd())  # As in `python -m gspo_jax.main`.
   module, _, function = name.partition(":")
   verify = getattr(importlib.import_module(module), function)
   if not callable(verify):
