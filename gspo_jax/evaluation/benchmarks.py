@@ -1,4 +1,4 @@
-"""Benchmarks: their settings, problems and verifiers."""
+"""Benchmarks: settings, problems and verifiers."""
 
 import dataclasses
 import functools
@@ -14,17 +14,17 @@ from gspo_jax.tasks.environments import Make
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-  """A benchmark with its problems and verifier; `data.eval` has the empty name."""
+  """Benchmark with problems and verifier; `data.eval` has the name ""."""
 
   name: str
   config: BenchmarkConfig
   problems: Sequence[Prompt]
   score: Scorer
-  environment: Make | None = None  # Judges conversations; None for single responses.
+  environment: Make | None = None  # Environment that scores conversations; None for single turns.
 
   @property
   def prefix(self) -> str:
-    """Prefix of its metrics' names."""
+    """Prefix of the benchmark's metric names."""
     return f"eval/{self.name}/" if self.name else "eval/"
 
   @functools.cached_property
@@ -33,10 +33,10 @@ class Benchmark:
 
 
 def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt]) -> None:
-  """Checks the fields of all problems for a rating or standings.
+  """Checks all problems' fields for `rating` and `standings`.
 
   Raises:
-    ValueError: a problem without numeric rating, in an unlisted contest, or with malformed points.
+    ValueError: a problem has no numeric rating, an unlisted contest, or malformed points.
   """
   unrated = [p for p in problems if config.rating and not _has_number(p, "rating")]
   if unrated:
@@ -53,7 +53,7 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
         f"eval.benchmarks.{name}: problems of the contests {', '.join(unknown)}, which"
         f" {config.standings} does not have"
       )
-    for problem in problems:  # The default is 1 point.
+    for problem in problems:  # Problems without this field count 1 point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has points that are no number "
@@ -69,6 +69,11 @@ def _has_number(problem: Prompt, field: str) -> bool:
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
-  """Chooses problems evenly over the held-out set; 0 chooses all."""
+  """Chooses evenly spaced problems of the held-out set.
+
+  Args:
+    source: held-out set.
+    problems: number of problems; 0 for all.
+  """
   count = len(source) if problems == 0 else min(problems, len(source))
   return [source[i * len(source) // count] for i in range(count)]

@@ -1,24 +1,23 @@
-"""A contestant's rating on CodeForces' scale, from problems solved or opponents beaten.
+"""Ratings on CodeForces' scale, from solved problems or from contest standings.
 
-In the Elo model a contestant of rating r beats an opponent of rating o with probability
+In the Elo model, a contestant of rating r beats an opponent of rating o with probability
 
   p(r, o) = 1 / (1 + 10^((o - r) / 400)).
 
-Given results s_i in [0, 1] against opponents o_i (1 won, 0 lost, 1/2 a tie), the log-likelihood
+Given results s_i in [0, 1] (1 win, 1/2 tie, 0 loss) against opponents o_i, the log-likelihood
 Σ_i s_i ln p(r, o_i) + (1 - s_i) ln(1 - p(r, o_i)) is concave in r. At its maximum, results and
 expectations have equal sums:
 
   Σ_i s_i = Σ_i p(r, o_i).
 
-Two kinds of opponents:
+There are two kinds of opponents:
 
-- Problems. CodeForces rates a problem r_i so that a contestant of rating r_i solves it with
-  probability 1/2; s_i is the share of the samples that solved it.
-- The human participants of a contest, in which the model takes part virtually. With n of them and
-  the model at rank m, Σ s_i = n + 1 - m, so that the equation becomes m = 1 + Σ_i p(o_i, r): the
-  rank is the one that CodeForces expects of rating r (its "seed", codeforces.com/blog/entry/20762).
-  CodeElo (arXiv:2501.01257) rates language models by the same equation, contest by contest; here
-  all contests enter one likelihood.
+- Problems. CodeForces gives a problem the rating o_i at which a contestant solves the problem with
+  probability 1/2. Result s_i is the share of samples that solve problem i.
+- Human participants of a contest, with the model as a virtual participant. For n humans and the
+  model at rank m, Σ s_i = n + 1 - m. The equation becomes m = 1 + Σ_i p(o_i, r), the rank that
+  CodeForces expects at rating r (the "seed", codeforces.com/blog/entry/20762). CodeElo
+  (arXiv:2501.01257) solves this equation for each contest; here all contests share one likelihood.
 """
 
 import dataclasses
@@ -29,62 +28,67 @@ import numpy as np
 
 from gspo_jax.system import jsons
 
-LOWEST, HIGHEST = 0.0, 4000.0  # Bounds: all lost or all won has no finite maximum.
+LOWEST, HIGHEST = 0.0, 4000.0  # Bounds, since only losses or only wins have no finite maximum.
 
 
 def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """Probability of `rating` beating `opponent`."""
-  # 10^x overflows quietly to infinity in the far tail, where the probability is 0.
+  """Returns the probability of `rating` beating `opponent`."""
+  # In the far tail 10^x overflows to infinity; the probability is then 0.
   with np.errstate(over="ignore"):
     return 1 / (1 + 10 ** ((np.asarray(opponent) - rating) / 400))
 
 
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """Maximum-likelihood rating, between LOWEST and HIGHEST, to within 0.01.
+  """Returns the maximum-likelihood rating, LOWEST to HIGHEST, within 0.01.
 
   Args:
-    score: results in [0, 1], shape [..., n]; leading axes are independent contestants.
+    score: results in [0, 1], [..., n]; leading axes are independent contestants.
     opponent: ratings of the opponents, [..., n] or [n].
 
   Raises:
-    ValueError: no opponents, or a score outside [0, 1].
+    ValueError: there are no opponents, or a score is outside [0, 1].
   """
   score, opponent = np.asarray(score, float), np.asarray(opponent, float)
   if score.shape[-1:] in ((), (0,)) or not ((score >= 0) & (score <= 1)).all():
     raise ValueError(f"a rating needs results in [0, 1], and has {score}")
   total = score.sum(-1)
   low, high = np.full(total.shape, LOWEST), np.full(total.shape, HIGHEST)
-  while np.max(high - low) > 0.01:  # Σ p rises with the rating
+  while np.max(high - low) > 0.01:  # Bisection: Σ p rises with the rating.
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # The bisection does not reach the bounds: nothing won, or everything.
+  # Bisection never reaches the bounds, the ratings for only losses and only wins.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-  """The human participants of a contest, in any order."""
+  """Human participants of a contest, in any order."""
 
-  points: np.ndarray  # [n], from the standings
-  ratings: np.ndarray  # [n], before the contest
+  points: np.ndarray  # Points in the standings, [n].
+  ratings: np.ndarray  # Ratings before the contest, [n].
 
 
 def virtual_scores(points: np.ndarray, standings: np.ndarray) -> np.ndarray:
-  """Results of `points` against each participant of a contest: 1, 1/2 or 0."""
+  """Returns results (1, 1/2 or 0) of `points` against each participant."""
   return (np.sign(np.asarray(points, float) - np.asarray(standings, float)) + 1) / 2
 
 
 def virtual_rating(
   points: Sequence[np.ndarray], contests: Sequence[Contest]
 ) -> tuple[float, float, float]:
-  """Maximum-likelihood rating from virtual participation, with a 95 % interval.
+  """Returns the rating from virtual participation, with a 95 % interval.
 
-  `points[c]` has the points of each of the model's participations in contest c. Results of several
-  participations in one contest are averaged. The interval is over contests. Exact to about a point.
+  The result is (rating, low, high). Results of the model's participations in one contest are
+  averaged. The interval is from resampled contests. The maximum-likelihood rating is exact to about
+  one point.
+
+  Args:
+    points: points of each of the model's participations, by contest.
+    contests: human participants of each contest.
   """
   grid = np.arange(LOWEST, HIGHEST + 1, 4.0)
-  # Expectations minus results, by contest and rating. The rating is the zero of their sum.
+  # Expected minus actual results, by contest and rating. The rating is the zero of the sum.
   excess = np.stack([
     expected(grid[:, None], c.ratings).sum(1)
     - virtual_scores(np.asarray(p)[:, None], c.points).mean(0).sum()
@@ -98,12 +102,12 @@ def virtual_rating(
 
 
 def read_standings(path: str | Path) -> dict[str, Contest]:
-  """Reads contests by id from JSON lines.
+  """Reads contests from JSON lines; returns contests by id.
 
-  A line is `{"contest_id": "1", "points": [...], "ratings": [...]}`.
+  Each line has the form `{"contest_id": "1", "points": [...], "ratings": [...]}`.
 
   Raises:
-    ValueError: names the file and line of a malformed contest.
+    ValueError: a contest is malformed; the message names file and line.
   """
   contests = {}
   if not Path(path).is_file():

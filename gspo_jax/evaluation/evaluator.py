@@ -1,8 +1,7 @@
-"""Benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating.
+"""Evaluation on benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating.
 
-Problems are scored and written in chunks, as their samples finish. An interrupted evaluation
-resumes with the missing problems, if its inputs are unchanged: the weights (by a checksum), the
-problems, the verifier and the settings.
+Problems are scored and logged in chunks, in order of completion. An interrupted evaluation resumes
+with the missing problems if weights (by checksum), problems, verifier and settings are unchanged.
 """
 
 import collections
@@ -34,27 +33,27 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 
-SHOWN = 1000  # Characters of a gold answer in records: tests of a program take megabytes.
+SHOWN = 1000  # Maximum characters of a gold answer in records; programs' tests take megabytes.
 
 
 class Round(NamedTuple):
-  """Responses to each problem of a benchmark at one temperature."""
+  """Sampling of all problems of a benchmark at one temperature."""
 
   benchmark: Benchmark
-  role: str  # "samples" or "greedy"
-  samples: int
+  role: str  # "samples" or "greedy".
+  samples: int  # Responses to each problem.
   temperature: float
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
-  """Returns an evaluation's requests to the engine."""
+  """Returns the engine's workload for an evaluation."""
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-  """Everything that an evaluation needs besides an engine with the weights."""
+  """Evaluation of an engine's weights on benchmarks."""
 
   config: EvalConfig
   model: ModelConfig
@@ -62,21 +61,22 @@ class Evaluator:
   tokenizer: Tokenizer
   prompt_length: int
   seed: int
-  environment: EnvironmentConfig | None = None  # Limits of conversations; None without any.
+  environment: EnvironmentConfig | None = None  # Limits of conversations; None for single turns.
   stop_strings: tuple[str, ...] = ()
-  directory: Path | None = None  # Results and unfinished evaluations; None writes neither.
-  identity: str = ""  # Further inputs of responses and scores, such as the reward's settings.
-  signals: Signals | None = None  # Further measurements of single-turn responses; None for none.
+  directory: Path | None = None  # Directory of results and the resume log; None writes no files.
+  identity: str = ""  # Other inputs of responses and scores, such as the reward's settings.
+  signals: Signals | None = None  # Constraints' signals of single-turn responses; None for none.
 
   def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:
-    """Returns metrics by name and a record of every sampled response.
+    """Returns metrics by name, and one record per sampled response.
 
-    Problems and random numbers are equal at every call: two evaluations differ by the policy alone.
-    `time/eval/...` are seconds.
+    Problems and PRNG keys are the same in every call, so two evaluations differ only by the policy.
+    Metrics `time/eval/...` are in seconds.
 
     Args:
-      key: the key of these weights (`self.key`); an interrupted evaluation with this key resumes.
-      step: the number in the names of result files.
+      engine: engine with loaded weights.
+      key: `self.key` of these weights, to resume an interrupted evaluation with the same key.
+      step: number in the names of result files.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
@@ -100,7 +100,7 @@ class Evaluator:
     return row, records
 
   def key(self, params: Any) -> str:
-    """Returns a hash of all inputs of responses and scores.
+    """Returns a hash of all inputs to responses and scores.
 
     Args:
       params: the engine's parameters, in the trainer's layout.
@@ -123,7 +123,7 @@ class Evaluator:
   def _round(
     self, engine: Engine, sampling_round: Round, log: Unfinished, progress: Progress
   ) -> Row:
-    """Samples and scores a round; returns records, outcome counts and seconds."""
+    """Samples and scores a round; returns records, outcomes and seconds."""
     name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
@@ -149,7 +149,7 @@ class Evaluator:
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Stops an evaluation without any verdict; writes its responses first."""
+    """Raises NoVerdictError without any verdict, after writing the responses to a file."""
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -161,7 +161,7 @@ class Evaluator:
   def _sample(
     self, engine: Engine, sampling_round: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
-    """Yields chunks of `eval.batch` finished problems: indices, responses, seconds."""
+    """Yields chunks of `eval.batch` finished problems: (indices, trajectories, seconds)."""
     if not indices:
       return
     c, problems, environment = (
@@ -188,7 +188,7 @@ class Evaluator:
       max_turns=self.environment.max_turns if multi_turn else 1,
       workers=self.environment.workers if multi_turn else 0,
     )
-    # Groups of all problems, finished ones too: equal prompts get different random numbers.
+    # Groups of finished problems count too, so equal prompts get the same PRNG keys after a resume.
     groups = new_groups(
       problems,
       sampling_round.samples,
@@ -249,9 +249,9 @@ class Evaluator:
     responses: Sequence[str],
     sampled: Sequence[Trajectory],
   ) -> tuple[Mapping[str, int], list[Row]]:
-    """Returns outcome counts and fields of records, from verifier or environments.
+    """Returns outcome counts and record fields, from the verifier or the environments.
 
-    Runs on the first host; the results are broadcast.
+    Call it on the first host only.
     """
     if benchmark.environment is not None:
       failures = [trajectory.failure for trajectory in sampled]
@@ -274,7 +274,7 @@ class Evaluator:
     return outcomes, rows
 
   def _write_problems(self, results: Sequence[Row], step: int) -> None:
-    """Writes `<benchmark>_<step>.jsonl`: one line per problem."""
+    """Writes `<benchmark>_<step>.jsonl`, one line per problem."""
     if self.directory is None or not hosts.is_first():
       return
     for benchmark, sampled in zip(self.benchmarks, results):

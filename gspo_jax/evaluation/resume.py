@@ -1,4 +1,4 @@
-"""Log of an evaluation in progress: an interruption costs one chunk at most."""
+"""Log of an evaluation in progress, for a resume after an interruption."""
 
 import os
 import sys
@@ -16,10 +16,11 @@ from gspo_jax.system.files import seal, unseal, write_whole, writing
 
 
 class Unfinished:
-  """The chunks of an evaluation in progress: a line with its key, then one line per chunk.
+  """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
 
-  A file with another key is overwritten. An incomplete last line of a killed process is cut off.
-  Lines are sealed: chunks after a damaged line are evaluated again.
+  An interruption loses the current chunk only. A log with another key is overwritten. An incomplete
+  last line, of a killed process, is dropped. Lines are sealed; chunks after a damaged line are
+  evaluated again.
   """
 
   def __init__(self, directory: Path | None, key: str):
@@ -39,7 +40,7 @@ class Unfinished:
     write_whole(self._path, (seal(line) + "\n" for line in lines))
 
   def find(self, name: str) -> list[dict[str, Any]]:
-    """Returns the chunks with this name."""
+    """Returns the logged chunks with this name."""
     return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:
@@ -52,7 +53,7 @@ class Unfinished:
       os.fsync(file.fileno())
 
   def _read(self) -> list[dict[str, Any]]:
-    """Returns the lines before the first damaged one, and reports it."""
+    """Returns the lines before the first damaged line. Prints a warning about this line."""
     content = self._path.read_text(errors="replace") if self._path.exists() else ""
     lines = []
     for number, line in enumerate(content.split("\n")[:-1], start=1):
@@ -65,9 +66,10 @@ class Unfinished:
 
 
 def checksums(params: Any) -> list[int] | dict[str, str]:
-  """Returns a checksum per array, independent of its layout over devices.
+  """Returns a checksum per array, independent of the layout over devices.
 
-  On one CPU process it is the sum of the array's bits modulo 2^32, without compiling.
+  In a single CPU process, a checksum is the sum of the array's bits modulo 2^32, to avoid
+  compilation.
   """
   if sharding.platform() == "cpu" and jax.process_count() == 1:
     arrays = map(np.asarray, jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""Statistics of a benchmark's scored samples: average and pass@k with intervals, ratings."""
+"""Statistics of a benchmark's scored samples: accuracy, pass@k, ratings, intervals."""
 
 import math
 import zlib
@@ -44,7 +44,10 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
 def _participations(
   benchmark: Benchmark, right_PG: np.ndarray
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
-  """Returns points by contest and sample: the sum over problems solved."""
+  """Returns the points of each contest's participations, and the contests.
+
+  A contest has one participation per sample, with the sum of the points of solved problems.
+  """
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
     info = dict(problem.info)
@@ -54,7 +57,7 @@ def _participations(
 
 
 def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
-  """Yields a row per problem: number of right samples, lengths."""
+  """Yields one dict per problem, with right samples, accuracy and lengths."""
   records = sampled["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
@@ -72,17 +75,22 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
 
 
 def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
-  """Unbiased probability of a right one among k samples, by problem.
+  """Returns, for each problem, the unbiased estimate of pass@k.
 
-  For n samples, c of them right, it is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374,
-  eq. 1).
+  Pass@k is the probability that at least one of k samples is right. With c right samples of n, the
+  estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1).
+
+  Args:
+    samples: number of samples n of each problem.
+    right_P: number of right samples c of each problem.
+    k: number of samples in pass@k.
   """
   total = math.comb(samples, k)
   return np.array([1 - math.comb(samples - int(c), k) / total for c in right_P])
 
 
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
-  """95 % interval of the mean by resampling problems, not samples."""
+  """Returns the 95 % interval of the mean, from resampled problems."""
   low, high = np.percentile(value_P[_resamples(len(value_P))].mean(1), [2.5, 97.5])
   return float(low), float(high)
 
@@ -97,6 +105,6 @@ def _bounded(name: str, value: float, low: float, high: float) -> dict[str, floa
 
 
 def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:
-  """Returns 1.0 for right samples and 0.0 for wrong, [problems, samples]."""
+  """Returns 1 for right samples and 0 otherwise, float32 [problems, samples]."""
   right = [record["reward"] for record in sampled["records"]]
   return np.array(right, np.float32).reshape(len(benchmark.problems), -1)
