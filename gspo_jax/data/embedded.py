@@ -1,4 +1,4 @@
-"""The tasks that need no files: problems and demonstrations are made as they are read."""
+"""Embedded tasks: problems and demonstrations are generated on access, without files."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,11 @@ TASKS = dict(
 
 
 class Embedded:
-  """A task of TASKS, by a `sources.DataConfig`. DataError, with `key`, for what it does not have
-  and what does not fit."""
+  """Source of an embedded task from TASKS.
+
+  Raises:
+    DataError: an unknown split, or a prompt longer than `data.max_prompt_tokens`; names `key`.
+  """
 
   skipped = 0
 
@@ -43,7 +46,7 @@ class Embedded:
     return len(self._problems)
 
   def questions(self) -> Iterator[str]:
-    """Returns every question alone; whole prompts take ten times as long."""
+    """Yields the questions alone, ten times faster than whole prompts."""
     return (self._problems[index]["question"] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> structs.Prompt:
@@ -54,12 +57,12 @@ class Embedded:
       question=row["question"],
       answer=row["answer"],
       tokens=tuple(self._tok.encode(text)),
-      # The same problem is always demonstrated in the same way, right or wrong.
+      # The seed fixes each problem's demonstration, right or wrong.
       demonstration=self._task.demonstration(row, seed=index, **self._told),
       thinks=text.rstrip().endswith("<think>"),
     )
 
 
 def probe(length: int) -> range:
-  """About 500 indices all over a source."""
+  """Returns about 500 indices, spread evenly over a source."""
   return range(0, length, max(1, length // 500))

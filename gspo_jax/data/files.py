@@ -1,7 +1,7 @@
-"""Rows of files and of TFDS data sets, one at a time and undecoded.
+"""Reads data rows of files and TFDS data sets, one at a time and undecoded.
 
-A row comes with where it is (for messages), an id, and a function that decodes it, so that an
-error in one row does not end the reading of the others.
+A row is a tuple of its place (for messages), its default id, and a function to decode it. Decoding
+later keeps an error in one row from ending the reading of the others.
 """
 
 import contextlib
@@ -22,26 +22,29 @@ from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
 Row = tuple[str, str, Callable[[], Any]]
-Numbered = Iterator[tuple[int, Callable[[], Any]]]  # rows of a file, by their number in it
+Numbered = Iterator[tuple[int, Callable[[], Any]]]  # row numbers in a file, and decoders
 _MAGIC = r"[*?\[]"
 
 
 class BadRow(ValueError):
-  """A fault of one row; the message says title to do about it."""
+  """An error in one data row; the message says how to correct it."""
 
 
 class Skipped:
-  """Rows that cannot be used: the first one is an error, or they are counted (`data.on_error`)."""
+  """Handles bad data rows: raises for the first, or counts all (`data.on_error`)."""
 
   def __init__(self, on_error: str):
     self.count, self.first, self._raises = 0, "", on_error == "raise"
 
   @contextlib.contextmanager
   def row(self, place: str) -> Iterator[None]:
-    """Reads one row, at `place`. DataError names it if it is bad and no row may be left out."""
+    """Catches the error of a bad row at `place`.
+
+    Raises DataError with the place if `on_error` is "raise"; otherwise counts the row.
+    """
     try:
       yield
-    except (BadRow, RecursionError) as error:  # the latter of objects in objects in objects
+    except (BadRow, RecursionError) as error:  # deep nesting
       if self._raises:
         hint = "or set data.on_error=skip to leave such rows out"
         raise DataError(f"{place}: {error}, {hint}") from error
@@ -54,7 +57,7 @@ class Skipped:
 
 
 def read(spec: str, key: str) -> Iterator[Row]:
-  """Every row of a data set, undecoded."""
+  """Yields every row of a data set, undecoded."""
   if spec.startswith("tfds:"):
     examples = _tfds(spec, key)
     for i in range(len(examples)):
@@ -63,7 +66,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # A pattern may match more files at the next start: the ids of these stay the same.
+    # A pattern may match more files at the next start; full paths keep ids unchanged.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -90,7 +93,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
     exists = bool(files) and files[0].exists()
   except ValueError as error:
     raise DataError(str(error)) from error
-  except (NotImplementedError, OSError) as error:  # file systems raise various errors
+  except (NotImplementedError, OSError) as error:  # errors of various file systems
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
   if not exists:
     none = "no file matches" if magic else "there is no file"
@@ -129,7 +132,7 @@ def _parquet(file: epath.Path) -> Numbered:
   def value(scalar: pa.Scalar) -> Any:
     """Returns the Python value.
 
-    Of short floats it is the shortest decimal, 0.1 and not 0.10000000149.
+    A float of 16 or 32 bits becomes its shortest decimal, 0.1 and not 0.10000000149.
     """
     if isinstance(scalar, pa.FloatScalar | pa.HalfFloatScalar) and scalar.is_valid:
       kind = np.float32 if isinstance(scalar, pa.FloatScalar) else np.float16
@@ -145,7 +148,7 @@ def _parquet(file: epath.Path) -> Numbered:
       return {name: value(batch.column(name)[i]) for name in batch.schema.names}
     except UnicodeError as error:
       raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
-    except (ArithmeticError, ValueError) as error:  # a date that Python does not have
+    except (ArithmeticError, ValueError) as error:  # a date outside Python's range
       raise BadRow(f"{error}. Correct the row") from error
 
   with file.open("rb") as stream:
@@ -160,7 +163,7 @@ def _array_record(file: epath.Path) -> Numbered:
 
   with tempfile.TemporaryDirectory() as folder:
     local = file
-    if "://" in str(file):  # its reader opens local files only
+    if "://" in str(file):  # The reader opens local files only.
       local = file.copy(epath.Path(folder) / file.name)
     reader = array_record_module.ArrayRecordReader(str(local))
     count = reader.num_records()
@@ -181,7 +184,7 @@ _READERS = {
 def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
   """Opens a TFDS split for random access.
 
-  Without a split it is train or test, by the key.
+  The default split is train for `data.train`, test for other keys.
   """
   import tensorflow_datasets as tfds  # slow to import, and seldom needed
 
@@ -191,8 +194,8 @@ def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
   try:
     if (epath.Path(name) / "dataset_info.json").exists():
       return tfds.builder_from_directory(name).as_data_source(split=split)
-    return tfds.data_source(name, split=split)  # downloads and prepares it if need be
-  except Exception as error:  # each data set fails in its own way
+    return tfds.data_source(name, split=split)  # downloads and prepares missing data
+  except Exception as error:  # Each data set fails in its own way.
     raise DataError(
       f"{key}={spec}: TFDS cannot provide it: {str(error).partition(chr(10))[0]} Set --config.{key}"
       " to tfds:name/split, or to tfds:DIR/split with the directory of a prepared data set"

@@ -1,7 +1,8 @@
-"""From a row of a data set to a `Prompt`: field mapping, known formats, filters.
+"""Converts a data row to a `Prompt`: field mapping, known formats, filters.
 
-A format says which fields of a row hold what. `FORMATS` names those of public data sets; the `data`
-section of a config describes one more, for files of one's own. docs/data.md shows all of them.
+A format maps fields of a data row to question, answer, demonstration and id. `FORMATS` holds the
+formats of public data sets. Section `data` of a configuration describes one more format, for other
+files. docs/data.md lists all formats.
 """
 
 import contextlib
@@ -23,11 +24,12 @@ from gspo_jax.data.files import BadRow
 from gspo_jax.settings.data import BOXED, DataConfig, DataError, Format
 from gspo_jax.verifiers import math_answer
 
-ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")  # first one found
-# Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`
-# gives one another name there, and `tests.*.input` is the list of all inputs.
+# The first of these fields in a data row is its id.
+ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
+# Prefix of answer fields: the answer is a JSON object of these fields, as program verifiers expect.
+# `name=field` renames a field, and `tests.*.input` is the list of all inputs.
 JSON = "json:"
-MAX_INFO = 1000  # characters of a further field: less memory than a prompt's tokens take
+MAX_INFO = 1000  # maximum characters of a further field, less memory than a prompt's tokens
 
 
 # The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
@@ -68,8 +70,8 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  "deepscaler": Format("problem", "answer"),  # many of its solutions are empty
-  # Its prompts say already in what form the answer is wanted.
+  "deepscaler": Format("problem", "answer"),  # Many solutions are empty.
+  # The prompts already state the form of the answer.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
@@ -98,10 +100,10 @@ def prompt(
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """Makes the prompt of a row; None: the filter leaves it out.
+  """Converts a data row to a prompt; None: filtered out.
 
   Raises:
-    BadRow: says what is wrong with the row, and what to do about it.
+    BadRow: describes the row's error and its correction.
   """
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
@@ -136,7 +138,7 @@ def prompt(
 def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
   """Returns the messages of a prompt, the question last.
 
-  A field of messages ends with the user's last one.
+  In a field of messages, the question is the user's last message; later messages are dropped.
   """
   key = form.key("question_field")
   value = None if "{" in form.question else _lookup(row, form.question, key)
@@ -160,31 +162,30 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
 def _further(
   row: Mapping[str, Any], used: Collection[str | None], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-  """Returns the other fields of a row as texts, nested ones under dotted names.
+  """Yields further fields of a data row as texts.
 
-  They are for verifiers and evaluation.
-
-  Lists and texts over MAX_INFO are left out; `json:` in the answer includes them.
+  Nested fields have dotted names. Verifiers and evaluation use these fields. Lists, and texts
+  longer than MAX_INFO, are left out; an answer with `json:` can include them.
   """
   for name, value in row.items():
     if isinstance(value, Mapping):
       yield from _further(value, used, f"{prefix}{name}.")
     elif prefix + name not in used and not isinstance(value, list | tuple | np.ndarray):
-      with contextlib.suppress(UnicodeError):  # bytes that are no text
+      with contextlib.suppress(UnicodeError):  # binary data
         text = "" if value is None else _as_text(value)
         if 0 < len(text) <= MAX_INFO:
           yield sys.intern(prefix + name), text  # one name for all rows
 
 
 def _fields(spec: str) -> list[str]:
-  """Returns the fields of a question or an answer."""
+  """Returns the field names in a question or answer specification."""
   if spec.startswith(JSON):
     return [pair.rpartition("=")[2] for pair in spec.removeprefix(JSON).split(",")]
   return re.findall(r"\{([^{}]+)\}", spec) or [spec]
 
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
-  """The answer field, and the gold answer within it."""
+  """Returns the text of the answer field, and the gold answer."""
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
     key = form.key("answer_field")
@@ -214,14 +215,14 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
 def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -> str:
   """Returns the text of a field or template.
 
-  Numbers are written out if allowed.
+  With `numbers`, numbers are converted to text; otherwise they are bad rows.
   """
   if "{" in name:
     return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
   value = _lookup(row, name, key)
   try:
     text = _text(value, numbers)
-    text.encode()  # JSON can spell half of a surrogate pair
+    text.encode()  # JSON may contain half of a surrogate pair.
   except UnicodeError as error:
     raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
   except TypeError as error:
@@ -262,7 +263,7 @@ def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _text(value: Any, numbers: bool) -> str:
-  """A value as text. Raises TypeError, with the kind of value, for what is not text or number."""
+  """Converts text or numbers to text; TypeError for other values."""
   if isinstance(value, str):
     return value
   if isinstance(value, bytes):  # TFDS
@@ -278,10 +279,10 @@ def _text(value: Any, numbers: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """Converts values without a JSON type.
+  """Converts a value without a JSON type.
 
-  These are NumPy values, bytes of TFDS, decimals and dates of Parquet. Of short floats it takes
-  the shortest decimal, 0.1 and not 0.10000000149.
+  Such values are NumPy values, bytes of TFDS, and decimals and dates of Parquet. A NumPy float
+  becomes its shortest decimal, 0.1 and not 0.10000000149.
   """
   if isinstance(value, bytes):
     return value.decode("utf-8")
@@ -315,9 +316,12 @@ _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-  """`field op value`. Two numbers are compared as numbers, anything else as text, in which dates
-  written year first come in their order; `=~` and `!~` search for a regular expression. What is
-  null is neither more nor less than anything, and an empty text otherwise."""
+  """A filter condition `field op value`.
+
+  Two numbers are compared as numbers, all other values as text; dates with the year first sort
+  correctly. `=~` and `!~` search for a regular expression. A null field fails all of `<`, `<=`,
+  `>` and `>=`, and counts as empty text for other operators.
+  """
 
   field: str
   op: str
@@ -344,7 +348,7 @@ def _as_text(value: Any) -> str:
 
 
 def conditions(text: str, key: str) -> tuple[Condition, ...]:
-  """`a==1 and b>=2024-10-01` as conditions. DataError, with the key, for anything else."""
+  """Parses conditions, `a==1 and b>=2024-10-01`; DataError if invalid."""
   parsed = []
   for part in re.split(r"\s+and\s+", text) if text else []:
     match = _CONDITION.fullmatch(part)
@@ -363,9 +367,9 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
 
 
 def named(config: DataConfig, name: str) -> Format:
-  """Returns a format by name, or the one of section `data`.
+  """Returns a format by name; "": the format of section `data`.
 
-  It has the configured template unless it has its own.
+  A format without a template of its own gets `data.prompt_template`.
   """
   if not name:
     return config.form

@@ -1,8 +1,8 @@
 """Problems in JSON lines files that grow during a run.
 
-The first host reads, and broadcasts new lines. A journal keeps the length of every file at each
-look, so a resumed or restarted run repeats the same looks before it makes more. Lines that were
-read may not change: each look reads the files whole and compares.
+Host 0 reads the files and broadcasts new lines. A look is one read of all files. A journal records
+each file's length at each look, so a resumed or restarted run repeats the same looks first. Known
+lines must not change: each look reads whole files and compares checksums.
 """
 
 import json
@@ -22,17 +22,17 @@ from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
-JOURNAL = "refreshes.json"  # looks of each source, in the workdir
-Look = dict[str, list[int]]  # number of bytes read and their CRC-32, by file
+JOURNAL = "refreshes.json"  # file in the workdir with the looks of each source
+Look = dict[str, list[int]]  # number of bytes and their CRC-32, by file
 
 
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> "Growing":
-  """Reads the prompts of `config.train`, as `sources.load` does.
+  """Reads the prompts of a split from growing files.
 
   Raises:
-    DataError: as in `sources.load`, and for sources that cannot be appended to.
+    DataError: as in `sources.load`, and if the source is not one path or pattern of .jsonl files.
   """
   key, spec = f"data.{split}", getattr(config, split)
   part, *others = sources.parts_of(spec, key)
@@ -55,13 +55,13 @@ class Growing:
 
   Attributes:
     looks: number of looks so far.
-    shared: number of held-out problems among the rows.
+    shared: number of held-out problems that also occur in the rows.
   """
 
   def __init__(self, path: str, key: str, make_reader: Callable[[], Reader]):
     self.path, self._key, self._make_reader = path, key, make_reader
     self._journal: Path | None = None
-    self._looks: list[Look] = []  # those of the journal, which may be ahead of `looks`
+    self._looks: list[Look] = []  # looks of the journal, possibly more than `looks`
     self._held_out = sources.Prompts(())
     self.go_to(0)
 
@@ -77,17 +77,17 @@ class Growing:
 
   @property
   def contents(self) -> str:
-    """Describes the rows and their order."""
+    """Fingerprints the rows and their order."""
     looks = json.dumps(self._looks[: self.looks])
     return f"{self.path} grows: {len(self)} rows {zlib.crc32(looks.encode()):08x}"
 
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
-    """Counts these among the rows in `shared` from now on."""
+    """Sets the held-out problems counted in `shared`."""
     self._held_out = sources.Prompts(held_out)
     self._count_shared()
 
   def keep(self, journal: Path) -> None:
-    """Writes looks to a journal from now on, and repeats earlier ones.
+    """Starts writing a journal, and repeats its recorded looks.
 
     Raises:
       ValueError: the journal is damaged.
@@ -111,7 +111,7 @@ class Growing:
     """Reads new lines, or the journal's next look, and counts new rows.
 
     Raises:
-      DataError: for a bad row, as at the start, and for a file whose known part has changed.
+      DataError: a new row is bad and `data.on_error` is "raise"; or known lines of a file changed.
     """
     before, skipped = len(self), self.skipped
     try:
@@ -133,9 +133,9 @@ class Growing:
     return len(self) - before
 
   def _read_new(self) -> tuple[Look, list[tuple[str, int, bytes]]]:
-    """Returns the next look and its new lines.
+    """Returns the next look and its new text.
 
-    Lines are tuples of file, number of the first line, text.
+    New text is a list of (file, number of the first new line, bytes).
     """
     before = self._looks[self.looks - 1] if self.looks else {}
     journal = self._looks[self.looks] if self.looks < len(self._looks) else {}

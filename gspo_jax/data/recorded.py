@@ -1,7 +1,7 @@
-"""Responses that somebody has recorded: prompts, responses and rewards, to be learned from.
+"""Recorded responses: prompts, responses and rewards for offline training.
 
-The dumped rollouts of a run, or JSON lines that anybody can write: docs/data.md. What a file holds
-was written by a model and is checked row by row before training starts.
+Files are the samples logs of a run, or JSON lines from any other tool: docs/data.md. Their content
+is untrusted, so each data row is checked before training starts.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
 from gspo_jax.structs import Prompt
 
-CHARACTERS = 1 << 20  # limit of a text: longer ones keep the tokenizer busy for too long
-LARGEST = 1e6  # reward
+CHARACTERS = 1 << 20  # maximum length of a text; longer texts keep the tokenizer busy too long
+LARGEST = 1e6  # maximum absolute reward
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
   tokens: np.ndarray  # int32 [n]
   reward: float
-  stopped: bool  # ended by a stop token; False: cut off
+  stopped: bool  # ended by a stop token; False: truncated
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Responses to one prompt, as many as a group has at most."""
+  """Responses to one prompt, at most `group_size`."""
 
   id: str  # file and line of the first response
   prompt: Prompt
@@ -38,7 +38,7 @@ class Group:
 
   @property
   def content(self) -> str:
-    """Content of the prompt with a checksum of the responses."""
+    """Fingerprints the prompt and the responses."""
     checksum = 0
     for r in self.responses:
       checksum = zlib.crc32(r.tokens.tobytes() + f" {r.reward} {r.stopped}".encode(), checksum)
@@ -47,11 +47,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Recordings:
-  """A source of groups (`sources.Source`, but for what it holds)."""
+  """A source of recorded groups, with the interface of `sources.Source`."""
 
   rows: Sequence[Group]
   skipped: int = 0  # bad rows
-  unknown: int = 0  # rows without a reward, since the verifier had failed on them
+  unknown: int = 0  # rows without a reward: the verifier had failed
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -71,7 +71,7 @@ class Recordings:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a recorded row must keep to, to be one of a run's own responses."""
+  """Limits of a recorded row: those of a run's own responses."""
 
   group_size: int
   prompt_tokens: int
@@ -84,12 +84,11 @@ def load(
 ) -> Recordings:
   """Reads all responses of the files, grouped by prompt in file order.
 
-  A prompt with more responses than a group gives several groups of `group_size`, the last one
-  smaller.
+  A prompt with more than `group_size` responses gives several groups; the last may be smaller.
 
   Raises:
-    DataError: for a file that cannot be read, one without a response that can be used, and for the
-      first bad row unless `on_error` is 'skip'.
+    DataError: a file is unreadable, no file has a usable response, or a row is bad and `on_error`
+      is not 'skip'.
   """
   rows: dict[tuple[int, ...], list[tuple[str, Prompt, Response]]] = {}
   skipped, unknown = Skipped(on_error), 0
@@ -121,10 +120,10 @@ def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 def _read(
   row: Any, tok: tokenizer.Tokenizer, template: str, limits: Limits
 ) -> tuple[Prompt, Response | None]:
-  """Returns a row's prompt and response; None: it has no reward.
+  """Returns a row's prompt and response; None: no reward.
 
   Raises:
-    BadRow: says what is wrong with the row, and what to do about it.
+    BadRow: describes the row's error and its correction.
   """
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {row!r:.40}. Correct the row")
@@ -147,7 +146,7 @@ def _read(
       raise BadRow(f"truncated={row['truncated']!r:.40} is neither true nor false. Correct the row")
     if not row.get("truncated", False):
       ids = [*ids, tok.stop_ids[0]]
-    if row.get("length", len(ids)) != len(ids):  # a dump of a text that is not what was sampled
+    if row.get("length", len(ids)) != len(ids):  # The text encodes to other tokens than sampled.
       raise BadRow(f"the text has {len(ids)} tokens and length={row['length']!r:.20}. Give its ids")
   _require_length("response", ids, limits.response_tokens, "sampling.max_new_tokens")
   stops = np.isin(ids, tok.stop_ids)
@@ -179,13 +178,16 @@ def _reward(row: Mapping[str, Any]) -> float | None:
   if reward is None:
     return None
   number = isinstance(reward, int | float) and not isinstance(reward, bool)
-  if not (number and abs(reward) <= LARGEST):  # NaN is not either
+  if not (number and abs(reward) <= LARGEST):  # NaN fails too.
     raise BadRow(f"reward={reward!r:.40} is no number from {-LARGEST:g} to {LARGEST:g}. Correct it")
   return float(reward)
 
 
 def _ids(row: Mapping[str, Any], key: str, most: int, vocabulary: int) -> list[int] | None:
-  """The token ids of a field; None if there is none. Of too many only so many are looked at."""
+  """Returns the token ids of a field; None: missing.
+
+  Only the first `most` + 1 ids are checked.
+  """
   ids = row.get(key)
   if ids is None:
     return None

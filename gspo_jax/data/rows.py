@@ -1,4 +1,4 @@
-"""From undecoded rows to prompts, checked one by one."""
+"""Converts undecoded data rows to prompts, with checks row by row."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,21 +13,20 @@ Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot
 
 @dataclasses.dataclass
 class Reader:
-  """Makes prompts of the rows of one source, of which it remembers the ids."""
+  """Converts the data rows of one source to prompts with unique ids."""
 
   form: Format
   tok: tokenizer.Tokenizer
   filters: tuple[formats.Condition, ...]
-  max_tokens: int  # limit of a prompt
+  max_tokens: int  # maximum length of a prompt
   skipped: Skipped
   check: Check | None = None
   prefix: str = ""  # prefix of ids
-  filtered: int = 0  # rows that the conditions leave out
-  places: dict[str, str] = dataclasses.field(default_factory=dict)  # place by id
+  filtered: int = 0  # number of rows left out by the conditions
+  places: dict[str, str] = dataclasses.field(default_factory=dict)  # place of each row by its id
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
-    """Returns the prompts of these rows. Raises DataError for the first bad row unless they are
-    skipped."""
+    """Converts rows to prompts; DataError for a bad row unless skipped."""
     prompts = []
     for place, default_id, decode in rows:
       with self.skipped.row(place):
@@ -56,6 +55,6 @@ class Reader:
 
   @property
   def left_out(self) -> str:
-    """Counts rows without a prompt, in words."""
+    """Describes the numbers of rows left out, as text."""
     bad = f"{self.skipped.count} bad rows"
     return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"

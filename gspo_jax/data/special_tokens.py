@@ -1,4 +1,4 @@
-"""Special tokens of a checkpoint, which its files name in several places."""
+"""Special tokens of a checkpoint, collected from its several files."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class TokenizerError(ValueError):
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
-  """The object in `file`; {} if there is no such file."""
+  """Reads the object in `file`; {} if it is missing."""
   if not file.exists():
     return {}
   try:
@@ -25,7 +25,7 @@ def read_json(file: epath.Path) -> dict[str, Any]:
 def add(
   tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
 ) -> dict[str, str]:
-  """Adds tokens named beside tokenizer.json, and returns named special ones.
+  """Adds tokens named outside tokenizer.json; returns the named special tokens.
 
   Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`.
   """
@@ -67,14 +67,14 @@ def add(
 
 
 def _extra(config: dict[str, Any]) -> Any:
-  """Special tokens without a name, or with one of their own."""
+  """Returns further special tokens, as list or object."""
   return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
 
 
 def _token(value: Any, name: str) -> tokenizers.AddedToken:
   """Reads a token.
 
-  A string is a special one, an object has its flags.
+  A string is a special token; an object has explicit flags.
   """
   flags = value if isinstance(value, dict) else dict(content=value, special=True)
   if not isinstance(flags.get("content"), str):

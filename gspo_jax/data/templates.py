@@ -1,4 +1,4 @@
-"""Chat templates: programs in Jinja, as checkpoints have them."""
+"""Chat templates of checkpoints, which are Jinja programs."""
 
 import datetime
 import functools
@@ -13,13 +13,13 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# What is passed to chat templates: they test whether it is none, and undefined is not none.
+# Arguments passed as None: templates test `is none`, and an undefined argument is not none.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # beside chat_template.jinja
 
 
 def read(directory: epath.Path, config: dict[str, Any]) -> str:
-  """Returns the default template of files or config; '': there is none."""
+  """Returns the default template of files or config; '': no template."""
   files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
   named = {
     "default" if file.parent == directory else file.stem: file.read_text()
@@ -46,7 +46,7 @@ def arguments(source: str) -> list[str]:
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` marks what the assistant said; it prints its body unchanged."""
+  """`{% generation %}` marks the assistant's text, and prints its body unchanged."""
 
   tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
 
@@ -62,7 +62,10 @@ _FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
 
 @functools.cache
 def compiled(source: str) -> jinja2.Template:
-  """Compiles a chat template as transformers does: sandboxed, since checkpoints are downloads."""
+  """Compiles a chat template as transformers does, in a sandbox.
+
+  Templates come from downloaded checkpoints, so they are untrusted.
+  """
 
   def raise_exception(message: str):
     raise jinja2.TemplateError(message)

@@ -1,8 +1,8 @@
 """Tokenizers: raw bytes for the embedded default, Hugging Face files for real checkpoints.
 
 Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `render`.
-Padding is never recognised by comparing tokens with `pad_id` (masks are explicit everywhere), so a
-checkpoint whose padding token is also its stop token is fine.
+Masks are explicit everywhere, and no code finds padding by comparing tokens with `pad_id`. So the
+padding token of a checkpoint may equal its stop token.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from gspo_jax.system import files, hub
 
 
 class _Chats:
-  """Prompts as the chats that a tokenizer writes with its method `chat`."""
+  """Base class: renders prompts by the subclass's method `chat`."""
 
   def render(
     self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
@@ -34,10 +34,8 @@ class _Chats:
     The turn is `template` with `{question}` replaced. Other braces stay, so LaTeX needs no
     escaping.
 
-    The turn is `template` with `{question}` replaced. Other braces stay, so LaTeX needs no
-    escaping.
-
-    Other braces stay, so LaTeX needs no escaping.
+    Args:
+      before: messages before the user's turn.
     """
     user = dict(role="user", content=template.replace("{question}", question))
     return self.chat([*before, user])
@@ -62,7 +60,7 @@ class ByteTokenizer(_Chats):
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the byte of each token by id; none for special tokens."""
+    """Returns the byte of each token; b"" for special tokens."""
     return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
 
   def begin(self, text: str) -> str:
@@ -80,25 +78,25 @@ class HFTokenizer(_Chats):
 
   path: str
   tokenizer: tokenizers.Tokenizer
-  chat_template: str  # Jinja source; '' where the checkpoint has none
-  special_tokens: dict[str, str]  # bos_token, eos_token, ...: the names chat templates use
-  add_bos: bool  # the checkpoint wants its bos token before plain text (not before a chat template)
+  chat_template: str  # Jinja source; '': no template
+  special_tokens: dict[str, str]  # text by name in chat templates: bos_token, eos_token, ...
+  add_bos: bool  # plain text starts with the bos token (chat templates write their own)
   pad_id: int
-  stop_ids: tuple[int, ...]  # first the one that ends demonstrations: that of a turn, or else eos
-  vocab_size: int  # largest id + 1, which the model's vocabulary must hold
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the template
-  system: str = ""  # system prompt, unless the messages have one
+  stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
+  vocab_size: int  # maximum id + 1; at most the model's vocabulary
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template
+  system: str = ""  # system prompt of messages without their own
 
   @property
   def bos_id(self) -> int | None:
-    """Returns the first token of texts; None: there is none."""
+    """Returns the bos token's id; None: no bos token."""
     return self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
 
   def encode(self, text: str) -> list[int]:
-    """Returns token ids of `text`; written special tokens are recognised.
+    """Returns the token ids of `text`.
 
-    Special tokens written in it are recognised, none are added. What follows a plain prompt's bos
-    token is a text of its own, as if the token were not there.
+    Special tokens written in `text` are recognised; none are added. The text after a plain prompt's
+    bos token is encoded separately, as if the bos token were absent.
     """
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
@@ -107,9 +105,10 @@ class HFTokenizer(_Chats):
 
   @functools.cached_property
   def _skipped(self) -> set[int]:
-    """Returns tokens without a text: special tokens and stop tokens, except tags.
+    """Returns ids left out by `decode`: special and stop tokens, except tags.
 
-    Tags are what formats are made of, <think> or </answer>: some checkpoints flag them as special.
+    Tags such as <think> or </answer> are part of response formats, but some checkpoints flag them
+    as special tokens.
     """
     added = self.tokenizer.get_added_tokens_decoder()
     skipped = {i: t.content for i, t in added.items() if t.special or i in self.stop_ids}
@@ -120,9 +119,7 @@ class HFTokenizer(_Chats):
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes `ids`.
 
-    Special tokens but for tags, and ids beyond the vocabulary, are skipped.
-
-    Special tokens but for tags, and ids beyond the vocabulary, are skipped.
+    Special tokens except tags, and ids beyond the vocabulary, are skipped.
     """
     tokens = [int(i) for i in ids if 0 <= i < self.vocab_size and int(i) not in self._skipped]
     return self.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -130,9 +127,8 @@ class HFTokenizer(_Chats):
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token by id.
 
-    A special token has those of its name, a part of a character those that it has.
-
-    A special token has those of its name, a part of a character those that it has.
+    A special token has the bytes of its name. A token with an incomplete UTF-8 character has the
+    raw bytes.
     """
     tokenizer = self.tokenizer
     decoder = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
@@ -144,7 +140,7 @@ class HFTokenizer(_Chats):
         bytes_V[i] = b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
       elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
         bytes_V[i] = bytes([int(token[3:5], 16)])
-      elif tokenizer.decoder:  # behind another token: at the beginning some leave out a space
+      elif tokenizer.decoder:  # Some decoders strip a space from the first token.
         bytes_V[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
       else:
         bytes_V[i] = token.encode()
@@ -158,9 +154,7 @@ class HFTokenizer(_Chats):
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """Renders messages up to the assistant's turn.
 
-    Without a chat template they are on lines of their own.
-
-    Without a chat template they are on lines of their own.
+    Without a chat template, each message is on lines of its own.
     """
     messages = _led(self.system, messages)
     if not self.chat_template:
@@ -171,7 +165,7 @@ class HFTokenizer(_Chats):
         add_generation_prompt=True,
         **templates.UNSET | self.special_tokens | self.arguments,
       )
-    except Exception as error:  # it is a program
+    except Exception as error:  # A template is a program.
       raise TokenizerError(
         f"the chat template of {self.path} failed: {type(error).__name__}: {error}. Correct it in"
         " chat_template.jinja or tokenizer_config.json"
@@ -185,14 +179,14 @@ def _led(system: str, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str
   return [*first, *messages]
 
 
-# The files of a tokenizer, if they exist; generation_config.json has further stop tokens.
+# Possible files of a tokenizer; generation_config.json has further stop tokens.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
   f"{templates.FOLDER}/*.jinja",
 )
 GENERATION = "generation_config.json"
-# The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
+# Characters for bytes in byte-level vocabularies: a printable byte is its own character.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _SEEN}
@@ -202,12 +196,12 @@ Tokenizer = ByteTokenizer | HFTokenizer
 
 
 def shows(tokenizer: Tokenizer, text: str) -> bool:
-  """Returns if decoded text can hold `text`; special tokens are not decoded."""
+  """Whether decoded text can contain `text`; special tokens are not decoded."""
   return text.strip() in tokenizer.decode(tokenizer.encode(text))
 
 
 def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
-  """int32 [V]: line breaks in the text of each token."""
+  """Counts line breaks in the text of each token, int32 [V]."""
   return np.array(
     [tokenizer.decode([i]).count("\n") for i in range(tokenizer.vocab_size)], np.int32
   )
@@ -217,7 +211,7 @@ def load(path: str) -> Tokenizer:
   """Opens `"bytes"`, or a directory or hub repository with a checkpoint's tokenizer files.
 
   Raises:
-    TokenizerError: naming the path (or file) and the config key to set.
+    TokenizerError: names the path (or file) and the configuration key to set.
   """
   if path == "bytes":
     return ByteTokenizer()
@@ -253,13 +247,15 @@ def copy(
 
 
 def load_for(path: str, vocab_size: int, prompts: DataConfig | None = None) -> Tokenizer:
-  """Calls `load` for a model's vocabulary and the prompts of section `data`.
+  """Loads a tokenizer for a model and section `data`.
 
-  Special tokens beyond them are left out, unless they begin or end texts: what has their name
-  is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
+  Special tokens with ids beyond the vocabulary are removed, and their names encode as plain text.
+  (Text models of Gemma 3 come with the tokenizer of the image models.) The bos and stop tokens are
+  never removed.
 
   Raises:
-    TokenizerError: other tokens are beyond them, too; or the template has no such argument.
+    TokenizerError: other tokens are beyond the vocabulary, or the chat template lacks a configured
+      argument.
   """
   tok = load(path)
   if prompts is not None:
@@ -309,9 +305,9 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
   config = special_tokens.read_json(directory / "tokenizer_config.json")
   generation = special_tokens.read_json(directory / "generation_config.json")
   try:
-    # From a string, not a file name: the directory may be a bucket.
+    # Parsing a string works for directories in a bucket, too.
     tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
-  except Exception as error:  # the library raises bare Exception for any malformed file
+  except Exception as error:  # The library raises bare Exceptions.
     raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
   # Truncation and padding saved with a tokenizer would silently cut long prompts.
   tokenizer.no_truncation()
@@ -336,9 +332,9 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
 def _adds_bos(
   tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
 ) -> bool:
-  """Returns if plain text begins with the bos token.
+  """Whether plain text begins with the bos token.
 
-  The config or tokenizer.json's template says so.
+  The configuration decides; without its key, the post-processor in tokenizer.json does.
   """
   if config.get("add_bos_token") is not None or "bos_token" not in special:
     return bool(config.get("add_bos_token"))
@@ -352,7 +348,7 @@ def _stop_ids(
   special: dict[str, str],
   generation: dict[str, Any],
 ) -> tuple[int, ...]:
-  """Returns the configured eos token, then the generation config's further ones."""
+  """Returns the eos token and the generation config's stop tokens."""
   ids = []
   if "eos_token" in special:
     ids.append(tokenizer.token_to_id(special["eos_token"]))
@@ -376,15 +372,15 @@ def _stop_ids(
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
   """Returns the special token after an assistant's turn, if any.
 
-  Base models come with such templates too (Qwen3's), and their files name another stop token: what
-  they write after the end of their turn would belong to the response.
+  Some base models (Qwen3) come with a chat template, but their files name another stop token.
+  Without the end of the turn as a stop token, their later text would belong to the response.
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:
     text = templates.compiled(template).render(
       messages=messages, add_generation_prompt=False, **templates.UNSET | special
     )
-  except Exception:  # one that takes no such messages; what prompts need of it is checked with them
+  except Exception:  # The template rejects these messages; `chat` reports errors of real prompts.
     return []
   _, answer, after = text.rpartition("said")
   ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if answer else []
