@@ -1,4 +1,4 @@
-"""The RL iteration: sample, score, advantage, update, publish."""
+"""The RL iteration: sample, score, compute advantages, update, publish."""
 
 import dataclasses
 import difflib
@@ -46,12 +46,12 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   """Trains to the end of `rl.iterations` and returns the parameters.
 
   Args:
-    start_params: makes the policy before the first iteration, which is also the reference policy of
-      the KL penalty.
+    start_params: returns the parameters before the first iteration, of the initial policy and of
+      the KL penalty's reference policy.
 
   Raises:
-    Preempted: the machine is about to go; a checkpoint has been saved.
-    NonFiniteError: NaN or infinity; the batches and the state of the update have been saved.
+    Preempted: the machine is about to stop; a checkpoint has been saved.
+    NonFiniteError: NaN or infinity in an update; its batches and state have been saved.
   """
   c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
@@ -104,18 +104,18 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Programs of an iteration besides sampling."""
+  """Programs of an iteration, without sampling."""
 
-  segments: batches.Segments | None  # None if a response has one importance ratio
-  passes: Sequence[tuple[Pass, Callable]]  # without gradient, before the updates
+  segments: batches.Segments | None  # None: one importance ratio per response
+  passes: Sequence[tuple[Pass, Callable]]  # passes before the updates, without gradient
   advantages: advantages.Part
   update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
-  review: Callable[..., dict[str, jax.Array]]  # fills the samples log
+  review: Callable[..., dict[str, jax.Array]]  # arrays of the samples log
   rates: np.ndarray  # learning rate of each update
 
 
 def programs_of(run: Run) -> Programs:
-  """Makes the programs of the configured objective."""
+  """Builds the programs of the configured objective."""
   c, learner = run.config, learner_of(run.config, "rl")
   tx, critic = optimizers(c)
   old_policy = make_old_policy(learner, c.objective)
@@ -130,7 +130,7 @@ def programs_of(run: Run) -> Programs:
 
 
 def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
-  """Makes the training state before the first iteration."""
+  """Builds the training state before the first iteration."""
   c = run.config
   tx, critic = optimizers(c)
   state = new_state(start_policy(run, start_params), tx, c.objective.adaptive_clip)
@@ -141,7 +141,7 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
 
 
 def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
-  """Makes the policy before the first iteration, with its adapters."""
+  """Returns the policy's initial parameters, with adapters."""
   c = run.config
   return with_adapters(
     start_params(), c.model, c.lora, c.compute.dtype, run.mesh, c.seed_of("lora")
@@ -151,9 +151,9 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resumed(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """Resumes sampling; returns the totals and the unfinished row of metrics.
+  """Resumes sampling; returns the totals and the unfinished metrics row.
 
-  At the start of a run that row has the curve begin with an evaluation.
+  At the start of a run this row has step 0, so metrics begin with an evaluation.
   """
   if saved is None:
     return Totals(), dict(step=0) | Totals().metrics()
@@ -168,13 +168,13 @@ def update(
   minibatches: Sequence[TrainBatch],
   collected: Collected,
 ) -> tuple[TrainState, dict[str, Any], float]:
-  """Makes the updates of an iteration; returns state, metrics, and seconds."""
+  """Runs the updates of an iteration; returns state, metrics row, and seconds."""
   c, rollout, start_time, metrics = run.config, collected.rollout, time.perf_counter(), []
   for minibatch in minibatches:
     state, metric = programs.update(state, minibatch)
     metrics.append(metric)
     run.profiler.count("update", 1, state)
-  # The devices are busy; the host does its part now.
+  # The host computes metrics while the devices are busy.
   rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
@@ -182,7 +182,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  if c.rl.lag or collected.version != collected.step:  # a resumed run may have had a lag
+  if c.rl.lag or collected.version != collected.step:  # The run may resume one with a lag.
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
   jax.block_until_ready(state)
@@ -190,14 +190,14 @@ def update(
 
 
 def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
-  """Sets the next clip ranges, unless only a critic learns."""
+  """Adapts the clip ranges, except during the critic's warmup."""
   if row["step"] <= c.critic.warmup:
     return state
   return adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
-  """Makes the passes before an iteration's updates, each with its program."""
+  """Builds the passes before an iteration's updates, each with its program."""
   c = run.config
   make = dict(
     old_policy=lambda: old_policy,
@@ -221,9 +221,10 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
 def finish_iteration(
   run: Run, phase: Phase, sampling: Pipeline, state: TrainState, row: dict[str, Any]
 ) -> None:
-  """Evaluates, reports and saves if it is due after an iteration.
+  """Reports an iteration; evaluates and saves a checkpoint if due.
 
-  `row` holds its metrics.
+  Args:
+    row: metrics row of the iteration.
   """
   c, step = run.config, row["step"]
   last = step == c.rl.iterations
@@ -246,7 +247,7 @@ def finish_iteration(
 
 
 def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
-  """Raises ValueError if the metric `checkpoint.best` is missing."""
+  """Raises ValueError if the metric `checkpoint.best` is due but missing."""
   due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
     near = difflib.get_close_matches(best, row, n=1)
@@ -255,6 +256,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Remembers position and totals; returns a function to their JSON."""
+  """Snapshots position and totals; returns a function that serializes them to JSON."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())
