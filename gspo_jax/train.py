@@ -182,7 +182,8 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  if c.rl.lag or collected.version != collected.step:  # The run may resume one with a lag.
+  # A run without a lag may resume a run with a lag.
+  if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
   jax.block_until_ready(state)

@@ -100,7 +100,7 @@ def load_spec(
 
   Args:
     key: config key of `spec`, for error messages.
-    check: as in `load`.
+    check: see `load`.
   """
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
@@ -221,7 +221,7 @@ class Batches(Iterator[list[structs.Prompt]]):
   ) -> list[structs.Prompt]:
     """Returns the next `count` accepted prompts.
 
-    After two epochs without an accepted prompt, takes refused prompts until one is accepted.
+    After two epochs without an accepted prompt, refused prompts are taken as well.
     """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)

@@ -76,7 +76,7 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   # under different weights, and so with different experts. A resumed partial rollout re-prefilled
   # the prompt under newer weights. With a lag, servers may load new weights between two responses.
   # The rule ignores the kind of engine, so that a replayed run (`rl.replay`) makes the same
-  # updates. Without a lag, older tokens may come from either case.
+  # updates. Without a lag, older tokens may come from a partial rollout or from a resumed lag.
   moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (moved and rollout.routing is not None)
 
@@ -116,7 +116,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns the reward of each trained token, float32 [B, L].
 
-  in_parts: whether turns or lines have rewards; False: a response has one, at its last token.
+  in_parts: whether turns or lines have rewards; False: each response has a reward, at its end.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:

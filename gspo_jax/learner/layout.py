@@ -39,7 +39,7 @@ class Rows:
   """Inputs of the model by model row."""
 
   tokens_RT: Array
-  targets_RT: Array  # the token after each one
+  targets_RT: Array  # next token
   segments_RT: Array
   old_experts_RTlk: Array | None
   sampler_experts_RTlk: Array | None
@@ -49,8 +49,8 @@ class Rows:
   # int32 [B, T]: flat index of each token in its device's rows; beyond the end for a token without
   # a row. None if rows are sequences
   place_BT: Array | None = None
-  prompt_B: Array | None = None  # tokens of the prompt; None if unknown or in a trunk
-  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: unknown
+  prompt_B: Array | None = None  # prompt length; None: unknown, or in a trunk
+  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: prompts are unknown
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
   paths: Paths | None = None
 

@@ -77,7 +77,7 @@ def rates(config: OptimizerConfig, updates: int) -> np.ndarray:
 
 @jax.jit
 def last_rate(rates: np.ndarray, step: jax.Array, waits: int = 0) -> jax.Array:
-  """Rate of the last applied update; 0 before the first one.
+  """Rate of the last applied update; 0 before the first update.
 
   Args:
     step: `TrainState.step`; skipped updates do not count.

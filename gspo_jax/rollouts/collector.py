@@ -234,9 +234,10 @@ class Collector:
     Returns the finished groups, at most P and at least one per mini-batch. Here P is the number of
     sampled groups in a batch.
 
-    At most G · (groups missing at the start) responses are in flight. When G of them have ended, an
-    extra prompt starts. Starting all extra prompts at once would finish many short groups
-    together, and later policies would train on the surplus without having sampled it.
+    With G = `rl.group_size`, at most G · (P − groups finished at the start) responses are in
+    flight. When G of these responses have ended, an extra prompt starts. Starting all extra prompts
+    at once would finish many short groups together, and later policies would train on the surplus
+    without having sampled it.
 
     Surplus groups of earlier iterations come first, up to half of P.
     """
@@ -256,7 +257,7 @@ class Collector:
     begins = itertools.count()
 
     def begin() -> None:
-      """Starts new prompts while responses in flight leave room."""
+      """Starts one prompt per G free places, within `rl.extra_prompts`."""
       room = (places - sum(group.unfinished for group in groups)) // G
       count = min(room, P + c.rl.extra_prompts - len(later) - len(groups))
       if count > 0:
