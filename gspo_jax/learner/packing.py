@@ -7,8 +7,8 @@ and the model reads packed rows (`layout.packed`). A sequence is a prompt and it
 Shapes are fixed. Only the number of micro-batches of R rows varies (`count`), equally on all
 devices. A sequence and its row are on the same device, so nothing moves between devices.
 
-If prompts are long enough (`shares`), the sequences of a group share their prompt in a row.
-Attention then reads longer rows with a copy of the prompt before each response.
+If the maximum prompt length is a third of a row or more (`shares`), the sequences of a group share
+their prompt in a row. Attention then reads longer rows with a prompt copy before each response.
 
   R  rows of a micro-batch, over all devices
 """
