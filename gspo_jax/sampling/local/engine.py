@@ -1,4 +1,4 @@
-"""The engine whose slots are on the mesh of the trainer."""
+"""Engine with decoding slots on a mesh of this run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,18 @@ from gspo_jax.settings.sampling import DEFAULT, EngineConfig
 
 
 class LocalEngine:
-  """Continuous batching on the devices of the mesh in use (`Engine`).
+  """Continuous batching on the devices of the current mesh (an `Engine`).
 
   Args:
-    compute: of the trainer; `config.dtype` goes before its dtype.
-    publish: from the trainer's parameters to the sampler's layout and dtype; default: as they are.
-    detokenize: from tokens to text, for stop strings.
-    stepped: hears of so many steps of decoding, whenever the host has looked at them.
+    model: configuration of the model.
+    config: section `engine`.
+    compute: trainer's compute settings; `config.dtype` overrides the dtype.
+    publish: function from the trainer's parameters to the sampler's layout and dtype.
+    detokenize: function from token ids to text, for stop strings; None without one.
+    stepped: callback with the number of decode steps after each `step`; None for none.
   """
 
-  loads_beside_steps = False  # two threads must not start collectives on the same devices
+  loads_beside_steps = False  # Two threads must not start collectives on the same devices.
 
   def __init__(
     self,
@@ -44,13 +46,13 @@ class LocalEngine:
   def load(self, params: Any, version: int) -> None:
     self.release()
     params = self._publish(params)
-    # On CPU a loop over stacked layers copies each one's weights at every decode step.
+    # On CPU, a loop over stacked layers would copy each layer's weights in every decode step.
     self._params = transformer.unstack(params) if sharding.platform() == "cpu" else params
     self._version = version
     jax.block_until_ready(self._params)
 
   def revive(self) -> None:
-    """Has nothing to lose."""
+    """Does nothing: slots cannot be lost."""
 
   def release(self) -> None:
     self._params = self._scheduler = None
@@ -58,7 +60,7 @@ class LocalEngine:
   def start(self, workload: Workload) -> None:
     if self._params is None:
       raise RuntimeError("the engine has no weights: load them before it starts")
-    self._scheduler = None  # its cache makes room for the next one's
+    self._scheduler = None  # Frees the old cache before allocating the new one.
     self._scheduler = Scheduler(
       self._params,
       self._version,

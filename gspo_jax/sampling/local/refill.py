@@ -1,9 +1,10 @@
-"""What slots do between two tokens, on each device: free ones take what waits in the queue, and, of
-a cache in pages, those that need another page get one.
+"""Refill of slots and page allocation on each device, before every decode step.
 
-When no page is left, prefixes in the queue are given up, the newest first, and then the response
-that has sampled least is put aside. The host sees that they are gone, and asks for them again.
-One response always goes on: the pages of a device are enough for its whole window.
+Free slots take responses from the queue. With a paged cache, responses get a page when they need
+one. If no page is free, prefixes are dropped from the queue, the newest first; after these, the
+response with the fewest sampled tokens is displaced. The host detects dropped prefixes and
+displaced responses, and restarts them. At least one response always proceeds, since a device's
+pages hold a whole window.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from gspo_jax.sampling.sampler import row_key
 
 @jax.named_scope("refill")
 def refill(state: Any) -> Any:
-  """For use on each device's part of `slots.State`."""
+  """Refills slots in a device's part of `slots.State`."""
   if not isinstance(state.cache, pages.Pages):
     free = (state.slots.left_B == 0).sum()
     count = jnp.minimum(free, state.waiting_R.sum())
@@ -29,8 +30,7 @@ def refill(state: Any) -> Any:
 
 
 def _take(state):
-  """Gives a free slot the next response of the prefix with the most waiting, to end a phase
-  soonest."""
+  """Gives a free slot the next response of the prefix with the most waiting responses."""
   queue, waiting_R = state.queue, state.waiting_R
   w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
   key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
@@ -49,7 +49,10 @@ def _take(state):
 
 
 def _may_take(state):
-  """Returns if there is a page for another response besides those needed next."""
+  """Whether a free slot may take a response.
+
+  A page must be free beyond the next pages of all growing slots, unless no response is active.
+  """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
   spare = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
@@ -58,7 +61,7 @@ def _may_take(state):
 
 
 class _Owners(NamedTuple):
-  """Responses and prefixes under way, and their pages."""
+  """Responses in slots and prefixes in the queue, with their pages."""
 
   left_B: jax.Array
   table_Bn: jax.Array
@@ -70,7 +73,7 @@ class _Owners(NamedTuple):
     return cls(state.slots.left_B, state.cache.table_Bn, state.waiting_R, state.staged).released()
 
   def released(self) -> "_Owners":
-    """Takes the pages of finished responses and prefixes."""
+    """Returns a copy without the pages of finished responses and prefixes."""
     return self._replace(
       table_Bn=jnp.where(self.left_B[:, None] > 0, self.table_Bn, NONE),
       staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
@@ -86,12 +89,12 @@ class _Owners(NamedTuple):
 
 
 def release(state: Any) -> Any:
-  """Frees the pages of finished responses, on each device's part."""
+  """Frees the pages of finished responses and prefixes in a device's part."""
   return _Owners.from_state(state).put_into(state)
 
 
 def _give_pages(state):
-  """Gives every slot under way a page for its next position, or frees pages so one may begin."""
+  """Gives each active slot a page for its next position; displaces owners if pages run out."""
   s, S = state.slots, state.cache.page
   row_B = jnp.arange(len(s.left_B))
   sampled_B = s.position_B - s.start_B
@@ -113,7 +116,7 @@ def _give_pages(state):
     page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
     place = (w, s.position_B[w] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
-    # The newest prefix that waits, or else the newest of the responses that have sampled least.
+    # Displaces the newest waiting prefix, or else the newest response with the fewest tokens.
     waits = (owners.waiting_R > 0).any()
     e = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
     least = jnp.where(owners.left_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()

@@ -1,7 +1,7 @@
-"""The host's side of continuous batching: requests in, responses out as they are finished.
+"""Host side of continuous batching: schedules requests and collects finished responses.
 
-Everything here is decided from what was sampled, never from how long it took: two runs do the same
-in the same order, and so do the processes of one run, without a word between them.
+All decisions depend on sampled tokens only, never on time. So scheduling is deterministic, and all
+hosts take the same decisions without communication.
 """
 
 import collections
@@ -26,15 +26,20 @@ from gspo_jax.system import preemption
 
 
 class Scheduler:
-  """Keeps the slots of the devices busy with requests for one workload and one set of weights.
+  """Schedules one workload's requests on the slots, with fixed weights.
 
   Args:
-    params: in the rollout layout; on CPU unstacked, or every decode step copies them.
-    version: of these weights.
-    detokenize: from tokens to text, where the workload has stop strings.
+    params: parameters in the sampler's layout. On CPU, unstacked parameters avoid a copy in every
+      decode step.
+    version: weight version.
+    model: configuration of the model.
+    workload: bounds on the requests.
+    config: section `engine`.
+    compute: compute settings.
+    detokenize: function from token ids to text; None without stop strings.
 
   Raises:
-    ValueError: the workload's window exceeds the model's positions, or the pages of a device.
+    ValueError: the workload's window exceeds the model's positions or a device's pages.
   """
 
   def __init__(
@@ -81,24 +86,23 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests that are not prefilled yet, each with its begun responses; [] if all are new.
+    # Requests before prefill, each with its displaced responses; [] for a new request.
     self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
-    self._live: dict[int, Live] = {}  # prefilled and unfinished responses, by id
-    self._ids = 0  # the next id
-    self._cancelled: list[int] = []  # ids whose slots the next call frees
-    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # entries, by device
-    self._load = [0] * self._shards  # responses that a device has still to finish
-    # Of each device: free pages as last reported, and those that prefixes have taken since.
+    self._live: dict[int, Live] = {}  # Prefilled, unfinished responses by id.
+    self._ids = 0  # Next id.
+    self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
+    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # Entries by device.
+    self._load = [0] * self._shards  # Unfinished responses by device.
+    # Free pages of each device at the last report, and pages taken by prefixes since then.
     self._pages, self._taken = np.full(self._shards, size.pages), np.zeros(self._shards, int)
-    self._queued: dict[int, Entry] = {}  # entries by number, over all devices
-    self._calls = 0  # calls of the decoder so far
-    self._in_flight = collections.deque()  # calls whose results are not fetched yet
-    self._prefills = []  # prefills since the last call
+    self._queued: dict[int, Entry] = {}  # Entries by number, over all devices.
+    self._calls = 0  # Number of `decode` calls so far.
+    self._in_flight = collections.deque()  # Dispatched calls before their results are fetched.
+    self._prefills = []  # Prefills since the last call.
     self._clock = 0.0
 
   def submit(self, request: Request) -> None:
-    """Queues a request. Raises ValueError if it does not fit, or has more stop ids than
-    announced."""
+    """Queues a request. Raises ValueError if the request does not fit the workload."""
     work, vocab_size = self._workload, self._model.vocab_size
     request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
     if len(request.stop_ids) > self._stop_width:
@@ -109,30 +113,30 @@ class Scheduler:
 
   @property
   def busy(self) -> bool:
-    """Whether there is anything left to sample."""
+    """Whether any request is unfinished."""
     return bool(self._live or self._requests)
 
   def step(self) -> list[Response]:
-    """Runs the devices, and returns finished responses.
+    """Dispatches decode steps, and returns finished responses of the previous dispatch.
 
     Raises:
-      Preempted: in a run that was told to go (preemption.py); nothing of it is lost but tokens.
+      Preempted: the run was asked to stop (preemption.py); tokens since the resume point are lost.
     """
     preemption.check()
     if not self._in_flight:
       self._clock = time.perf_counter()
     self._fill_queue()
     self._dispatch()
-    if len(self._in_flight) == 1:  # the devices always have the next steps at hand
+    if len(self._in_flight) == 1:  # A second call in flight keeps the devices busy.
       return []
     finished = self._collect()
     if not self.busy:
-      self._in_flight.clear()  # there is nothing in what was started on the off chance
+      self._in_flight.clear()  # The last, speculative call has no tokens.
     return finished
 
   def stop(self) -> list[Response]:
-    """Ends a run early. What is not finished comes back with the tokens that it has, so that it may
-    be gone on with later; what nobody has begun comes back empty."""
+    """Ends the workload. Returns finished responses, and unfinished ones with their tokens so far
+    (possibly none), to be resumed later."""
     finished = []
     while self._in_flight:
       finished += self._collect()
@@ -146,8 +150,8 @@ class Scheduler:
   # To the devices.
 
   def _fill_queue(self) -> None:
-    """Prefills fitting prefixes in batches of one length; small batches only before slots run
-    dry."""
+    """Prefills prefixes in batches of one padded length. Small batches are delayed while the queue
+    has responses for more than half of the slots."""
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
@@ -165,13 +169,13 @@ class Scheduler:
       self._requests.extendleft(reversed(fitting[len(placed) :]))
       if placed:
         self._prefill_batch(placed, length, rows)
-      if len(placed) < len(fitting):  # pages are lacking
+      if len(placed) < len(fitting):  # Too few free pages.
         return
 
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[Live]]]:
-    """Distributes requests in order to the least loaded devices, `rows` to each at most.
+    """Distributes requests in order to the least loaded devices, at most `rows` to each.
 
-    Where pages are few, a device takes another prefix if it has some to spare for its slots.
+    With `cache_tokens`, a busy device takes a prefix only if one free page per slot remains.
     """
     used, placed = [0] * self._shards, []
     for request, lives in fitting:
@@ -198,7 +202,7 @@ class Scheduler:
     return placed
 
   def _prefill_batch(self, placed: list, length: int, rows: int) -> None:
-    """One call: `rows` prefixes of each device, padded to `length`."""
+    """Dispatches one prefill call for `rows` prefixes per device, padded to `length`."""
     total = rows * self._shards
     tokens, prefixes = np.zeros((total, length), np.int32), Rows.zeros(total, self._stop_width, np)
     prefixes.stop_BX[:] = -1
@@ -224,7 +228,7 @@ class Scheduler:
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
-        if not live.count:  # else the first experts of its tokens count
+        if not live.count:  # Else the experts of the first forward pass remain recorded.
           live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
@@ -233,7 +237,7 @@ class Scheduler:
     self.usage.padded += total * length
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
-    self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
+    self.usage.flops += float(np.sum(work.forward() - work.head))  # Prefill computes no logits.
     arrays = _put_arrays((tokens, prefixes, waiting, entries))
     self._state, experts_rTlk = self._prefill(self._params, self._state, *arrays)
     self._prefills.append((experts_rTlk, fetched))
@@ -252,7 +256,7 @@ class Scheduler:
   # From the devices.
 
   def _collect(self) -> list[Response]:
-    """Fetches the samples of the oldest call."""
+    """Fetches the results of the oldest call; returns finished responses."""
     call, prefills, taken, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
@@ -276,7 +280,7 @@ class Scheduler:
     for id_, *part in by_response(out):
       live = self._live.get(id_)
       if live is None:
-        continue  # it ended with a stop string, and its slot did not know yet
+        continue  # The response ended with a stop string, and its slot is not cancelled yet.
       before = live.count
       live.parts.append(tuple(part))
       live.count += len(part[0])
@@ -285,10 +289,10 @@ class Scheduler:
       cut = live.stopped_by(self._detokenize)
       if cut is not None:
         if not ended:
-          self._cancelled.append(id_)  # its slot goes on, and is told with the next call
+          self._cancelled.append(id_)  # The slot decodes until the next call cancels it.
         count, stopped, ended = cut, True, True
       self.usage.tokens += count - before
-      # As many are fed, the last of the prefix first.
+      # The number of input tokens equals the number of sampled tokens.
       sampled.append((count - before, live.request.prefix_length + count - 1))
       if ended:
         finished.append(live.response(self._version, count, stopped, finished=True))
@@ -305,7 +309,7 @@ class Scheduler:
     return finished
 
   def _ask_again(self, call: int, out: Sampled) -> None:
-    """Queues responses without their pages before all others."""
+    """Queues displaced responses for a restart, before all other requests."""
     there = set(out.live_W.tolist())
     for entry in self._queued.values():
       if entry.call <= call:
@@ -331,5 +335,5 @@ def _put_arrays(tree: Any, *spec: P) -> Any:
 
 
 def _cache_bytes(state: Any) -> int:
-  """Bytes of keys and values over all devices."""
+  """Returns the size of keys and values in bytes, over all devices."""
   return sum(x.nbytes for x in jax.tree.leaves((state.cache, state.staged)) if x.ndim > 4)

@@ -1,9 +1,9 @@
-"""Continuous batching on the device: a fixed number of slots that refill themselves.
+"""Continuous batching on the device: a fixed number of self-refilling slots.
 
-Two sets of rows live there. Slots decode, one token per step each. The queue holds prefixes that
-are prefilled and wait; a slot whose response has ended takes the next one within the decoding loop
-itself, with a copy of the keys and values, so that no slot waits for the host. `scheduler` is the
-host's side: it takes out what was sampled and prefills while the devices decode on.
+Each slot decodes one token per step. The queue holds prefilled prefixes. A slot with a finished
+response takes the next prefix, with a copy of its keys and values, inside the decoding loop, so no
+slot waits for the host. On the host, `scheduler` collects sampled tokens and prefills prefixes
+while the devices decode.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ from gspo_jax.sharding import BATCH, P
 
 @flax.struct.dataclass
 class Rows:
-  """Responses, or prefixes to start responses from; each has a row of a cache.
+  """Responses, or prefixes of new responses, one for each cache row.
 
-  The last token of a prefix is not in the cache: decoding starts by feeding it.
+  The last token of a prefix is not in the cache: decoding starts with this token as input.
   """
 
-  token_B: Any  # int32: to be fed next
-  position_B: Any  # int32: its position, counted from the start of the prompt
-  start_B: Any  # int32: position of the first token of the response
-  left_B: Any  # int32: tokens that may still be sampled; 0: nothing goes on here
-  seed_B: Any  # uint32
-  prompt_B: Any  # uint32: hash of the prompt
-  sample_B: Any  # int32: its number, of the responses to this prompt
-  stop_BX: Any  # int32: tokens that end the response; -1: none
-  id_B: Any  # int32: the host's number of the response
+  token_B: Any  # Next input token, int32.
+  position_B: Any  # Position of the next input token from the start of the prompt, int32.
+  start_B: Any  # Position of the first token after the prompt, int32.
+  left_B: Any  # Remaining tokens to sample, int32; 0 for a free slot.
+  seed_B: Any  # Seed of the PRNG key, uint32.
+  prompt_B: Any  # Hash of the prompt, uint32.
+  sample_B: Any  # Sample number, int32.
+  stop_BX: Any  # Tokens that end the response, int32, padded with -1.
+  id_B: Any  # Host's id of the response, int32.
 
   @classmethod
   def zeros(cls, count: int, stop_ids: int, np: Any) -> "Rows":
-    """Arrays of numpy, or of `jax.numpy`."""
+    """Returns zeros from module `np`, which is numpy or `jax.numpy`."""
     rows = {field.name: np.zeros(count, np.int32) for field in dataclasses.fields(cls)}
     rows |= {name: np.zeros(count, np.uint32) for name in ("seed_B", "prompt_B")}
     return cls(**rows | dict(stop_BX=np.zeros((count, stop_ids), np.int32)))
@@ -57,35 +57,43 @@ class Rows:
 
 @flax.struct.dataclass
 class State:
-  slots: Rows  # W responses that are being sampled
-  key_W2: Any  # uint32: of their noise
-  cache: Cache | Pages  # W rows of the whole window
-  queue: Rows  # R prefixes; `sample` and `id` are those of the next response
-  staged: Any  # R rows of the longest prefix; or their table, of the same pages
-  waiting_R: Any  # int32: responses that no slot has taken yet
+  slots: Rows  # W responses in decoding.
+  key_W2: Any  # Key data of the responses' PRNG keys, uint32.
+  cache: Cache | Pages  # Keys and values of W windows.
+  queue: Rows  # R prefixes; `sample_B` and `id_B` belong to the next response.
+  staged: Any  # Keys and values of R prefixes; for a paged cache, the prefixes' page table.
+  waiting_R: Any  # Responses of each prefix without a slot, int32.
 
 
 @flax.struct.dataclass
 class Sampled:
-  """Tokens of n decode steps, whole on every process. Row i, column w: slot w in step i."""
+  """Tokens of n decode steps in W slots, replicated on all hosts."""
 
-  id_nW: Any  # int32: the response that the token belongs to; -1: the slot was free
-  token_nW: Any  # int32
-  logp_nW: Any  # float32: under the distribution that it was drawn from
-  full_logp_nW: Any  # float32: under the one without truncation
-  experts_nWlk: Any  # experts of the token fed; None: not recorded
-  support_nWX: Any = None  # int32: the tokens that it was drawn from (`sampler.support`); or None
-  steps: Any = None  # int32 []: how many rows are in use
-  waiting_R: Any = None  # int32: of the queue, afterwards
-  live_W: Any = None  # int32: responses that go on afterwards; -1: the slot is free
-  free_d: Any = None  # int32: pages of each device that are free afterwards; None: there are none
+  id_nW: Any  # Id of the token's response, int32; -1 for a free slot.
+  token_nW: Any  # Sampled token, int32.
+  logp_nW: Any  # Log-prob under the sampling distribution, float32.
+  full_logp_nW: Any  # Log-prob without truncation, float32.
+  experts_nWlk: Any  # Experts of the input token; None if not recorded.
+  support_nWX: Any = None  # Tokens in the sampling distribution, int32; None if not recorded.
+  steps: Any = None  # Number of steps actually run, int32 [].
+  waiting_R: Any = None  # `State.waiting_R` after the steps.
+  live_W: Any = None  # Ids of unfinished responses after the steps, int32; -1 for a free slot.
+  free_d: Any = None  # Free pages of each device after the steps, int32; None for a dense cache.
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layers", "size", "stop_ids", "dtype"))
 def new_state(
   model: ModelConfig, layers: tuple[int, ...], size: Sizes, *, stop_ids: int, dtype: Any
 ) -> State:
-  """Returns free slots and an empty queue; `layers` as the parameters stack them."""
+  """Returns a state with free slots and an empty queue.
+
+  Args:
+    model: configuration of the model.
+    layers: number of layers in each stacked block of the parameters.
+    size: shapes of the arrays.
+    stop_ids: maximum number of stop tokens of a response.
+    dtype: dtype of keys and values.
+  """
 
   def split(tree: Any) -> Any:
     return jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)
@@ -124,12 +132,22 @@ def prefill(
   piece: int,
   record_routing: bool,
 ) -> tuple[State, jax.Array | None]:
-  """Prefills prefixes, right-padded to one length T, and puts them into the queue.
+  """Prefills prefixes and puts them into the queue.
 
-  entry_r: the place in this device's part of the queue; one beyond its end: nowhere. Of rows longer
-  than `piece`, so many tokens go through the model at once, and look back at the cache.
+  Args:
+    params: parameters in the sampler's layout.
+    state: state to update.
+    tokens_rT: prefixes without their last tokens, right-padded.
+    rows: fields of the queue entries.
+    waiting_r: number of responses to each prefix.
+    entry_r: index in this device's part of the queue; an index beyond the end drops the prefix.
+    model: configuration of the model.
+    compute: compute settings.
+    piece: maximum tokens of a prefix in one forward pass; longer prefixes take several passes.
+    record_routing: whether to return experts.
 
-  Returns the state and, if `record_routing`, the experts [r, T, l, k], whole on every process.
+  Returns:
+    The new state, and the experts [r, T, l, k], replicated on all hosts; None if not recorded.
   """
   (r, T), layers = tokens_rT.shape, _layers(params)
   cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
@@ -163,7 +181,7 @@ def prefill(
 
 
 def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
-  """Puts prefilled rows into the queue; on each device."""
+  """Puts prefilled prefixes into the queue, on each device."""
 
   def set_rows(old, new):
     return old.at[entry_r].set(new, mode="drop")
@@ -174,7 +192,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     lacking = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, lacking)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # the host requests the others again
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host restarts prefixes without pages.
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
@@ -199,7 +217,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
 def decode(
   params: transformer.Params,
   state: State,
-  cancelled_W: jax.Array,
+  cancelled_W: jax.Array,  # Ids of responses to cancel, padded with -1.
   *,
   steps: int,
   sampling: SamplingConfig,
@@ -209,11 +227,11 @@ def decode(
   width: int = 0,
   vocabulary: int = 0,
 ) -> tuple[State, Sampled]:
-  """Decodes up to `steps` tokens in every slot; ends early when slots and queue are empty.
+  """Decodes up to `steps` tokens in every slot; ends early once slots and queue are empty.
 
-  cancelled_W: ids of responses whose slots are to be freed; -1: none.
-  width: tokens of a support to put on record, at most; 0: none are.
-  vocabulary: ids from here on are not sampled; 0: all are.
+  Args:
+    width: maximum tokens of a recorded support; 0 to record no support.
+    vocabulary: exclusive upper bound on sampled ids; 0 for none.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
@@ -261,7 +279,7 @@ def decode(
 def _next_token(
   params, state: State, sampling, model, compute, width, vocabulary
 ) -> tuple[Rows, Cache, Sampled]:
-  """One decoding step of all slots."""
+  """Runs one decode step of all slots."""
   s = state.slots
   active_B = s.left_B > 0
   out = transformer.forward(
@@ -312,12 +330,12 @@ def _afterwards(state: State) -> dict[str, Any]:
 
 
 def specs(tree: Any) -> Any:
-  """PartitionSpec of each array of a state."""
+  """Returns the PartitionSpec of each array of a state."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 
 def _on_each_device(f, *arguments, like):
-  """`f` on each device's rows; its results are laid out as `like`."""
+  """Applies `f` to each device's part; results have the layout of `like`."""
   return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""Responses that have a place on the devices, and what the devices say of them."""
+"""Host records of responses in flight on the devices."""
 
 import dataclasses
 import itertools
@@ -13,25 +13,26 @@ from gspo_jax.sampling.requests import Request, Response
 
 
 class Entry(NamedTuple):
-  """A prefix in the queue of a device, for responses that have no slot yet."""
+  """A prefix in a device's queue, for responses without a slot."""
 
-  call: int  # first call of the decoder with its tokens
-  waiting: int  # responses without a slot, as last reported
-  end: int  # id after that of its last response, which is the last to get a slot
+  call: int  # Index of the first `decode` call after the prefill.
+  waiting: int  # Responses without a slot, at the last report.
+  end: int  # Exclusive upper bound on ids of the prefix's responses; slots go in order of id.
 
 
 @dataclasses.dataclass
 class Live:
-  """A response that has a place on the devices."""
+  """A response in flight on the devices."""
 
   request: Request
-  sample: int
-  shard: int
-  experts: list[np.ndarray]  # experts of its prefix, filled once they are fetched
-  call: int = 0  # the first call of `decode` that knows of it
+  sample: int  # Sample number.
+  shard: int  # Index of the device.
+  experts: list[np.ndarray]  # Experts of the prefix; [] until fetched.
+  call: int = 0  # Index of the first `decode` call after the prefill.
+  # Sampled columns of each `decode` call, as from `by_response` without the id.
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
-  count: int = 0
-  tail: list[int] | None = None  # see `stop_strings.end`
+  count: int = 0  # Number of sampled tokens.
+  tail: list[int] | None = None  # Argument of `stop_strings.end`.
 
   @property
   def tokens(self) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ class Live:
     return tuple(int(token) for part in self.parts for token in part[0])
 
   def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
-    """Number of sampled tokens up to a stop string in the last part; None: no stop string."""
+    """Returns the token count up to a stop string in the last part; None without one."""
     new = self.parts[-1][0].tolist()
     end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
     return None if end is None else self.count - len(new) + end
@@ -47,7 +48,7 @@ class Live:
   def response(
     self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
   ) -> Response:
-    """Returns the first `count` tokens; all of them by default."""
+    """Returns a Response of the first `count` tokens; None for all tokens."""
     columns = [None if xs[0] is None else np.concatenate(xs)[:count] for xs in zip(*self.parts)]
     nothing = np.zeros(0, np.float32)
     tokens, logp, full_logp, experts, support = columns or (
@@ -70,15 +71,17 @@ class Live:
 
 
 def lives_of(request: Request) -> list[Live]:
-  """Returns the responses of a request, without tokens."""
+  """Returns new, empty responses to a request."""
   return [Live(request, request.first_sample + i, 0, []) for i in range(request.samples)]
 
 
 def by_response(out: Sampled) -> Iterator[tuple]:
-  """Yields (id, tokens, logp, full_logp, experts, support) of each response with tokens; None:
-  not recorded."""
+  """Yields (id, tokens, logp, full_logp, experts, support) of each response with tokens.
+
+  Experts and support are None if not recorded.
+  """
   steps = int(out.steps)
-  id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
+  id_Z = out.id_nW[:steps].T.ravel()  # Ordered by slot, then by time.
   used_Z = np.flatnonzero(id_Z >= 0)
   if not len(used_Z):
     return
@@ -96,9 +99,10 @@ def by_response(out: Sampled) -> Iterator[tuple]:
 
 
 def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
-  """Yields requests for displaced responses, each with its responses.
+  """Yields new requests for displaced responses, each with its responses.
 
-  Responses of one request without tokens stay together; others have a request with their tokens.
+  Responses of one request without tokens share a new request. A response with tokens has its own
+  request, with the tokens in `prior`.
   """
 
   def request_key(live: Live) -> tuple[int, int | None]:
