@@ -1,1 +1,1 @@
-"""The engine whose samplers are servers of others, and what it is made of."""
+"""Engine with HTTP servers as samplers, and its parts."""

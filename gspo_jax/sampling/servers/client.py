@@ -1,7 +1,7 @@
-"""HTTP requests to a vLLM server (0.32), and its answers read and checked.
+"""HTTP client for vLLM servers (0.32), with checks of their answers.
 
-Tokens in, tokens out needs a server with `--enable-scale-out`, new weights need
-`VLLM_SERVER_DEV_MODE=1`, and log-probs `--logprobs-mode processed_logprobs`.
+A server needs `--enable-scale-out` for token ids in requests and answers, `VLLM_SERVER_DEV_MODE=1`
+for new weights, and `--logprobs-mode processed_logprobs` for log-probs.
 """
 
 import asyncio
@@ -26,29 +26,29 @@ from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
 
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
-SLACK = 1e-3  # nats that rounding may put a log-probability above 0
-CONNECT_S = 10.0  # limit to connect, and for short requests
-IDLE_S = 2.0  # servers close idle connections after 5 s, and a request on its way is lost then
-OTHER_CONNECTIONS = 16  # per server, besides those of calls
-SPARE_DESCRIPTORS = 1024  # left to the rest of the process
-HEALTH_CHECKS = 3  # before a server counts as hung: one that compiles may miss some
-ANSWER_BYTES = 2**22  # limit of an answer without tokens
-TOKEN_BYTES, EXPERT_BYTES = 1024, 16  # limits for a token's log-prob, and for one expert
+SLACK = 1e-3  # Maximum log-prob in nats, above 0 by rounding.
+CONNECT_S = 10.0  # Time limit to connect, and for short requests.
+IDLE_S = 2.0  # Servers close idle connections after 5 s, and would drop a request sent then.
+OTHER_CONNECTIONS = 16  # Connections per server, in addition to those for calls.
+SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
+HEALTH_CHECKS = 3  # Failed checks of a hung server; a compiling server may miss some.
+ANSWER_BYTES = 2**22  # Maximum size of an answer without tokens.
+TOKEN_BYTES, EXPERT_BYTES = 1024, 16  # Maximum sizes of a token's log-prob and of one expert.
 PROCESSED = "start it with --logprobs-mode processed_logprobs"
-PREFIX = "generate-tokens-"  # vLLM puts it before the ids of calls
-_NPY_HEADERS = {  # By version of .npy; a third one is for names of fields
+PREFIX = "generate-tokens-"  # Prefix that vLLM adds to ids of calls.
+_NPY_HEADERS = {  # Readers by .npy version; version 3 is only for field names.
   (1, 0): np.lib.format.read_array_header_1_0,
   (2, 0): np.lib.format.read_array_header_2_0,
 }
 
 
 class Failed(Exception):
-  """A request failed; another server may answer it, or the same one later.
+  """A request failed; a retry may succeed, at another server or later.
 
   Attributes:
-    kind: one of KINDS; "busy": the server has enough to do; "refused": the server cannot do this as
-      it was started; "removed": it was removed while it worked on the call. The last three are no
-      failures of the call.
+    kind: one of KINDS; or "busy" (the server is overloaded), "refused" (the server's start options
+      do not allow the request), or "removed" (the server was removed during the call). The last
+      three do not count as failures of the call.
   """
 
   def __init__(self, kind: str, text: str):
@@ -63,52 +63,52 @@ class Call:
   id: str
   tokens: tuple[int, ...]
   max_new_tokens: int
-  sampling: SamplingConfig  # `max_new_tokens` is the one above
+  sampling: SamplingConfig  # Its `max_new_tokens` is not used.
   stop_ids: tuple[int, ...]
   seed: int
-  routing: bool = False  # ask for the experts of every token
+  routing: bool = False  # Whether to request the experts of every token.
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """One continuation: a whole response or a stretch of it."""
+  """One continuation: a whole response or a part of a response."""
 
-  tokens: np.ndarray  # int32 [n], the stop token included
-  logp: np.ndarray  # float32 [n], after temperature and truncation
-  version: np.ndarray  # int32 [n], of the weights
-  stopped: bool  # ended by a stop token
-  aborted: bool  # ended by an abort request
-  # [tokens of the call + n - 1, l, k], experts of every token fed; None: the server sent none
+  tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
+  logp: np.ndarray  # Log-probs after temperature and truncation, float32 [n].
+  version: np.ndarray  # Weight version of each token, int32 [n].
+  stopped: bool  # Whether a stop token ended the continuation.
+  aborted: bool  # Whether an abort request ended the continuation.
+  # Experts of every input token, [tokens of the call + n - 1, l, k]; None if not sent.
   experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class HttpRequest:
-  """One HTTP request and the values required in its answer."""
+  """One HTTP request, with required values of the answer."""
 
   path: str
-  body: Mapping[str, Any] | None = None  # None: GET
+  body: Mapping[str, Any] | None = None  # JSON of a POST request; None for GET.
   expected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-RESUME = HttpRequest("/resume", {})  # ends the server's pause
+RESUME = HttpRequest("/resume", {})  # Ends the server's pause.
 HEALTH = HttpRequest("/health")
 
 
 class Client:
-  """Connections to some servers, used on one event loop.
+  """Connections to servers, for use on one event loop.
 
   Attributes:
-    in_flight: responses to request from one server at once.
+    in_flight: maximum calls in flight at one server.
 
   Raises:
-    ValueError: no header can hold the token.
+    ValueError: the token has characters that are not allowed in an HTTP header.
   """
 
   def __init__(self, config: ServerConfig, servers: int):
     self._variable = config.token_variable
     token = os.environ.get(self._variable, "").strip()
-    if not (token.isascii() and token.isprintable()):  # The message must not show the token
+    if not (token.isascii() and token.isprintable()):  # The message must not show the token.
       raise ValueError(f"the token of {self._variable} must be of printable ASCII characters")
     connections = raise_descriptors(servers * (config.in_flight + OTHER_CONNECTIONS))
     self.in_flight = min(config.in_flight, max(1, connections // servers - OTHER_CONNECTIONS))
@@ -123,14 +123,14 @@ class Client:
       limits=httpx2.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_S
       ),
-      trust_env=False,  # no proxy: servers are on the same network
+      trust_env=False,  # No proxy: servers are on the same network.
     )
 
   async def close(self) -> None:
     await self._http.aclose()
 
   async def check_health(self, url: str, checks: int = HEALTH_CHECKS) -> None:
-    """Requests a server's health. Failed: no answer in any of the checks."""
+    """Requests a server's health. Raises Failed if all checks fail."""
     for remaining in reversed(range(checks)):
       try:
         await self.request(url, HEALTH, CONNECT_S)
@@ -142,10 +142,12 @@ class Client:
   async def request(
     self, url: str, request: HttpRequest, seconds: float, limit: int = ANSWER_BYTES
   ) -> Any:
-    """Returns the JSON of an answer; None if it is empty or not JSON and the request is a GET.
+    """Sends a request and returns the answer's JSON.
+
+    Returns None for an empty answer, and for an answer to GET without JSON.
 
     Raises:
-      Failed: no answer, or none of use.
+      Failed: there is no answer in time, or the answer cannot be used.
     """
     path = request.path
     status, body = await self._send(url, request, seconds, limit)
@@ -174,7 +176,7 @@ class Client:
   async def _send(
     self, url: str, request: HttpRequest, seconds: float, limit: int
   ) -> tuple[int, bytes]:
-    """Returns status and body. Failed: none in time, or too many bytes."""
+    """Returns status and body. Raises Failed without an answer in time or if it is too long."""
     path, method = request.path, "GET" if request.body is None else "POST"
     try:
       async with (
@@ -206,10 +208,10 @@ def raise_descriptors(connections: int) -> int:
 
 
 def generate_request(call: Call) -> HttpRequest:
-  """Returns the request for a call, with every sampling parameter set.
+  """Returns the request for a call, with all sampling parameters.
 
-  A directory's generation_config.json may change defaults; end-of-sequence tokens are our stop ids
-  or none.
+  Explicit parameters override defaults from generation_config.json. Only `stop_ids` end a response,
+  not the server's end-of-sequence token.
   """
   sampling = call.sampling
   parameters = dict(
@@ -225,7 +227,7 @@ def generate_request(call: Call) -> HttpRequest:
     seed=call.seed,
     stop_token_ids=list(call.stop_ids),
     ignore_eos=True,
-    logprobs=0,  # the sampled token's alone
+    logprobs=0,  # Log-prob of the sampled token only.
     detokenize=False,
   )
   body = dict(request_id=call.id, token_ids=list(call.tokens), sampling_params=parameters)
@@ -233,7 +235,7 @@ def generate_request(call: Call) -> HttpRequest:
 
 
 def answer_limit(call: Call, model: ModelConfig) -> int:
-  """Returns the largest size of an answer to a call, in bytes."""
+  """Returns the maximum size of an answer to a call, in bytes."""
   experts = model.num_layers * model.experts_per_token if call.routing else 0
   tokens = len(call.tokens) + call.max_new_tokens
   return ANSWER_BYTES + TOKEN_BYTES * call.max_new_tokens + EXPERT_BYTES * experts * tokens
@@ -243,9 +245,9 @@ def publish_requests(directory: str, version: int) -> list[HttpRequest]:
   """Returns the requests, in order, to load the weights of a directory."""
   reload = dict(method="reload_weights", kwargs=dict(weights_path=directory))
   return [
-    HttpRequest("/pause?mode=keep", {}),  # responses under way continue with the new weights
+    HttpRequest("/pause?mode=keep", {}),  # Responses in flight resume with the new weights.
     HttpRequest("/collective_rpc", reload),
-    # Keys and values of the old weights, those of responses under way too.
+    # Drops keys and values of the old weights, including those of responses in flight.
     HttpRequest("/reset_prefix_cache?reset_running_requests=true", {}, dict(success=True)),
     HttpRequest("/update_weight_version", dict(new_version=str(version))),
     RESUME,
@@ -253,19 +255,19 @@ def publish_requests(directory: str, version: int) -> list[HttpRequest]:
 
 
 def abort_request(ids: list[str]) -> HttpRequest:
-  """Returns the request to abort calls; their answers then hold the tokens so far."""
+  """Returns the request to abort calls. Their answers then have the tokens so far."""
   body = dict(request_ids=[PREFIX + id_ for id_ in ids])
   return HttpRequest("/inference/v1/abort_requests", body)
 
 
 def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest: int) -> Part:
-  """Returns the part in the answer to a call, checked.
+  """Reads and checks the answer to a call.
 
   Args:
-    oldest, newest: versions of the weights allowed.
+    oldest, newest: minimum and maximum valid weight versions.
 
   Raises:
-    Failed: the answer is not a continuation of the call.
+    Failed: the answer is not a valid continuation of the call.
   """
   with fail_on_error("its answer cannot be used"):
     choices = answer["choices"]
@@ -279,12 +281,12 @@ def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest
 
 @contextlib.contextmanager
 def fail_on_error(text: str) -> Iterator[None]:
-  """Turns any exception into Failed of kind "body"."""
+  """Converts any exception in the block to Failed, of kind "body"."""
   try:
     yield
   except Failed:
     raise
-  except Exception as error:  # .npy headers are read as Python and may raise anything
+  except Exception as error:  # Readers of .npy headers parse Python and may raise anything.
     raise Failed("body", f"{text}: {error!r:.80}") from error
 
 
@@ -297,7 +299,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
     reason, experts = choice["finish_reason"], choice.get("routed_experts")
   if not np.array_equal(logp_tokens, tokens):
     raise Failed("tokens", "the log-probs are not of the tokens that came")
-  version = np.full(len(tokens), -1, np.int32)  # -1 outside all spans
+  version = np.full(len(tokens), -1, np.int32)  # Remains -1 outside all spans.
   with fail_on_error("its weight_versions are no spans"):
     for span in choice.get("weight_versions") or []:
       version[int(span["start"]) : int(span["end"])] = version_number(span["version"])
@@ -306,7 +308,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
 
 
 def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: int) -> None:
-  """Raises Failed unless the part is a continuation of the call."""
+  """Raises Failed unless the part is a valid continuation of the call."""
   n, tokens, version = len(part.tokens), part.tokens, part.version
   if n > call.max_new_tokens or (n == 0 and not part.aborted):
     raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
@@ -328,14 +330,14 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
 
 
 def _experts(part: Part, call: Call, model: ModelConfig) -> np.ndarray | None:
-  """Returns experts [tokens fed, l, k] of MoE layers, in their storage dtype."""
+  """Returns experts [input tokens, l, k] of MoE layers, in the storage dtype."""
   experts, fed = part.experts, len(call.tokens) + len(part.tokens) - 1
   if not len(part.tokens):
     return None
   if experts is None:
     raise Failed("refused", "no routed experts came: start it with --enable-return-routed-experts")
   moe_layers = list(filter(model.is_moe, range(model.num_layers)))
-  for count in (len(moe_layers), model.num_layers):  # some servers have rows for all layers
+  for count in (len(moe_layers), model.num_layers):  # Some servers send all layers.
     if experts.size == fed * count * model.experts_per_token and experts.dtype.kind in "iu":
       experts = experts.reshape(fed, count, model.experts_per_token)
       experts = experts if count == len(moe_layers) else experts[:, moe_layers]
@@ -345,32 +347,33 @@ def _experts(part: Part, call: Call, model: ModelConfig) -> np.ndarray | None:
 
 
 def column(values: Any, dtype: type) -> np.ndarray:
-  """Converts numbers to an array [n], int32 (integers only) or float32. Failed: no numbers."""
+  """Converts numbers to an array [n] of int32 (integers only) or float32. Raises Failed if this
+  is impossible."""
   with contextlib.suppress(TypeError, ValueError, OverflowError):
     array = np.asarray(values, None if dtype is np.int32 else np.float64)
     right = dtype is np.float32 or not array.size
     if array.ndim == 1 and (right or (array.dtype.kind == "i" and abs(array).max() < 2**31)):
-      with np.errstate(over="ignore"):  # overflow gives infinity, refused by `check_part`
+      with np.errstate(over="ignore"):  # Overflow gives infinity; `check_part` rejects it.
         return array.astype(dtype)
   expected = "integers" if dtype is np.int32 else "numbers"
   raise Failed("body", f"it holds {values!r:.60} where {expected} belong")
 
 
 def version_number(label: Any) -> int:
-  """Returns the version of a label; -1: no publication has set it."""
+  """Returns the version in a label; -1 for a label not set by a publication."""
   text = str(label)
   return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
 def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
-  """Decodes an .npy file from base64. Failed: it is none."""
+  """Decodes a .npy file from base64. Raises Failed for other data."""
   with fail_on_error("its routed experts are no array in base64"):
     raw = base64.b64decode(text, validate=True)
     file = io.BytesIO(raw)
     version = np.lib.format.read_magic(file)
     shape, fortran, dtype = _NPY_HEADERS[version](file)
     size = math.prod(shape) * dtype.itemsize
-    # `np.load` would allocate any size of a header.
+    # `np.load` would allocate any size claimed in a header.
     if dtype.kind not in "iu" or not size == len(raw) - file.tell() <= most_bytes:
       raise ValueError(f"{len(raw)} bytes for {shape} of {dtype}")
     array = np.frombuffer(raw, dtype, offset=file.tell())

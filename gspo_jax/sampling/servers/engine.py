@@ -1,7 +1,7 @@
-"""The engine whose samplers are vLLM servers, reached over HTTP. docs/engines.md.
+"""Engine with vLLM servers as samplers, over HTTP (docs/engines.md).
 
-Answers are checked, new weights probed, and failures retried elsewhere. With several processes the
-first one talks to servers and broadcasts the answers.
+Answers are checked, servers are probed after each publication of weights, and failed calls are sent
+to another server. Only the first host talks to servers; it broadcasts their answers.
 """
 
 import asyncio
@@ -32,23 +32,23 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
-STOP_PIECE = 64  # tokens of a call with stop strings, which need a tokenizer
-EMPTY_ANSWERS = 100  # limit in a row
-ABORT_S = 20.0  # limit of `stop` for aborted answers
-RETRY_S = 5.0  # between two attempts to find a usable server
+STOP_PIECE = 64  # Maximum tokens of a call with stop strings, which this process detects.
+EMPTY_ANSWERS = 100  # Maximum consecutive empty answers.
+ABORT_S = 20.0  # Maximum wait for aborted calls' answers in `stop`.
+RETRY_S = 5.0  # Pause between two attempts to find a usable server.
 
 
 class ServerEngine:
-  """Sampling by servers (`Engine`); a context manager, which ends its connections.
+  """Sampling by servers (an `Engine`); a context manager that closes the connections.
 
   Args:
-    publish: from the trainer's parameters to those that sampling reads, as `LocalEngine` has it.
-    detokenize: from tokens to text, for stop strings.
-    workdir: for weights where the configuration names no directory.
-    window: positions of the longest response with its prompt.
+    publish: function from the trainer's parameters to the sampler's parameters.
+    detokenize: function from token ids to text, for stop strings; None without one.
+    workdir: directory for published weights, unless `engine.server.directory` is set.
+    window: maximum tokens of a prompt with its response.
     temperature: temperature of training.
-    routing: whether experts are to be recorded.
-    tokenizer: a directory whose files go with published weights.
+    routing: whether to record experts.
+    tokenizer: directory of tokenizer files to publish with the weights; None for no files.
   """
 
   def __init__(
@@ -71,25 +71,25 @@ class ServerEngine:
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
     self._probe = Probe(model, compute, window, temperature, routing and model.num_experts > 0)
-    self._pool: ServerPool | None = None  # the first process has it
+    self._pool: ServerPool | None = None  # None on all hosts but the first.
 
     def connect() -> None:
       self._pool = ServerPool(config.urls, self._server, model)
 
     hosts.run_on_first_host(connect, ServersGone)
-    self._weights: Path | None = None  # directory of the newest weights
+    self._weights: Path | None = None  # Directory of the newest weights.
     self._version = -1
-    # A thread other than the stepping one may load weights. That one has the devices.
+    # Another thread than the stepping one may load weights. The loading thread owns the devices.
     self._loading_thread, self._loading = 0, False
     self._probe_mean, self._disagreed = 0.0, 0
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
-    # Requests by number, each with the samples that are not returned yet.
+    # Requests by number, each with the sample numbers not yet returned.
     self._requests: dict[int, tuple[Request, set[int]]] = {}
-    # Responses under way by the id of their call, on the first process alone.
+    # Responses in flight by id of their call; {} on all hosts but the first.
     self._pending: dict[str, Pending] = {}
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
-    self._sampled = 0  # tokens since the last `start`, those of unfinished responses too
+    self._sampled = 0  # Tokens since the last `start`, including those of unfinished responses.
     self.usage = Usage()
 
   def __enter__(self) -> "ServerEngine":
@@ -102,12 +102,12 @@ class ServerEngine:
   # Weights.
 
   def load(self, params: Any, version: int) -> None:
-    """Publishes weights to every server, removed ones too, and probes them.
+    """Publishes weights to all servers, also to removed ones, and probes the servers.
 
-    Responses under way continue with them; another thread than the stepping one may call it.
+    Responses in flight continue with the new weights. Any thread may call this method.
 
     Raises:
-      ServersGone: no server can be used; says why of each.
+      ServersGone: no server can be used; the message has the reason for each.
     """
     self._loading_thread = threading.get_ident()
     params, self._version = self._publish(params), version
@@ -121,26 +121,26 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Returns False with several processes: two threads would broadcast out of order."""
+    """Whether one process runs: with more, two threads would broadcast out of order."""
     return jax.process_count() == 1
 
   def revive(self) -> None:
-    """Finds servers again if none is usable.
+    """Searches for servers if none is usable.
 
     Raises:
-      ServersGone: none was found for `wait_s`.
+      ServersGone: no server was found within `wait_s`.
     """
     if not (self._pool.usable or self._loading):
       self._find_servers(read_weights(self._weights))
 
   def release(self) -> None:
-    """Does nothing: servers have the weights."""
+    """Does nothing: the weights are on servers."""
 
   def _find_servers(self, params: Any) -> None:
-    """Publishes to all servers until one can be used.
+    """Publishes to all servers repeatedly until one can be used.
 
     Raises:
-      ServersGone: none was found for `wait_s`.
+      ServersGone: no server was found within `wait_s`.
     """
     end = time.monotonic() + self._server.wait_s
 
@@ -157,7 +157,7 @@ class ServerEngine:
       preemption.check()
 
   def _publish_and_probe(self, params: Any) -> bool:
-    """Publishes weights to all servers and probes them. Returns if one can be used."""
+    """Publishes weights to all servers and probes them. Returns whether a server is usable."""
     self._probe_mean = 0.0
 
     def publish() -> list[list[Part] | None]:
@@ -174,8 +174,8 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   async def _apply(self, server: Server, verdict: Verdict) -> None:
-    """Admits a server with a verdict within the tolerance, and removes others."""
-    if verdict.mean <= self._tolerance:  # False of NaN
+    """Admits a server with a verdict within the tolerance; removes it otherwise."""
+    if verdict.mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, verdict.mean)
       self._pool.admit(server)
       return
@@ -214,7 +214,7 @@ class ServerEngine:
         self._send(Pending(request, number, sample))
 
   def _send(self, pending: "Pending") -> None:
-    id_ = f"{self._version}-{next(self._calls)}-{self._run}"  # servers may have other runs' calls
+    id_ = f"{self._version}-{next(self._calls)}-{self._run}"  # Unique on shared servers too.
     routing = self._workload.record_routing and self._model.num_experts > 0
     self._pending[id_] = pending
     self._pool.submit(pending.next_call(id_, self._workload, routing))
@@ -224,12 +224,12 @@ class ServerEngine:
     return bool(self._requests)
 
   def step(self) -> list[Response]:
-    """Waits half a second at most for responses.
+    """Waits at most half a second for responses.
 
-    Without a usable server, the thread that loads weights finds some, and another one waits.
+    Without a usable server, the loading thread searches for servers, and other threads wait.
 
     Raises:
-      Preempted: the run was told to go.
+      Preempted: the run was asked to stop.
       ServersGone: no server is left, or a call failed too often.
     """
     preemption.check()
@@ -256,7 +256,7 @@ class ServerEngine:
     return self._close_responses(answers)
 
   def _abort(self) -> list[tuple[int, Response]]:
-    """Aborts all calls, and returns their responses with the tokens so far."""
+    """Aborts all calls. Returns their responses with the tokens so far."""
     if not self._pending:
       return []
     answers = []
@@ -275,7 +275,7 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses, and requests more tokens of others.
+    """Returns finished responses, and sends the next calls of unfinished ones.
 
     Raises:
       Failed: a call failed too often.
@@ -286,8 +286,8 @@ class ServerEngine:
         id_, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
         return answers
-      seconds = 0.0  # the driver may have enough responses
-      if id_ not in self._pending:  # its workload has ended
+      seconds = 0.0  # Further answers are not waited for: the driver may have enough.
+      if id_ not in self._pending:  # A call of an ended workload.
         continue
       failed = isinstance(answer, Exception)
       if failed and not self._stopping:
@@ -304,11 +304,11 @@ class ServerEngine:
         self._send(pending)
 
   def _numbered(self, pending: "Pending", finished: bool) -> tuple[int, Response]:
-    """Returns a response with its request's number in place of the request, to broadcast."""
+    """Returns the request's number, and the response without its request, to broadcast."""
     return pending.number, pending.response(self._workload.sampling.whole, finished)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
-    """Returns responses with the requests of this process."""
+    """Returns the broadcast responses with this host's requests."""
     responses = []
     for number, response in answers:
       request, samples = self._requests[number]
@@ -324,7 +324,7 @@ class ServerEngine:
     return responses
 
   def _count_servers(self) -> None:
-    """Sets counts of servers and failures in `usage`."""
+    """Sets the counts of servers and failures in `usage`."""
     if self._pool is None:
       return
     usable = len(self._pool.usable)
@@ -338,7 +338,7 @@ class ServerEngine:
 
 
 class Pending:
-  """One response of a request; its columns grow with every part."""
+  """One response to a request; its arrays grow with every part."""
 
   def __init__(self, request: Request, number: int, sample: int):
     self.request, self.number, self.sample = request, number, sample
@@ -346,15 +346,15 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.empty_answers = 0  # count in a row
-    self._tail: list[int] | None = None  # see `stop_strings.end`
+    self.empty_answers = 0  # Number of consecutive empty answers.
+    self._tail: list[int] | None = None  # Argument of `stop_strings.end`.
 
   @property
   def remaining(self) -> int:
     return self.request.max_new_tokens - len(self.tokens)
 
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
-    """Appends a part, up to the end of a stop string. Returns if it was the last."""
+    """Appends a part, up to the end of a stop string. Returns whether the response is finished."""
     self.empty_answers = 0 if len(part.tokens) else self.empty_answers + 1
     new = part.tokens.tolist()
     end, self._tail = stop_strings.end(self.request, self._tail, new, detokenize)
@@ -363,7 +363,7 @@ class Pending:
     self.logp = np.concatenate([self.logp, part.logp[:end]])
     self.version = np.concatenate([self.version, part.version[:end]])
     if part.experts is not None:
-      # Every part prefills its prefix again; the first experts of a token count.
+      # Every call prefills the prefix again; only experts of the first forward pass are recorded.
       fed = self.request.prefix_length + len(self.tokens) - 1
       filled = 0 if self.experts is None else len(self.experts)
       new = part.experts[filled:fed]
@@ -373,8 +373,8 @@ class Pending:
   def next_call(self, id_: str, workload: Workload, routing: bool) -> Call:
     """Returns the next call of the response.
 
-    Its seed is made of the run's seed, the prompt, the sample and the position: a continuation has
-    other noise than the beginning.
+    The call's seed is a hash of request seed, prompt, sample number and position, so no two calls
+    share a random stream.
     """
     request, tokens = self.request, (*self.request.prefix, *self.tokens.tolist())
     count = min(self.remaining, workload.piece or self.remaining)
@@ -385,13 +385,13 @@ class Pending:
     return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
 
   def response(self, whole: bool, finished: bool) -> Response:
-    """Returns the response so far; `whole`: it was drawn from the whole distribution."""
+    """Returns the response so far; `whole`: sampled from the whole distribution."""
     return Response(
-      None,  # its tag is of this process alone
+      None,  # The request has a tag of this process only; see `_close_responses`.
       self.sample,
       self.tokens,
       self.logp,
-      self.logp if whole else np.full_like(self.logp, np.nan),  # servers do not say
+      self.logp if whole else np.full_like(self.logp, np.nan),  # Servers return one log-prob.
       self.version,
       stopped=finished and self.stopped,
       finished=finished,

@@ -1,7 +1,7 @@
-"""Servers of a run: calls sent with retries, and new weights.
+"""Servers of a run: sending of calls with retries, and publication of weights.
 
-All of it runs in one thread with an event loop, started by `ServerPool`; the host loop submits
-calls and takes answers from a queue.
+`ServerPool` starts one thread with an event loop for all of this. The host loop submits calls and
+takes answers from a queue.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from gspo_jax.sampling.servers.client import Call, Client, Failed, Part
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import ServerConfig
 
-HEALTH_S = 5.0  # between two health checks of a server with calls
-BUSY_S = 0.5  # before a busy server is asked again
-RETRY_S, MAX_RETRY_S = 0.1, 5.0  # before a call is sent again: at first, doubled, and at most
-MAX_FAILURES = 3  # calls or health checks in a row before a server is removed
+HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
+BUSY_S = 0.5  # Pause in sending to a busy server.
+RETRY_S, MAX_RETRY_S = 0.1, 5.0  # First and maximum pause before a retry; pauses double.
+MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is removed.
 
 T = TypeVar("T")
 
 
 class Attempt(NamedTuple):
-  """A call on its way to a server."""
+  """An attempt to send a call to a server."""
 
-  call: str  # its id
-  id: str  # a server may still work on an earlier attempt
+  call: str  # Id of the call.
+  id: str  # Id of the attempt, since a server may still work on an earlier one.
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,14 +44,14 @@ class Server:
 
   url: str
   usable: bool = False
-  reason: str = "it has not been asked yet"  # not usable because
-  refused: bool = False  # it cannot be used as it was started
-  version: int = -1  # version of its weights
-  failures: int = 0  # count in a row
-  backs_off: bool = False  # it was busy a moment ago
-  busy_since: float | None = None  # monotonic; None: its last call was answered
+  reason: str = "it has not been asked yet"  # Reason why the server is not usable.
+  refused: bool = False  # Whether the server's start options make it unusable.
+  version: int = -1  # Version of the server's weights.
+  failures: int = 0  # Number of consecutive failures.
+  backs_off: bool = False  # Whether sending is paused, after a busy answer.
+  busy_since: float | None = None  # Monotonic time; None after a successful call.
   attempts: dict[asyncio.Task, Attempt] = dataclasses.field(default_factory=dict)
-  # Cleared between new weights and the verdict of their probe.
+  # Cleared from the publication of weights until the probe's verdict.
   verdict: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
@@ -59,9 +59,9 @@ class ServerPool:
   """Servers of `urls`, sampling from `model`.
 
   Attributes:
-    answers: call ids, each with its part or an exception, in order of arrival.
-    failures: by kind, since the process started.
-    version: of the newest weights at any server.
+    answers: queue of (call id, part or exception), in order of arrival.
+    failures: counts of failures by kind, since the process started.
+    version: newest weight version on any server.
   """
 
   def __init__(self, urls: Sequence[str], config: ServerConfig, model: ModelConfig):
@@ -73,7 +73,7 @@ class ServerPool:
     self.version = -1
     self._tasks: dict[str, asyncio.Task] = {}
     self._attempts = itertools.count()
-    self._change = asyncio.Event()  # set for a moment when a server may have room
+    self._change = asyncio.Event()  # Set briefly when a server may have room.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
     self._thread.start()
@@ -81,7 +81,7 @@ class ServerPool:
       asyncio.run_coroutine_threadsafe(self._watch_health(server), self._loop)
 
   def run(self, work: Awaitable[T], poll: Callable[[], None] = lambda: None) -> T:
-    """Runs a coroutine on the loop, and calls `poll` twice a second meanwhile."""
+    """Runs a coroutine on the event loop, and calls `poll` twice a second while waiting."""
     future = asyncio.run_coroutine_threadsafe(work, self._loop)
     try:
       while not concurrent.futures.wait([future], 0.5).done:
@@ -92,7 +92,7 @@ class ServerPool:
       raise
 
   def close(self) -> None:
-    """Ends the thread and its connections; more than once it does nothing."""
+    """Ends the thread and closes the connections. Further calls do nothing."""
     if not self._thread.is_alive():
       return
     self.run(self._close())
@@ -123,12 +123,12 @@ class ServerPool:
   async def _handle(self, call: Call) -> None:
     try:
       answer: Part | Exception = await self._send_with_retries(call)
-    except Exception as error:  # a bug, too, must not keep the host loop waiting
+    except Exception as error:  # The host loop waits for an answer, even after a bug.
       answer = error
     self.answers.put((call.id, answer))
 
   async def _send_with_retries(self, call: Call) -> Part:
-    """Sends a call to one server after the other. Failed: `retries` failures too many."""
+    """Sends a call to servers in turn. Raises Failed after more than `retries` failures."""
     failed: list[Server] = []
     while True:
       server = await self._choose(call, failed)
@@ -149,7 +149,7 @@ class ServerPool:
   async def _choose(self, call: Call, failed: Sequence[Server]) -> Server:
     """Waits for a server with room, and returns the one with the least load.
 
-    Servers that failed on this call come last.
+    Servers in `failed`, with earlier failures of this call, come last.
     """
     limit = self._client.in_flight
     while True:
@@ -163,7 +163,7 @@ class ServerPool:
   async def _attempt(self, server: Server, call: Call, seconds: float, probe: bool = False) -> Part:
     """Sends a call to one server once.
 
-    Answers under new weights wait for the verdict of the probe.
+    During a publication, an answer waits for the probe's verdict on the server.
     """
     oldest = server.version
     attempt = dataclasses.replace(call, id=f"{call.id}-{next(self._attempts)}")
@@ -175,7 +175,7 @@ class ServerPool:
       if not probe:
         await server.verdict.wait()
     except asyncio.CancelledError:
-      if asyncio.current_task().cancelling():  # the call itself was cancelled
+      if asyncio.current_task().cancelling():  # The call itself was cancelled, not the server.
         raise
       raise Failed("removed", "the server was removed while it worked on this call") from None
     finally:
@@ -192,10 +192,10 @@ class ServerPool:
     self._change.clear()
 
   def _record_failure(self, server: Server, error: Failed) -> bool:
-    """Counts a failure, and removes a server after too many. Returns if the call has failed."""
+    """Counts a failure; removes a server after too many. Returns whether the call has failed."""
     if error.kind == "busy":
       self._back_off(server, error)
-    elif error.kind == "refused" and server.usable:  # else the publication under way reports it
+    elif error.kind == "refused" and server.usable:  # Else the current publication reports it.
       self.remove(server, str(error), refused=True)
     if error.kind not in client.KINDS:
       return False
@@ -210,7 +210,7 @@ class ServerPool:
     return True
 
   def _back_off(self, server: Server, error: Failed) -> None:
-    """Pauses sending to a busy server; removes it if it stays busy."""
+    """Pauses sending to a busy server; removes a server that stays busy."""
     clock = time.monotonic()
     since = server.busy_since = clock if server.busy_since is None else server.busy_since
     if server.usable and clock - since > self._config.timeout_s:
@@ -224,16 +224,16 @@ class ServerPool:
     self._notify()
 
   async def cancel(self, ids: Sequence[str]) -> None:
-    """Cancels calls; they have no answer."""
+    """Cancels calls. Cancelled calls get no answer."""
     tasks = [self._tasks[id_] for id_ in ids if id_ in self._tasks]
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
   async def abort(self, ids: Sequence[str]) -> set[str]:
-    """Aborts calls; their answers then hold the tokens so far.
+    """Aborts calls. Aborted calls get answers with the tokens so far.
 
-    Returns the ids of calls at no server, which have no answer.
+    Returns the ids of calls not yet sent to a server. These calls get no answer.
     """
     calls = set(ids)
     sent = {
@@ -257,9 +257,9 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers and samples a probe; `admit` uses a server again.
+    """Loads weights on all servers and samples a probe. Servers are unusable until `admit`.
 
-    Returns the parts of the probe for each server; None if it failed and was removed.
+    Returns the parts of the probe for each server; None for a failed, removed server.
     """
 
     async def publish_to(server: Server) -> list[Part] | None:
@@ -276,14 +276,14 @@ class ServerPool:
   ) -> list[Part]:
     server.usable = False
     server.verdict.clear()
-    # A server that hangs would keep the others waiting for the time of a publication.
+    # Without this check, a hanging server would delay all others by `publish_s`.
     await self._client.check_health(server.url)
     seconds = min(self._config.publish_s, self._config.timeout_s)
     self.version = max(self.version, version)
     try:
       for request in client.publish_requests(weights, version):
         await self._client.request(server.url, request, seconds)
-        server.version = version  # set from the first request on: it pauses the server
+        server.version = version  # Set after the first request, which pauses the server.
     except Failed:
       with contextlib.suppress(Failed):
         await self._client.request(server.url, client.RESUME, client.CONNECT_S)
@@ -294,25 +294,25 @@ class ServerPool:
     return parts
 
   def admit(self, server: Server) -> None:
-    """Uses a server from now on. Called on the loop, as `remove` is."""
+    """Makes a server usable. Call `admit` and `remove` on the event loop."""
     server.usable, server.reason, server.refused = True, "", False
     server.failures, server.busy_since = 0, None
     server.verdict.set()
     self._notify()
 
   def remove(self, server: Server, reason: str, refused: bool = False) -> None:
-    """Stops using a server until the next publication, and sends its calls elsewhere."""
+    """Makes a server unusable until the next publication; its calls go to other servers."""
     server.usable, server.reason, server.refused = False, reason, refused
-    server.busy_since = None  # another server may come in its place
+    server.busy_since = None  # Another process may later serve at this URL.
     server.verdict.set()
-    count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # usable now or soon
+    count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Usable now or soon.
     logging.warning("server %s is left out: %s; %d left", server.url, reason, count)
     for task in server.attempts:
       task.cancel()
     self._notify()
 
   async def _watch_health(self, server: Server) -> None:
-    """Removes a server with calls that answers no health check."""
+    """Removes a server with calls after too many failed health checks."""
     failures = 0
     while True:
       await asyncio.sleep(HEALTH_S)

@@ -1,8 +1,8 @@
-"""Publication of weights for servers, and a probe of their log-probs against the trainer's.
+"""Publication of weights for servers, and a probe of servers' log-probs against the trainer.
 
-A server that answers 200 to new weights may serve garbage, keys and values of the old ones, or
-log-probabilities of another distribution. Fixed prompts are sampled after every publication, at two
-temperatures, since at 1 log-probs before the temperature look like those after it.
+Even after a successful publication, a server may serve garbage, use keys and values of old weights,
+or return log-probs of another distribution. So fixed prompts are sampled after every publication.
+Two temperatures are used, since at temperature 1 log-probs before and after temperature are equal.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.system import hosts
 
-PUBLICATIONS = 2  # kept on disk: a server being started may still read the last but one
-PROMPTS = 8  # half of them at each temperature
-LONGEST = 256  # positions: whole blocks of prefix caches, of 16 to 128 tokens
-TOKENS = 32  # sampled, at most
-COOLER = 0.7  # second temperature, relative to the first
+PUBLICATIONS = 2  # Publications on disk: a starting server may still read the previous one.
+PROMPTS = 8  # Number of prompts, half of them at each temperature.
+LONGEST = 256  # Maximum positions, a multiple of prefix cache blocks of 16 to 128 tokens.
+TOKENS = 32  # Maximum sampled tokens.
+COOLER = 0.7  # Second temperature, relative to the first.
 _PARTIAL = ".partial"
 
 
 def write_weights(
   target: Path, params: Any, model: ModelConfig, tokenizer: epath.Path | None = None
 ) -> Path:
-  """Writes a Hugging Face directory, complete or not at all, with a tokenizer's files.
+  """Writes a Hugging Face directory atomically, with a tokenizer's files.
 
-  Keeps the last `PUBLICATIONS` directories. Every process calls this, and the first one writes.
+  Keeps the newest `PUBLICATIONS` directories. Collective: call it on all hosts.
 
   Raises:
     ServersGone: the directory cannot be written.
   """
-  from gspo_jax.models import hf  # safetensors is only needed here
+  from gspo_jax.models import hf  # Only publication needs safetensors.
 
   partial = target.with_name(target.name + _PARTIAL)
 
@@ -55,11 +55,11 @@ def write_weights(
     partial.mkdir(parents=True)
 
   def complete() -> None:
-    if tokenizer:  # generation_config.json, which changes how some servers sample, is not copied
+    if tokenizer:  # Without generation_config.json, which changes sampling in some servers.
       tokenizers.copy(tokenizer, partial, tokenizers.FILES)
-    shutil.rmtree(target, ignore_errors=True)  # written before the run was resumed
+    shutil.rmtree(target, ignore_errors=True)  # May exist from before a resume.
     os.rename(partial, target)
-    # By time of writing; nothing else in the directory is touched.
+    # Only earlier publications are removed, the oldest first.
     earlier = [path for path in target.parent.glob("weights_*") if path.is_dir() and path != target]
     earlier.sort(key=lambda path: path.stat().st_mtime)
     for path in earlier[: -(PUBLICATIONS - 1)]:
@@ -67,7 +67,7 @@ def write_weights(
 
   try:
     hosts.run_on_first_host(begin, ServersGone)
-    hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
+    hf.save(partial, params, model)  # Each tensor in its dtype in `params`.
     hosts.run_on_first_host(complete, ServersGone)
   except OSError as error:
     path = error.filename or target.parent
@@ -76,8 +76,8 @@ def write_weights(
 
 
 def read_weights(directory: Path) -> Any:
-  """Reads published weights; the trainer may have replaced its own."""
-  from gspo_jax.models import hf  # safetensors is only needed here
+  """Reads published weights, since the trainer may have newer ones."""
+  from gspo_jax.models import hf  # Only publication needs safetensors.
 
   mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
   return hf.load(directory, mesh=mesh)[0]
@@ -87,18 +87,20 @@ def read_weights(directory: Path) -> Any:
 class Verdict:
   """Differences between a server's log-probs and the trainer's, in nats."""
 
-  mean: float  # absolute difference over all tokens
-  max: float
-  raw: float  # mean at the second temperature, against the trainer's at temperature 1
+  mean: float  # Mean absolute difference over all tokens.
+  max: float  # Maximum absolute difference.
+  raw: float  # Mean at the second temperature, against the trainer's log-probs at temperature 1.
 
 
 class Probe:
-  """Fixed prompts and the trainer's pass over their continuations.
+  """Fixed prompts, and the trainer's forward pass over their continuations.
 
   Args:
-    window: positions of the longest response with its prompt.
+    model: configuration of the model.
+    compute: compute settings of the trainer's pass.
+    window: maximum tokens of a prompt with its response.
     temperature: temperature of the run.
-    routing: ask for experts too, checked by `client.read_answer`.
+    routing: whether to request experts too, checked by `client.read_answer`.
   """
 
   def __init__(
@@ -110,7 +112,7 @@ class Probe:
     routing: bool = False,
   ):
     self._model = model
-    # Short rows of any length, with no requirements of kernels on shapes.
+    # Plain attention accepts any length, unlike kernels.
     self._compute = dataclasses.replace(compute, attention="plain", remat="none", logits_chunk=0)
     length = min(window, LONGEST, model.max_position_embeddings)
     self.new = max(1, min(TOKENS, length // 2))
@@ -137,7 +139,7 @@ class Probe:
     ]
 
   def verdict(self, params: Any, parts: list[Part]) -> Verdict:
-    """Compares answers to `calls` with the network of `params`. Every process calls this."""
+    """Compares answers to `calls` with log-probs under `params`. Collective."""
     new_NT = np.stack([part.tokens for part in parts])
     server_NT = np.stack([part.logp for part in parts])
     tokens_NL = np.concatenate([self._prompts, new_NT], axis=1)
@@ -154,7 +156,7 @@ class Probe:
 def _score(
   model: ModelConfig, compute: ComputeConfig, temperatures: tuple[float, ...]
 ) -> Callable[[Any, np.ndarray], np.ndarray]:
-  """Returns a function to log-probs of all tokens but the first, at each temperature."""
+  """Returns a function for log-probs of all tokens but the first, at each temperature."""
 
   @jax.jit
   def logp(params: Any, tokens_BT: jax.Array) -> list[jax.Array]:
@@ -168,7 +170,7 @@ def _score(
   def score(params: Any, tokens_NL: np.ndarray) -> np.ndarray:
     if sharding.without_mesh():
       logps = jax.device_get(logp(params, tokens_NL))
-    else:  # pad to a row for every device
+    else:  # Pads to the same number of batch rows on every device.
       mesh = jax.sharding.get_mesh()
       shards = sharding.batch_shards(mesh)
       rows = np.resize(tokens_NL, (-(-len(tokens_NL) // shards) * shards, tokens_NL.shape[1]))
