@@ -325,7 +325,7 @@ def demonstration_tokens(
 def pack_demonstrations(
   prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Packs prompts and demonstrations in batch rows, right-padded to `length`.
+  """Writes each prompt and its demonstration into one row, right-padded to `length`.
 
   Returns:
     tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop tokens.

@@ -59,7 +59,7 @@ class WithHyperparameters(NamedTuple):
 def with_hyperparameters(
   function: Callable, hyperparameters: Mapping[str, Any]
 ) -> WithHyperparameters:
-  """Binds hyperparameters as Python floats: in arithmetic an array keeps its type."""
+  """Binds hyperparameters as Python floats, which are weakly typed: bfloat16 stays bfloat16."""
   return WithHyperparameters(function, jax.tree.map(float, hyperparameters))
 
 
@@ -189,7 +189,8 @@ def with_own_logp(
 ) -> tuple[TrainBatch, dict[str, Any]]:
   """Replaces the first mini-batch's old log-probs by those of this pass.
 
-  Both are of the same policy with `recompute`, so the ratio becomes exactly 1.
+  With `objective.old_logp=recompute` both come from one policy, so the ratio becomes exactly 1.
+  Other values leave the batch unchanged.
 
   The old policy's pass is another program, without gradient, and rounds differently. The metric
   `mismatch/recomputed` measures the difference as the mean over sequences of |mean Δ|. This
@@ -271,13 +272,14 @@ def _step(
   means per micro-batch.) A batch without a trained token leaves the state unchanged. The metric
   `updates_skipped` counts skipped updates of the whole run.
 
-  A critic is trained in the same pass, by the metric `critic.LOSS` and its own optimizer.
+  A critic is trained in the same backward pass, by its own optimizer: its loss is the numerator of
+  the metric `critic.LOSS`.
 
   Args:
     numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
     apply: `Optimizer.update` of the policy; `apply_to_critic` is the critic's.
-    critic_weight: denominator of the policy's loss over the critic's, for a whole mini-batch; this
-      weight makes one division right for both losses.
+    critic_weight: function of (batch, hyperparameters), the policy's denominator divided by the
+      critic's. It multiplies the critic's numerator, so one division normalises both.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -321,7 +323,7 @@ def _step(
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
   """Marks trained parameters so that their gradients stay on each replica.
 
-  Adapters are small: their gradients are summed over replicas in each pass.
+  Exception: gradients of adapters are small, and are summed over replicas in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

@@ -124,11 +124,11 @@ class Collector:
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration; some may be recorded.
 
-    Samples a round of groups, and with dynamic sampling at most `extra_rounds` more, until P groups
-    have unequal scores (P = `rl.prompts`). Such groups are selected first, in sampling order. If
-    they are fewer than P, the earliest groups of equal scores fill the batch. With extra rounds
-    their advantages are 0 (exception: `costs.teaches`). With partial rollouts the batch may have
-    fewer than P groups.
+    Samples one round of groups. Dynamic sampling adds up to `extra_rounds` rounds while fewer than
+    P = `rl.prompts` groups are mixed: their responses have different scores. Mixed groups are
+    selected first. If they are fewer than P, the earliest other groups fill the batch; where
+    `extra_rounds` is set, these have advantage 0, unless they teach by costs (`costs.teaches`).
+    With partial rollouts the batch may have fewer than P groups.
 
     Args:
       step: the iteration.
@@ -191,7 +191,10 @@ class Collector:
     return [Group.on_record(x, c.rl.group_size, self._tokenizer.decode) for x in records]
 
   def _chosen(self, sampled: list[Group]) -> list[Group]:
-    """Selects at most P groups, unequal scores first, filled to `rl.group_size`."""
+    """Selects at most P groups, preferably mixed ones, in sampling order.
+
+    Smaller groups get blank responses up to `rl.group_size`.
+    """
     c = self._config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
@@ -231,13 +234,12 @@ class Collector:
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Samples one round: until P groups are finished or the token budget is spent.
 
-    Returns the finished groups, at most P and at least one per mini-batch. Here P is the number of
-    sampled groups in a batch.
+    P is `rl.prompts` less the batch's recorded groups, G is `rl.group_size`. Returns the finished
+    groups, at most P and at least one per mini-batch.
 
-    With G = `rl.group_size`, at most G · (P − groups finished at the start) responses are in
-    flight. When G of these responses have ended, an extra prompt starts. Starting all extra prompts
-    at once would finish many short groups together, and later policies would train on the surplus
-    without having sampled it.
+    At most G · (P − groups finished at the start) responses are in flight. When G of these have
+    ended, an extra prompt starts. If all extra prompts started at once, many short groups could
+    finish in one iteration; the groups beyond P would be trained on later, off-policy.
 
     Surplus groups of earlier iterations come first, up to half of P.
     """
@@ -362,13 +364,16 @@ class Collector:
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; a state of another job in its common keys."""
+    """Restores a state of `position`; of another job's state, the keys that both jobs have."""
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
     self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
 
   def _again(self, prompt: Prompt) -> Environment | None:
-    """Creates the environment of a resumed trajectory; None on other hosts than host 0."""
+    """Creates the environment of a resumed trajectory.
+
+    Environments of several turns exist on host 0 only; other hosts get None.
+    """
     if self._environment is None:
       return SingleTurn(prompt.tokens)
     return self._environment(prompt) if hosts.is_first() else None

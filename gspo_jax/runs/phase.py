@@ -103,7 +103,7 @@ class Phase:
     if a step takes longer than the preemption grace period."""
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # After a preemption, the interrupted step is repeated from its start.
+      self._pending = None  # A preemption from here on saves the previous step, which is reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -127,8 +127,8 @@ class Phase:
     Args:
       step: number of finished steps.
       state: training state after `step`.
-      position: function for JSON of the phase's positions after `step`, such as in the data.
-      pending: metrics row of `step` if it is not yet evaluated and reported; None otherwise.
+      position: returns JSON of the positions after `step`, such as the next batch's in the data.
+      pending: metrics row of `step` if its evaluation and report are still to come; None otherwise.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 
@@ -165,7 +165,7 @@ class Phase:
     """Saves the resume point.
 
     Args:
-      row: metrics row with the criterion of the best checkpoint; None without one.
+      row: metrics row with the metric that ranks checkpoints; None to save without a rank.
     """
     self.flush()  # Rows of the checkpoint's steps are on file before the checkpoint.
     self._guard.check_saved(self._name, self._step, self._state)
@@ -194,8 +194,9 @@ class Phase:
     self._stack.__exit__(*raised)
 
   def _save_on_preemption(self, kind: object, error: object, trace: object) -> None:
-    if isinstance(error, preemption.Preempted):  # `Checkpointer.close` completes a running save.
+    if isinstance(error, preemption.Preempted):
       self.flush()
+      # `Checkpointer.close` completes a running save of this step.
       if self._step != self._checkpoints.latest():
         self.save()
       error.saved = f"step {self._step} of {self._name}"

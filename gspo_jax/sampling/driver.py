@@ -32,7 +32,7 @@ class Driver:
 
   Args:
     engine: engine with loaded weights.
-    workload: kind of the requests.
+    workload: bounds and sampling settings of all requests, such as token limit and stop ids.
     vocab_size: exclusive upper bound on observation token ids.
     max_turns: policy turns after which a trajectory is truncated.
     workers: threads for the environments' steps; 0 runs them in the caller's thread.
