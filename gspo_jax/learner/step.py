@@ -272,8 +272,7 @@ def _step(
   means per micro-batch.) A batch without a trained token leaves the state unchanged. The metric
   `updates_skipped` counts skipped updates of the whole run.
 
-  A critic is trained in the same backward pass, by its own optimizer: its loss is the numerator of
-  the metric `critic.LOSS`.
+  A critic is trained in the same backward pass: the numerator of `critic.LOSS` is its loss.
 
   Args:
     numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
