@@ -52,13 +52,13 @@ def test_rows_become_a_table_in_which_a_slice_stands_once():
 
 
 def test_the_smallest_slice_is_the_first_that_fits(monkeypatch):
-  def one(name, tries):
+  def search_row(name, tries):
     model, topology = name.split(" ")
     fits = topology == "v5e:2x4"
     row = dict(FITS, model=model, slice=topology, fits=fits)
     return row if fits else row | dict(error="needs more")
 
-  monkeypatch.setattr(aot_table, "one", one)
+  monkeypatch.setattr(aot_table, "search_row", search_row)
   row = aot_table.smallest("Qwen3-1.7B v5e least", 2)
   assert row["slice"] == "v5e:2x4" and row["below"] == "2x2: needs more"
   row = aot_table.smallest("Qwen3-1.7B v5p least", 2)
