@@ -35,24 +35,24 @@ FRAGMENT = re.compile(
 CODE = """
   benchmarks                 0.0       0    10.3    0.00       0
   experiments                0.0       0    10.0    0.04       0
-  gspo_jax                   2.7       1    10.3    0.12       6
+  gspo_jax                   0.0       0     9.6    0.03       1
   gspo_jax/aot               0.0       0    10.0    0.00       0
   gspo_jax/cli               0.0       0     9.6    0.05       0
-  gspo_jax/data              0.0       0     9.3    0.02       2
-  gspo_jax/evaluation        0.0       0     9.3    0.00       0
-  gspo_jax/learner           0.0       0    10.4    0.09       3
+  gspo_jax/data              0.0       0     9.2    0.02       2
+  gspo_jax/evaluation        0.0       0     9.2    0.00       0
+  gspo_jax/learner           0.0       0    10.4    0.04       0
   gspo_jax/models            0.0       0    10.2    0.00       0
-  gspo_jax/objectives        0.7       0    10.0    0.00       0
+  gspo_jax/objectives        0.7       0     9.9    0.00       0
   gspo_jax/report            0.0       0    10.1    0.03       0
-  gspo_jax/rewards           1.8       0     9.3    0.00       0
-  gspo_jax/rollouts          2.5       0    10.5    0.25       5
-  gspo_jax/runs              0.0       0    10.1    0.03       0
-  gspo_jax/sampling          1.4       0    10.5    0.03       0
-  gspo_jax/settings          0.0       0     9.2    0.00       0
+  gspo_jax/rewards           1.6       0     9.0    0.00       0
+  gspo_jax/rollouts          0.0       0     9.9    0.05       2
+  gspo_jax/runs              0.0       0     9.4    0.01       0
+  gspo_jax/sampling          1.4       0    10.0    0.03       0
+  gspo_jax/settings          0.0       0     9.1    0.00       0
   gspo_jax/system            0.0       0     9.9    0.09       2
   gspo_jax/tasks             0.0       0    10.7    0.05       0
-  gspo_jax/verifiers         0.0       0    10.2    0.03       3
-  tests                      1.0       3    11.3    0.18       5
+  gspo_jax/verifiers         0.0       0    10.2    0.02       3
+  tests                      0.9       2    11.3    0.17       5
 """
 # Ceilings for a new room, without a line above.
 GOAL = (4.0, 1, 10.0, 0.25, 3)
@@ -60,8 +60,8 @@ GOAL = (4.0, 1, 10.0, 0.25, 3)
 # Words in a sentence; sentences of more than 30 words (%); relative pronouns in a sentence; total
 # words, tables and code included.
 PAGES = """
-  docs                      21.9      21    0.74   56349
-  README.md                 18.9      17    0.41    2625
+  docs                      17.0       8    0.30   42500
+  README.md                 17.0       8    0.30    1100
 """
 
 
