@@ -10,6 +10,7 @@ runs on the CPU and needs memory for one copy of the weights.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ def export(
 
   Raises:
     ValueError: the checkpoint does not exist, is damaged, or has no model configuration; the
-      tokenizer is missing; the directory is not empty; or there are no adapters to write.
+      tokenizer is missing; the directory is not empty; there are no adapters to write; or a value
+      is NaN, or beyond `dtype`.
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
@@ -56,6 +58,8 @@ def export(
   model = checkpoint.model_config()
   if adapters and not checkpoint.adapters.rank:
     raise ValueError(f"RUN={run}: {checkpoint.path} has no adapters: leave out --adapters")
+  if adapters:
+    peft.check_readable(model, checkpoint.adapters)
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
   tokenizer = tokenizer or checkpoint.tokenizer
@@ -70,7 +74,9 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint))
     else:
-      hf.save(directory, checkpoint.load(model, mesh, dtype), model, dtype=dtype, more=ids)
+      # float16 ends at 65504: `save` looks for larger values.
+      loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
+      hf.save(directory, loaded, model, dtype=dtype, more=ids)
   generation = directory / "generation_config.json"
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
@@ -80,10 +86,11 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint) -> str:
-  """Returns the published base model of the adapters; "" without one."""
-  config = checkpoint.config
-  starts_from_run = config["job"] == "sft+rl" or "start" in config["provenance"]
-  return "" if starts_from_run or config["weights"] == "random" else config["weights"]
+  """Returns the path or repository of the published base; "" without one."""
+  name = checkpoint.config["provenance"].get("start", {}).get("directory", "")
+  if checkpoint.config["job"] == "sft+rl":  # The base is the cold start's result.
+    return ""
+  return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """A run as a Hugging Face directory: the weights it ended with, and its tokenizer."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from gspo_jax import export, sft
 from gspo_jax.data import tokenizer
 from gspo_jax.models import hf
 from gspo_jax.run import open_run
+from gspo_jax.runs import weight_source
 
 SMALL = SMALL_VALUES | dict(
   job="sft", model__num_layers=1, sft__steps=2, sft__batch=8, sft__target_loss=0.0,
@@ -105,3 +107,39 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
       export.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, monkeypatch, capsys):
+  workdir, *_ = trained
+  load = weight_source.RunCheckpoint.load
+
+  def load_larger(*arguments):
+    params = load(*arguments)
+    return params.replace(embed=params.embed * 0 - 1e5)
+
+  monkeypatch.setattr(weight_source.RunCheckpoint, "load", load_larger)
+  with pytest.raises(SystemExit):
+    export.main([str(workdir), str(tmp_path / "out"), "--dtype=float16"])
+  count = trained[1].embed.size
+  assert (
+    f"model.embed_tokens.weight has {count} values that are NaN or beyond float16, which ends "
+    "at 65504: take bfloat16" in " ".join(capsys.readouterr().err.split())
+  )
+  assert not (tmp_path / "out").exists()
+  export.main([str(workdir), str(tmp_path / "out"), "--dtype=bfloat16"])
+
+
+@pytest.mark.parametrize(
+  "job, start, base",
+  [
+    ("rl", dict(directory="org/model@0123abc"), "org/model@0123abc"),
+    ("offline", dict(directory="gs://bucket/model"), "gs://bucket/model"),
+    ("rl", dict(directory="."), os.getcwd()),
+    ("rl", {}, ""),
+    ("rl", dict(checkpoint="other/checkpoints/rl/3", step=3), ""),
+    ("sft+rl", dict(directory="org/model@0123abc"), ""),
+  ],
+)
+def test_the_base_of_adapters_is_the_published_model_of_the_start(job, start, base):
+  config = dict(job=job, weights="unused", provenance=dict(start=start) if start else {})
+  assert export._base(weight_source.RunCheckpoint(None, config)) == base

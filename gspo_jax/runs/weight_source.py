@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gspo_jax import sharding
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import finite, lora, transformer
 from gspo_jax.models.params import abstract_params
-from gspo_jax.runs import checkpoint, mirror, provenance
+from gspo_jax.runs import checkpoint, integrity, mirror, provenance
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
@@ -89,7 +89,8 @@ class RunCheckpoint:
     Adapters are merged in float32 with the stored frozen weights. Only the sum is rounded.
 
     Raises:
-      ValueError: the checkpoint is incomplete or damaged, or has other parameters.
+      ValueError: the checkpoint is incomplete or damaged, has other parameters, or values that are
+        NaN or infinite.
     """
     plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
     if not self.adapters.rank:
@@ -128,11 +129,19 @@ class RunCheckpoint:
       with checkpoint.readable(self.path):
         restored = jax.block_until_ready(reader.restore(self.path / "state", args=arguments))
       checkpoint.host_of(self.path, restored)
+      self._require_finite(restored["params"])
       return restored["params"]
     except checkpoint.DamagedError as error:
       steps = [s for s in checkpoint.finished(self.path.parent) if s < int(self.path.name)]
       before = f"; the one before is {self.path.parent / str(steps[-1])}" if steps else ""
       raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
+
+  def _require_finite(self, params: Any) -> None:
+    """Raises ValueError, naming a parameter with NaN or infinity."""
+    arrays = integrity.named(params)
+    for (name, array), count in zip(arrays.items(), finite.nonfinite(list(arrays.values()))):
+      if count:
+        raise ValueError(f"{self.key}={self.path}: {finite.describe(name, count, array.dtype)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from configs import gsm8k, tiny
 from gspo_jax import export, inputs, sft, sharding, train
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
-from gspo_jax.runs import weight_source
+from gspo_jax.runs import checkpoint, weight_source
 from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = SMALL_VALUES | dict(
@@ -208,6 +208,19 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
   with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
+
+
+def test_a_checkpoint_with_nan_is_refused_with_the_parameter(tmp_path):
+  params = dict(embed=jnp.ones((4, 3)), head=jnp.ones(5).at[2].set(jnp.nan))
+  (tmp_path / "checkpoints").mkdir()
+  checkpoints = checkpoint.Checkpointer(tmp_path, "sft", config().checkpoint)
+  checkpoints.save(1, dict(params=params), {})
+  checkpoints.close()
+  start = weight_source.find(str(tmp_path / "checkpoints/sft/1"))
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device) for k, v in params.items()}
+  with pytest.raises(ValueError, match=r"sft/1: head has 1 value that is NaN or infinite$"):
+    start.restore(like)
 
 
 @pytest.mark.parametrize("eps, fits", [(9.999999974752427e-07, True), (1.1e-6, False)])

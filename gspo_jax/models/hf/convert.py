@@ -9,13 +9,12 @@ written by transformers 5.
 """
 
 import collections
-import dataclasses
 import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,14 @@ from gspo_jax.models.hf import architectures
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.config import CheckpointError, load_config
+from gspo_jax.models.hf.leaves import (
+  Leaf,
+  by_layer,
+  leaves_of,
+  require_finite,
+  tensors_of,
+  whole,
+)
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.system import hosts, hub
 from gspo_jax.system.transfer import Transfer
@@ -39,62 +46,6 @@ _SAVED = ("float32", "bfloat16", "float16")
 _PARTIAL = ".partial"  # Suffix of incomplete files.
 _READ = 2**24  # Elements copied at once: bounds host memory beside the parameter.
 _ALIGN = 64  # Bytes; JAX on CPU adopts such a buffer instead of copying it.
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """One parameter and its place in the files."""
-
-  key: str  # Key of architectures.names.
-  letters: str
-  shape: tuple[int, ...]
-  name: str
-  axes: tuple[str, ...]
-  first_layer: int  # First layer of its stack; outside of stacks its order among layers.
-
-  @property
-  def stacked(self) -> str:
-    """Letters in the name. They come first in every parameter."""
-    return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
-
-  @property
-  def order(self) -> list[int]:
-    """Letters of the tensor's axes, in the file's order."""
-    inner = self.letters[len(self.stacked) :]
-    return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
-
-  @property
-  def sizes(self) -> dict[str, int]:
-    return dict(zip(self.letters, self.shape)) | {"2": 2}
-
-  @property
-  def tensor_shape(self) -> tuple[int, ...]:
-    return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
-
-  def tensor(self, position: tuple[int, ...]) -> str:
-    """Returns the tensor's name at a position along the stacked letters."""
-    index = dict(zip(self.stacked, position))
-    return self.name.format(l=self.first_layer + index.get("l", 0), E=index.get("E", 0))
-
-  def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(box[x] for x in self.stacked))
-
-
-def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Returns every parameter, in the order of the flattened pytree."""
-  table = transformer.table(config)
-  starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
-  leaves = []
-  for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
-    keys, first_layer = path, starts[-1] if path[0].name != "embed" else -1
-    if path[0].name == "blocks":
-      keys, first_layer = path[2:], starts[path[1].idx]
-    key = ".".join(k.name for k in keys)
-    if key.startswith("ffn."):
-      key = f"{type(table.blocks[path[1].idx].ffn).__name__}.{keys[-1].name}"
-    name, axes = names[key]
-    leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
-  return leaves
 
 
 def load(
@@ -122,7 +73,8 @@ def load(
 
   Raises:
     FileNotFoundError: no config.json, or no safetensors file.
-    CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
+    CheckpointError: missing, superfluous, misshapen or quantised tensors; values that are NaN or
+      infinite; an unsupported model.
     ValueError: the mesh does not divide a parameter, or a repository cannot be read.
   """
   name = hub.pinned(os.fspath(directory))
@@ -149,6 +101,7 @@ def load(
       )
       array = _array(leaf, split, part)
       arrays.append(jax.block_until_ready(jax.device_put(array, target)))
+  require_finite(files.name, leaves, arrays)
   treedef = jax.tree.structure(transformer.table(config))
   return jax.tree.unflatten(treedef, arrays), config
 
@@ -188,22 +141,6 @@ def _plan(
     shapes[twin] = shapes[architectures.EMBED]
   files.check_names(shapes)
   return config, files, leaves, shapes, twin
-
-
-def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
-  """Returns (layer, leaf, position) of each tensor, ordered by layer.
-
-  In files of bounded size a layer is then in one, or in two neighbours.
-  """
-  return sorted(
-    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
-    for i, leaf in enumerate(leaves)
-    for position in leaf.positions(whole(leaf))
-  )
-
-
-def whole(leaf: Leaf) -> dict[str, range]:
-  return {letter: range(size) for letter, size in zip(leaf.letters, leaf.shape)}
 
 
 def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
@@ -333,7 +270,7 @@ def save(
 
   Raises:
     ValueError: parameters do not match `model_config`, or no Hugging Face architecture has this
-      combination of features.
+      combination of features; or a value is NaN or infinite, in `dtype` too.
   """
   directory = Path(directory)
   leaves = leaves_of(model_config, architectures.names(model_config))
@@ -343,6 +280,7 @@ def save(
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
   config |= more or {}
+  require_finite(directory, leaves, arrays, kinds)
   plan = by_layer(leaves)
   parts = hf_files.shards(
     (hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan),
@@ -375,14 +313,3 @@ def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(f"params.{name} has shape {array.shape}, model_config asks for {w.shape}")
   return jax.tree.leaves(params)
-
-
-def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
-  """Yields the tensors of `plan`, with one layer's parameter on the host."""
-  current, host = None, None
-  for layer, i, position in plan:
-    leaf = leaves[i]
-    if (layer, i) != current:
-      current, host = (layer, i), None  # Frees the previous one before fetching the next.
-      host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
-    yield host[position[1:]].transpose(leaf.order).reshape(leaf.tensor_shape)

@@ -9,14 +9,18 @@ import dataclasses
 import json
 import math
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from gspo_jax.models import lora, transformer
 from gspo_jax.models.hf import convert, files
+from gspo_jax.models.hf import leaves as hf_leaves
 from gspo_jax.models.hf.architectures import names
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.settings.model import ModelConfig
@@ -24,11 +28,25 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of calculation or storage, with the only supported value.
-FIXED = dict(
-  peft_type="LORA", bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False,
-  lora_bias=False, modules_to_save=None, rank_pattern={}, alpha_pattern={}, megatron_config=None,
+# Keys of calculation, with the values of a plain sum W + BA. Other initialisations change W.
+_PLAIN = dict(
+  peft_type=("LORA",),
+  task_type=("CAUSAL_LM", None),
+  bias=("none",),
+  init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
+)
+# Keys without effect on the sum. Names, shapes and other keys decide instead.
+_ANY = frozenset(
+  """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
+  base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
+  qalora_group_size loftq_config eva_config corda_config lora_ga_config""".split()
+)
+_WRITTEN = dict(
+  peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True,
+  fan_in_fan_out=False, use_rslora=False, use_dora=False, lora_bias=False, modules_to_save=None,
+  rank_pattern={}, alpha_pattern={}, megatron_config=None, lora_dropout=0.0, inference_mode=True,
 )  # fmt: skip
+_ADAPTED = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Group 1: name of the module.
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
@@ -36,17 +54,19 @@ def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: 
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `check`.
+    CheckpointError: a value is NaN or infinite.
   """
   opened, leaves = check(directory, model, config), _leaves(model, config)
   opened.fetch({entry.name: math.prod(entry.shape) for entry in _entries(leaves)[0]})
   trained, frozen = lora.split(params)
 
-  def read(leaf: convert.Leaf, like: jax.Array) -> jax.Array:
-    whole = convert.read(opened, leaf, convert.whole(leaf), np.dtype("float32"))
+  def read(leaf: hf_leaves.Leaf, like: jax.Array) -> jax.Array:
+    whole = convert.read(opened, leaf, hf_leaves.whole(leaf), np.dtype("float32"))
     return jax.make_array_from_callback(whole.shape, like.sharding, whole.__getitem__)
 
   arrays, treedef = jax.tree.flatten(trained)
   arrays = [read(leaf, like) for leaf, like in zip(leaves, arrays, strict=True)]
+  hf_leaves.require_finite(directory, leaves, arrays)
   return lora.join(jax.tree.unflatten(treedef, arrays), frozen)
 
 
@@ -61,12 +81,13 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   name = hub.pinned(os.fspath(directory), CONFIG)
   path = hub.directory(name) / CONFIG
   settings = read_json(path)
-  for key, value in FIXED.items():
-    if (actual := settings.get(key) or value) != value:
-      raise CheckpointError(f"{path}: {key}={actual!r}, and only {value!r} is read")
+  _require_plain(path, settings)
   opened = files.Files(name, TENSORS)
-  matrices = {name.split(".")[-3] for name in opened.file_of if ".lora_" in name}
-  stored = dict(rank=settings.get("r"), alpha=settings.get("lora_alpha"), matrices=sorted(matrices))
+  matrix_of = _modules(model)
+  modules = {match[1] for match in map(_ADAPTED.search, opened.file_of) if match}
+  matrices = {matrix_of[module] for module in modules & matrix_of.keys()}
+  stored = dict(rank=settings.get("r"), alpha=settings.get("lora_alpha"))
+  stored |= dict(matrices=sorted(matrices)) if matrices else {}
   expected = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
   if wrong := [f"lora.{key}={value}" for key, value in stored.items() if value != expected[key]]:
     raise CheckpointError(f"lora.adapter={name} has other adapters: set {', '.join(wrong)}")
@@ -77,6 +98,38 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   return opened
 
 
+def _require_plain(path: epath.Path, settings: Mapping[str, Any]) -> None:
+  """Raises CheckpointError unless the adapters are plain LoRA, W + BA.
+
+  An unknown key is plain if it is off: null, false or empty.
+  """
+  for key, actual in settings.items():
+    off = type(actual)() if isinstance(actual, bool | dict | list | str) else None
+    allowed = _PLAIN.get(key, (off,))
+    if key not in _ANY and actual not in allowed:
+      raise CheckpointError(f"{path}: {key}={actual!r}, and only {_listed(allowed)} is read")
+
+
+def _listed(values: Iterable[Any]) -> str:
+  return " or ".join(map(repr, values))
+
+
+def check_readable(model: ModelConfig, config: LoraConfig) -> None:
+  """Raises ValueError for adapters of experts outside PEFT's reach.
+
+  In transformers 5 the experts of a layer are one parameter; matrices of dense layers are modules.
+  """
+  dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
+  layers = {model.is_moe(layer) for layer in range(model.num_layers)}
+  wrong = ""
+  if dense and len(layers) > 1:
+    wrong = "leaves out those of dense layers beside layers with experts"
+  elif True in layers and len(dense - {"down_proj"}) == 1:
+    wrong = f"needs gate_proj and up_proj of experts together, not {min(dense - {'down_proj'})}"
+  if wrong:
+    raise ValueError(f"PEFT {wrong}: write the merged weights, without --adapters")
+
+
 def save(
   directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig, base: str = ""
 ) -> None:
@@ -85,41 +138,55 @@ def save(
   Every process calls this, and the first one writes.
 
   Args:
-    base: public name of the adapted model.
+    base: directory or repository of the adapted model, "" for none.
   """
   directory, leaves = Path(directory), _leaves(model, config)
   entries, plan = _entries(leaves)
-  tensors = convert.tensors_of(leaves, jax.tree.leaves(lora.split(params)[0]), plan)
+  arrays = jax.tree.leaves(lora.split(params)[0])
+  hf_leaves.require_finite(directory, leaves, arrays)
+  tensors = hf_leaves.tensors_of(leaves, arrays, plan)
   writes = jax.process_index() == 0  # The others take part in gathering.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   files.write(directory / TENSORS if writes else Path(os.devnull), entries, tensors)
-  described = FIXED | dict(
-    task_type="CAUSAL_LM",
-    base_model_name_or_path=base or None,
+  name, _, revision = base.partition("@") if hub.is_id(base) else (base, "", "")
+  modules = _modules(model).items()
+  described = _WRITTEN | dict(
+    base_model_name_or_path=name or None,
+    revision=revision or None,
     r=config.rank,
     lora_alpha=config.alpha,
-    lora_dropout=0.0,
-    target_modules=list(config.matrices),
-    inference_mode=True,
+    target_modules=[module for module, matrix in modules if matrix in config.matrices],
   )
   if writes:
     (directory / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
 
 
-def _entries(leaves: list[convert.Leaf]) -> tuple[list[files.Entry], list]:
+def _modules(model: ModelConfig) -> dict[str, str]:
+  """Maps modules of Hugging Face's architecture to their names in `LoraConfig.matrices`."""
+  every = lora.table(transformer.table(model), LoraConfig(rank=1))
+  weights = jax.tree.leaves(every, is_leaf=lora.is_adapted)
+  leaves = hf_leaves.leaves_of(model, names(model))
+  return {
+    leaf.name.split(".")[-2]: f"{leaf.key.split('.')[-1]}_proj"
+    for leaf, w in zip(leaves, weights, strict=True)
+    if lora.is_adapted(w)
+  }
+
+
+def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
   """The tensors, and `by_layer` of them."""
-  plan, float32 = convert.by_layer(leaves), np.dtype("float32")
+  plan, float32 = hf_leaves.by_layer(leaves), np.dtype("float32")
   entries = [files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, float32) for _, i, p in plan]
   return entries, plan
 
 
-def _leaves(model: ModelConfig, config: LoraConfig) -> list[convert.Leaf]:
+def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   """Returns every A and B, in the order of the flattened pytree."""
   adapters = lora.table(transformer.table(model), config)
   weights = jax.tree.leaves(adapters, is_leaf=lora.is_adapted)
   leaves = []
-  for leaf, w in zip(convert.leaves_of(model, names(model)), weights, strict=True):
+  for leaf, w in zip(hf_leaves.leaves_of(model, names(model)), weights, strict=True):
     if lora.is_adapted(w):
       stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
       for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):

@@ -396,3 +396,29 @@ def test_what_cannot_be_saved(tmp_path):
     config = dataclasses.replace(LLAMA, num_heads=5, num_kv_heads=1)
     hf.save(tmp_path, params_of(config), config)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_tensor_that_is_not_finite_is_named(value, tmp_path):
+  saved(tmp_path, MIXTRAL)
+  name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+  tensors = load_file(tmp_path / SINGLE)
+  tensors[name][4, 5:7] = value
+  save_file(tensors, tmp_path / SINGLE)
+  expected = rf"^{tmp_path}: {name} has 2 values that are NaN or infinite$"
+  with pytest.raises(hf.CheckpointError, match=expected):
+    hf.load(tmp_path, mesh=sharding.make_mesh(MeshConfig(1, 2, 2, 2)), dtype=jnp.bfloat16)
+
+
+def test_values_beyond_float16_are_counted_and_nothing_is_written(tmp_path):
+  params = params_of(DENSE)
+  blocks = params.blocks[0]
+  large = blocks.ffn.down.at[1, 2, 3].set(1e5)
+  params = params.replace(blocks=(blocks.replace(ffn=blocks.ffn.replace(down=large)),))
+  message = "model.layers.1.mlp.down_proj.weight has 1 value that is NaN or beyond float16, which"
+  with pytest.raises(ValueError, match=message):
+    hf.save(tmp_path / "narrow", params, DENSE, dtype="float16")
+  assert not (tmp_path / "narrow").exists()
+  hf.save(tmp_path / "wide", params, DENSE, dtype="bfloat16")
+  with pytest.raises(hf.CheckpointError, match=message):
+    hf.load(tmp_path / "wide", dtype=jnp.float16)

@@ -1,0 +1,121 @@
+"""Parameters and their tensors in Hugging Face's files."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import sharding
+from gspo_jax.models import finite, transformer
+from gspo_jax.models.hf.config import CheckpointError
+from gspo_jax.settings.model import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One parameter and its place in the files."""
+
+  key: str  # Key of architectures.names.
+  letters: str
+  shape: tuple[int, ...]
+  name: str
+  axes: tuple[str, ...]
+  first_layer: int  # First layer of its stack; outside of stacks its order among layers.
+
+  @property
+  def stacked(self) -> str:
+    """Letters in the name. They come first in every parameter."""
+    return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
+
+  @property
+  def order(self) -> list[int]:
+    """Letters of the tensor's axes, in the file's order."""
+    inner = self.letters[len(self.stacked) :]
+    return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    return dict(zip(self.letters, self.shape)) | {"2": 2}
+
+  @property
+  def tensor_shape(self) -> tuple[int, ...]:
+    return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
+
+  def tensor(self, position: tuple[int, ...]) -> str:
+    """Returns the tensor's name at a position along the stacked letters."""
+    index = dict(zip(self.stacked, position))
+    return self.name.format(l=self.first_layer + index.get("l", 0), E=index.get("E", 0))
+
+  def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(box[x] for x in self.stacked))
+
+
+def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Leaf]:
+  """Returns every parameter, in the order of the flattened pytree."""
+  table = transformer.table(config)
+  starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
+  leaves = []
+  for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
+    keys, first_layer = path, starts[-1] if path[0].name != "embed" else -1
+    if path[0].name == "blocks":
+      keys, first_layer = path[2:], starts[path[1].idx]
+    key = ".".join(k.name for k in keys)
+    if key.startswith("ffn."):
+      key = f"{type(table.blocks[path[1].idx].ffn).__name__}.{keys[-1].name}"
+    name, axes = names[key]
+    leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
+  return leaves
+
+
+def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
+  """Returns (layer, leaf, position) of each tensor, ordered by layer.
+
+  In files of bounded size a layer is then in one, or in two neighbours.
+  """
+  return sorted(
+    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
+    for i, leaf in enumerate(leaves)
+    for position in leaf.positions(whole(leaf))
+  )
+
+
+def whole(leaf: Leaf) -> dict[str, range]:
+  return {letter: range(size) for letter, size in zip(leaf.letters, leaf.shape)}
+
+
+def require_finite(
+  path: Any, leaves: Sequence[Leaf], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
+) -> None:
+  """Raises CheckpointError for a tensor with NaN or infinity. Collective.
+
+  Args:
+    path: location of the tensors, for the message.
+    leaves: parameters and their tensors.
+    arrays: values of the parameters.
+    kinds: dtypes of the written tensors. None keeps the arrays' own.
+  """
+  counts = finite.nonfinite(arrays, kinds)
+  plan = [(layer, i, position) for layer, i, position in by_layer(leaves) if counts[i]]
+  for (_, i, position), tensor in zip(plan, tensors_of(leaves, arrays, plan)):
+    kind = jnp.dtype(arrays[i].dtype if kinds is None else kinds[i])
+    with np.errstate(over="ignore"):
+      values = tensor.astype(kind).astype(np.float32)
+    if count := int((~np.isfinite(values)).sum()):
+      named = finite.describe(leaves[i].tensor(position), count, kind)
+      raise CheckpointError(f"{path}: {named}")
+
+
+def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
+  """Yields the tensors of `plan`, with one layer's parameter on the host."""
+  current, host = None, None
+  for layer, i, position in plan:
+    leaf = leaves[i]
+    if (layer, i) != current:
+      current, host = (layer, i), None  # Frees the previous one before fetching the next.
+      host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
+    yield host[position[1:]].transpose(leaf.order).reshape(leaf.tensor_shape)
