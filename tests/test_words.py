@@ -62,6 +62,8 @@ GOAL = (4.0, 1, 10.0, 0.25, 3)
 PAGES = """
   docs                      16.5       7    0.25   40000
   README.md                 17.0       8    0.30    1100
+  benchmarks                17.0       8    0.30   20000
+  experiments               17.0       8    0.30   20000
 """
 
 
@@ -137,6 +139,7 @@ def all_counts() -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, .
     rooms[room].append(path)
   docs = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "keys.md"]
   pages = {"docs": count_pages(docs), "README.md": count_pages([ROOT / "README.md"])}
+  pages |= {x: count_pages(sorted((ROOT / x).rglob("*.md"))) for x in ("benchmarks", "experiments")}
   return {room: count_code(paths) for room, paths in sorted(rooms.items())}, pages
 
 
