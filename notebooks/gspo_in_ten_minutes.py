@@ -11,14 +11,14 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/gspo_in_ten_minutes.ipynb)
 #
-# A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers, first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at the importance ratio and the clipping, on the data of this very run.
+# A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers. It learns first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at the importance ratio and the clipping, on the data of this run.
 #
-# It runs on a CPU, a GPU or a TPU alike: about two minutes on two free CPU cores, up to ten on slow or busy ones.
+# It runs on a CPU, a GPU or a TPU: about two minutes on two free CPU cores, up to ten on slow or busy ones.
 
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. Expect pip's complaint about an older JAX, and SystemExit at the end of the cell.
 
 # %% tags=["install"]
 import importlib.util
@@ -52,9 +52,9 @@ WORKDIR = "ten_minutes"  # where the run keeps its files; the same cells go on f
 #
 # The prompt is a sum, `389+471=`. The model writes the digits of the result in reverse, as in addition on paper, and then the result itself: `068:860`. Only the result counts: the reward is 1 if it is right and 0 if not.
 #
-# **Cold start.** Reinforcement learning needs a model that is sometimes right. So the model first imitates a pupil who forgets half of the carries, and ends up right in about four sums of ten.
+# **Cold start.** Reinforcement learning needs some right answers to begin with. So the model first imitates examples with half of the carries forgotten, and is then right in about four sums of ten.
 #
-# **GSPO.** In each iteration the model answers 64 sums, 8 times each. An answer that is better than the others to the same sum becomes more likely, a worse one less likely.
+# **GSPO.** In each iteration the model answers 64 sums, 8 times each. An answer better than the others to the same sum becomes more likely, a worse one less likely.
 #
 # ## Train
 #
@@ -195,7 +195,7 @@ table(
 #
 # ## The ratio
 #
-# A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** measures its movement:
+# A batch of responses is used for four updates. From the second on, the model has changed since it sampled them. The **importance ratio** measures its movement:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
 # - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
@@ -224,13 +224,13 @@ print(f"tokens spread {token.std() / sequence.std():.1f} times as wide as respon
 print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5:.1f}")
 
 # %% [markdown]
-# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of eight or nine there, and tokens that moved up and down cancel. If $n$ tokens moved independently, their mean would spread $\sqrt n$ times less, about as seen here. With responses of thousands of tokens little is left. So the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
+# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. One outlying token is one of eight or nine there, and upward and downward moves cancel. If $n$ tokens moved independently, their mean would spread $\sqrt n$ times less, about as seen here. With responses of thousands of tokens little is left. So the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
 #
 # **What is it good for?** The reward is for the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
 #
 # ## The clipping
 #
-# The objective of a response is $\min\left(s \hat A,\ \text{clip}(s) \hat A\right)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
+# The objective of a response is $\min\left(s \hat A,\ \text{clip}(s) \hat A\right)$. Clipping acts on a response that has gone far enough *in the direction of its advantage*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient, so all of its tokens are left out.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Which responses are clipped

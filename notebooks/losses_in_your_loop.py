@@ -16,7 +16,7 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. Expect pip's complaint about an older JAX, and SystemExit at the end of the cell.
 
 # %% tags=["install"]
 import importlib.util
@@ -43,7 +43,7 @@ if importlib.util.find_spec("gspo_jax") is None:
 # %% [markdown]
 # ## The task
 #
-# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response before the first mistake. So responses have 1 to 10 tokens, and a mask marks the tokens that count.
+# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response before the first mistake. So responses have 1 to 10 tokens, marked by a mask.
 
 # %% tags=["parameters"]
 STEPS = 80  # rollouts of each run, with four updates each
@@ -148,7 +148,7 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Three responses of each, beside those of an untrained model:
+# Three responses of each, beside an untrained model's:
 
 
 # %%

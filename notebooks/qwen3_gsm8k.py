@@ -16,7 +16,7 @@
 #
 # This notebook trains all parameters of a real model with GSPO, with a verifier of answers as the only teacher. The model depends on the machine:
 #
-# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line of a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's. Nobody has made the run itself on a chip: times are estimates, and accuracy is for you to see.
+# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line of a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's. Nobody has made the run itself on a chip: times are estimates, and accuracy is unknown.
 # - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems of the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
 #
 # The outputs here are of the second, with `ITERATIONS = 10` and the weights in 4 bits (`MODEL` was a directory of `python -m experiments.smollm2 SmolLM2-135M-Instruct`).
@@ -24,7 +24,7 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. A complaint of pip about an older JAX, and SystemExit at the end of the cell, are as they should be.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. Expect pip's complaint about an older JAX, and SystemExit at the end of the cell.
 
 # %% tags=["install"]
 import importlib.util
@@ -119,7 +119,7 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # | prefill | 6.4 | 6.7 | **13.1** |
 # | decoding, 64 responses at a time | 5.7 | 6.7 | 12.4 |
 #
-# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and their learning at toy size).
+# So full float32 Adam fits. Parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, and the logits of 151,936 tokens exist for 128 positions at a time. The sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and their learning at toy size).
 #
 # | chip | configuration | status |
 # | --- | --- | --- |
@@ -178,7 +178,7 @@ print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i i
 # %% [markdown]
 # ## The command
 #
-# This is a whole run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses the same settings as the run, and prints its size. (Its memory is an estimate; the figures above are the compiler's.)
+# This is a whole run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses the same settings as the run, and prints its size. Its memory is an estimate; the figures above are the compiler's.
 
 # %%
 workdir = home / "run"
@@ -209,7 +209,7 @@ if dry.returncode:
 # %% [markdown]
 # ## Train
 #
-# The first evaluation and the first iteration compile their programs, which takes minutes. The line under the curves shows progress, and from the second iteration on the time left.
+# The first evaluation and the first iteration compile their programs for some minutes. The line under the curves shows progress, and from the second iteration on the time left.
 #
 # How long does it take? `aot`, with `--mean_response=300`, computes the least time of an iteration on a v5e, for responses of 300 tokens in the mean:
 #
@@ -311,7 +311,7 @@ train()
 # %% [markdown]
 # ## Before and after, in figures
 #
-# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1 (`accuracy` is the average Pass@1, with a 95 % interval over problems), and a greedy one.
+# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1, and a greedy one. `accuracy` is the average Pass@1, with a 95 % interval over problems.
 
 # %%
 import numpy as np
@@ -353,7 +353,7 @@ print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high
 # %% [markdown]
 # ## Before and after, in words
 #
-# The first three held-out problems, then, if there are any, two that became right and two that became wrong.
+# The first three held-out problems, then up to two that became right and up to two that became wrong.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Functions that write tables
@@ -394,9 +394,9 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
 # %% [markdown]
 # ## What stays
 #
-# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download this one file from the file browser. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
+# `run/report.html` in `HOME` has all metrics and warnings, and the responses of every tenth iteration with tokens coloured by log-ratio. Download this one file from the file browser. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
-# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash counts, too. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
+# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, where the trash counts, too. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings continues. This was tested with directories of a local disk, not with a Drive.
 
 # %%
 for path in sorted(workdir.iterdir()):
