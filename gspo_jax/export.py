@@ -3,9 +3,9 @@
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
 RUN is a value of the key `weights`: a workdir, for its newest checkpoint, or a checkpoint.
-transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged in float32, and only
-the sum is rounded; with --adapters only the adapters are written, in PEFT's format. The command
-runs on the CPU and needs memory for one copy of the weights.
+transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged as in training; with
+--adapters only the adapters are written, in PEFT's format. The command runs on the CPU and needs
+memory for one copy of the weights.
 """
 
 import argparse

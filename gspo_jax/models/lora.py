@@ -106,6 +106,30 @@ def dithered(params: Any) -> Any:
   return jax.tree.map(rounded, params, is_leaf=is_adapted)
 
 
+def materialize(params: Any, dtype: Any) -> Any:
+  """Merges adapters for other readers, as passes of this run read the sum.
+
+  Plain parameters are unchanged. Sums of float32 in bfloat16 are dithered where W is exact in
+  bfloat16, as in published weights, and rounded to the nearest elsewhere.
+
+  Args:
+    params: parameters with adapters.
+    dtype: dtype of the result, at the latest when the caller casts it.
+  """
+
+  def rounded(x: Any) -> Any:
+    if not is_adapted(x) or x.frozen.dtype == jnp.bfloat16:
+      return dithered(x)
+    total = _sum(x, jax.lax.Precision.HIGHEST)
+    if dtype != jnp.bfloat16:
+      return total
+    narrow = x.frozen.astype(jnp.bfloat16)
+    exact = narrow.astype(x.frozen.dtype) == x.frozen
+    return jnp.where(exact, dithered(x.replace(frozen=narrow)), total.astype(jnp.bfloat16))
+
+  return jax.tree.map(rounded, params, is_leaf=is_adapted)
+
+
 def _sum(x: Adapted, precision: jax.lax.Precision | None = None) -> jax.Array:
   """Sums frozen weight and adapter in float32."""
   letters = "stuvwxyz"[: x.frozen.ndim]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -86,7 +87,7 @@ class RunCheckpoint:
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
     """Loads the parameters in the training layout, in the dtypes for compute dtype `dtype`.
 
-    Adapters are merged in float32 with the stored frozen weights. Only the sum is rounded.
+    Adapters are merged with the stored frozen weights as in training: in bfloat16 with dither.
 
     Raises:
       ValueError: the checkpoint is incomplete or damaged, has other parameters, or values that are
@@ -98,7 +99,7 @@ class RunCheckpoint:
 
     @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, plain))
     def merge(params: Any) -> Any:
-      merged = lora.merged(params, np.float32)
+      merged = lora.materialize(params, jnp.dtype(dtype))
       return jax.tree.map(lambda x, like: x.astype(like.dtype), merged, plain)
 
     return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))

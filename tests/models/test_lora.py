@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from support.small_models import MODELS, SMALLER_DENSE, initial, logits
 from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
 
@@ -16,7 +17,7 @@ from gspo_jax import sharding
 from gspo_jax.learner.state import abstract_state, new_state
 from gspo_jax.models import hf, lora, publication, transformer, weights
 from gspo_jax.models.params import with_adapters
-from gspo_jax.runs import checkpoint
+from gspo_jax.runs import checkpoint, weight_source
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig, LoraConfig
 
@@ -229,6 +230,46 @@ def test_saved_weights_are_rounded_once(tmp_path):
   loaded, _ = hf.load(tmp_path)
   exact = lora.merged(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))
   jax.tree.map(np.testing.assert_array_equal, loaded, exact)
+
+
+def assert_equal(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.astype("f4"), y.astype("f4")), a, b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_others_read_the_sum_that_was_trained(name, tmp_path):
+  """Rounded to the nearest it would be nearly the frozen weights."""
+  model, params = MODELS[name], small_change(name)
+  trained = lora.dithered(params)
+  assert_equal(lora.materialize(params, jnp.dtype("bfloat16")), trained)
+  wide = jax.tree.map(lambda x: x.astype("float32"), params)  # Published in bfloat16.
+  assert_equal(lora.materialize(wide, jnp.dtype("bfloat16")), trained)
+  hf.save(tmp_path, params, model)
+  assert_equal(hf.load(tmp_path)[0], trained)
+
+
+def test_sums_with_weights_between_those_of_bfloat16_are_rounded_to_the_nearest():
+  for w in each_matrix(small_change("dense")):
+    w = jax.device_get(w.replace(frozen=w.frozen.astype("float32") * 1.001))
+    between = w.frozen != w.frozen.astype("bfloat16")
+    assert between.mean() > 0.9
+    materialized, nearest = lora.materialize(w, jnp.dtype("bfloat16")), lora.merged(w, "bfloat16")
+    np.testing.assert_array_equal(materialized[between], nearest[between])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_is_read_as_it_was_trained(dtype, tmp_path):
+  """As exports, teachers, evaluations and first weights do."""
+  model, mesh, params = MODELS["dense"], make_mesh(ONE), small_change("dense")
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CHECKPOINTS)
+  checkpoints.save(1, dict(params=params), {})
+  checkpoints.close()
+  config = dict(lora=dataclasses.asdict(LORA), compute=dict(dtype="bfloat16"))
+  start = weight_source.RunCheckpoint(epath.Path(tmp_path / "checkpoints/rl/1"), config)
+  with jax.set_mesh(mesh):
+    loaded = start.load(model, mesh, dtype)
+  assert loaded.blocks[0].attention.q.dtype == dtype
+  assert_equal(loaded, lora.dithered(params))
 
 
 def test_a_restored_state_goes_on_as_if_it_had_not_been_saved(tmp_path):

@@ -261,7 +261,8 @@ def save(
 
   Names and shapes equal published checkpoints, one tensor per expert. Every process calls this and
   the first one writes. The caller copies the tokenizer's files. An earlier save in the same
-  directory is replaced when the new files are complete. Adapters are merged in float32.
+  directory is replaced when the new files are complete. Adapters are merged in float32; sums in
+  bfloat16 are dithered as in training.
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
@@ -274,7 +275,7 @@ def save(
   """
   directory = Path(directory)
   leaves = leaves_of(model_config, architectures.names(model_config))
-  arrays = _checked(lora.merged(params, dtype), model_config)
+  arrays = _checked(_merged(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
@@ -298,6 +299,13 @@ def save(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices("hf.save")  # Readers wait for complete files.
+
+
+def _merged(params: transformer.Params, dtype: Any) -> transformer.Params:
+  """Merges adapters; in float32 the sum is exact."""
+  if dtype is not None and jnp.dtype(dtype) == jnp.float32:
+    return lora.merged(params, jnp.float32)
+  return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))
 
 
 def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]:
