@@ -1,6 +1,7 @@
 """Inputs of a run, read and checked before the first write."""
 
 import dataclasses
+import datetime
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from gspo_jax import rewards, sharding
 from gspo_jax import teacher as teachers
 from gspo_jax.data import embedded, growing, recorded, sources, tokenizer
-from gspo_jax.data.sources import shared_prompts
+from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer
@@ -69,6 +70,7 @@ class Inputs:
   data: Data
   meshes: Meshes
   teacher: teachers.Teacher | None  # None without distillation.
+  date: datetime.datetime  # First start of the run.
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
@@ -76,7 +78,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   `open_run`."""
   paths.check(config, workdir)
   if config.distributed:
-    _join_hosts()
+    hosts.join()
   values, home, flag = dataclasses.asdict(config), workdir, "--workdir"
   if workdir is not None:
     mirror = Mirror(workdir, config.checkpoint.directory)
@@ -84,7 +86,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
       home, flag = mirror.target, "--config.checkpoint.directory"
     provenance.check(home, values, flag)
   origins = provenance.recorded_origins(home, values)
-  inputs = read(config, origins)
+  inputs = read(config, origins, provenance.first_start(home))
   if workdir is not None:
     # Raises ValueError for a damaged metrics.jsonl before the first write.
     hosts.run_on_first_host(lambda: len(read_rows(workdir / "metrics.jsonl")))
@@ -96,24 +98,30 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   return inputs
 
 
-def read(config: RunConfig, origins: Mapping[str, Mapping[str, Any]]) -> Inputs:
+def read(
+  config: RunConfig, origins: Mapping[str, Mapping[str, Any]], date: datetime.datetime
+) -> Inputs:
   """Reads and checks a run's inputs; cheap checks come before slow ones.
 
   Args:
     config: configuration of the run.
     origins: recorded origins of a resumed run (`provenance.recorded_origins`).
+    date: date of the run's first start, for chat templates.
   """
   source = read_model(config, origins["start"])
-  tok = read_tokenizer(config, source, origins["tokenizer"])
+  tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
   sections = reward_sections(config)
   data = read_data(config, tok, sections)
+  sources.require_same_on_hosts(
+    [data.train_prompts, data.demonstrations, data.recordings or (), *data.problems.values()]
+  )
   _check_environment(config, tok, environment, data)
   meshes = make_meshes(config)
   _check_engine(config, tok, meshes.sampler, data.problems)
   teacher = find_teacher(config, tok, meshes.trainer, origins["teacher"])
   check_memory(config, meshes.trainer, teacher and teacher.model)
-  return Inputs(source, tok, environment, sections, data, meshes, teacher)
+  return Inputs(source, tok, environment, sections, data, meshes, teacher, date)
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
@@ -124,11 +132,14 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def read_tokenizer(
-  config: RunConfig, source: WeightSource, recorded: Mapping[str, Any]
+  config: RunConfig,
+  source: WeightSource,
+  recorded: Mapping[str, Any],
+  date: datetime.datetime | None = None,
 ) -> Tokenizer:
   """Reads the tokenizer. Raises ValueError if required texts cannot be decoded."""
   name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
-  tok = tokenizer.load_for(name, config.model.vocab_size, config.data)
+  tok = tokenizer.load_for(name, config.model.vocab_size, config.data, date)
   if config.has_iterations and config.objective.segment_unit == "step":
     delimiters.choose(config.objective.segment_delimiters, tok)
   for text in config.sampling.stop_strings:
@@ -187,6 +198,7 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
     data.max_prompt_tokens,
     config.sampling.max_new_tokens,
     config.model.vocab_size,
+    tuple(config.sampling.stop_strings),
   )
   return recorded.load(config.offline.data, tok, data.prompt_template, limits, data.on_error)
 
@@ -376,21 +388,3 @@ def _warn_of_shared(config: RunConfig, data: Data) -> list[str]:
     f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them shows what "
     "was memorised; leave them out of one of both"
   ]
-
-
-def _join_hosts() -> None:
-  """Connects the processes of all hosts.
-
-  JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
-  environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
-  JAX_NUM_PROCESSES and JAX_PROCESS_ID. (JAX itself reads only JAX_COORDINATOR_ADDRESS.)
-  """
-  variables = dict(num_processes="JAX_NUM_PROCESSES", process_id="JAX_PROCESS_ID")
-  try:
-    numbers = {key: int(os.environ[name]) for key, name in variables.items() if name in os.environ}
-    jax.distributed.initialize(**numbers)
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(
-      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
-      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
-    ) from error

@@ -203,7 +203,8 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
     evaluator = make_evaluator(config, inputs, scoring, workdir / "evaluations")
     if hosts.is_first():
       taught_by = inputs.teacher and inputs.teacher.source.about
-      provenance.record(workdir, values, inputs.source.about, taught_by, inputs.tokenizer.path)
+      start, name = inputs.source.about, inputs.tokenizer.path
+      provenance.record(workdir, values, start, taught_by, name, inputs.date)
     yield Run(config, workdir, inputs, scoring, engine, evaluator, writer, profiler, publishers)
 
 

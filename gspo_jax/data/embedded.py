@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gspo_jax import structs
-from gspo_jax.data import tokenizer
+from gspo_jax.data import replies, tokenizer
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.tasks import arithmetic, calculator, recurrence, word_problems
 
@@ -51,14 +51,18 @@ class Embedded:
 
   def __getitem__(self, index: int) -> structs.Prompt:
     row = self._problems[index]
-    text = self._tok.render(row["question"], template=self._config.prompt_template)
+    messages = [tokenizer.user_turn(row["question"], self._config.prompt_template)]
+    text = self._tok.chat(messages)
+    # The seed fixes each problem's demonstration, right or wrong.
+    turns = self._task.demonstration(row, seed=index, **self._told)
+    first, *others = (turns,) if isinstance(turns, str) else turns
+    first = replies.continuation(self._tok, messages, text, first)
     return structs.Prompt(
       id=row["id"],
       question=row["question"],
       answer=row["answer"],
       tokens=tuple(self._tok.encode(text)),
-      # The seed fixes each problem's demonstration, right or wrong.
-      demonstration=self._task.demonstration(row, seed=index, **self._told),
+      demonstration=first if isinstance(turns, str) else (first, *others),
       thinks=text.rstrip().endswith("<think>"),
     )
 

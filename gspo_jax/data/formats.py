@@ -10,18 +10,18 @@ import dataclasses
 import decimal
 import json
 import math
-import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from gspo_jax import structs
-from gspo_jax.data import tokenizer
+from gspo_jax.data import contests, replies, tokenizer
 from gspo_jax.data.files import BadRow
-from gspo_jax.settings.data import BOXED, DataConfig, DataError, Format
+from gspo_jax.data.filters import TOKENS, Condition, as_text
+from gspo_jax.settings.data import BOXED, DataConfig, Format
 from gspo_jax.verifiers import math_answer
 
 # The first of these fields in a data row is its id.
@@ -78,7 +78,7 @@ FORMATS = {
   "livecodebench": Format(
     "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
-  "apps": Format("question", "input_output", **_PROGRAM),  # TACO too
+  "apps": Format("question", "input_output", adapt=contests.apps, **_PROGRAM),  # TACO too
   "humaneval": Format(
     "prompt", "json:prompt,test,entry_point", demonstration="canonical_solution", template=_FUNCTION
   ),
@@ -86,6 +86,7 @@ FORMATS = {
     "{description}\n\nInput\n{input_format}\n\nOutput\n{output_format}",
     "json:inputs=official_tests.*.input,outputs=official_tests.*.output",
     template=_STDIN,
+    adapt=contests.codeforces,
   ),
 }
 FORMATS = {name: dataclasses.replace(form, name=name) for name, form in FORMATS.items()}
@@ -96,7 +97,7 @@ def prompt(
   form: Format,
   tok: tokenizer.Tokenizer,
   *,
-  filters: tuple["Condition", ...] = (),
+  filters: tuple[Condition, ...] = (),
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
@@ -119,7 +120,8 @@ def prompt(
   starter = row.get(form.starter) if form.starter else None
   if starter:
     template = form.starter_template.replace("{starter}", str(starter))
-  text = tok.render(question, template=template, before=before)
+  messages = [*before, tokenizer.user_turn(question, template)]
+  text = tok.chat(messages)
   tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in filters if c.field == TOKENS):
     return None
@@ -132,6 +134,7 @@ def prompt(
   row_id = text_of(row, name, name) if name else default_id
   info = tuple(_further(row, {*_fields(form.question), *_fields(form.answer), name}))
   thinks = text.rstrip().endswith("<think>")
+  demonstration = replies.continuation(tok, messages, text, demonstration)
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
 
 
@@ -172,7 +175,7 @@ def _further(
       yield from _further(value, used, f"{prefix}{name}.")
     elif prefix + name not in used and not isinstance(value, list | tuple | np.ndarray):
       with contextlib.suppress(UnicodeError):  # binary data
-        text = "" if value is None else _as_text(value)
+        text = "" if value is None else as_text(value)
         if 0 < len(text) <= MAX_INFO:
           yield sys.intern(prefix + name), text  # one name for all rows
 
@@ -186,11 +189,12 @@ def _fields(spec: str) -> list[str]:
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   """Returns the text of the answer field, and the gold answer."""
+  further = form.adapt(row) if form.adapt else {}
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
     key = form.key("answer_field")
     values = {new or old: _lookup_all(row, old, key) for new, _, old in pairs}
-    answer = json.dumps(values, default=_plain)
+    answer = json.dumps(values | further, default=_plain)
     return answer, answer
   whole = text_of(row, form.answer, form.key("answer_field"))
   if form.answer_pattern == BOXED:
@@ -297,73 +301,6 @@ def _plain(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
   return "null" if value is None else f"{value!r:.40} ({type(value).__name__})"
-
-
-# Filters.
-
-TOKENS = "prompt_tokens"  # name of the prompt's length in filters
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-  "==": operator.eq,
-  "!=": operator.ne,
-  "<=": operator.le,
-  ">=": operator.ge,
-  "<": operator.lt,
-  ">": operator.gt,
-}
-ORDER = ("<=", ">=", "<", ">")
-_CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
-
-
-@dataclasses.dataclass(frozen=True)
-class Condition:
-  """A filter condition `field op value`.
-
-  Two numbers are compared as numbers, all other values as text; dates with the year first sort
-  correctly. `=~` and `!~` search for a regular expression. A null field fails all of `<`, `<=`,
-  `>` and `>=`, and counts as empty text for other operators.
-  """
-
-  field: str
-  op: str
-  value: str
-
-  def keeps(self, field: Any) -> bool:
-    if field is None and self.op in ORDER:
-      return False
-    text, value = "" if field is None else _as_text(field), self.value
-    if self.op in ("=~", "!~"):
-      return bool(re.search(value, text)) == (self.op == "=~")
-    if isinstance(field, bool | np.bool_):  # true in JSON, True in Python
-      text, value = text.lower(), value.lower()
-    try:
-      return _OPERATORS[self.op](float(text), float(value))
-    except ValueError:
-      return _OPERATORS[self.op](text, value)
-
-
-def _as_text(value: Any) -> str:
-  if hasattr(value, "isoformat"):  # a date of Parquet
-    return value.isoformat()
-  return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def conditions(text: str, key: str) -> tuple[Condition, ...]:
-  """Parses conditions, `a==1 and b>=2024-10-01`; DataError if invalid."""
-  parsed = []
-  for part in re.split(r"\s+and\s+", text) if text else []:
-    match = _CONDITION.fullmatch(part)
-    if not match:
-      raise DataError(
-        f"{key}: {part!r} is not a condition; write field==value, with one of"
-        f" {' '.join(_OPERATORS)} =~ !~, and join several with `and`"
-      )
-    if match[2] in ("=~", "!~"):
-      try:
-        re.compile(match[3])
-      except re.error as error:
-        raise DataError(f"{key}: {part!r}: {error}") from error
-    parsed.append(Condition(*match.groups()))
-  return tuple(parsed)
 
 
 def named(config: DataConfig, name: str) -> Format:

@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from gspo_jax import structs
-from gspo_jax.data import files, sources, tokenizer
+from gspo_jax.data import files, overlap, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
@@ -81,6 +81,11 @@ class Growing:
     looks = json.dumps(self._looks[: self.looks])
     return f"{self.path} grows: {len(self)} rows {zlib.crc32(looks.encode()):08x}"
 
+  @property
+  def rendered(self) -> str:
+    """Returns a checksum as `sources.rendered`."""
+    return f"{self._rendered:08x}"
+
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
     """Sets the held-out problems counted in `shared`."""
     self._held_out = sources.Prompts(held_out)
@@ -103,7 +108,7 @@ class Growing:
   def go_to(self, looks: int) -> None:
     """Reads the rows of the first `looks` looks, in the same order. Raises DataError."""
     self.reader, self._rows = self._make_reader(), []
-    self.looks = self.shared = 0
+    self.looks = self.shared = self._rendered = 0
     while self.looks < looks:
       self.look()
 
@@ -124,6 +129,7 @@ class Growing:
       self._rows += self.reader((f"{name}, line {i}", f"{id_}:{i}", row) for i, row in rows)
     if self.skipped > skipped:
       self.reader.skipped.warn(f"{self._key}={self.path}")
+    self._rendered = sources.add_rendered(self._rendered, self._rows[before:])
     if len(self) > before:
       self._count_shared()
     self.looks += 1
@@ -160,7 +166,7 @@ class Growing:
 
   def _count_shared(self) -> None:
     before = self.shared
-    self.shared = sources.shared_prompts(self, self._held_out, self._held_out)
+    self.shared = overlap.shared_prompts(self, self._held_out, self._held_out)
     if self.shared > before:
       logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
 

@@ -5,13 +5,14 @@ is untrusted, so each data row is checked before training starts.
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gspo_jax.data import tokenizer
+from gspo_jax.data import replies, tokenizer
 from gspo_jax.data.files import BadRow, Skipped, read
 from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
@@ -25,7 +26,7 @@ LARGEST = 1e6  # maximum absolute reward
 class Response:
   tokens: np.ndarray  # int32 [n]
   reward: float
-  stopped: bool  # ended by a stop token; False: truncated
+  stopped: bool  # ended by a stop token or a stop string; False: truncated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Limits:
   prompt_tokens: int
   response_tokens: int
   vocabulary: int
+  stop_strings: tuple[str, ...] = ()
 
 
 def load(
@@ -130,32 +132,118 @@ def _read(
   if row.get("eval") is True:
     raise BadRow("it is of an evaluation: held-out problems are not trained on. Name other files")
   question, reward = _text(row, "prompt"), _reward(row)
+  messages = [tokenizer.user_turn(question, template)]
+  text = tok.chat(messages)
   prompt_ids = _ids(row, "prompt_ids", limits.prompt_tokens, limits.vocabulary)
   if prompt_ids is None:
-    prompt_ids = tok.encode(tok.render(question, template=template))
+    prompt_ids = tok.encode(text)
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
+  _require_text(row, "prompt", prompt_ids, tok, (text, question))
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")
   answer = answer[:1000] if isinstance(answer, str) else ""
   prompt = Prompt(str(name)[:1000], question, answer, tuple(prompt_ids))
+  ids, stopped = _response(row, tok, messages, text, limits)
+  if reward is None:
+    return prompt, None
+  return prompt, Response(np.array(ids, np.int32), reward, stopped)
+
+
+def _response(
+  row: Mapping[str, Any],
+  tok: tokenizer.Tokenizer,
+  messages: Sequence[Mapping[str, str]],
+  prompt: str,
+  limits: Limits,
+) -> tuple[list[int], bool]:
+  """Returns a response's token ids, and whether it stopped. Raises BadRow.
+
+  Args:
+    messages, prompt: messages of the prompt, and their text.
+  """
+  truncated = row.get("truncated")
+  if not isinstance(truncated, bool | None):
+    raise BadRow(f"truncated={truncated!r:.40} is neither true nor false. Correct the row")
   ids = _ids(row, "response_ids", limits.response_tokens, limits.vocabulary)
+  recorded_ids = ids is not None
   if ids is None:
-    ids = tok.encode(_text(row, "response"))
-    if not isinstance(row.get("truncated", False), bool):
-      raise BadRow(f"truncated={row['truncated']!r:.40} is neither true nor false. Correct the row")
-    if not row.get("truncated", False):
-      ids = [*ids, tok.stop_ids[0]]
-    if row.get("length", len(ids)) != len(ids):  # The text encodes to other tokens than sampled.
-      raise BadRow(f"the text has {len(ids)} tokens and length={row['length']!r:.20}. Give its ids")
+    ids = _encode(row, tok, messages, prompt, limits)
   _require_length("response", ids, limits.response_tokens, "sampling.max_new_tokens")
   stops = np.isin(ids, tok.stop_ids)
   if stops[:-1].any():
     stop = ids[stops.argmax()]
     raise BadRow(f"the response goes on after the stop token {stop}. Cut it off there")
-  if reward is None:
-    return prompt, None
-  return prompt, Response(np.array(ids, np.int32), reward, bool(stops[-1]))
+  if recorded_ids and isinstance(row.get("response"), str):
+    _require_text(row, "response", ids, tok, (_text(row, "response"),))
+  if stops[-1]:
+    return ids, True
+  if truncated is None:
+    return ids, _ends_with_stop_string(ids, tok, limits)
+  return ids, not truncated
+
+
+def _encode(
+  row: Mapping[str, Any],
+  tok: tokenizer.Tokenizer,
+  messages: Sequence[Mapping[str, str]],
+  prompt: str,
+  limits: Limits,
+) -> list[int]:
+  """Encodes the text of a response. Raises BadRow.
+
+  A row's `length` selects between the text as the chat template writes it and the text alone.
+  """
+  text, truncated = _text(row, "response"), row.get("truncated")
+  texts = [replies.unfinished(prompt, text), text]
+  if not truncated:
+    texts.insert(0, replies.continuation(tok, messages, prompt, text))
+  encoded = [tok.encode(text) for text in dict.fromkeys(texts)]
+  if not truncated:
+    stop = tok.stop_ids[0]
+    encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in encoded]
+  length = row.get("length", len(encoded[0]))
+  for ids in encoded:
+    if len(ids) == length:
+      return ids
+  # The text encodes to other tokens than sampled.
+  raise BadRow(f"the text has {len(encoded[0])} tokens and length={length!r:.20}. Give its ids")
+
+
+def _ends_with_stop_string(ids: Sequence[int], tok: tokenizer.Tokenizer, limits: Limits) -> bool:
+  """Whether the last token completes the first stop string."""
+  if not limits.stop_strings:
+    return False
+  text, before = tok.decode(ids), tok.decode(ids[:-1])
+  return any(x in text for x in limits.stop_strings) and all(
+    x not in before for x in limits.stop_strings
+  )
+
+
+def _require_text(
+  row: Mapping[str, Any],
+  key: str,
+  ids: Sequence[int],
+  tok: tokenizer.Tokenizer,
+  texts: Sequence[str],
+) -> None:
+  """Raises BadRow unless ids decode to a text."""
+  if row.get(f"{key}_ids") is None:
+    return
+  decoded = tok.decode(ids)
+  # Decoding leaves out special tokens, also of the texts.
+  for plain in itertools.chain(texts, (tok.decode(tok.encode(text)) for text in texts)):
+    expected, actual = _without_spaces(plain), _without_spaces(decoded)
+    if expected == actual or (key == "prompt" and expected in actual):
+      return
+  raise BadRow(
+    f"{key}_ids mean {decoded!r:.60} and {key} is {texts[-1]!r:.60}: they are ids of another"
+    " tokenizer. Set --config.tokenizer to it, or leave the ids out"
+  )
+
+
+def _without_spaces(text: str) -> str:
+  return "".join(text.split())
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

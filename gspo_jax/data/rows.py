@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from gspo_jax import structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.files import BadRow, Row, Skipped
+from gspo_jax.data.filters import Condition
 from gspo_jax.settings.data import Format
 
 Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot be used
@@ -17,7 +18,7 @@ class Reader:
 
   form: Format
   tok: tokenizer.Tokenizer
-  filters: tuple[formats.Condition, ...]
+  filters: tuple[Condition, ...]
   max_tokens: int  # maximum length of a prompt
   skipped: Skipped
   check: Check | None = None

@@ -8,6 +8,7 @@ A comma-separated list of sources is a mixture (docs/data.md):
 All data rows of files become `Prompt`s before training starts: a bad row costs no accelerator time.
 """
 
+import array
 import bisect
 import dataclasses
 import itertools
@@ -15,20 +16,21 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
 
 from gspo_jax import structs
-from gspo_jax.data import formats, tokenizer
+from gspo_jax.data import filters, formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import Skipped, read
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
+from gspo_jax.system import hosts
 
-_WORDS = 8  # number of leading words of a question, compared before whole questions
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
 )
@@ -170,12 +172,12 @@ def reader_of(
     raise DataError(
       f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
     )
-  form, filters = formats.named(config, name), formats.conditions(part["where"] or "", key)
+  form, conditions = formats.named(config, name), filters.conditions(part["where"] or "", key)
   for field, value in ("question_field", form.question), ("answer_field", form.answer):
     if not value:
       raise DataError(f"data.{field} is empty. Set it to the field of {key}={path} that holds it")
   skipped = Skipped(config.on_error)
-  return Reader(form, tok, filters, config.max_prompt_tokens, skipped, check, prefix)
+  return Reader(form, tok, conditions, config.max_prompt_tokens, skipped, check, prefix)
 
 
 class Batches(Iterator[list[structs.Prompt]]):
@@ -197,12 +199,13 @@ class Batches(Iterator[list[structs.Prompt]]):
     self._source, self._batch_size, self._seed = source, batch_size, seed
     self._grows = hasattr(source, "looks")
     self._contents = "" if self._grows else _contents(source)
+    self._rendered = "" if self._grows else rendered(source)
     self._start(0)
 
   def _start(self, restarts: int) -> None:
     self._restarts = restarts
     if self._grows:
-      self._contents = self._source.contents
+      self._contents, self._rendered = self._source.contents, self._source.rendered
     mixed = isinstance(self._source, Mixture)
     shuffled = []
     for number, source in enumerate(self._source.sources if mixed else (self._source,)):
@@ -239,16 +242,25 @@ class Batches(Iterator[list[structs.Prompt]]):
   def get_state(self) -> dict[str, Any]:
     position = self._prompts.get_state()
     looks = dict(looks=self._source.looks) if self._grows else {}
-    return dict(position=position, contents=self._contents, restarts=self._restarts) | looks
+    contents = dict(contents=self._contents, rendered=self._rendered)
+    return dict(position=position, restarts=self._restarts) | contents | looks
 
   def set_state(self, state: dict[str, Any]) -> None:
     if self._grows:
       self._source.go_to(state.get("looks", 1))
-      self._contents = self._source.contents
-    changed = state["contents"] != self._contents
+      self._contents, self._rendered = self._source.contents, self._source.rendered
+    edited = state["contents"] != self._contents
+    changed = edited or state.get("rendered", self._rendered) != self._rendered
+    if "rendered" not in state:
+      logging.warning("the checkpoint is older than the checksum of prompts' tokens: none compared")
     self._start(state["restarts"] + changed)
-    if changed:
+    if edited:
       logging.warning("the training data has changed since the checkpoint: a new epoch starts")
+    elif changed:
+      logging.warning(
+        "tokens of prompts or demonstrations have changed since the checkpoint (the tokenizer's "
+        "files, its chat template, or a row): a new epoch starts"
+      )
     else:
       self._prompts.set_state(state["position"])
 
@@ -272,34 +284,33 @@ def _contents(source: Source) -> str:
   return f"{len(source)} rows {checksum:08x}"
 
 
-def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
-  """Counts the chosen held-out problems that also occur in training data.
-
-  Problems are equal if their questions are equal up to white space. A million rows take about a
-  second. Two embedded tasks are compared by their paths alone.
-
-  Args:
-    chosen: problems selected from `held_out`.
-  """
-  questions = [_first_words(prompt.question) for prompt in chosen]
-  all_questions, openings = set(questions), {_first_words(text, _WORDS) for text in questions}
-  shared: set[str] = set()
-  for part in train.sources if isinstance(train, Mixture) else [train]:
-    if isinstance(part, Embedded) and isinstance(held_out, Embedded):
-      shared |= all_questions if part.path == held_out.path else set()
-      continue
-    if isinstance(part, Embedded):
-      texts = part.questions()
-    else:
-      texts = (part[index].question for index in range(len(part)))
-    texts = (text for text in texts if _first_words(text, _WORDS) in openings)
-    shared |= all_questions.intersection(map(_first_words, texts))
-  return sum(text in shared for text in questions)
+def rendered(source: Source) -> str:
+  """Returns a checksum of prompts' tokens and of demonstrations, in order."""
+  if isinstance(source, Mixture):
+    return " ".join(map(rendered, source.sources))
+  indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
+  return f"{add_rendered(0, (source[i] for i in indices)):08x}"
 
 
-def _first_words(text: str, words: int | None = None) -> str:
-  """Joins the first words by single spaces; None: all words."""
-  return " ".join(text.split(None, -1 if words is None else words)[:words])
+def add_rendered(checksum: int, rows: Iterable[Any]) -> int:
+  """Adds prompts, or groups, to a checksum of `rendered`."""
+  for row in rows:
+    prompt = getattr(row, "prompt", row)
+    checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
+    checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
+  return checksum
+
+
+def require_same_on_hosts(parts: Sequence[Any]) -> None:
+  """Raises DataError on all hosts unless all have the same prompts. Collective."""
+  if jax.process_count() == 1:
+    return
+  first, *others = hosts.gather(zlib.crc32(" ".join(map(rendered, parts)).encode()))
+  if different := [i for i, checksum in enumerate(others, start=1) if checksum != first]:
+    raise DataError(
+      f"host {different[0]} has other prompts than host 0: give all hosts the same data files, "
+      "tokenizer and versions of packages"
+    )
 
 
 def skipped_rows(source: Source) -> dict[str, float]:

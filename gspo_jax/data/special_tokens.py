@@ -1,5 +1,6 @@
 """Special tokens of a checkpoint, collected from its several files."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -64,6 +65,46 @@ def add(
     token.special |= token.content in are_special
   tokenizer.add_tokens(tokens)
   return special
+
+
+def adds_bos(
+  tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
+) -> bool:
+  """Whether plain text begins with the bos token.
+
+  The configuration decides; without its key, the post-processor in tokenizer.json does.
+  """
+  if config.get("add_bos_token") is not None or "bos_token" not in special:
+    return bool(config.get("add_bos_token"))
+  bos = tokenizer.token_to_id(special["bos_token"])
+  return bos is not None and tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos]
+
+
+def stop_ids(
+  directory: epath.Path,
+  tokenizer: tokenizers.Tokenizer,
+  special: dict[str, str],
+  generation: dict[str, Any],
+) -> tuple[int, ...]:
+  """Returns the eos token and the generation config's stop tokens."""
+  ids = []
+  if "eos_token" in special:
+    ids.append(tokenizer.token_to_id(special["eos_token"]))
+  named = generation.get("eos_token_id")
+  ids += named if isinstance(named, list) else [] if named is None else [named]
+  if not ids:
+    raise TokenizerError(
+      f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
+      " generation_config.json"
+    )
+  vocabulary = set(tokenizer.get_vocab(with_added_tokens=True).values())
+  for stop in ids:
+    if type(stop) is not int or stop not in vocabulary:
+      raise TokenizerError(
+        f"eos_token_id {stop!r} of {directory / 'generation_config.json'} is no token of"
+        " tokenizer.json"
+      )
+  return tuple(dict.fromkeys(ids))
 
 
 def _extra(config: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """Chat templates of checkpoints, which are Jinja programs."""
 
-import datetime
 import functools
 import json
 from typing import Any
@@ -64,7 +63,8 @@ _FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
 def compiled(source: str) -> jinja2.Template:
   """Compiles a chat template as transformers does, in a sandbox.
 
-  Templates come from downloaded checkpoints, so they are untrusted.
+  Templates come from downloaded checkpoints, so they are untrusted. `strftime_now` is an argument
+  of `render`.
   """
 
   def raise_exception(message: str):
@@ -76,13 +76,9 @@ def compiled(source: str) -> jinja2.Template:
       value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
-  def strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS
   )
   environment.filters["tojson"] = tojson
   environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = strftime_now
   return environment.from_string(source)

@@ -6,6 +6,7 @@ padding token of a checkpoint may equal its stop token.
 """
 
 import dataclasses
+import datetime
 import functools
 import json
 import re
@@ -23,6 +24,11 @@ from gspo_jax.settings.data import DataConfig
 from gspo_jax.system import files, hub
 
 
+def user_turn(question: str, template: str) -> dict[str, str]:
+  """Returns a user's message."""
+  return dict(role="user", content=template.replace("{question}", question))
+
+
 class _Chats:
   """Base class: renders prompts by the subclass's method `chat`."""
 
@@ -37,8 +43,7 @@ class _Chats:
     Args:
       before: messages before the user's turn.
     """
-    user = dict(role="user", content=template.replace("{question}", question))
-    return self.chat([*before, user])
+    return self.chat([*before, user_turn(question, template)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +89,10 @@ class HFTokenizer(_Chats):
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
   vocab_size: int  # maximum id + 1; at most the model's vocabulary
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # chat template
   system: str = ""  # system prompt of messages without their own
+  # Date in chat templates.
+  date: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
 
   @property
   def bos_id(self) -> int | None:
@@ -156,13 +163,20 @@ class HFTokenizer(_Chats):
 
     Without a chat template, each message is on lines of its own.
     """
-    messages = _led(self.system, messages)
     if not self.chat_template:
+      messages = _led(self.system, messages)
       return self.begin("\n".join(message["content"] for message in messages))
+    return self.conversation(messages, add_generation_prompt=True)
+
+  def conversation(
+    self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
+  ) -> str:
+    """Applies the chat template. Raises TokenizerError if it fails."""
     try:
       return templates.compiled(self.chat_template).render(
-        messages=list(messages),
-        add_generation_prompt=True,
+        messages=_led(self.system, messages),
+        add_generation_prompt=add_generation_prompt,
+        strftime_now=self.date.strftime,
         **templates.UNSET | self.special_tokens | self.arguments,
       )
     except Exception as error:  # A template is a program.
@@ -246,12 +260,20 @@ def copy(
       target.write_bytes(file.read_bytes())
 
 
-def load_for(path: str, vocab_size: int, prompts: DataConfig | None = None) -> Tokenizer:
+def load_for(
+  path: str,
+  vocab_size: int,
+  prompts: DataConfig | None = None,
+  date: datetime.datetime | None = None,
+) -> Tokenizer:
   """Loads a tokenizer for a model and section `data`.
 
   Special tokens with ids beyond the vocabulary are removed, and their names encode as plain text.
   (Text models of Gemma 3 come with the tokenizer of the image models.) The bos and stop tokens are
   never removed.
+
+  Args:
+    date: date in chat templates; None for the current date.
 
   Raises:
     TokenizerError: other tokens are beyond the vocabulary, or the chat template lacks a configured
@@ -260,6 +282,8 @@ def load_for(path: str, vocab_size: int, prompts: DataConfig | None = None) -> T
   tok = load(path)
   if prompts is not None:
     tok = _prompting(tok, path, prompts)
+  if date is not None and isinstance(tok, HFTokenizer):
+    tok = dataclasses.replace(tok, date=date)
   if tok.vocab_size > vocab_size and isinstance(tok, HFTokenizer):
     tok = _without_special(tok, vocab_size)
   if tok.vocab_size > vocab_size:
@@ -314,7 +338,7 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
   tokenizer.no_padding()
   special = special_tokens.add(tokenizer, directory, config)
   template = templates.read(directory, config)
-  stop_ids = _stop_ids(directory, tokenizer, special, generation)
+  stop_ids = special_tokens.stop_ids(directory, tokenizer, special, generation)
   stop_ids = tuple(dict.fromkeys([*_turn_end(tokenizer, template, special), *stop_ids]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(
@@ -322,51 +346,11 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
     tokenizer=tokenizer,
     chat_template=template,
     special_tokens=special,
-    add_bos=_adds_bos(tokenizer, special, config),
+    add_bos=special_tokens.adds_bos(tokenizer, special, config),
     pad_id=stop_ids[-1] if pad_id is None else pad_id,
     stop_ids=stop_ids,
     vocab_size=_largest(tokenizer) + 1,
   )
-
-
-def _adds_bos(
-  tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
-) -> bool:
-  """Whether plain text begins with the bos token.
-
-  The configuration decides; without its key, the post-processor in tokenizer.json does.
-  """
-  if config.get("add_bos_token") is not None or "bos_token" not in special:
-    return bool(config.get("add_bos_token"))
-  bos = tokenizer.token_to_id(special["bos_token"])
-  return bos is not None and tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos]
-
-
-def _stop_ids(
-  directory: epath.Path,
-  tokenizer: tokenizers.Tokenizer,
-  special: dict[str, str],
-  generation: dict[str, Any],
-) -> tuple[int, ...]:
-  """Returns the eos token and the generation config's stop tokens."""
-  ids = []
-  if "eos_token" in special:
-    ids.append(tokenizer.token_to_id(special["eos_token"]))
-  named = generation.get("eos_token_id")
-  ids += named if isinstance(named, list) else [] if named is None else [named]
-  if not ids:
-    raise TokenizerError(
-      f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
-      " generation_config.json"
-    )
-  vocabulary = set(tokenizer.get_vocab(with_added_tokens=True).values())
-  for stop in ids:
-    if type(stop) is not int or stop not in vocabulary:
-      raise TokenizerError(
-        f"eos_token_id {stop!r} of {directory / 'generation_config.json'} is no token of"
-        " tokenizer.json"
-      )
-  return tuple(dict.fromkeys(ids))
 
 
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
@@ -378,7 +362,10 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:
     text = templates.compiled(template).render(
-      messages=messages, add_generation_prompt=False, **templates.UNSET | special
+      messages=messages,
+      add_generation_prompt=False,
+      strftime_now=datetime.datetime.now().strftime,
+      **templates.UNSET | special,
     )
   except Exception:  # The template rejects these messages; `chat` reports errors of real prompts.
     return []

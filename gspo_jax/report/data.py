@@ -58,8 +58,8 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      # The command differs between any two runs.
-      "code": differences([{**run.provenance, "command": None} for run in runs]),
+      # Command and date differ between any two runs.
+      "code": differences([{**run.provenance, "command": None, "date": None} for run in runs]),
     },
     "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
   }

@@ -1,5 +1,6 @@
 """Provenance of a run in config.json: configuration, commit and package versions."""
 
+import datetime
 import importlib.metadata
 import json
 import platform
@@ -51,6 +52,7 @@ def record(
   start: Mapping[str, Any] | None = None,
   teacher: Mapping[str, Any] | None = None,
   tokenizer: str = "",
+  date: datetime.datetime | None = None,
 ) -> None:
   """Writes config.json. For a resumed run, prints changed keys and warns of changed code or
   packages.
@@ -61,9 +63,12 @@ def record(
     start: origin of the initial weights; None or {} for random weights.
     teacher: origin of the teacher's weights; None without a teacher.
     tokenizer: name of the tokenizer.
+    date: date of the run's first start; None to record none.
   """
   origins = dict(start=start, teacher=teacher, tokenizer=tokenizer)
   written = provenance() | {part: about for part, about in origins.items() if about}
+  if date is not None:
+    written["date"] = date.isoformat(timespec="seconds")
   if recorded := read(workdir):
     for line in _changes(recorded, config):
       sys.stderr.write(f"this run goes on with another {line}\n")
@@ -147,6 +152,24 @@ def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[st
     about = recorded.get("provenance", {}).get(part, {}) if old.get(key) == new.get(key) else {}
     origins[part] = dict(directory=about) if isinstance(about, str) else about
   return origins
+
+
+def first_start(workdir: Path | None) -> datetime.datetime:
+  """Returns the date of a run's first start, on the first host's clock; for a new run, now.
+
+  Chat templates may write it into prompts, so a resumed run keeps it. Collective.
+  """
+
+  def read_date() -> str:
+    recorded = read(workdir) if workdir is not None else {}
+    date = recorded.get("provenance", {}).get("date")
+    return date or datetime.datetime.now().isoformat(timespec="seconds")
+
+  text = hosts.run_on_first_host(read_date)
+  try:
+    return datetime.datetime.fromisoformat(text)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{FILE} is damaged (provenance.date={text!r:.40}): put it back") from error
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import (
@@ -37,6 +38,8 @@ class Format:
   starter_template: str = ""  # Has {question} and {starter}.
   id: str = ""  # "": the first of ID_FIELDS in the row, else file and line.
   name: str = ""  # Name in FORMATS; "": the format comes from the section `data`.
+  # Returns further fields of a `json:` answer, or raises BadRow; None without either.
+  adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
     """Key to set for other fields, for messages."""

@@ -1,6 +1,7 @@
 """Decisions of the first process, shared with all processes of a run."""
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -17,6 +18,24 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def join() -> None:
+  """Connects the processes of all hosts.
+
+  JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
+  environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID. (JAX itself reads only JAX_COORDINATOR_ADDRESS.)
+  """
+  variables = dict(num_processes="JAX_NUM_PROCESSES", process_id="JAX_PROCESS_ID")
+  try:
+    numbers = {key: int(os.environ[name]) for key, name in variables.items() if name in os.environ}
+    jax.distributed.initialize(**numbers)
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(
+      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
+      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
+    ) from error
+
+
 def broadcast(value: Any) -> Any:
   """Returns the first process's value on all processes. All call it."""
   if jax.process_count() == 1:
@@ -27,6 +46,13 @@ def broadcast(value: Any) -> Any:
   if is_first():
     padded[:] = np.frombuffer(content, np.uint8)
   return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
+
+
+def gather(number: int) -> list[int]:
+  """Returns the numbers of all processes, below 2**32, in their order. All call it."""
+  if jax.process_count() == 1:
+    return [number]
+  return multihost_utils.process_allgather(np.uint32(number)).tolist()
 
 
 def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:

@@ -12,7 +12,7 @@ from support.data_cases import BYTES, write
 from support.sandboxes import LIMITS, needs_namespaces
 
 from gspo_jax import rewards
-from gspo_jax.data import formats, sources
+from gspo_jax.data import filters, formats, sources
 from gspo_jax.data.formats import FORMATS
 from gspo_jax.verifiers.programs.verifier import CodeVerifier
 
@@ -180,7 +180,7 @@ def test_the_window_of_the_paper(tmp_path):
 
 
 def test_dates_of_parquet_are_compared_as_dates():
-  (condition,) = formats.conditions("when<2025-03-01", "data.eval")
+  (condition,) = filters.conditions("when<2025-03-01", "data.eval")
   assert condition.keeps(datetime.datetime(2025, 2, 28, 23))
   assert not condition.keeps(datetime.datetime(2025, 3, 1))
 

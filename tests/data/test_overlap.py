@@ -4,7 +4,7 @@ import pytest
 from support.data_cases import BYTES, config, write
 
 from gspo_jax.data import sources
-from gspo_jax.data.sources import shared_prompts
+from gspo_jax.data.overlap import shared_prompts
 
 
 def shared(train, held_out, chosen=slice(None)):

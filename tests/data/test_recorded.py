@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from support.cost import assert_linear
 
 from gspo_jax.data import recorded, tokenizer
 from gspo_jax.settings.data import DataError
@@ -50,7 +51,8 @@ def test_a_text_ends_with_the_stop_token_unless_it_was_cut_off(tmp_path):
 
 def test_token_ids_go_before_texts(tmp_path):
   """A broken character is not encoded to the byte that it was."""
-  row = dict(prompt_ids=[7, 8], response_ids=[200, STOP], response="\ufffd", length=2)
+  row = dict(prompt="\7\b", prompt_ids=[7, 8], response_ids=[200, STOP], response="\ufffd")
+  row |= dict(length=2)
   group = load(tmp_path, ROW | row)[0]
   assert group.prompt.tokens == (7, 8) and group.responses[0].tokens.tolist() == [200, STOP]
   assert load(tmp_path, ROW, template="{question}?")[0].prompt.tokens == tuple(b"1+2=?")
@@ -83,6 +85,18 @@ BAD = {
   "half of a character in the prompt": (ROW | dict(prompt="\ud800"), "prompt has half"),
   "cut off, perhaps": (ROW | dict(truncated="no"), "truncated='no'"),
   "a reward that is true": (ROW | dict(reward=True), "reward=True"),
+  "ids of another text": (ROW | dict(response_ids=[ord("4"), STOP]), "response_ids mean '4'.*'3'"),
+  "ids beyond the tokenizer": (ROW | dict(response_ids=[262, STOP]), "response_ids mean ''.*'3'"),
+  "ids of half of the text": (
+    ROW | dict(response="34", response_ids=[ord("3"), STOP]),
+    "another tokenizer",
+  ),
+  "ids of more than the text": (
+    ROW | dict(response_ids=[ord("3"), ord("4"), STOP]),
+    "another tokenizer",
+  ),
+  "ids of another prompt": (ROW | dict(prompt_ids=[7, 8]), "prompt_ids mean.*prompt is '1.2='"),
+  "ids of half of the prompt": (ROW | dict(prompt_ids=[*b"1+2"]), "prompt_ids mean '1.2'"),
   "an id beyond the vocabulary": (ROW | dict(response_ids=[264, STOP]), "from 0 to 263"),
   "a negative id": (ROW | dict(response_ids=[-1, STOP]), "from 0 to 263"),
   "an id that is true": (ROW | dict(response_ids=[True, STOP]), "from 0 to 263"),
@@ -120,3 +134,59 @@ def test_several_files_and_none(tmp_path):
       recorded.load(spec, TOK, "{question}", LIMITS, "raise")
   with pytest.raises(DataError, match=r"no response that can be used \(0 bad rows, 1 without"):
     load(tmp_path, ROW | dict(reward=None))
+
+
+def test_ids_and_texts_may_differ_in_what_decoding_leaves_out(tmp_path):
+  """White space, special tokens, a template around the prompt."""
+  rows = [
+    ROW | dict(prompt_ids=[*b"1+2="], response_ids=[*b" 3", STOP], response="3\n"),
+    ROW | dict(prompt_ids=[258, *b"Q 1+2="], response_ids=[*b"3", STOP]),
+    {k: v for k, v in ROW.items() if k != "response"} | dict(response_ids=[*b"5", STOP]),
+    ROW | dict(response=None, response_ids=[*b"6", STOP]),
+    ROW | dict(response="", response_ids=[STOP]),
+  ]
+  assert sum(len(group.responses) for group in load(tmp_path, *rows).rows) == len(rows)
+
+
+def test_comparing_ids_with_texts_is_linear():
+  def arguments(n):
+    row = dict(prompt="1+2=", prompt_ids=[*b"1+2=", *b"a" * n], reward=1.0)
+    row |= dict(response="a" * n, response_ids=[*b"a" * n])
+    return row, TOK, "{question}", recorded.Limits(3, n + 9, n + 9, 264, ("ab",))
+
+  assert_linear(recorded._read, arguments)
+
+
+def finishes(tmp_path, stop_strings, *rows):
+  """Whether each response stopped, and its tokens."""
+  path = tmp_path / "recorded.jsonl"
+  path.write_text("\n".join(json.dumps(ROW | row) for row in rows))
+  limits = recorded.Limits(len(rows), 8, 6, 264, stop_strings)
+  (group,) = recorded.load(str(path), TOK, "{question}", limits, "raise").rows
+  return [(response.stopped, response.tokens.tolist()) for response in group.responses]
+
+
+def test_a_response_that_ended_with_a_stop_string_was_not_cut_off(tmp_path):
+  ids, text = [*b"3;"], dict(response="3;")
+  rows = [
+    text | dict(response_ids=ids, truncated=False),  # A run's samples log.
+    text | dict(response_ids=ids),
+    text,
+    text | dict(length=2),
+    text | dict(response_ids=ids, truncated=True),
+    text | dict(truncated=True),
+    dict(response="3;4"),  # Not of this run: text goes on after it.
+    dict(response="3"),
+  ]
+  expected = [(True, ids)] * 4 + [(False, ids)] * 2
+  expected += [(True, [*b"3;4", STOP]), (True, [*b"3", STOP])]
+  assert finishes(tmp_path, (";",), *rows) == expected
+
+
+def test_without_stop_strings_the_record_says_how_a_response_ended(tmp_path):
+  ids = [*b"3;"]
+  rows = [dict(response="3;", response_ids=ids, truncated=cut) for cut in (False, True, None)]
+  rows.append(dict(response="3;", response_ids=[*ids, STOP], truncated=False))
+  assert [stopped for stopped, _ in finishes(tmp_path, (), *rows)] == [True, False, False, True]
+  with pytest.raises(DataError, match="truncated='no'"):
+    finishes(tmp_path, (), dict(response="3;", response_ids=ids, truncated="no"))

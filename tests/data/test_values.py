@@ -1,16 +1,19 @@
 """Values of rows: messages, numbers as they were written, and whether they are what they were."""
 
+import datetime
 import decimal
 import json
 import re
 
 import numpy as np
 import pytest
-from support.data_cases import BYTES, load, write
+import tokenizers
+from support.data_cases import BYTES, config, load, write
 from support.sandboxes import LIMITS, needs_namespaces
+from tokenizers import decoders, models, pre_tokenizers
 
 from gspo_jax import rewards
-from gspo_jax.data import formats, sources
+from gspo_jax.data import formats, sources, tokenizer
 from gspo_jax.verifiers.programs.verifier import CodeVerifier
 
 
@@ -114,3 +117,108 @@ def test_rows_that_are_edited_are_other_data(tmp_path, what, caplog):
   resumed = sources.Batches(load(write(tmp_path / "a.jsonl", rows)), 3, seed=1)
   resumed.set_state(before.get_state())
   assert ("training data has changed" in caplog.text) == (what != "the same")
+
+
+TEMPLATE = (
+  "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content }}"
+  "{{ eos_token }}{% endif %}{% endfor %}"
+)
+DATES = {
+  "strftime_now": "{{ strftime_now('%d %B %Y') }}",
+  "if defined": "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}",
+  "in a macro": "{% macro day() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}{{ day() }}",
+  "by the second": "{{ strftime_now('%c %H:%M:%S %j %A') }}",
+  "as a number": "{{ strftime_now('%d') | int + 1 }}",
+}
+
+
+def chats(directory, template):
+  """A tokenizer of bytes with a chat template."""
+  vocab = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+  tok = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, []))
+  tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tok.decoder = decoders.ByteLevel()
+  tok.add_special_tokens(["<|endoftext|>"])
+  tok.save(str(directory / "tokenizer.json"))
+  config = dict(eos_token="<|endoftext|>", chat_template=template)
+  (directory / "tokenizer_config.json").write_text(json.dumps(config))
+  return str(directory)
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_a_date_in_prompts_is_that_of_the_first_start(name, tmp_path):
+  path = chats(tmp_path, DATES[name] + TEMPLATE)
+  first, later = datetime.datetime(2024, 2, 28, 23, 59, 58), datetime.datetime(2025, 3, 1)
+  texts = [
+    tokenizer.load_for(path, 300, date=date).render("1+1?") for date in (first, first, later)
+  ]
+  assert texts[0] == texts[1] != texts[2]
+  assert ("28 February 2024" in texts[0]) == (name == "strftime_now")
+  if name == "strftime_now":
+    assert tokenizer.load_for(path, 300).render("1+1?") not in texts
+
+
+def batches_of(directory, path, **changes):
+  """Batches of the rows of a file, with the chat template of a directory."""
+  tok = tokenizer.load(str(directory))
+  values = dict(max_prompt_tokens=200, demonstration_field="solution") | changes
+  return sources.Batches(sources.load_spec(config(**values), tok, path, "data.train"), 3, seed=1)
+
+
+CHANGES = {
+  "nothing": lambda directory, rows: None,
+  "the template of prompts": lambda directory, rows: chats(directory, "Now." + TEMPLATE),
+  "the template of turns": lambda directory, rows: chats(
+    directory, TEMPLATE.replace("{{ eos", "!{{ eos")
+  ),
+  "a demonstration": lambda directory, rows: rows[4].update(solution="otherwise"),
+  "a system message": lambda directory, rows: rows[4]["question"][0].update(content="Be long."),
+  "vocabulary": lambda directory, rows: (directory / "tokenizer.json").write_text(
+    (directory / "tokenizer.json").read_text().replace('"0"', '"?"').replace('"1"', '"0"')
+    .replace('"?"', '"1"')
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_prompts_that_render_otherwise_are_other_data(name, tmp_path, caplog):
+  """Questions, answers and ids are as before."""
+  chats(tmp_path, TEMPLATE)
+  system = dict(role="system", content="Be brief.")
+  rows = [
+    dict(question=[dict(system), dict(role="user", content=f"{i}?")], answer=str(i), solution="So.")
+    for i in range(10)
+  ]
+  path = write(tmp_path / "a.jsonl", rows)
+  before = batches_of(tmp_path, path)
+  next(before)
+  state = json.loads(json.dumps(before.get_state()))
+  CHANGES[name](tmp_path, rows)
+  write(tmp_path / "a.jsonl", rows)
+  after = batches_of(tmp_path, path)
+  after.set_state(state)
+  assert ("tokens of prompts or demonstrations have changed" in caplog.text) == (name != "nothing")
+  assert after.get_state()["restarts"] == (name != "nothing")
+  caplog.clear()
+  old = {key: value for key, value in state.items() if key != "rendered"}
+  resumed = batches_of(tmp_path, path)
+  resumed.set_state(old)  # of a checkpoint without the checksum
+  assert "older than the checksum" in caplog.text and resumed.get_state()["restarts"] == 0
+  assert [x.id for x in next(resumed)] == [x.id for x in next(before)]
+
+
+def test_hosts_compare_their_prompts(tmp_path, monkeypatch):
+  prompts = load(write(tmp_path / "a.jsonl", [dict(question="1?", answer="1")]))
+  gathered = []
+
+  def gather(number):
+    gathered.append(number)
+    return [number, number, number + len(gathered) - 1]
+
+  monkeypatch.setattr(sources.jax, "process_count", lambda: 3)
+  monkeypatch.setattr(sources.hosts, "gather", gather)
+  sources.require_same_on_hosts([prompts, ()])
+  with pytest.raises(sources.DataError, match="host 2 has other prompts than host 0"):
+    sources.require_same_on_hosts([prompts])
+  other = load(write(tmp_path / "b.jsonl", [dict(question="2?", answer="1")]))
+  assert sources.rendered(prompts) != sources.rendered(other) != sources.rendered(())

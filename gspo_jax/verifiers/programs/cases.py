@@ -2,7 +2,8 @@
 
 An answer is a JSON object in one of these forms:
 
-  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output
+  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; with
+      "input_files" and "output_files", lists of names, files may take their place
   {"inputs": [...], "outputs": [...], "fn_name": "name"}   calls of a function
   {"prompt": ..., "test": ..., "entry_point": ...}         assertions in Python: HumanEval's columns
   {"public_test_cases": ..., "private_test_cases": ..., "metadata": ...}   LiveCodeBench's columns
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.verifiers import thought
+from gspo_jax.verifiers.programs import files
 from gspo_jax.verifiers.programs.sandbox import wire
 
 MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
@@ -40,11 +42,13 @@ class Tests:
   wrapped: bool = False  # call: an expected value may stand alone in a list (APPS, TACO)
   preamble: str = ""  # check: what stands before the function
   code: str = ""  # check: the assertions
+  input_files: tuple[str, ...] = ()  # stdin: files with the standard input
+  output_files: tuple[str, ...] = ()  # stdin: files that may replace the standard output
 
   def passes(self, output: str, expected: Any) -> bool:
     """Compares printed text, or the JSON of a call, with the expected output."""
     if self.kind == "stdin":
-      return same_text(output, expected)
+      return same_text(output.rpartition(files.MARK)[2], expected)
     return same_result(output, expected, self.wrapped)
 
 
@@ -67,7 +71,8 @@ def parse(text: str) -> Tests:
       prompt, code, function = (fields[name] for name in _HUMANEVAL)
       _require_check(prompt, code, function)
       return Tests("check", ("",), ("",), function, preamble=prompt, code=code)
-    return _cases(fields["inputs"], fields["outputs"], fields.get("fn_name"))
+    names = (tuple(fields.get(f"{kind}_files", ())) for kind in ("input", "output"))
+    return _cases(fields["inputs"], fields["outputs"], fields.get("fn_name"), *names)
   except KeyError as error:
     raise ValueError(f"tests {text[:60]!r}... have no {error}") from error
   except (AttributeError, RecursionError, TypeError, ValueError) as error:
@@ -114,16 +119,30 @@ def standalone(preamble: str) -> str:
   return preamble
 
 
-def _cases(inputs: list, outputs: list, function: str | None) -> Tests:
+def _cases(
+  inputs: list,
+  outputs: list,
+  function: str | None,
+  input_files: tuple[str, ...] = (),
+  output_files: tuple[str, ...] = (),
+) -> Tests:
   if not isinstance(inputs, list) or not isinstance(outputs, list):
     raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
     raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
   if not isinstance(function, str | None):
     raise ValueError(f"fn_name must be text, not {function!r:.40}")
+  if not all(isinstance(name, str) for name in (*input_files, *output_files)):
+    raise ValueError("input_files and output_files must be lists of names")
   if not function:
-    return Tests("stdin", tuple(map(_text, inputs)), tuple(map(_text, outputs)))
-  if all(isinstance(case, str) for case in inputs):  # LiveCodeBench: an argument per line, as JSON
+    texts = tuple(map(_text, inputs)), tuple(map(_text, outputs))
+    if not any(text.strip() for text in texts[1]):
+      raise ValueError("no output is expected, so that `pass` is right")
+    return Tests("stdin", *texts, input_files=input_files, output_files=output_files)
+  wrapped = not all(isinstance(case, str) for case in inputs)
+  if all(x in (None, "null") or (wrapped and x == [None]) for x in outputs):
+    raise ValueError("no result is expected, so that `pass` is right")
+  if not wrapped:  # LiveCodeBench: an argument per line, as JSON
     arguments = tuple([_loads(line) for line in case.split("\n")] for case in inputs)
     return Tests("call", arguments, tuple(map(_loads, outputs)), function)
   if not all(isinstance(case, list) for case in inputs):
@@ -131,7 +150,9 @@ def _cases(inputs: list, outputs: list, function: str | None) -> Tests:
   return Tests("call", tuple(inputs), tuple(outputs), function, wrapped=True)  # APPS, TACO
 
 
-def _text(value: str | list) -> str:
+def _text(value: Any) -> str:
+  if value is None:
+    raise ValueError("an input or output is null")
   return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -268,7 +289,8 @@ def most_bytes(expected: Any) -> int:
 def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
   """Compares returned values by LiveCodeBench's rule (grade_call_based): a tuple is a list.
 
-  That holds for the outermost tuple only. `wrapped`: the expected value may stand alone in a list.
+  That holds for the outermost tuple only. `wrapped`: as APPS and TACO have them, JSON of Python's
+  values. The expected value may stand alone in a list, all tuples are lists, and keys texts.
 
   Args:
     text: JSON that holds `wire.encode(value)`; or anything at all, which is equal to nothing. It is
@@ -280,33 +302,51 @@ def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
     if isinstance(value, dict) and "tuple" in value:
       value = value["tuple"]
     alone = wrapped and isinstance(expected, list) and len(expected) == 1
-    return _same(value, expected) or (alone and _same(value, expected[0]))
+    return _same(value, expected, wrapped) or (alone and _same(value, expected[0], wrapped))
   except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
     return False
 
 
-def _same(value: Any, expected: Any) -> bool:
-  """Compares a value, as `wire.encode` writes it, with the expected one."""
+def _same(value: Any, expected: Any, as_json: bool) -> bool:
+  """Compares a value, as `wire.encode` writes it, with the expected one.
+
+  Args:
+    as_json: whether tuples are lists, and keys of dicts texts.
+  """
   if isinstance(value, dict):
     ((kind, content),) = value.items()
     if kind == "dict":
-      return isinstance(expected, dict) and _same_pairs(content, expected)
+      return isinstance(expected, dict) and _same_pairs(content, expected, as_json)
+    if kind == "tuple" and as_json:
+      return _same(content, expected, as_json)
     if kind not in ("int", "complex"):
       return False  # JSON has no tuples, sets and bytes to compare with
     value = int(content, 16) if kind == "int" else complex(*content)
   if isinstance(value, list):
     same_length = isinstance(expected, list) and len(value) == len(expected)
-    return same_length and all(map(_same, value, expected))
+    return same_length and all(_same(x, y, as_json) for x, y in zip(value, expected))
   return not isinstance(expected, list | dict) and value == expected
 
 
-def _same_pairs(pairs: list, expected: dict[str, Any]) -> bool:
+def _same_pairs(pairs: list, expected: dict[str, Any], as_json: bool) -> bool:
   """Compares the pairs of a dict. Keys of `expected` are texts, as JSON's are."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)
   for key, value in pairs:
-    if not isinstance(key, str) or key not in missing or not _same(value, expected[key]):
+    if as_json and isinstance(key, int | float | None):
+      key = json.dumps(key)
+    if not isinstance(key, str) or key not in missing or not _same(value, expected[key], as_json):
       return False
     missing.remove(key)
   return True
+
+
+def number_keys(value: Any) -> Any:
+  """Returns a value with integers for dicts' keys if all keys of a dict are such texts."""
+  if isinstance(value, list):
+    return [number_keys(item) for item in value]
+  if not isinstance(value, dict):
+    return value
+  numbers = all(re.fullmatch(r"-?(?:0|[1-9]\d{0,17})", key) for key in value)
+  return {int(k) if numbers else k: number_keys(x) for k, x in value.items()}

@@ -90,6 +90,21 @@ def test_columns_of_apps_and_taco():
 
 
 @pytest.mark.parametrize(
+  "value, expected, equal",
+  [
+    ({1: 2, 2: 1}, {"1": 2, "2": 1}, True), ({1: 2}, {"1": 3}, False), ({1: 2}, {"01": 2}, False),
+    ({1.5: 1, True: 2, None: 3}, {"1.5": 1, "true": 2, "null": 3}, True),
+    ({1: 2, "1": 2}, {"1": 2, "2": 2}, False), ({(1, 2): 3}, {"(1, 2)": 3}, False),
+    ([(1, 2), (3,)], [[1, 2], [3]], True), ([(1, 2)], [[2, 1]], False),
+    ({"a": ((1,), 2)}, {"a": [[1], 2]}, True), (((1, 2),), [[1, 2]], True),
+    ({1}, [1], False), ((), [], True), ((), {}, False),
+  ],
+)  # fmt: skip
+def test_values_of_python_as_json_has_them(value, expected, equal):
+  assert same(value, [expected], wrapped=True) is equal
+
+
+@pytest.mark.parametrize(
   "text",
   ["", "42", "[]", "{}", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}',
    '{"prompt": "", "test": "", "entry_point": "f"}', '{"test": "x"}', "[" * 100_000,
@@ -100,7 +115,12 @@ def test_columns_of_apps_and_taco():
    '{"public_test_cases": "[{}]", "private_test_cases": "", "metadata": "{}"}',
    '{"inputs": "12", "outputs": "34"}', '{"inputs": {"a": 1}, "outputs": [1]}',
    '{"inputs": [1], "outputs": [1], "fn_name": "f"}', '{"inputs": [1], "outputs": null}',
-   '{"inputs": [[1]], "outputs": [1], "fn_name": 3}'],
+   '{"inputs": [[1]], "outputs": [1], "fn_name": 3}',
+   '{"inputs": ["1", "2"], "outputs": ["", " \\n"]}', '{"inputs": ["1"], "outputs": [[]]}',
+   '{"inputs": ["1"], "outputs": [null]}', '{"inputs": [null], "outputs": ["1"]}',
+   '{"inputs": [[1], [2]], "outputs": [null, [null]], "fn_name": "f"}',
+   '{"inputs": ["1"], "outputs": ["null"], "fn_name": "f"}',
+   '{"inputs": ["1"], "outputs": ["1"], "input_files": [1]}'],
 )  # fmt: skip
 def test_answers_without_tests_are_errors(text):
   with pytest.raises(ValueError, match="tests"):

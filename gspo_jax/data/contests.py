@@ -1,0 +1,89 @@
+"""Problems of programming contests: judged by their tests alone, or bad rows."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gspo_jax.data.files import BadRow
+from gspo_jax.data.filters import as_text
+
+_STATEMENT = ("description", "input_format", "output_format", "note", "question")
+_INTERACTIVE = re.compile(
+  r"\binteractive (?:problem|task)\b|\bflush(?:ing)? the (?:output|standard output|stdout)\b", re.I
+)
+_ANSWERS = r"(?:answers?|solutions?|ways?|variants?|options?|possibilities|outputs?|sequences?)"
+_ANY = re.compile(
+  rf"""(?<!\bnot\ )(?<!n't\ )\b(?:print|output|return|find)\ any\b
+  | \b(?:several|multiple|(?<!how\ )many|more\ than\ one)\b
+    [^.]{{0,40}}\b{_ANSWERS}\b[^.]{{0,80}}\bany\b
+  | \bany\b[^.]{{0,60}}\b(?:accept(?:ed|able)|considered\ correct)\b
+  | \b(?:print|output|return)\b[^.]{{0,80}}\bin\ (?:any|arbitrary)\ order\b""",
+  re.IGNORECASE | re.VERBOSE,
+)
+_FILE = re.compile(r"\b[\w-]+\.(?:txt|in|inp|out|ans)\b")
+
+
+def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns names of a problem's files; {} without files.
+
+  Raises:
+    BadRow: an exact comparison with the expected output would refuse right programs.
+  """
+  statement = _require_single_answer(row)
+  for name, reason in {
+    "generated_checker": "its answers are judged by a checker",
+    "checker": "its answers are judged by a checker",
+    "interaction_format": "it is interactive",
+  }.items():
+    if _text(row.get(name)):
+      raise _error(f"{name} is set: {reason}")
+  if str(row.get("executable")).lower() == "false":
+    raise _error("executable is false")
+  tests = row.get("official_tests")
+  for i, test in enumerate(tests if isinstance(tests, list | tuple) else (), start=1):
+    if isinstance(test, Mapping) and any(_is_cut_off(test.get(x)) for x in ("input", "output")):
+      raise _error(f"test {i} is cut off (...)")
+  mode = _text(row.get("input_mode")).lower()
+  named = re.search(r"\b(?:input|output)\.txt\b", statement)
+  if mode in ("stdio", "stdin", "standard") or not (mode or named):
+    return {}
+  names = dict.fromkeys(_FILE.findall(statement))
+  outputs = [x for x in names if x.startswith("output") or x.endswith((".out", ".ans"))]
+  inputs = [x for x in names if x not in outputs]
+  return dict(input_files=inputs or ["input.txt"], output_files=outputs or ["output.txt"])
+
+
+def apps(row: Mapping[str, Any]) -> dict[str, Any]:
+  """Checks a problem of APPS or TACO as `codeforces`; returns {}."""
+  _require_single_answer(row)
+  return {}
+
+
+def _require_single_answer(row: Mapping[str, Any]) -> str:
+  """Returns the statement. Raises BadRow if it allows several outputs."""
+  statement = " ".join(" ".join(_text(row.get(name)) for name in _STATEMENT).split())
+  tags = row.get("tags")
+  if _INTERACTIVE.search(statement) or (isinstance(tags, Iterable) and "interactive" in tags):
+    raise _error("it is interactive")
+  if match := _ANY.search(statement):
+    raise _error(f"several answers are right ({match[0]!r:.80})")
+  return statement
+
+
+def _error(reason: str) -> BadRow:
+  return BadRow(
+    f"{reason}, and programs are judged by their output alone. Leave out the row with a condition"
+  )
+
+
+def _text(value: Any) -> str:
+  return as_text(value).strip() if isinstance(value, str | bytes) else ""
+
+
+def _is_cut_off(value: Any) -> bool:
+  """Whether a test ends with an ellipsis.
+
+  A grid of dots has further ones.
+  """
+  text = _text(value)
+  return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

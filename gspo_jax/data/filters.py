@@ -1,0 +1,143 @@
+"""Conditions on the fields of data rows: `level>=3 and subject!=Geometry`."""
+
+import dataclasses
+import decimal
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.data.files import BadRow
+from gspo_jax.settings.data import DataError
+
+TOKENS = "prompt_tokens"  # name of the prompt's length in filters
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+  "==": operator.eq,
+  "!=": operator.ne,
+  "<=": operator.le,
+  ">=": operator.ge,
+  "<": operator.lt,
+  ">": operator.gt,
+}
+ORDER = ("<=", ">=", "<", ">")
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
+_NUMBER = re.compile(r"(?:(?<![^\s(:])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+_WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # text around a number
+_DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """A filter condition `field op value`.
+
+  A number is compared with a number, or with the only number of a text (`Level 3`, `12 kyu`). Two
+  texts are compared as texts, or by their numbers if they are equal otherwise; dates with the year
+  first sort correctly. `=~` and `!~` search for a regular expression. A null field fails all of
+  `<`, `<=`, `>` and `>=`, and counts as empty text for other operators.
+  """
+
+  field: str
+  op: str
+  value: str
+
+  def keeps(self, field: Any) -> bool:
+    """Whether a row's field meets the condition.
+
+    Raises BadRow if the two cannot be compared.
+    """
+    if self.op in ORDER and (field is None or _is_nan(field)):
+      return False
+    text, value = "" if field is None else as_text(field), self.value
+    if self.op in ("=~", "!~"):
+      return bool(re.search(value, text)) == (self.op == "=~")
+    if isinstance(field, bool | np.bool_):  # true in JSON, True in Python
+      text, value = text.lower(), value.lower()
+      if self.op in ORDER or value not in ("true", "false"):
+        raise self._error(field, "true and false are compared by == and !=, with true or false")
+    elif isinstance(field, list | tuple | np.ndarray | Mapping):
+      if self.op in ORDER:
+        raise self._error(field, "a list or an object has no order")
+    else:
+      return self._compare(text, value)
+    return _OPERATORS[self.op](text, value)
+
+  def _compare(self, text: str, value: str) -> bool:
+    """Compares numbers if there are any, otherwise texts. Raises BadRow."""
+    compare, texts = _OPERATORS[self.op], (text, value)
+    plain = [*map(_number, texts)]
+    if None not in plain:
+      return compare(*plain)
+    if all(map(_DATE.fullmatch, texts)):
+      return compare(*(x.replace("/", "-") for x in texts))
+    parts = [*map(_split, texts)]
+    numbers = [part[0] if number is None else number for number, part in zip(plain, parts)]
+    if plain != [None, None]:  # A number and a text.
+      if None not in numbers:
+        return compare(*numbers)
+      if self.op not in ORDER:
+        return self.op == "!="
+    elif self.op not in ORDER or numbers == [None, None]:
+      return compare(*texts)
+    elif None not in numbers:
+      return compare(*(numbers if parts[0][1] == parts[1][1] else texts))
+    raise self._error(text, "there is no order between a number and a text without exactly one")
+
+  def _error(self, field: Any, reason: str) -> BadRow:
+    return BadRow(
+      f"the field {self.field!r} is {field!r:.60}, and the filter is"
+      f" {self.field}{self.op}{self.value}: {reason}. Correct the row or the filter"
+    )
+
+
+def conditions(text: str, key: str) -> tuple[Condition, ...]:
+  """Parses conditions, `a==1 and b>=2024-10-01`; DataError if invalid."""
+  parsed = []
+  for part in re.split(r"\s+and\s+", text) if text else []:
+    match = _CONDITION.fullmatch(part)
+    if not match:
+      raise DataError(
+        f"{key}: {part!r} is not a condition; write field==value, with one of"
+        f" {' '.join(_OPERATORS)} =~ !~, and join several with `and`"
+      )
+    if match[2] in ("=~", "!~"):
+      try:
+        re.compile(match[3])
+      except re.error as error:
+        raise DataError(f"{key}: {part!r}: {error}") from error
+    parsed.append(Condition(*match.groups()))
+  return tuple(parsed)
+
+
+def as_text(value: Any) -> str:
+  """Returns a field as text; dates of Parquet in ISO format."""
+  if hasattr(value, "isoformat"):
+    return value.isoformat()
+  return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _is_nan(value: Any) -> bool:
+  """Whether a value is NaN, a missing number in Parquet."""
+  return isinstance(value, float | np.floating | decimal.Decimal) and value != value
+
+
+def _number(text: str) -> decimal.Decimal | None:
+  """Returns a whole text as a number; None for other texts."""
+  try:
+    number = decimal.Decimal(text.strip())
+  except decimal.InvalidOperation:
+    return None
+  return None if number.is_nan() else number
+
+
+def _split(text: str) -> tuple[decimal.Decimal | None, str]:
+  """Returns a text's only number, and its other words.
+
+  The number is None for a text with several numbers or none.
+  """
+  match, *others = [*_NUMBER.finditer(text)] or [None]
+  words = text if match is None else f"{text[: match.start()]} {text[match.end() :]}"
+  if match is None or others or not _WORDS.fullmatch(words):
+    return None, words
+  return _number(match[0].replace(",", "").replace("−", "-")), " ".join(words.split())

@@ -1,0 +1,39 @@
+"""Held-out problems that also occur in training data."""
+
+from collections.abc import Sequence
+
+from gspo_jax import structs
+from gspo_jax.data.embedded import Embedded
+from gspo_jax.data.sources import Mixture, Source
+
+_WORDS = 8  # number of leading words of a question, compared before whole questions
+
+
+def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
+  """Counts the chosen held-out problems that also occur in training data.
+
+  Problems are equal if their questions are equal up to white space. A million rows take about a
+  second. Two embedded tasks are compared by their paths alone.
+
+  Args:
+    chosen: problems selected from `held_out`.
+  """
+  questions = [_first_words(prompt.question) for prompt in chosen]
+  all_questions, openings = set(questions), {_first_words(text, _WORDS) for text in questions}
+  shared: set[str] = set()
+  for part in train.sources if isinstance(train, Mixture) else [train]:
+    if isinstance(part, Embedded) and isinstance(held_out, Embedded):
+      shared |= all_questions if part.path == held_out.path else set()
+      continue
+    if isinstance(part, Embedded):
+      texts = part.questions()
+    else:
+      texts = (part[index].question for index in range(len(part)))
+    texts = (text for text in texts if _first_words(text, _WORDS) in openings)
+    shared |= all_questions.intersection(map(_first_words, texts))
+  return sum(text in shared for text in questions)
+
+
+def _first_words(text: str, words: int | None = None) -> str:
+  """Joins the first words by single spaces; None: all words."""
+  return " ".join(text.split(None, -1 if words is None else words)[:words])
