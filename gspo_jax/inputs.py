@@ -368,9 +368,10 @@ def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
 def _fitting_share(
   prompts: Sequence[Prompt], encode: Callable[[str], list[int]], verifier: str, limit: int
 ) -> float:
-  """Returns the share of gold answers within `limit` tokens, in about 500 prompts.
+  """Returns the share of gold answers within `limit` tokens.
 
-  The share is 1 for other verifiers, whose right responses may differ from the gold answer.
+  About 500 prompts are read. The share is 1 for other verifiers, whose right responses may differ
+  from the gold answer.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not len(prompts):
     return 1.0
