@@ -220,7 +220,7 @@ def _read_demonstrations(
 def _check_environment(
   config: RunConfig, tok: Tokenizer, environment: environments.Make | None, data: Data
 ) -> None:
-  """Creates and resets one environment. Raises ValueError if this fails."""
+  """Creates and resets an environment. Raises ValueError if this fails."""
   prompts = data.train_prompts or [
     prompt for name, b, _ in config.benchmarks() if not b.reward for prompt in data.problems[name]
   ]
@@ -230,7 +230,10 @@ def _check_environment(
   def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
     return tok.encode(tok.chat(messages))
 
-  new_groups([prompts[0]], 1, 0, config.data.max_prompt_tokens, environment, render)
+  longest = config.data.max_prompt_tokens
+  ((first,),) = new_groups([prompts[0]], 1, 0, longest, environment, render, None, tok.vocab_size)
+  if first.failure:
+    raise ValueError(first.failure)
 
 
 def make_meshes(config: RunConfig) -> Meshes:

@@ -32,6 +32,7 @@ from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
+from gspo_jax.tasks.environments import time_limit
 
 SHOWN = 1000  # Maximum characters of a gold answer in records; programs' tests take megabytes.
 
@@ -187,6 +188,7 @@ class Evaluator:
       vocab_size=self.model.vocab_size,
       max_turns=self.environment.max_turns if multi_turn else 1,
       workers=self.environment.workers if multi_turn else 0,
+      time_limit_s=time_limit(environment),
     )
     # Groups of finished problems count too, so equal prompts get the same PRNG keys after a resume.
     groups = new_groups(
@@ -197,6 +199,7 @@ class Evaluator:
       environment,
       lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
       tags=range(len(problems)),
+      vocab_size=self.tokenizer.vocab_size,
     )
     for index in indices:
       driver.begin(groups[index])

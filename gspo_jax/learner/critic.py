@@ -108,7 +108,7 @@ def make_values(
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    if config.bootstrap:  # Rows with a shared prompt lack the last token of a longest response.
+    if config.bootstrap and inputs.places is None:  # Trees lack the last token of a response.
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:

@@ -26,11 +26,17 @@ from gspo_jax.data import recorded, sources
 from gspo_jax.data.tokenizer import Tokenizer, line_breaks
 from gspo_jax.rewards.signals import Signals
 from gspo_jax.rollouts import advantages, metrics, schedules, scoring
-from gspo_jax.rollouts.groups import Group, filled, trajectories_of
+from gspo_jax.rollouts.groups import (
+  Group,
+  filled,
+  require_lengths,
+  restored,
+  trajectories_of,
+)
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
 from gspo_jax.runs.metrics import Writer
-from gspo_jax.sampling import Driver, Engine, Environment, SingleTurn, Usage, assemble, requests
+from gspo_jax.sampling import Driver, Engine, Trajectory, Usage, assemble, requests
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt, Rollout
@@ -175,11 +181,10 @@ class Collector:
     if not self._config.rl.max_age:
       return {}
     oldest, number = self._version - self._config.rl.max_age, 0
-    longest, make = self._workload.prompt_length, self._environment
     for group in self._under_way:
       for g, old in enumerate(group.trajectories):
         if old.oldest is not None and old.oldest < oldest:
-          ((new,),) = new_groups([group.prompt], 1, old.seed, longest, make, self._render)
+          ((new,),) = self._trajectories([group.prompt], 1, old.seed)
           new.sample, group.trajectories[g] = old.sample, new
           number += 1
     return {"partial/begun_again": float(number)}
@@ -250,6 +255,7 @@ class Collector:
       vocab_size=c.model.vocab_size,
       max_turns=c.environment.max_turns,
       workers=c.environment.workers,
+      time_limit_s=environments.time_limit(self._environment),
       limit=self._limit,
     )
     stale = [group for group in self._under_way if id(group) in self._surplus]
@@ -296,9 +302,14 @@ class Collector:
     least = c.schedule.group_size_min or most
     tried = map(self._filter.tried, prompts)
     sizes = [schedules.group_size(n, right, least, most) for n, right in tried]
-    longest = self._workload.prompt_length
-    groups = new_groups(prompts, sizes, seed, longest, self._environment, self._render)
-    return list(map(Group, prompts, groups))
+    return list(map(Group, prompts, self._trajectories(prompts, sizes, seed)))
+
+  def _trajectories(
+    self, prompts: Sequence[Prompt], size: int | Sequence[int], seed: int
+  ) -> list[list[Trajectory]]:
+    longest, vocab_size = self._workload.prompt_length, self._workload.vocabulary
+    make, render = self._environment, self._render
+    return new_groups(prompts, size, seed, longest, make, render, vocab_size=vocab_size)
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
@@ -342,16 +353,18 @@ class Collector:
     """Assembles the trajectories of training groups as arrays.
 
     Raises:
-      ValueError: more than `rl.prompts` groups, or a group size other than `rl.group_size`.
+      ValueError: more than `rl.prompts` groups, or a group size other than `rl.group_size`; or
+        longer prompts or responses than the configuration's.
     """
-    prompts, size = self._config.rl.prompts, self._config.rl.group_size
+    c, trajectories = self._config, trajectories_of(groups)
     sizes = {len(group.trajectories) for group in groups}
-    if len(groups) > prompts or sizes - {size}:
+    if len(groups) > c.rl.prompts or sizes - {c.rl.group_size}:
       raise ValueError(
-        f"its {len(groups)} groups of {max(sizes)} responses do not go with rl.prompts={prompts} "
-        f"and rl.group_size={size}: set these to what they were"
+        f"its {len(groups)} groups of {max(sizes)} responses do not go with "
+        f"rl.prompts={c.rl.prompts} and rl.group_size={c.rl.group_size}: set these to what they "
+        "were"
       )
-    trajectories, c = trajectories_of(groups), self._config
+    require_lengths(trajectories, c)
     longest = max(len(trajectory.prompt) for trajectory in trajectories)
     room = schedules.bucket_length(longest, self._buckets, c.data.max_prompt_tokens)
     window = room + c.sampling.max_new_tokens
@@ -364,16 +377,10 @@ class Collector:
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; of another job's state, the keys that both jobs have."""
+    """Restores a state of `position`; of another job's state, the keys that both jobs have.
+
+    Raises ValueError as `groups.restored`.
+    """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
-    self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
-
-  def _again(self, prompt: Prompt) -> Environment | None:
-    """Creates the environment of a resumed trajectory.
-
-    Environments of several turns exist on host 0 only; other hosts get None.
-    """
-    if self._environment is None:
-      return SingleTurn(prompt.tokens)
-    return self._environment(prompt) if hosts.is_first() else None
+    self._under_way = restored(state["under_way"], self._config, self._environment)

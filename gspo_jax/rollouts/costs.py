@@ -16,14 +16,12 @@ from gspo_jax.settings.sampling import EnvironmentConfig
 def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Adds the figures `reward` (without costs) and `cost`. Must be called once per conversation.
+  Adds the figures `reward` (without costs) and `cost`. Must be called once per conversation. A
+  conversation with contradictory counts of tool calls becomes a failure.
 
   Returns:
     float32 [B]: total reward less costs of each conversation. It depends on the sums of rewards,
     tokens and calls alone, exactly, and not on their distribution over turns.
-
-  Raises:
-    ValueError: an environment's counts of its tool calls disagree.
   """
   if not config.costs:
     return totals(trajectories)
@@ -31,8 +29,11 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
   for trajectory in trajectories:
     # Sums of float32 in float64 are exact: the order of rewards over turns does not matter.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
-    if config.charge == "all" or trajectory.figures["correct"] > 0:
-      calls_U = _calls(trajectory) if config.call_cost else np.zeros(trajectory.turn)
+    charged = config.charge == "all" or trajectory.figures["correct"] > 0
+    if charged and config.call_cost and not trajectory.failure:
+      trajectory.failure = _disagreement(trajectory)
+    if charged and not trajectory.failure:
+      calls_U = np.array(trajectory.calls) if config.call_cost else np.zeros(trajectory.turn)
       sampled_X = np.flatnonzero(trajectory.turns >= 0)
       last_X = np.diff(trajectory.turns[sampled_X], append=-1) != 0
       ends_U, tokens_U = sampled_X[last_X], np.diff(np.flatnonzero(last_X), prepend=-1)
@@ -60,19 +61,14 @@ def teaches(group: Group, config: EnvironmentConfig) -> bool:
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
 
-def _calls(trajectory: Trajectory) -> np.ndarray:
-  """Returns the number of tool calls of each turn."""
-  calls = trajectory.calls
-  name, reported = type(trajectory.environment).__name__, trajectory.figures["tool_calls"]
-  if min(calls) < 0:
-    raise ValueError(
-      f"environment.call_cost: tool_calls of the environment {name} fell in turn "
-      f"{int(np.argmin(calls)) + 1}: let it count all calls of its conversation"
-    )
-  if reported != sum(calls):
-    raise ValueError(
-      f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-      f", and {sum(calls)} would be paid for: give it an attribute tool_calls, the calls so far, "
-      "which says in which turn they were"
-    )
-  return np.array(calls)
+def _disagreement(trajectory: Trajectory) -> str:
+  """Describes contradictory counts of tool calls, "" if there are none."""
+  reported, calls = trajectory.figures["tool_calls"], sum(trajectory.calls)
+  if reported == calls:
+    return ""
+  name = type(trajectory.environment).__name__
+  return (
+    f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
+    f", and {calls} would be paid for: give it an attribute tool_calls, the calls so far, which "
+    "says in which turn they were"
+  )

@@ -8,9 +8,12 @@ import numpy as np
 
 from gspo_jax.data import recorded
 from gspo_jax.objectives import advantages
-from gspo_jax.sampling import Trajectory
+from gspo_jax.sampling import SingleTurn, Trajectory, conversations
 from gspo_jax.sampling.trajectory import recorded_turn
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts
+from gspo_jax.tasks.environments import Make
 
 MISSING = "there is no further response on record"
 NOT_SAMPLED = "its group is smaller"
@@ -127,6 +130,54 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
     {name: widen(value_G) for name, value_G in group.signals.items()},
     None if group.value_G is None else widen(group.value_G),
   )
+
+
+def restored(
+  states: Iterable[Mapping[str, Any]], config: RunConfig, make: Make | None
+) -> list[Group]:
+  """Restores unscored groups, and resumes their environments on the first host.
+
+  Responses longer than `sampling.max_new_tokens`, of another configuration, are cut and unfinished.
+  A failure of an environment finishes its trajectory.
+
+  Args:
+    make: constructor of environments; None for single turns.
+
+  Raises:
+    ValueError: a prompt is longer than `data.max_prompt_tokens`.
+  """
+  groups = [Group.from_state(x, lambda p: None if make else SingleTurn(p.tokens)) for x in states]
+  for trajectory in trajectories_of(groups):
+    trajectory.cut(config.sampling.max_new_tokens)
+  require_lengths(trajectories_of(groups), config)
+  if make is None:
+    return groups
+  pairs = [(x, group.prompt) for group in groups for x in group.trajectories if not x.finished]
+  failures = hosts.run_on_first_host(
+    lambda: [conversations.resume(trajectory, make, prompt) for trajectory, prompt in pairs]
+  )
+  for (trajectory, _), failure in zip(pairs, failures, strict=True):
+    if failure:
+      trajectory.fail(failure)
+  return groups
+
+
+def require_lengths(trajectories: Sequence[Trajectory], config: RunConfig) -> None:
+  """Raises ValueError for trajectories longer than the configuration's.
+
+  Updates would take later tokens' log-probs as 0.
+  """
+  limits = (
+    ("prompt", "data.max_prompt_tokens", config.data.max_prompt_tokens),
+    ("tokens", "sampling.max_new_tokens", config.sampling.max_new_tokens),
+  )
+  for field, key, limit in limits:
+    longest = max((len(getattr(trajectory, field)) for trajectory in trajectories), default=0)
+    if longest > limit:
+      kind = "prompt" if field == "prompt" else "response"
+      raise ValueError(
+        f"a {kind} has {longest} tokens, and {key}={limit}: set it to {longest} at least"
+      )
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:

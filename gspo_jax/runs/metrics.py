@@ -147,14 +147,14 @@ class Writer(contextlib.AbstractContextManager):
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self.notes: dict[str, float] = {}  # Constant metrics of the run, added to every row.
-    self.count = 0  # Metrics rows on file.
+    self.count = 0  # Metrics rows of training on file.
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
         self._workdir.mkdir(parents=True, exist_ok=True)
         _cut_half_written_line(self._path)
-      self.count = len(read_rows(self._path))  # Raises ValueError for a damaged row.
+      self.count = _training_rows(read_rows(self._path))  # Raises ValueError for a damaged row.
       self._open()
     self._wandb = None
     if active and wandb:
@@ -177,7 +177,7 @@ class Writer(contextlib.AbstractContextManager):
     finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
     line = json.dumps({"phase": phase, "step": step, **finite}, allow_nan=False) + "\n"
     self._append(line.encode())
-    self.count += 1
+    self.count += phase != "eval"
     shown = {
       name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
       for name, value in values.items()
@@ -193,7 +193,7 @@ class Writer(contextlib.AbstractContextManager):
     return [row for row in rows if row.get("phase") in phases]
 
   def truncate(self, phase: str, step: int) -> int:
-    """Drops metrics rows of `phase` after `step`, and of later phases.
+    """Drops metrics rows of `phase` after `step`, and of later phases of training.
 
     Call it in a resumed run before the first `write`. A run writes all rows of a step before the
     step's checkpoint, so a resumed run ends with the rows of an uninterrupted run.
@@ -203,7 +203,8 @@ class Writer(contextlib.AbstractContextManager):
     """
     if not self._active:
       return 0
-    limits = dict.fromkeys(PHASES[: PHASES.index(phase)], math.inf) | {phase: step}
+    covering = (*PHASES[: PHASES.index(phase)], "eval")
+    limits = dict.fromkeys(covering, math.inf) | {phase: step}
     covered, dropped = [], []
     for row in read_rows(self._path):
       is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
@@ -219,7 +220,7 @@ class Writer(contextlib.AbstractContextManager):
       self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in covered))
       self._open()
-    self.count = len(covered)
+    self.count = _training_rows(covered)
     return len(dropped)
 
   def sync(self) -> None:
@@ -308,6 +309,11 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
       ) from error
     rows.append(row)
   return rows
+
+
+def _training_rows(rows: Iterable[Row]) -> int:
+  """Counts rows; a separate evaluation (job=eval) belongs to no checkpoint."""
+  return sum(row.get("phase") != "eval" for row in rows)
 
 
 def _number(name: str, value: Any) -> float:

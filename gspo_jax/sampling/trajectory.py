@@ -19,13 +19,15 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
+MOST_FIGURES = 200  # Names of figures in a row of metrics.
 
 
 class Environment(Protocol):
   """Environment of one trajectory: user code on the host, one object per trajectory.
 
   An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
-  every turn with an observation counts as one tool call.
+  every turn with an observation counts as one tool call. Failures of calls, unusable results and
+  calls beyond the time limit (tasks/environments.py) end their own trajectory.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -49,7 +51,8 @@ class Environment(Protocol):
     """Returns numbers of a finished trajectory, by name (optional method).
 
     Means over trajectories are logged by these names. Accuracy is the mean of `correct`, 0 or 1; by
-    default `correct` is 1 if the rewards sum to above 0. `tokens` and `tool_calls` are added.
+    default `correct` is 1 if the rewards sum to above 0. `tokens`, `tool_calls` and
+    `overlong_observation` are added.
     """
     return {}
 
@@ -94,7 +97,7 @@ class Trajectory:
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN;
       only NO_TOKEN for observations and for the whole vocabulary; None if not recorded.
     figures: numbers of the finished trajectory, from its environment or from the verifier.
-    failure: description of the environment's exception; "" without one. The reward of a failed
+    failure: description of the environment's failure; "" without one. The reward of a failed
       trajectory is unknown.
     columns: arrays [n] by the names of COLUMNS.
   """
@@ -153,20 +156,18 @@ class Trajectory:
       new = response.experts[filled:]
       self.experts = np.concatenate([self.experts, new]) if filled else new
 
-  def end_turn(self, reward: float) -> None:
+  def end_turn(self, reward: float, calls: int = 0) -> None:
+    """Ends the current turn with its reward and its number of tool calls."""
     rewards = self.rewards.copy()  # A copy of the trajectory may share this array.
     rewards[-1] = reward
     self.columns["rewards"] = rewards
-    counted = self._counted
-    self.calls = (*self.calls, 0 if counted is None else counted - sum(self.calls))
+    self.calls = (*self.calls, calls)
     self.turn += 1
     self._begun = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
     """Appends observation tokens; the next turn follows."""
     n = len(tokens)
-    if self._counted is None:
-      self.calls = (*self.calls[:-1], 1)
     self._extend_support(n, None)
     self._extend(
       tokens=np.array(tokens, np.int32),
@@ -178,29 +179,40 @@ class Trajectory:
     )
     self._begun = len(self.tokens)
 
-  def finish(self, stopped: bool) -> None:
+  def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
+    """Finishes the trajectory; None for no figures of the environment."""
     self.finished, self.stopped = True, stopped
-    if isinstance(self.environment, SingleTurn):
-      return
-    right = float(self.rewards.sum() > 0)
-    self.figures = dict(correct=right, tokens=float(self.length), tool_calls=float(sum(self.calls)))
-    try:
-      reported = getattr(self.environment, "figures", dict)()
-      self.figures |= {name: float(value) for name, value in reported.items()}
-    except Exception as error:  # User code may raise anything.
-      self.failure = f"{type(self.environment).__name__}.figures() raised {error!r}"
+    if not isinstance(self.environment, SingleTurn):
+      self.figures = self._own_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
 
   def fail(self, failure: str) -> None:
-    """Finishes the trajectory in the turn of an environment's failure."""
-    self.end_turn(0.0)
-    self.finished, self.failure = True, failure
-    self.figures = dict(correct=0.0, tokens=float(self.length), tool_calls=float(sum(self.calls)))
+    """Finishes the trajectory by a failure of its environment, in or before the current turn."""
+    if len(self.tokens) > self._begun:
+      self.end_turn(0.0)
+    self.finished, self.failure, self.figures = True, failure, self._own_figures(0.0)
 
-  @property
-  def _counted(self) -> int | None:
-    """Tool calls so far; None if the environment does not count tool calls."""
-    calls = getattr(self.environment, "tool_calls", None)
-    return int(calls) if isinstance(calls, int | np.integer) else None
+  def cut(self, limit: int) -> None:
+    """Reduces a trajectory of more than `limit` tokens after the prompt.
+
+    It becomes an unfinished trajectory of fewer than `limit` tokens, within a turn. Its tokens are
+    those of a sampler with this limit, so it can be resumed.
+    """
+    if len(self.tokens) <= limit:
+      return
+    n = int(np.flatnonzero(self.turns[:limit] >= 0)[-1])
+    self.turn = int(self.turns[n])
+    self._begun = int(np.flatnonzero(self.turns == self.turn)[0])
+    self.columns = {name: column[:n] for name, column in self.columns.items()}
+    if self.support is not None:
+      self.support = self.support[:n]
+    if self.experts is not None:
+      self.experts = self.experts[: len(self.prompt) + n - 1]
+    self.calls, self.figures, self.failure = self.calls[: self.turn], {}, ""
+    self.finished, self.stopped, self.limit = False, False, 0
+
+  def _own_figures(self, correct: float) -> dict[str, float]:
+    tokens, calls = float(self.length), float(sum(self.calls))
+    return dict(correct=correct, tokens=tokens, tool_calls=calls)
 
   def copy(self) -> "Trajectory":
     """Returns a snapshot with the same environment."""
@@ -234,10 +246,11 @@ class Trajectory:
   def from_state(
     cls, state: Mapping[str, Any], environment: Environment | None, tag: Any = None
   ) -> "Trajectory":
-    """Restores a trajectory from `get_state`; replays finished turns on the new environment.
+    """Restores a trajectory from `get_state`.
 
     Args:
-      environment: new environment; None on all hosts but the first.
+      environment: environment in its state after the past turns; None on all hosts but the first,
+        and before `conversations.resume`.
       tag: label for the caller.
     """
     state = dict(state)
@@ -247,10 +260,6 @@ class Trajectory:
     trajectory.experts = arrays.pop("routing", None)
     trajectory.support = arrays.pop("support", None)
     trajectory.columns = arrays
-    if not trajectory.finished and environment is not None:
-      environment.reset()
-      for turn in range(trajectory.turn):
-        environment.step(trajectory.tokens[trajectory.turns == turn].tolist())
     return trajectory
 
 
@@ -272,12 +281,16 @@ def recorded_turn(
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Returns the mean of each figure over the trajectories with this figure."""
+  """Returns the mean of each figure over the trajectories with this figure.
+
+  Of more than MOST_FIGURES names, it returns the most frequent ones.
+  """
   by_name: dict[str, list[float]] = {}
   for row in figures:
     for name, value in row.items():
       by_name.setdefault(name, []).append(value)
-  return {name: float(np.mean(values)) for name, values in by_name.items()}
+  names = sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:MOST_FIGURES]
+  return {name: float(np.mean(by_name[name])) for name in names}
 
 
 def assemble(
@@ -301,10 +314,10 @@ def assemble(
   fields["tokens"][:] = pad_id
   fields["turns"][:] = fields["version"][:] = -1
   experts_BLlk = None
-  if trajectories[0].experts is not None:
+  first = next((x.experts for x in trajectories if x.experts is not None), None)
+  if first is not None:
     # The last token of a trajectory has no experts: the sampler never ran a forward pass on it.
     # Training needs none, since no token is predicted from the last one.
-    first = trajectories[0].experts
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)

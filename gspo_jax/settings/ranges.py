@@ -45,7 +45,8 @@ def required(why: str) -> Any:
 class Range:
   """Numbers from `low` to `high`, without those in `excluded`, and with `also`.
 
-  Floats are compared as float32 too, their dtype on the devices. `why` is added to error messages.
+  Floats are compared as float32 too, their dtype on the devices, and so are the bounds then. `why`
+  is added to error messages.
   """
 
   low: float
@@ -57,9 +58,9 @@ class Range:
   def __contains__(self, value: float) -> bool:
     if not isinstance(value, numbers.Real):
       return False
-    inside = all(
-      self.low <= x <= self.high and x not in self.excluded for x in (value, _float32(value))
-    )
+    exact = self.low, value, self.high
+    triples = exact, tuple(map(_float32, exact))
+    inside = all(low <= x <= high and x not in self.excluded for low, x, high in triples)
     return (inside and (not value or abs(value) >= TINY)) or value == self.also
 
   def __str__(self) -> str:

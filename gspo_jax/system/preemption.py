@@ -172,8 +172,11 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check` with one process; of several, all would have to call it."""
-  if jax.process_count() == 1:
+  """Calls `check` with one process, or in a thread with its own check.
+
+  Of several processes, all would have to call `check`.
+  """
+  if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()
 
 

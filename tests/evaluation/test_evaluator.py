@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support.configs import config_of
+from support.echo import STOP, Echo
 from support.environments import TALK, Teacher
 from support.sampling import sample
 from support.small_models import DENSE, initial
@@ -282,6 +283,44 @@ def test_evaluation_holds_conversations():
   assert [r["length"] for r in records] == out.lengths.tolist()
   assert [r["response"] for r in records] == [str(out.response(i)) for i in range(len(records))]
   assert row["eval/truncated_fraction"] == pytest.approx(1 - out.stopped.mean())
+
+
+def test_conversations_that_fail_are_wrong_and_no_problem_is_missing():
+  """One cannot begin, one raises in its turn, and one has a figure that is infinite."""
+
+  class Fails(Teacher):
+    def reset(self):
+      return {}["begin"] if self.prompt == (5,) else self.prompt
+
+    def step(self, response):
+      return {}["step"] if self.prompt == (6,) else ([], 1.0, True)
+
+    def figures(self):
+      return dict(cost=float("inf") if self.prompt == (7,) else 2.0)
+
+  tok = SimpleNamespace(stop_ids=(STOP,), pad_id=0, vocab_size=64, decode=str)
+  prompts = [Prompt(str(i), "?", "", (4 + i,)) for i in range(4)]
+  settings = dict(samples=2, max_new_tokens=12, greedy=False, batch=3)
+  evaluate_echo = Evaluator(
+    config=dataclasses.replace(CONFIG, **settings),
+    model=DENSE,
+    benchmarks=[
+      Benchmark("", dataclasses.replace(SET, samples=2), prompts, None, lambda p: Fails(p.tokens))
+    ],
+    tokenizer=tok,
+    prompt_length=3,
+    seed=5,
+    environment=TALK,
+  )
+  engine = Echo()
+  engine.load(None, version=0)
+  row, records = evaluate_echo(engine)
+  assert [record["reward"] for record in records] == [1, 1, 0, 0, 0, 0, 0, 0]
+  assert row["eval/accuracy"] == 0.25 and row["eval/verifier/unknown"] == 0.75
+  assert row["eval/cost"] == 2.0
+  reasons = [record.get("unknown", "") for record in records[::2]]
+  for reason, text in zip(reasons, ("", "cannot begin: KeyError", "raised KeyError", "cost=inf")):
+    assert text in reason
 
 
 def test_checksum_does_not_depend_on_the_layout(params):

@@ -149,6 +149,30 @@ def test_last_value_reads_all_tokens_with_shared_prompts_too():
   np.testing.assert_allclose(np.asarray(value_BT)[live], np.asarray(shared_BT)[live], atol=1e-5)
 
 
+def test_last_value_of_packed_rows_that_share_their_prompts():
+  mesh, prompt = sharding.make_mesh(MESH, jax.devices()[:1]), T // 2
+  config = dataclasses.replace(HEAD, bootstrap=True)
+  minibatch = make_batch(lengths=(T, T, T - 3, prompt + 1) * 4)
+  tokens_BT = minibatch.inputs.tokens_BT % MODEL.vocab_size
+  tokens_BT[:, :prompt] = np.arange(4).repeat(4)[:, None] + 5
+  minibatch = with_inputs(minibatch, tokens_BT=tokens_BT, prompt_B=np.full(B, prompt, np.int32))
+  packed = packing.plan(minibatch, 1, 4, T - prompt)
+  assert packed.inputs.places.trunk_B is not None
+  with jax.set_mesh(mesh):
+    policy, critic = critic_on(mesh, config)
+    settings = learner(MODEL, group_size=4, response_tokens=T - prompt, microbatches=4)
+    values = make_values(settings, config, "none")(
+      policy, critic, sharding.put_batch(packed.inputs, mesh)
+    )
+  value_BT, last_B = (packing.in_order(np.asarray(x), packed.order_B) for x in values)
+  hidden_BTD = forward(jax.device_get(policy), MODEL, jnp.asarray(tokens_BT)).hidden_BTD
+  expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
+  last_place_B = minibatch.inputs.segments_BT.sum(1) - 1
+  np.testing.assert_allclose(last_B, expected_BT[np.arange(B), last_place_B], atol=1e-5)
+  live_BT = minibatch.mask_BT[:, 1:] > 0
+  np.testing.assert_allclose(value_BT[:, 1:][live_BT], expected_BT[:, :-1][live_BT], atol=1e-5)
+
+
 def test_truncated_responses_are_bootstrapped_from_their_last_value():
   """Covers tokens and turns; finished responses ignore their last value."""
   config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, normalize=False, bootstrap=True)

@@ -210,8 +210,7 @@ def test_metrics_count_conversations():
       if turn < turns - 1:
         prompt.observe([20, 21, 22])
     rare = dict(steps=4.0) if asked else {}  # where it applies
-    prompt.environment.figures = lambda: dict(tool_use=asked) | rare
-    prompt.finish(True)
+    prompt.finish(True, dict(tool_use=asked) | rare)
     return prompt
 
   group = Group(None, [trajectory(1, 0), trajectory(3, 1)])

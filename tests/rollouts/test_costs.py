@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import Response, Trajectory
+from gspo_jax.sampling import Response, Trajectory, conversations
+from gspo_jax.sampling.conversations import Turn
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks.calculator import NOT_UNDERSTOOD, Calculator
 
@@ -34,11 +36,13 @@ def say(one, *turns, stopped=True):
     tokens = np.array([*TOK.encode(text), *TOK.stop_ids], np.int32)
     zeros = np.zeros(len(tokens), np.float32)
     one.add(Response(None, 0, tokens, zeros, zeros, np.ones_like(tokens), True, True, None))
-    observation, reward, done = one.environment.step(one.turn_tokens)
-    one.end_turn(reward)
-    if i < len(turns) - 1:
-      one.observe(observation)
-  one.finish(stopped and done)
+    last, calls = i == len(turns) - 1, sum(one.calls)
+    turn = Turn(one.turn_tokens, last, room=99, vocab_size=TOK.vocab_size, calls=calls)
+    answer = conversations.step(one.environment, turn)
+    one.end_turn(answer.reward, answer.calls)
+    if not last:
+      one.observe(answer.observation)
+  one.finish(stopped and answer.done, answer.figures)
   return one
 
 
@@ -183,24 +187,17 @@ def test_an_environment_that_makes_several_calls_in_a_turn_or_none():
   assert by_turn(trajectory) == [-0.5, 0, -0.25, 0]
 
 
-def test_calls_that_cannot_be_charged_are_an_error():
+def test_calls_that_cannot_be_charged_are_a_failure_of_their_conversation():
   class Reports(Silent):
     def figures(self):
       return dict(tool_calls=7)
 
-  class Falls(Silent):
-    tool_calls = 9
-
-    def step(self, response):
-      self.tool_calls -= 1
-      return super().step(response)
-
-  reports, falls = (say(Trajectory((5,), 0, 0, kind()), "a", "done") for kind in (Reports, Falls))
-  with pytest.raises(ValueError, match=r"environment\.call_cost.*Reports.*tool_calls=7, and 1 "):
-    costs.charge([reports], priced(call_cost=0.1))
-  with pytest.raises(ValueError, match=r"environment\.call_cost.*Falls fell in turn 2"):
-    costs.charge([falls], priced(call_cost=0.1))
-  costs.charge([reports, falls], priced(token_cost=0.1))  # which does not ask for calls
+  reports, plain = (say(Trajectory((5,), 0, 0, kind()), "a", "done") for kind in (Reports, Silent))
+  costs.charge([reports], priced(token_cost=0.1))  # which does not ask for calls
+  assert not reports.failure
+  _, worth = costs.charge([reports, plain], priced(call_cost=0.1))
+  assert re.search(r"environment\.call_cost.*Reports.*tool_calls=7, and 1 ", reports.failure)
+  assert not plain.failure and worth == pytest.approx(-0.1)
 
 
 EXPENSIVE = dict(environment=Counting, environment__token_cost=0.01, environment__call_cost=0.25)
@@ -257,7 +254,9 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   first.observe(TOK.encode("2146;"))
   rest = first.copy()
   state = json.loads(json.dumps(first.get_state()))
-  resumed = say(Trajectory.from_state(state, Calculator(prompt, TOK)), *CHECKED[2:])
+  resumed = Trajectory.from_state(state, None)
+  assert not conversations.resume(resumed, lambda prompt: Calculator(prompt, TOK), prompt)
+  say(resumed, *CHECKED[2:])
   assert resumed.calls == whole.calls == (1, 1, 1, 0)
   assert resumed.figures == whole.figures
   say(first, *CHECKED[2:])

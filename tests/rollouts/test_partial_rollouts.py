@@ -5,7 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 from support import rollouts
-from support.rollouts import ENGINE, NEW, PARAMS, Counting, G, P, collector, goes_on, iterate
+from support.rollouts import (
+  ENGINE,
+  NEW,
+  PARAMS,
+  Counting,
+  G,
+  P,
+  collector,
+  goes_on,
+  iterate,
+  went_on,
+)
 
 from gspo_jax.runs.metrics import Stopwatch
 
@@ -163,6 +174,42 @@ def test_what_is_too_old_is_begun_again(kind):
   assert all(trajectory.oldest in (None, 1, 3) for trajectory in current) and any(
     trajectory.oldest == 3 for trajectory in current
   )
+
+
+@pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
+def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
+  """As sampled with this limit; log-probs of later tokens would be 0 in the updates."""
+  options, limit = dict(environment=kind, extra_prompts=6), 10
+  out, (first_run, _) = iterate(2, **options)
+  before = [x for group in first_run._under_way for x in group.trajectories]
+  longer = dict(options, sampling__max_new_tokens=limit)
+  collecting = went_on(first_run.position(), **longer)
+  after = [x for group in collecting[0]._under_way for x in group.trajectories]
+  number = 0
+  for old, new in zip(before, after, strict=True):
+    count = len(new.tokens)
+    np.testing.assert_array_equal(new.tokens, old.tokens[:count])
+    np.testing.assert_array_equal(
+      new.rewards, np.where(new.turns < new.turn, old.rewards[:count], 0)
+    )
+    if len(old.tokens) <= limit:
+      assert count == len(old.tokens) and new.finished == old.finished
+      continue
+    number += 1
+    assert count < limit and not new.finished and old.turns[count] == new.turn
+    assert new.turn_tokens == old.tokens[:count][old.turns[:count] == new.turn].tolist()
+    if kind:
+      assert len(new.environment.heard) == new.turn == len(new.calls)
+  assert number
+  (result,), _ = iterate(1, running=collecting, first=3)
+  assert (result.rollout.ends - result.rollout.prompt_lengths).max() == limit
+  assert not (result.rollout.logp[result.rollout.mask > 0] == 0).any()
+  with pytest.raises(
+    ValueError, match=r"a response has \d\d tokens, and sampling.max_new_tokens=10"
+  ):
+    collecting[0].rollout(out[0].groups)
+  with pytest.raises(ValueError, match=r"a prompt has 3 tokens, and data.max_prompt_tokens=2: set"):
+    went_on(first_run.position(), **options, data__max_prompt_tokens=2)
 
 
 def test_beginning_again_survives_a_checkpoint():

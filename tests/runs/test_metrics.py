@@ -131,6 +131,26 @@ def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_aft
   assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
+def test_a_separate_evaluation_keeps_its_row_when_training_goes_on(tmp_path):
+  """It belongs to no checkpoint; another one takes its place."""
+  evaluations = [{"phase": "eval", "step": 0, "eval/accuracy": x} for x in (0.5, 0.75)]
+  with metrics.Writer(tmp_path) as writer:
+    for row in (*(rl_row(step) for step in (1, 2, 3)), evaluations[0]):
+      writer.write(row)
+    assert writer.count == 3
+  with metrics.Writer(tmp_path) as writer:
+    assert writer.count == 3 and writer.truncate("rl", 2) == 1 and writer.count == 2
+    writer.write(rl_row(3))
+    assert writer.count == 3
+    expected = [rl_row(1), rl_row(2), evaluations[0], rl_row(3)]
+    assert metrics.read_rows(tmp_path / "metrics.jsonl") == expected
+    writer.truncate("sft", 5)
+    assert metrics.read_rows(tmp_path / "metrics.jsonl") == evaluations[:1]
+    writer.truncate("eval", -1)
+    writer.write(evaluations[1])
+  assert metrics.read_rows(tmp_path / "metrics.jsonl") == evaluations[1:]
+
+
 def test_truncate_to_nothing(tmp_path):
   with metrics.Writer(tmp_path) as writer:
     for row in whole_run():

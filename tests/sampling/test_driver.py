@@ -1,6 +1,5 @@
 """The host loop with an engine that is none of ours."""
 
-import concurrent.futures
 import dataclasses
 
 import numpy as np
@@ -10,6 +9,7 @@ from support.echo import STOP, WORKLOAD, Echo
 from gspo_jax.sampling import Driver
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
+from gspo_jax.system import workers
 
 
 class Twice:
@@ -26,11 +26,12 @@ class Twice:
     return [5], float(len(response)), len(self.heard) == 2
 
 
-def started(make=None, first=3):
+def started(make=None, first=3, **options):
   engine = Echo()
   engine.load(None, version=7)
   (group,) = new_groups([Prompt("a", "", "", (4, first))], 2, 0, 4, make, tags=["a"])
-  driver = Driver(engine, dataclasses.replace(WORKLOAD, several_turns=bool(make)), max_turns=3)
+  workload = dataclasses.replace(WORKLOAD, several_turns=bool(make))
+  driver = Driver(engine, workload, max_turns=3, **options)
   driver.begin(group)
   return engine, driver, group
 
@@ -63,16 +64,6 @@ def test_no_two_trajectories_that_begin_alike_have_one_number():
     [2, 3],
   ]
   assert [trajectory.tag for group in groups for trajectory in group] == list("001122")
-
-
-def test_an_environment_that_cannot_begin_is_named_by_its_prompt():
-  prompts = [Prompt(id, "", "", (7,)) for id in ("good", "bad")]
-  for make, message in (
-    (lambda prompt: Begins(dict(good=7)[prompt.id]), "prompt bad cannot begin: KeyError: 'bad'"),
-    (lambda prompt: Begins(dict(good=7).get(prompt.id)), "prompt bad cannot begin: TypeError"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      new_groups(prompts, 2, 0, 4, make)
 
 
 def test_a_group_is_one_request_and_a_single_turn_one_response():
@@ -127,7 +118,7 @@ def test_what_is_put_aside_goes_on_where_it_was(steps):
     assert versions[0] == 7 and versions[-1] > 7 and (np.diff(versions) >= 0).all()
 
 
-class LateFuture(concurrent.futures.Future):
+class LateCall(workers.Call):
   """Is done from the second look on: as if a thread had answered between two of them."""
 
   looks = 0
@@ -138,8 +129,8 @@ class LateFuture(concurrent.futures.Future):
 
 
 def test_no_conversation_is_lost_whose_environment_answers_between_two_looks(monkeypatch):
-  monkeypatch.setattr(concurrent.futures, "Future", LateFuture)
-  _, driver, group = started(Twice)
+  monkeypatch.setattr(workers, "Call", LateCall)
+  _, driver, group = started(Twice, workers=2)
   assert {id(trajectory) for trajectory in driver.run()} == {id(trajectory) for trajectory in group}
   assert all(trajectory.finished for trajectory in group)
 

@@ -148,8 +148,18 @@ def test_ranges_describe_their_values():
   assert 0.5 in share and 1 in share and -1 in share
   assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
   assert 1 - 1e-10 not in ranges.FractionBelowOne.__metadata__[0], "float32 has it as 1"
+  assert 0.01 in ranges.Range(0.01, 0.1) and 0.1 in ranges.Range(0.01, 0.1)
+  assert 0.01 - 1e-12 not in ranges.Range(0.01, 1) and 0.1 + 1e-12 not in ranges.Range(0, 0.1)
   assert str(share) == "above 0 and at most 1, or -1: it is a share"
   assert str(ranges.Range(1, 2e6)) == "at least 1 and at most 2,000,000"
+
+
+def test_bounds_are_inside():
+  """Also those that float32 does not have, as the least temperature."""
+  for name, kind in KINDS.items():
+    for bounds in (x for x in getattr(kind, "__metadata__", ()) if isinstance(x, ranges.Range)):
+      for bound in {bounds.low, bounds.high} - {*bounds.excluded}:
+        assert bound in bounds, name
 
 
 @dataclasses.dataclass(frozen=True)

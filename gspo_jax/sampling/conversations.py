@@ -1,0 +1,272 @@
+"""Calls of environments, and checks of everything that they return.
+
+An environment is user code on arbitrary policy output, and often on outside services: its results
+are hostile input. Whatever a call does (it raises, exits, hangs, or returns something unusable), it
+is a failure of its own conversation. All calls run in threads with a time limit
+(system/workers.py), and return plain, bounded values.
+"""
+
+import concurrent.futures
+import itertools
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gspo_jax.data.recorded import LARGEST
+from gspo_jax.sampling.trajectory import Environment, Message, Trajectory
+from gspo_jax.structs import Prompt
+from gspo_jax.system import workers
+from gspo_jax.tasks.environments import Make, time_limit
+
+FIGURES = 100  # Maximum number of figures of a conversation.
+NAME = 100  # Maximum characters of a figure's name.
+LARGEST_FIGURE = 1e30  # Largest absolute value; means are float32 on some pages.
+CALLS = 2**31  # Exclusive upper bound on tool calls.
+REASON = 300  # Maximum characters of a failure's description.
+
+Render = Callable[[Sequence[Message]], Sequence[int]]
+
+
+class Unusable(ValueError):
+  """An environment returned something unusable; the message says what to return."""
+
+
+class Turn(NamedTuple):
+  """A finished turn of the policy, and bounds on the environment's answer."""
+
+  tokens: list[int]
+  last: bool  # Whether no further turn can follow, whatever the environment answers.
+  room: int  # Tokens up to the trajectory's limit; an observation must have fewer.
+  vocab_size: int  # Exclusive upper bound on token ids.
+  calls: int  # Tool calls in earlier turns.
+
+
+class Answer(NamedTuple):
+  """Checked result of an environment's step.
+
+  Attributes:
+    observation: token ids before the next turn; () after the last turn.
+    reward: reward of the turn.
+    done: whether the environment ended the conversation.
+    over: whether this was the last turn, for any reason.
+    calls: tool calls of the turn.
+    figures: figures after the last turn; {} after other turns.
+    failure: description of a failure; "" without one.
+  """
+
+  observation: tuple[int, ...] = ()
+  reward: float = 0.0
+  done: bool = True
+  over: bool = True
+  calls: int = 0
+  figures: Mapping[str, float] = {}
+  failure: str = ""
+
+
+class Beginning(NamedTuple):
+  """Prompt tokens and environment of a conversation, or a description of its failure."""
+
+  tokens: tuple[int, ...] = ()
+  environment: Environment | None = None
+  failure: str = ""
+
+
+def begin(
+  make: Make, prompt: Prompt, longest: int, render: Render | None, vocab_size: int
+) -> Beginning:
+  """Makes and resets an environment, in a thread.
+
+  Args:
+    make: constructor of the environment.
+    prompt: problem of the conversation.
+    longest: maximum number of prompt tokens.
+    render: function from messages to token ids; None for environments without messages.
+    vocab_size: exclusive upper bound on token ids.
+  """
+
+  def reset() -> Beginning:
+    environment = make(prompt)
+    name = f"{type(environment).__name__}.reset()"
+    return Beginning(_prompt(environment.reset(), name, longest, render, vocab_size), environment)
+
+  value, reason = _call(reset, time_limit(make))
+  return value or Beginning(failure=f"the environment of prompt {prompt.id} cannot begin: {reason}")
+
+
+def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
+  """Makes an environment for an unfinished trajectory, and repeats the past turns, in a thread.
+
+  Returns a description of the failure, "" without one.
+  """
+
+  def repeat() -> Environment:
+    environment = make(prompt)
+    environment.reset()
+    for turn in range(trajectory.turn):
+      environment.step(trajectory.tokens[trajectory.turns == turn].tolist())
+    return environment
+
+  trajectory.environment, reason = _call(repeat, time_limit(make) * (1 + trajectory.turn))
+  return reason and f"the environment of prompt {prompt.id} cannot repeat its turns: {reason}"
+
+
+def step(environment: Environment, turn: Turn) -> Answer:
+  """Steps an environment with a turn of the policy. Raises any exception."""
+  result = environment.step(turn.tokens)
+  if not isinstance(result, tuple | list) or len(result) != 3:
+    raise Unusable(f"returned {_shown(result)}: return observation, reward and done")
+  observation, reward, done = result
+  reward, done, tokens = _reward(reward), _done(done), ()
+  if not (done or turn.last):
+    tokens = _observation(observation, turn)
+  overlong = len(tokens) > 0 and len(tokens) >= turn.room
+  over = done or turn.last or overlong
+  calls = _tool_calls(environment, turn.calls, default=int(not over))
+  if not over:
+    return Answer(tokens, reward, done=False, over=False, calls=calls)
+  figures = dict(overlong_observation=float(overlong)) | _figures(environment)
+  return Answer((), reward, done, calls=calls, figures=figures)
+
+
+def answer(call: concurrent.futures.Future) -> Answer:
+  """Returns the result of a finished call of `step`; an exception becomes a failure."""
+  error = call.exception()
+  if error is None:
+    return call.result()
+  if isinstance(error, Unusable | workers.TooLong):
+    return Answer(failure=_line(lambda: str(error)))
+  return Answer(failure=_line(lambda: f"raised {error!r}: let it answer with an observation"))
+
+
+def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
+  """Returns a function's value and "", or None and a description of the failure."""
+  call = workers.shared(1).run(function, limit_s=limit_s)
+  error = call.exception()
+  if error is None:
+    return call.result(), ""
+  if isinstance(error, Unusable | workers.TooLong):
+    return None, _line(lambda: str(error))
+  return None, _line(lambda: f"{type(error).__name__}: {error}")
+
+
+def _line(write: Callable[[], str]) -> str:
+  """Returns a short line of printable text; a user's exception may fail to write its own."""
+  try:
+    text = " ".join(write().split())
+  except BaseException as error:
+    text = f"{type(error).__name__} in the text of another exception"
+  text = text if len(text) <= REASON else f"{text[:REASON]}..."
+  return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _shown(value: Any) -> str:
+  return reprlib.repr(value)
+
+
+def _prompt(
+  first: Any, name: str, longest: int, render: Render | None, vocab_size: int
+) -> tuple[int, ...]:
+  """Returns the prompt tokens of a result of `reset`: messages or token ids."""
+  if first is None or isinstance(first, str | bytes | bytearray | Mapping):
+    raise Unusable(f"{name} returned {_shown(first)}: return messages or token ids")
+  entries = list(itertools.islice(first, longest + 1))
+  if entries and isinstance(entries[0], Mapping):
+    if render is None:
+      raise Unusable("an environment begins with messages, and there is no `render` for them")
+    entries = render(entries)
+  tokens = tuple(map(operator.index, entries))
+  if not 0 < len(tokens) <= longest:
+    more = " or more" if tokens else ""
+    raise Unusable(
+      f"{name} begins with {len(tokens)} tokens{more}: it must be 1 to "
+      f"data.max_prompt_tokens={longest} of them"
+    )
+  _require_ids(tokens, vocab_size, f"{name} begins")
+  return tokens
+
+
+def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
+  """Returns the token ids of an observation, at most the first `turn.room`."""
+  advice = "encode it, an observation is token ids"
+  if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
+    raise Unusable(f"answered with {_shown(observation)}: {advice}")
+  try:
+    tokens = tuple(map(operator.index, itertools.islice(observation, max(turn.room, 1))))
+  except TypeError:
+    raise Unusable(f"answered with {_shown(observation)}: {advice}") from None
+  if not tokens:
+    raise Unusable(
+      "is not done and its observation is empty: the next turn could not be told from this one; "
+      "return a token at least, or done=True"
+    )
+  _require_ids(tokens, turn.vocab_size, "answered")
+  return tokens
+
+
+def _require_ids(tokens: Sequence[int], vocab_size: int, verb: str) -> None:
+  if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+    raise Unusable(
+      f"{verb} with token ids from {min(tokens)} to {max(tokens)}: the model has 0 to "
+      f"{vocab_size - 1}; use the run's tokenizer"
+    )
+
+
+def _reward(reward: Any) -> float:
+  number = _number(reward)
+  if not abs(number) <= LARGEST:  # NaN fails too.
+    raise Unusable(
+      f"gave the reward {_shown(reward)}: return a finite number, {LARGEST:g} or less in size"
+    )
+  return number
+
+
+def _done(done: Any) -> bool:
+  done = done.item() if isinstance(done, np.generic | np.ndarray) and not done.ndim else done
+  if not (isinstance(done, bool | int) and done in (0, 1)):
+    raise Unusable(f"gave done={_shown(done)}: return True or False")
+  return bool(done)
+
+
+def _number(value: Any) -> float:
+  """Returns a float, NaN for a value of another kind."""
+  if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0):
+    return math.nan
+  try:
+    return float(value)
+  except (TypeError, ValueError, OverflowError):
+    return math.nan
+
+
+def _tool_calls(environment: Environment, before: int, default: int) -> int:
+  """Returns the tool calls of a turn; `default` for an environment without `tool_calls`."""
+  counted = getattr(environment, "tool_calls", None)
+  if not isinstance(counted, int | np.integer):
+    return default
+  if not before <= counted < CALLS:
+    raise Unusable(
+      f"has tool_calls={_shown(int(counted))} after {before}: let it count all calls of its "
+      "conversation"
+    )
+  return int(counted) - before
+
+
+def _figures(environment: Environment) -> dict[str, float]:
+  try:
+    reported = getattr(environment, "figures", dict)()
+    pairs = list(itertools.islice(reported.items(), FIGURES + 1))
+  except Exception as error:  # User code may raise anything.
+    raise Unusable(f"has no figures: figures() raised {error!r}") from error
+  if len(pairs) > FIGURES:
+    raise Unusable(f"has more than {FIGURES} figures: return fewer")
+  figures = {}
+  for name, value in pairs:
+    if not (isinstance(name, str) and 0 < len(name) <= NAME and name.isprintable()):
+      raise Unusable(f"has a figure {_shown(name)}: name it by a printable text, not a long one")
+    figures[name] = _number(value)
+    if not abs(figures[name]) <= LARGEST_FIGURE:
+      raise Unusable(f"has the figure {name}={_shown(value)}: return a finite number")
+  return figures

@@ -1,0 +1,154 @@
+"""Threads for calls of user code: a call has a time limit, and stops are checked during a wait.
+
+A thread cannot be killed. A call beyond its limit is given up: its result is a TooLong, another
+thread takes the queue, and `GivenUp` is raised in the old thread as soon as that runs Python again
+(a loop ends there; a wait on a socket or for `time.sleep` remains). All threads are daemons, so the
+process ends in spite of them. At most MOST_HANGING of them may remain; later calls then fail at
+once.
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gspo_jax.system import preemption
+
+POLL_S = 0.1  # Seconds between checks of stops and time limits during a wait.
+MOST_HANGING = 1000  # Threads of calls beyond their limits, in a process.
+
+
+class GivenUp(SystemExit):
+  """Raised in the thread of a call beyond its limit; a thread ends silently with it."""
+
+
+class TooLong(TimeoutError):
+  """A call took longer than its limit, or too many earlier calls still do."""
+
+
+class Call(concurrent.futures.Future):
+  """A call, and its result.
+
+  Attributes:
+    limit_s: seconds from its start in a thread, without queueing.
+    deadline: end of these seconds, by `time.monotonic`; None before the start.
+  """
+
+  def __init__(self, function: Callable, arguments: tuple, limit_s: float):
+    super().__init__()
+    self.limit_s, self.deadline = limit_s, None
+    self._function, self._arguments = function, arguments
+
+  def compute(self) -> tuple[Any, BaseException | None]:
+    """Returns the function's value and exception."""
+    try:
+      return self._function(*self._arguments), None
+    except BaseException as error:  # User code may raise SystemExit or KeyboardInterrupt.
+      return None, error
+
+
+class Workers:
+  """Runs calls in `count` threads, in the order of `submit`."""
+
+  def __init__(self, count: int):
+    self._missing = count  # Threads to start before the next call.
+    self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    # Whoever removes a running call decides its result: its thread, or `expire`.
+    self._running: dict[Call, threading.Thread] = {}
+    self._hanging: list[threading.Thread] = []
+
+  def submit(self, function: Callable, *arguments: Any, limit_s: float) -> Call:
+    """Queues a call."""
+    call = Call(function, arguments, limit_s)
+    self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+    if len(self._hanging) >= MOST_HANGING:
+      call.set_exception(TooLong(f"{len(self._hanging)} earlier calls still hang"))
+      return call
+    try:
+      self._start_missing()
+    except RuntimeError as error:  # The system has no further thread.
+      call.set_exception(error)
+      return call
+    self._queue.put(call)
+    return call
+
+  def run(self, function: Callable, *arguments: Any, limit_s: float) -> Call:
+    """Returns a finished call. Raises Preempted as `wait`."""
+    call = self.submit(function, *arguments, limit_s=limit_s)
+    self.wait([call])
+    return call
+
+  def wait(
+    self,
+    calls: Iterable[concurrent.futures.Future],
+    return_when: str = concurrent.futures.ALL_COMPLETED,
+  ) -> None:
+    """Waits for all calls, or for the first one.
+
+    Raises:
+      Preempted: the run was asked to stop; calls in the queue are cancelled.
+    """
+    calls = list(calls)
+    while True:
+      done, remaining = concurrent.futures.wait(calls, POLL_S, return_when)
+      if not remaining or (done and return_when == concurrent.futures.FIRST_COMPLETED):
+        return
+      self.expire()
+      try:
+        preemption.check_alone()
+      except preemption.Preempted:
+        for call in remaining:
+          call.cancel()
+        raise
+
+  def expire(self) -> None:
+    """Gives up calls beyond their limits."""
+    clock = time.monotonic()
+    for call, thread in list(self._running.items()):
+      if clock > call.deadline and self._running.pop(call, None):
+        self._hanging.append(thread)
+        self._missing += 1
+        call.set_exception(TooLong(f"took longer than {call.limit_s:g} s"))
+        _raise_in(thread)
+    if not self._queue.empty():
+      with contextlib.suppress(RuntimeError):  # The next call tries again.
+        self._start_missing()
+
+  def _start_missing(self) -> None:
+    while self._missing:
+      threading.Thread(target=self._serve, name="user code", daemon=True).start()
+      self._missing -= 1
+
+  def _serve(self) -> None:
+    with contextlib.suppress(GivenUp):
+      while True:
+        call = self._queue.get()
+        if not call.set_running_or_notify_cancel():
+          continue
+        call.deadline = time.monotonic() + call.limit_s
+        self._running[call] = threading.current_thread()
+        value, error = call.compute()
+        if self._running.pop(call, None) is None:
+          return
+        if error is None:
+          call.set_result(value)
+        else:
+          call.set_exception(error)
+        del call, value, error  # An idle thread keeps no objects of the user alive.
+
+
+@functools.cache
+def shared(count: int) -> Workers:
+  """Returns the process's workers of `count` threads."""
+  return Workers(count)
+
+
+def _raise_in(thread: threading.Thread) -> None:
+  ctypes.pythonapi.PyThreadState_SetAsyncExc(
+    ctypes.c_ulong(thread.ident), ctypes.py_object(GivenUp)
+  )
