@@ -30,7 +30,7 @@ from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
 from gspo_jax.structs import Prompt
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, workers
 from gspo_jax.system.files import write_whole
 from gspo_jax.tasks.environments import time_limit
 
@@ -224,7 +224,7 @@ class Evaluator:
     started = time.perf_counter()
     prompts = [problem for problem in problems for _ in range(samples)]
     outcomes, verdicts = hosts.run_on_first_host(
-      lambda: self._verdicts(benchmark, prompts, responses, sampled)
+      lambda: workers.interruptible(self._verdicts, benchmark, prompts, responses, sampled)
     )
     name = dict(benchmark=benchmark.name) if benchmark.name else {}
     records = [

@@ -40,7 +40,7 @@ from gspo_jax.sampling import Driver, Engine, Trajectory, Usage, assemble, reque
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt, Rollout
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # directory of the responses without a verdict
@@ -318,7 +318,7 @@ class Collector:
     """Scores finished groups; returns the number of each verifier outcome."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
-    verdicts = hosts.run_on_first_host(lambda: self._verdicts(groups))
+    verdicts = hosts.run_on_first_host(lambda: workers.interruptible(self._verdicts, groups))
     scoring.assign_verdicts(groups, verdicts)
     return verdicts.outcomes
 

@@ -135,10 +135,10 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
 def restored(
   states: Iterable[Mapping[str, Any]], config: RunConfig, make: Make | None
 ) -> list[Group]:
-  """Restores unscored groups, and resumes their environments on the first host.
+  """Restores unscored groups, and resumes their environments.
 
   Responses longer than `sampling.max_new_tokens`, of another configuration, are cut and unfinished.
-  A failure of an environment finishes its trajectory.
+  Environments are on the first host. A failure of one finishes its trajectory.
 
   Args:
     make: constructor of environments; None for single turns.

@@ -7,10 +7,12 @@ is a failure of its own conversation. All calls run in threads with a time limit
 """
 
 import concurrent.futures
+import functools
 import itertools
 import math
 import operator
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ FIGURES = 100  # Maximum number of figures of a conversation.
 NAME = 100  # Maximum characters of a figure's name.
 LARGEST_FIGURE = 1e30  # Largest absolute value; means are float32 on some pages.
 CALLS = 2**31  # Exclusive upper bound on tool calls.
+LIMIT_KEY = "time_limit_s of the environment's class"
 REASON = 300  # Maximum characters of a failure's description.
 
 Render = Callable[[Sequence[Message]], Sequence[int]]
@@ -78,7 +81,7 @@ class Beginning(NamedTuple):
 def begin(
   make: Make, prompt: Prompt, longest: int, render: Render | None, vocab_size: int
 ) -> Beginning:
-  """Makes and resets an environment, in a thread.
+  """Makes and resets an environment.
 
   Args:
     make: constructor of the environment.
@@ -98,7 +101,7 @@ def begin(
 
 
 def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
-  """Makes an environment for an unfinished trajectory, and repeats the past turns, in a thread.
+  """Makes an environment for a trajectory, and repeats its past turns.
 
   Returns a description of the failure, "" without one.
   """
@@ -133,11 +136,14 @@ def step(environment: Environment, turn: Turn) -> Answer:
 
 
 def answer(call: concurrent.futures.Future) -> Answer:
-  """Returns the result of a finished call of `step`; an exception becomes a failure."""
+  """Returns the result of a finished `step`, or its failure."""
   error = call.exception()
   if error is None:
     return call.result()
-  if isinstance(error, Unusable | workers.TooLong):
+  if isinstance(error, workers.TooLong):
+    _warn_of_waiting(str(error))
+    return Answer(failure=f"{error} ({LIMIT_KEY})")
+  if isinstance(error, Unusable):
     return Answer(failure=_line(lambda: str(error)))
   return Answer(failure=_line(lambda: f"raised {error!r}: let it answer with an observation"))
 
@@ -148,13 +154,28 @@ def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
   error = call.exception()
   if error is None:
     return call.result(), ""
-  if isinstance(error, Unusable | workers.TooLong):
+  if isinstance(error, workers.TooLong):
+    _warn_of_waiting(str(error))
+    return None, f"{error} ({LIMIT_KEY})"
+  if isinstance(error, Unusable):
     return None, _line(lambda: str(error))
   return None, _line(lambda: f"{type(error).__name__}: {error}")
 
 
+@functools.cache
+def _warn_of_waiting(reason: str) -> None:
+  """Writes a line once for each reason."""
+  sys.stderr.write(
+    f"warning: a call of an environment {reason} ({LIMIT_KEY}): its conversation has no verdict, "
+    "and counts in verifier/crash\n"
+  )
+
+
 def _line(write: Callable[[], str]) -> str:
-  """Returns a short line of printable text; a user's exception may fail to write its own."""
+  """Returns a short line of printable text.
+
+  A user's exception may fail to write its own.
+  """
   try:
     text = " ".join(write().split())
   except BaseException as error:
@@ -170,7 +191,7 @@ def _shown(value: Any) -> str:
 def _prompt(
   first: Any, name: str, longest: int, render: Render | None, vocab_size: int
 ) -> tuple[int, ...]:
-  """Returns the prompt tokens of a result of `reset`: messages or token ids."""
+  """Returns the prompt tokens of a result of `reset`."""
   if first is None or isinstance(first, str | bytes | bytearray | Mapping):
     raise Unusable(f"{name} returned {_shown(first)}: return messages or token ids")
   entries = list(itertools.islice(first, longest + 1))
@@ -190,7 +211,7 @@ def _prompt(
 
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
-  """Returns the token ids of an observation, at most the first `turn.room`."""
+  """Returns up to `turn.room` token ids of an observation."""
   advice = "encode it, an observation is token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_shown(observation)}: {advice}")
@@ -242,7 +263,7 @@ def _number(value: Any) -> float:
 
 
 def _tool_calls(environment: Environment, before: int, default: int) -> int:
-  """Returns the tool calls of a turn; `default` for an environment without `tool_calls`."""
+  """Returns the tool calls of a turn; `default` without `tool_calls`."""
   counted = getattr(environment, "tool_calls", None)
   if not isinstance(counted, int | np.integer):
     return default

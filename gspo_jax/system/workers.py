@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import math
 import queue
 import threading
 import time
@@ -143,9 +144,17 @@ class Workers:
 
 
 @functools.cache
-def shared(count: int) -> Workers:
-  """Returns the process's workers of `count` threads."""
+def shared(count: int, name: str = "") -> Workers:
+  """Returns the process's workers of `count` threads, by name."""
   return Workers(count)
+
+
+def interruptible(function: Callable, *arguments: Any) -> Any:
+  """Returns the value of a call without a time limit, for a long wait in the function.
+
+  Raises the function's exception, or Preempted as `Workers.wait`.
+  """
+  return shared(1, "interruptible").run(function, *arguments, limit_s=math.inf).result()
 
 
 def _raise_in(thread: threading.Thread) -> None:

@@ -31,7 +31,7 @@ class Factory:
 
 
 def time_limit(make: Make | None) -> float:
-  """Returns the time limit of calls of a constructor's environments, in seconds."""
+  """Returns the time limit of environments' calls, in seconds."""
   return getattr(make, "time_limit_s", TIME_LIMIT_S)
 
 

@@ -73,7 +73,7 @@ class Pool(contextlib.AbstractContextManager):
     if workers < 1 or not time_limit_s > 0:
       raise ValueError(f"need workers >= 1 and time_limit_s > 0, got {workers} and {time_limit_s}")
     self._time_limit_s = time_limit_s
-    self._lock = threading.Lock()  # map may be called from several threads
+    self._lock, self._closed = threading.Lock(), False  # map may be called from several threads
     self._workers = [_Worker(function, warm_up, memory_bytes) for _ in range(workers)]
     try:
       self._run([])
@@ -107,6 +107,7 @@ class Pool(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Kills the workers. The pool cannot be used again."""
+    self._closed = True  # A call of `map` in another thread ends, and starts no process.
     for worker in self._workers:
       worker.kill()
     self._workers = []
@@ -121,6 +122,8 @@ class Pool(contextlib.AbstractContextManager):
     for worker in self._workers:
       worker.failed_starts = 0
     while True:
+      if self._closed:
+        raise RuntimeError("the pool is closed")
       for worker in self._workers:
         while not worker.alive and worker.failed_starts < START_ATTEMPTS:
           worker.start()

@@ -286,7 +286,7 @@ def test_evaluation_holds_conversations():
 
 
 def test_conversations_that_fail_are_wrong_and_no_problem_is_missing():
-  """One cannot begin, one raises in its turn, and one has a figure that is infinite."""
+  """One cannot begin, one raises in its turn, and one has an infinite figure."""
 
   class Fails(Teacher):
     def reset(self):

@@ -1,4 +1,4 @@
-"""Environments as hostile input: what they do ends their own conversation, and nothing else."""
+"""Environments as hostile input: a failure ends its own conversation alone."""
 
 import dataclasses
 import itertools

@@ -155,7 +155,7 @@ def test_ranges_describe_their_values():
 
 
 def test_bounds_are_inside():
-  """Also those that float32 does not have, as the least temperature."""
+  """Also without an equal float32, as the least temperature."""
   for name, kind in KINDS.items():
     for bounds in (x for x in getattr(kind, "__metadata__", ()) if isinstance(x, ranges.Range)):
       for bound in {bounds.low, bounds.high} - {*bounds.excluded}:

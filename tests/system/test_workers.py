@@ -1,4 +1,4 @@
-"""Calls of user code that hang, exit and raise; a wait that is told to stop."""
+"""Calls of user code: hanging, exiting and raising ones; stops during a wait."""
 
 import concurrent.futures
 import signal
@@ -82,7 +82,7 @@ def test_a_wait_for_the_first_call_leaves_the_others():
 
 
 def test_a_wait_is_told_to_stop():
-  """And what has not begun never begins."""
+  """And calls in the queue never begin."""
   pool, done = workers.Workers(1), []
   with pytest.raises(preemption.Preempted), preemption.watch(None):
     calls = [pool.submit(sleep, 2, limit_s=60), pool.submit(done.append, 1, limit_s=60)]
