@@ -203,12 +203,13 @@ class Evaluator:
     )
     for index in indices:
       driver.begin(groups[index])
-    ready: list[int] = []
+    ready, unfinished = [], set(indices)
     started, remaining = time.perf_counter(), len(indices)
     for trajectory in driver.run():
       index = trajectory.tag
-      if not all(sampled.finished for sampled in groups[index]):
+      if index not in unfinished or not all(sampled.finished for sampled in groups[index]):
         continue
+      unfinished.remove(index)
       ready.append(index)
       if len(ready) == min(c.batch, remaining):
         remaining -= len(ready)

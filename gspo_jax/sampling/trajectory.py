@@ -186,9 +186,14 @@ class Trajectory:
       self.figures = self._own_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
 
   def fail(self, failure: str) -> None:
-    """Finishes the trajectory by a failure of its environment, in or before the current turn."""
+    """Finishes the trajectory by a failure of its environment, in or before the current turn.
+
+    Without tokens it becomes padding, without a prompt.
+    """
     if len(self.tokens) > self._begun:
       self.end_turn(0.0)
+    if not len(self.tokens):
+      self.prompt, self.experts = (), None
     self.finished, self.failure, self.figures = True, failure, self._own_figures(0.0)
 
   def cut(self, limit: int) -> None:
@@ -314,7 +319,7 @@ def assemble(
   fields["tokens"][:] = pad_id
   fields["turns"][:] = fields["version"][:] = -1
   experts_BLlk = None
-  first = next((x.experts for x in trajectories if x.experts is not None), None)
+  first = next((trajectory.experts for trajectory in trajectories if trajectory.prompt), None)
   if first is not None:
     # The last token of a trajectory has no experts: the sampler never ran a forward pass on it.
     # Training needs none, since no token is predicted from the last one.

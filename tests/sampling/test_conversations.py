@@ -4,15 +4,18 @@ import dataclasses
 import itertools
 import json
 import re
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 from support.echo import STOP, WORKLOAD, Echo
 
-from gspo_jax.sampling import Driver, Trajectory, conversations
+from gspo_jax.sampling import Driver, Trajectory, assemble, conversations
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
+from gspo_jax.system import preemption
 
 VOCABULARY = 64
 LIMIT_S = 0.5
@@ -289,3 +292,24 @@ def test_turns_that_cannot_be_repeated_are_a_failure(fails):
     assert restored.finished and restored.turn == 2 and not restored.rewards[4:].any()
   else:
     assert restored.environment.turns == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_call_that_hangs_is_left_when_the_run_is_told_to_stop(method, workers, monkeypatch):
+  monkeypatch.setattr(conversations, "time_limit", lambda make: 60.0)
+  monkeypatch.setitem(globals(), "LIMIT_S", 60.0)
+  environment, start = of(**{method: lambda self, *_: time.sleep(4)}), time.monotonic()
+  with pytest.raises(preemption.Preempted), preemption.watch(None):
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start()
+    talk(environment, workers)
+  assert time.monotonic() - start < 3
+
+
+def test_a_conversation_that_cannot_begin_is_padding():
+  """Also as the first row of a batch with recorded experts."""
+  failed, other = talk(of(**_reset(None)))
+  other.experts = np.ones((len(other.prompt) + len(other.tokens) - 1, 1, 2), np.int8)
+  rollout = assemble([failed, other], 16, pad_id=0)
+  assert (rollout.ends[0], rollout.lengths[0], rollout.prompt_lengths[0]) == (0, 0, 0)
+  assert (rollout.routing[0] == -1).all() and (rollout.routing[1, : rollout.ends[1] - 1] == 1).all()

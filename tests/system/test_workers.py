@@ -81,6 +81,17 @@ def test_a_wait_for_the_first_call_leaves_the_others():
   assert [call.done() for call in calls] == [False, True]
 
 
+def test_a_long_wait_without_a_limit_is_told_to_stop_too():
+  assert workers.interruptible(sleep, 0, 5) == 5
+  with pytest.raises(OSError, match="full"):
+    workers.interruptible(leave, OSError("full"))
+  start = time.monotonic()
+  with pytest.raises(preemption.Preempted), preemption.watch(None):
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
+    workers.interruptible(sleep, 3)
+  assert time.monotonic() - start < 2.5
+
+
 def test_a_wait_is_told_to_stop():
   """And calls in the queue never begin."""
   pool, done = workers.Workers(1), []
