@@ -13,7 +13,7 @@ from typing import Any
 
 ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")  # called as a user's own is
 
-TIME_LIMIT_S = 60.0  # Limit of a call of an environment without its own `time_limit_s`.
+TIME_LIMIT_S = 30.0  # Limit of a call of an environment without its own `time_limit_s`.
 
 Make = Callable[[Any], Any]  # Maps a `Prompt` to an environment.
 

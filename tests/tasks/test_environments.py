@@ -24,6 +24,21 @@ def test_environments_by_name(tmp_path, monkeypatch):
       environments.find(name, TOK)
 
 
+def test_the_time_limit_is_that_of_the_class(tmp_path, monkeypatch):
+  text = "class {}:\n  time_limit_s = {}\n  def __init__(self, prompt, tokenizer): pass\n"
+  kinds = dict(Quick=0.5, Slow=7200, Text="'1'", Zero=0, Endless="float('inf')")
+  (tmp_path / "my_tools.py").write_text("".join(text.format(*kind) for kind in kinds.items()))
+  (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
+  monkeypatch.syspath_prepend(tmp_path)
+  for name in ("Quick", "Slow"):
+    make = environments.find(f"my_tools:{name}", TOK)
+    assert environments.time_limit(make) == kinds[name]
+  assert environments.time_limit(environments.find("calculator", TOK)) == 30
+  for name in ("my_tools:Text", "my_tools:Zero", "my_tools:Endless", "my_exit:make"):
+    with pytest.raises(ValueError, match=rf"environment\.name='{name}'"):
+      environments.find(name, TOK)
+
+
 def test_the_environment_in_the_documentation():
   page = (ROOT / "docs" / "multi_turn.md").read_text()
   scope, tok = {}, TOK
