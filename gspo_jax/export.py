@@ -66,7 +66,9 @@ def export(
   try:
     tok = tokenizers.load_for(tokenizer, model.vocab_size)
   except tokenizers.TokenizerError as error:
-    raise ValueError(f"{error}: say by --tokenizer=DIR where that of RUN={run} is now") from error
+    raise ValueError(
+      f"{error}: name the directory of the tokenizer of RUN={run} by --tokenizer=DIR"
+    ) from error
   ids = dict(bos_token_id=tok.bos_id, eos_token_id=list(tok.stop_ids), pad_token_id=tok.pad_id)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):

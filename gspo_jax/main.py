@@ -39,7 +39,7 @@ from gspo_jax.system import files, preemption
 from gspo_jax.system.text import visible
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print what a run would be, start nothing.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print the size of the run, start nothing.")
 
 
 def main(argv: list[str]) -> None:
@@ -149,7 +149,7 @@ def parse(argv: list[str]) -> list[str]:
 
 def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
-    raise ValueError("--workdir must be given: where the run goes")
+    raise ValueError("--workdir must be given: the directory of the run")
   if _WORKDIR.value:
     _check_workdir()
 
@@ -166,7 +166,7 @@ def _check_workdir() -> None:
       f"a bucket set --config.checkpoint.directory={_WORKDIR.value}"
     )
   if _WORKDIR.value.startswith("--"):
-    raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
+    raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; name the directory of the run")
   try:
     workdir = _workdir()
   except RuntimeError as error:  # An unknown ~user.

@@ -113,7 +113,7 @@ def say(line: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m gspo_jax.replay", description="Makes updates again that were not finite."
+    prog="python -m gspo_jax.replay", description="Repeats updates with non-finite values."
   )
   parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP")
   directory = parser.parse_args(arguments).directory

@@ -77,7 +77,7 @@ def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsy
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit):
     export.main([str(tmp_path / "run"), "out"])
-  assert "say by --tokenizer=DIR where that of RUN=" in capsys.readouterr().err
+  assert "name the directory of the tokenizer of RUN=" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
   export.main([str(tmp_path / "run"), "out", f"--tokenizer={workdir.parent}"])
   assert tokenizer.load("out").stop_ids == (2, 0)

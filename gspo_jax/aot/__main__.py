@@ -34,7 +34,7 @@ from gspo_jax.settings.reading import from_dict
 
 flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
-_SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology; mesh.data is over them.")
+_SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology; mesh.data splits over them.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
 )
@@ -46,15 +46,15 @@ _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
 _SEARCH = flags.DEFINE_bool(
   "search", False, "Find the fastest settings: of updates (train), and on their mesh of sampling."
 )
-_TRIES = flags.DEFINE_integer("tries", 8, "Programs that each of both searches compiles at most.")
+_TRIES = flags.DEFINE_integer("tries", 8, "Most programs compiled by each of the two searches.")
 _MEAN_RESPONSE = flags.DEFINE_integer(
-  "mean_response", 0, "Tokens of a response; 0: 8,192, or half of the most if that is less."
+  "mean_response", 0, "Mean tokens of a response; 0: 8,192, or half of the most if less."
 )
 _MEAN_PROMPT = flags.DEFINE_integer(
   "mean_prompt", 0, "Tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
 )
 _EXPLAIN = flags.DEFINE_integer(
-  "explain", 0, "Also print so many source lines of each program, those that move most bytes."
+  "explain", 0, "Also print so many source lines of each program, by moved bytes."
 )
 _TEXT = flags.DEFINE_string("text", "", "Also write the compiled programs into this directory.")
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")

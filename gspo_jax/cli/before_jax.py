@@ -38,21 +38,21 @@ gspo-jax --config=NAME --workdir=DIR [--config.KEY=VALUE ...]
   (python -m gspo_jax.main is the same)
 
 Trains a language model with GSPO, or evaluates one. The same command on the same directory
-goes on where it stopped.
+continues an interrupted run.
 
 Flags:
   --config=NAME   a configuration by its name, or the path of a file; after a colon its variant
-  --workdir=DIR   directory of the run, made if it is not there
+  --workdir=DIR   directory of the run, created if missing
   --config.KEY=VALUE  changes one key of it
-  --dry_run       checks everything as a run does, prints what differs from the base, the model's
+  --dry_run       checks everything as a run does, prints differences from the base, the model's
                   size, memory per device, tokens, operations and the least time, and starts nothing
-  --verbosity=1   tracebacks, and what libraries have to say
+  --verbosity=1   tracebacks, and messages of libraries
   --helpfull      flags of all libraries too
 
 Configurations:
 {configs}
 
-Keys that are changed most, their defaults, and why. All of them: docs/keys.md, or
+Keys changed most often, their defaults, and why. All of them: docs/keys.md, or
 python -m gspo_jax.settings.page
 {keys}
 
@@ -107,7 +107,7 @@ def with_paths(argv: Sequence[str]) -> list[str]:
 def begin(argv: Sequence[str]) -> None:
   """Greets before the libraries load, which takes seconds. Ends the process after --help, without a
   library, and on a signal."""
-  stops.begin("ended; the same command continues from what is on disk")
+  stops.begin("ended; the same command continues from the files on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
     sys.exit()
@@ -122,7 +122,7 @@ def begin(argv: Sequence[str]) -> None:
 def command(extra: str) -> None:
   """Begins a command other than a run, before it imports anything. Ends the process with one line
   without a library or on a signal."""
-  stops.begin("ended; what it was writing may be incomplete")
+  stops.begin("ended; its output may be incomplete")
   _need(extra)
 
 

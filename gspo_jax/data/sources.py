@@ -175,7 +175,7 @@ def reader_of(
   form, conditions = formats.named(config, name), filters.conditions(part["where"] or "", key)
   for field, value in ("question_field", form.question), ("answer_field", form.answer):
     if not value:
-      raise DataError(f"data.{field} is empty. Set it to the field of {key}={path} that holds it")
+      raise DataError(f"data.{field} is empty. Set it to its field in {key}={path}")
   skipped = Skipped(config.on_error)
   return Reader(form, tok, conditions, config.max_prompt_tokens, skipped, check, prefix)
 

@@ -24,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
   )
   parser.add_argument("--max_rollouts", type=int, default=10_000, help="responses on the page")
-  parser.add_argument(
-    "--output", help="where to write it (DIR/report.html); of several runs it must be named"
-  )
+  parser.add_argument("--output", help="output file (DIR/report.html); required for several runs")
   options = parser.parse_args(arguments)
   for workdir in options.workdirs:
     if not (Path(workdir) / "metrics.jsonl").exists():

@@ -128,8 +128,8 @@ SECTIONS = (
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
-      "responses cut at the limit, or without a verdict because the verifier failed; groups whose"
-      " rewards are all equal, so without advantage",
+      "responses cut at the limit, or without a verdict after a failure of the verifier; groups of"
+      " equal rewards, so without advantage",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
@@ -140,7 +140,7 @@ SECTIONS = (
              unit="percent", kind="stack")
       for suffix, prefix in (("", ""), (", held out", "eval/"))),
     _chart("Conversations",
-           "what environments report, by name; mean over the conversations of a rollout",
+           "figures of environments, by name; mean over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
     _chart("Tool calls", "of a conversation, in the mean",
            {"environment/tool_calls": "rollouts blue", "eval/tool_calls": "held out orange"},
@@ -158,8 +158,8 @@ SECTIONS = (
     _chart("Skipped updates", "since the start, not applied", "updates_skipped", phases=BOTH),
   ),
   _section(
-    "learning", "Critic", "What it knows of the rewards to come; it learns beside the policy.",
-    _chart("Explained variance", "of what was really earned: 1 is all, 0 as good as a constant",
+    "learning", "Critic", "Its prediction of future rewards; it learns beside the policy.",
+    _chart("Explained variance", "of the earned return: 1 is all of it, 0 as good as a constant",
            "value/explained_variance", log=False),
     _chart("Values and returns", "means over the tokens of the updates",
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
@@ -176,7 +176,7 @@ SECTIONS = (
   _section(
     "learning", "Cold start",
     "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
-    _chart("Loss", "cross-entropy, nats per token; held out with it",
+    _chart("Loss", "cross-entropy, nats per token, on training and held-out problems",
            {"loss": "training amber", "held_out_loss": "held out orange"}, phases=("sft",)),
     _chart("Entropy", "nats per token", "entropy", phases=("sft",)),
     _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",)),
@@ -184,7 +184,7 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Ratio",
-    "How far the policy moves from the one that sampled.",
+    "Distance of the policy from the sampling policy.",
     _chart("Importance ratio", "mean, with the band from smallest to largest",
            {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False,
            wide=True),
@@ -194,11 +194,11 @@ SECTIONS = (
     _by_minibatch("Ratio std", "of each update", "ratio/std"),
     _by_length("Std of log s", "the mean log-ratio of a response, over responses of so many tokens",
                "log_ratio_std"),
-    _chart("Effective length", "tokens that make up the log-ratio of a response",
+    _chart("Effective length", "number of tokens that carry the log-ratio of a response",
            "ratio/effective_length"),
   ),
   _section(
-    "ratio", "Clipping", "What clipping makes of it.",
+    "ratio", "Clipping", "Shares of clipped responses and tokens.",
     *(_chart(f"Clipped {x}s", f"share of {units} outside the clip range",
              {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
               f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent",
@@ -214,7 +214,7 @@ SECTIONS = (
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
-    "ratio", "Segments", "Parts with a ratio of their own, by their place in the response.",
+    "ratio", "Segments", "Parts with separate ratios, by their place in the response.",
     *_by_segment("Clipped segments", "share of the segments in this place", "clip_fraction",
                  unit="percent"),
     *_by_segment("Gradient of segments", "sum over the tokens of |∂ loss/∂ log π|", "gradient"),
@@ -237,19 +237,19 @@ SECTIONS = (
             "mismatch/abs/max": "largest orange"}),
     _chart("Probe after publication",
            "the engine's log-probabilities of known texts against the trainer's",
-           {"engine/probe/mean": "of the server that is furthest off blue"}),
+           {"engine/probe/mean": "of the worst server blue"}),
     rest="(mismatch|correction)/.+",
   ),
   _section(
-    "ratio", "Asynchrony", "How old the weights are that sampled what is trained on.",
-    _chart("Lag", "iterations between the weights that sampled and those that are trained",
+    "ratio", "Asynchrony", "Age of the weights that sampled the training data.",
+    _chart("Lag", "iterations between the sampling weights and the current ones",
            {"lag/{name}": "{name} cycle"}, log=False),
     rest="(lag|by_age|off_policy)/.+",
   ),
   _section(
     "router", "Volatility",
-    "Share of a token's experts that are others than at rollout time: the paper's own diagnosis of"
-    " experts under reinforcement learning.",
+    "Share of a token's experts changed since the rollout: the paper's diagnosis of experts under"
+    " reinforcement learning.",
     _chart("Volatility by layer", "a row per layer of experts, over all mini-batches",
            {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent", kind="heat",
            wide=True),
@@ -272,9 +272,9 @@ SECTIONS = (
   ),
   _section(
     "router", "Replay",
-    "Whether the trainer takes the sampler's experts. Under replay the volatility above says what"
-    " the router would have chosen.",
-    _chart("Sampler to trainer", "share of the experts that differ with the same weights",
+    "Agreement of the trainer's experts with the sampler's. Under replay the volatility above is of"
+    " the router's free choice.",
+    _chart("Sampler to trainer", "share of different experts with the same weights",
            "router/volatility/sampler", unit="percent"),
     rest="router/.+",
   ),
@@ -282,11 +282,11 @@ SECTIONS = (
     "speed", "Iteration", "",
     _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
            kind="stack", wide=True, overview=True),
-    _chart("Goodput", "where the wall time since the start went, over restarts",
+    _chart("Goodput", "wall time since the start by stage, over restarts",
            {"goodput/{name}": "{name} cycle"}, unit="percent", kind="stack", phases=BOTH,
            log=False),
     _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
-    _chart("Beside the updates", "seconds of a sampler on devices of its own, by batch",
+    _chart("Beside the updates", "seconds of a sampler on separate devices, by batch",
            {"time/sampler/{name}": "{name} cycle"}, unit="seconds", kind="stack"),
     _chart("Throughput", "tokens per second; of decoding alone",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
@@ -296,7 +296,7 @@ SECTIONS = (
   ),
   _section(
     "speed", "Utilisation and memory", "",
-    _chart("Model FLOPs utilisation", "of the update: its share of what the devices could do",
+    _chart("Model FLOPs utilisation", "of the update: share of the devices' peak",
            "mfu/update", unit="percent"),
     _chart("FLOPS", "floating-point operations per second of the update",
            "flops_per_second/update"),
@@ -311,7 +311,7 @@ SECTIONS = (
   ),
   _section(
     "speed", "Sampler and engine", "",
-    _chart("Slots and prefill", "share of the positions that were of use",
+    _chart("Slots and prefill", "share of useful positions",
            {"sampling/slot_utilisation": "slots blue",
             "sampling/prefill_utilisation": "prefill teal"}, unit="percent", log=False),
     rest="(sampling|engine)(/.+)?",

@@ -151,8 +151,8 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   troubles = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
-    (idle_state, idle, f"nothing is learned: the gradient was 0 in all {idle} rows"),
-    ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
+    (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
+    ("bad", broken, f"loss or gradient was NaN in {len(broken)} rows"),
     (skipped_state, sum(skipped), f"{sum(skipped):g} updates were skipped"),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
@@ -199,7 +199,7 @@ def _fast(rows: Rows) -> Row:
       facts.append(_fact(label, statistics.median(values), unit))
   facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
   facts.append(_fact("Time in stages", clock_text(sum(sum(stages.values()) for stages in timed))))
-  because = f"of which {typical[longest]:.3g} s {longest}; medians of the second half"
+  because = f"{typical[longest]:.3g} s of it {longest}; medians of the second half"
   return {
     "state": "plain", "answer": f"{seconds:.3g} s an iteration", "because": because, "facts": facts,
   }  # fmt: skip

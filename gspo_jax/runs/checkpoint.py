@@ -129,7 +129,7 @@ class Checkpointer:
       return step, state, host
     if damaged:
       raise ValueError(
-        f"{self.directory} has no checkpoint that is whole: put one back, or remove "
+        f"{self.directory} has no whole checkpoint: put one back, or remove "
         f"{self.directory} to begin this phase again"
       )
     return None

@@ -189,7 +189,7 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
     raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
   about = jsons.read_object(path)
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
-    raise ValueError(f"{path} has no phase sft or rl, or no config: it is not what a run wrote")
+    raise ValueError(f"{path} has no phase sft or rl, or no config: no run wrote it")
   paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
   return about, [_batch(path) for path in paths]  # In numerical order: 9 before 10.
 
@@ -210,4 +210,4 @@ def _batch(path: epath.Path) -> TrainBatch:
     )
     return TrainBatch(inputs, **{name: struct(kind) for name, kind in parts.items()}, **arrays)
   except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-    raise ValueError(f"{path} is not a mini-batch that a run wrote: {error}") from error
+    raise ValueError(f"{path} is no mini-batch of a run: {error}") from error

@@ -47,7 +47,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if gone:
     raise ValueError(
       f"--config.rl.replay={config.rl.replay} has no {gone[0].name}: set rl.iterations="
-      f"{config.rl.iterations} to the {config.rl.iterations - len(gone)} that are on record"
+      f"{config.rl.iterations} to the {config.rl.iterations - len(gone)} on record"
     )
   if workdir is not None and config.resume != "force":
     _check_apart(config, workdir)

@@ -109,7 +109,7 @@ def _read_from(path: epath.Path) -> Iterator[None]:
   except FileNotFoundError:
     raise
   except ImportError as error:
-    raise HubError(f"{path}: pip install 'gspo-jax[gcs]' has what reads it ({error})") from error
+    raise HubError(f"{path}: pip install 'gspo-jax[gcs]' reads it ({error})") from error
   except Exception as error:
     raise HubError(f"{path}: {type(error).__name__}: {error}") from error
 
@@ -327,18 +327,18 @@ def _reason(error: BaseException, name: str, file: str) -> str:
       f"one: {login}"
     )
   if isinstance(error, errors.RevisionNotFoundError):
-    return f"{id_} has no revision {revision!r}: {page}/tree/main lists what there is"
+    return f"{id_} has no revision {revision!r}: {page}/tree/main lists the existing ones"
   if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
     return f"{name} is not (whole) in {cache}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME"
   if isinstance(error, errors.EntryNotFoundError):
-    return f"{name} has no {file}: {page}/tree/main lists what there is"
+    return f"{name} has no {file}: {page}/tree/main lists the existing ones"
   if status in (401, 403):
     return f"{page} may not be read ({status}): {login}"
   if isinstance(error, httpx2.HTTPError | ConnectionError):
     reason = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return (
       f"{id_} is no directory here, is not (whole) in {cache}, and {constants.ENDPOINT} does not "
-      f"answer as it should ({reason}): try again; what has come so far is kept"
+      f"answer as it should ({reason}): try again; the download so far is kept"
     )
   path = getattr(error, "filename", None) or constants.HF_HUB_CACHE
-  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME says where the cache is"
+  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME names the cache"

@@ -94,7 +94,7 @@ class _Watch:
       self.timer.start()
 
   def give_up(self) -> None:
-    late = f"{self.grace_s:g} s after the notice: what is not saved is left behind"
+    late = f"{self.grace_s:g} s after the notice: unsaved work is lost"
     self.end(signal.SIGTERM, late)
 
   def end(self, number: int, why: str) -> NoReturn:

@@ -56,7 +56,7 @@ def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, cod
   assert "loading JAX" in process.stderr.readline()
   process.send_signal(number)
   assert process.wait(30) == code
-  message = "ended; the same command continues from what is on disk\n"
+  message = "ended; the same command continues from the files on disk\n"
   assert process.stderr.read().endswith(f": {message}")
 
 

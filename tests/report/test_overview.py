@@ -66,7 +66,7 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state((30, {"warning/entropy": 1.0})) == ("bad", "alarms at the end: entropy")
   assert state((5, {"warning/entropy": 1.0})) == ("open", "1 alarm earlier, none at the end")
   idle = [(i, {"grad_norm": 0.0}) for i in range(1, 31)]
-  assert state(*idle) == ("bad", "nothing is learned: the gradient was 0 in all 30 rows")
+  assert state(*idle) == ("bad", "no learning: the gradient was 0 in all 30 rows")
   assert state(*idle[1:])[0] == "good"  # the alarms say if it is so for long
   since = [(i, {"updates_skipped": 2.0}) for i in range(5, 31)]  # it counts from the start
   assert state(*since) == ("open", "2 updates were skipped")

@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_phase_or_step_is_set_aside(name, tmp_path, caps
   """The arrays may be equal; the host's counts differ."""
   place, like = written(tmp_path, name)
   checkpoints = checkpoint.Checkpointer(tmp_path, name[:-2], CONFIG)
-  with pytest.raises(ValueError, match="no checkpoint that is whole: put one back"):
+  with pytest.raises(ValueError, match="no whole checkpoint: put one back"):
     checkpoints.restore_newest(lambda: like)
   stderr = capsys.readouterr().err
   assert f"{place} is damaged and set aside: it was written as step 1 of rl" in stderr
