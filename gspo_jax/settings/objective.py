@@ -1,7 +1,9 @@
 """Section `objective`: the loss, its options and the estimator of advantages."""
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -90,7 +92,8 @@ DYNAMIC = (
 )
 
 
-def options_of(name: str) -> dict[str, Any]:
+@functools.cache
+def options_of(name: str) -> Mapping[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
 
   The option `max_length` is the key `sampling.max_new_tokens`, and is left out.
@@ -101,7 +104,7 @@ def options_of(name: str) -> dict[str, Any]:
     options |= dict(segment_unit="turn", segment_tokens=None, segment_delimiters=None)
   if loss.advantage == "soft":
     options |= dict(soft_value=None)
-  return options
+  return types.MappingProxyType(options)
 
 
 def with_options(cls: type) -> type:
@@ -114,9 +117,10 @@ def with_options(cls: type) -> type:
   return cls
 
 
-def every_option() -> list[str]:
+@functools.cache
+def every_option() -> tuple[str, ...]:
   """Names of the options of all losses, each once."""
-  return list(dict.fromkeys(option for name in LOSSES for option in options_of(name)))
+  return tuple(dict.fromkeys(option for name in LOSSES for option in options_of(name)))
 
 
 @dataclasses.dataclass(frozen=True)
