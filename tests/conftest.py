@@ -1,6 +1,7 @@
 """The test harness: eight simulated devices, quick compilation, strict ranks."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ if jax.config.jax_compilation_cache_dir is None:
   compiled = Path(os.environ["XDG_CACHE_HOME"], "gspo_jax", "compiled")
   jax.config.update("jax_compilation_cache_dir", str(compiled))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones
+# JAX keeps millions of objects, which Python would look through several times a minute.
+gc.set_threshold(20_000, 20, 50)
 
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.

@@ -15,6 +15,11 @@ from gspo_jax.settings import page
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def generic(key):
+  """The key, with NAME in the place of a named section."""
+  return re.sub(r"^(eval\.benchmarks|constraints\.(?:rewards|costs))\.\w+\.", r"\1.NAME.", key)
+
+
 def flat(section, path=""):
   """Yields the keys with their values; sections by name are NAME."""
   for key, value in section.items():
@@ -22,8 +27,7 @@ def flat(section, path=""):
     if hasattr(value, "items"):
       yield from flat(value, f"{name}.")
     else:
-      pattern = r"^(eval\.benchmarks|constraints\.(?:rewards|costs))\.\w+\."
-      yield re.sub(pattern, r"\1.NAME.", name), value
+      yield generic(name), value
 
 
 def set_by_files():
@@ -53,6 +57,12 @@ def declaration(key):
   )
 
 
+def set_in_text(text, ends="="):
+  """Keys that a text sets: `rl.prompts=8`, `--config.rl.prompts=8`."""
+  names = set(re.findall(rf"(?<![\w.])([\w.]+){ends}", text))
+  return {generic(name.removeprefix("config.")) for name in names}
+
+
 def used_declarations():
   """Declarations with a use."""
   folders = [ROOT / name for name in ("experiments", "notebooks", "benchmarks")]
@@ -61,12 +71,11 @@ def used_declarations():
   pages += [path for folder in folders for path in folder.rglob("*.md")]
   text = "\n".join(path.read_text() for path in pages if path.name != "keys.md")
   ends = {end for script in scripts for end in set_in_calls(ast.parse(script))}
-  changed, code = set_by_files(), "\n".join(scripts)
+  code = "\n".join(scripts)
+  used = set_by_files() | set_in_text(text) | set_in_text(code, r"[\"']?\s*[:=]")
+  used |= {generic(name) for name in re.findall(r"config\.([\w.]+)", code)}
   for key in page.by_name():
-    name = re.escape(key).replace("NAME", r"\w+")
-    in_code = re.search(rf"(?<![\w.])(?:config\.)?{name}[\"']?\s*[:=]|config\.{name}\b", code)
-    in_text = re.search(rf"(?<![\w.])(?:--config\.)?{name}=", text)
-    if key in changed or in_code or in_text or ".".join(key.split(".")[-2:]) in ends:
+    if key in used or ".".join(key.split(".")[-2:]) in ends:
       yield declaration(key)
 
 

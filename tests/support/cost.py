@@ -4,18 +4,21 @@ import gc
 import time
 
 LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # Factors of four.
+LEAST = 0.001  # Seconds.
 
 
 def assert_linear(read, make):
   """Asserts linear cost of `read(*make(length))`.
 
   Four times the length may take at most eight times as long; quadratic cost takes sixteen times.
-  Times below 4 ms do not count.
+  Times below 1 ms do not count; the first length with a bound above that is the last.
   """
   last = 0.0
   for length in LENGTHS:
+    if last > 8 * LEAST:
+      return
     arguments = make(length)
-    bound = 8 * max(last, 0.004)
+    bound = 8 * max(last, LEAST)
     current = seconds(read, arguments)
     for _ in range(4):  # the machine may stutter
       current = min(current, seconds(read, arguments)) if current > bound else current
