@@ -351,7 +351,13 @@ def test_prompts_know_whether_the_response_begins_with_a_thought(tmp_path, templ
 CHECK = rewards.answer_check("code")
 BROKEN = {
   "humaneval": dict(
-    test=["METADATA = {}", "def check(f):\n  pass\n", "def check(f)\n  assert f(1)\n", ""],
+    test=[
+      "METADATA = {}",
+      "def check(f):\n  pass\n",
+      "def check(f)\n  assert f(1)\n",
+      "",
+      "def check(f):\n  f(1) == 1\n",
+    ],
     entry_point=["", None],
     prompt=["Write a function."],
   ),

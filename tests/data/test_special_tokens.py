@@ -1,6 +1,7 @@
 """Special tokens, wherever a checkpoint's files name them, against transformers."""
 
 import dataclasses
+import datetime
 import itertools
 import json
 import re
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from configs import tiny
 from gspo_jax import inputs, structs
 from gspo_jax.data import sources, tokenizer
+from gspo_jax.runs import provenance
 from gspo_jax.settings.data import DataConfig
 from gspo_jax.settings.reading import from_dict
 
@@ -179,6 +181,19 @@ THINKING = (
   "\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
   "{% endif %}"
 )
+
+
+def test_a_resumed_run_has_the_date_of_its_first_start(tmp_path):
+  template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+  write(tmp_path, characters(), tokenizer_config=dict(chat_template=template))
+  c = config_of(tiny.get_config, tokenizer=str(tmp_path), data__max_prompt_tokens=200)
+  run, first = tmp_path / "run", datetime.datetime(2024, 2, 28, 23, 59)
+  run.mkdir()
+  provenance.record(run, dataclasses.asdict(c), date=first)
+  for workdir, seen in ((run, True), (None, False)):
+    checked = inputs.check(c, workdir)
+    text = checked.tokenizer.decode(checked.data.train_prompts[0].tokens)
+    assert text.startswith("28 Feb 2024 ") == (checked.date == first) == seen
 
 
 def test_arguments_of_the_template(tmp_path):

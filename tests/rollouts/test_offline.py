@@ -186,6 +186,22 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
       assert (response.reward, response.stopped) == (before.reward, before.stopped)
 
 
+def test_responses_that_ended_with_a_stop_string_are_trained_on(tmp_path):
+  """Their samples log, without stop tokens, gives a batch without masked responses."""
+  texts = [b"1;", b"2;", b"3;"]
+  responses = [Response(np.array([*x], np.int32), 0.5 * g, True) for g, x in enumerate(texts)]
+  source = Group("x", Prompt("id", "1+2=", "3", tuple(b"1+2=")), tuple(responses))
+  changes = dict(tok=ByteTokenizer(), data__max_prompt_tokens=4, mask_truncated=True)
+  (out,) = collect(collector(Recordings([source] * P), **changes), 1)
+  file = tmp_path / "rl_000001.jsonl"
+  records = dumped(out, ByteTokenizer().decode)
+  file.write_text("".join(json.dumps(record) + "\n" for record in records))
+  limits = recorded.Limits(G, 4, NEW, 264, (";",))
+  again = recorded.load(str(file), ByteTokenizer(), "{question}", limits, "raise")
+  (out,) = collect(collector(again, **changes), 1)
+  assert out.rollout.stopped.all() and out.metrics["masked_responses"] == 0
+
+
 def test_the_configurations_choose_what_they_say():
   offline_, rft = config_of(tiny_offline.get_config), config_of(tiny_rft.get_config)
   assert (offline_.job, offline_.objective.name) == ("offline", "spo")

@@ -27,7 +27,7 @@ from support.small_models import DENSE
 
 from configs import tiny_tools
 from gspo_jax import rewards
-from gspo_jax.data import tokenizer
+from gspo_jax.data import sources, tokenizer
 from gspo_jax.data.sources import Batches
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
@@ -58,6 +58,7 @@ def test_two_hosts(tmp_path):
   assert first["kept"] == [1, 3]  # 1 is the best by the first host, 2 would be by the second
   assert first["whole"] == 1
   assert first["refused"] == ["another run is in"] * 2
+  assert first["prompts"] == ["", "host 1 has other prompts than host 0"]
   assert first["rows"] == [5, 4] and len(first["drawn"]) == 12 and first["changed"]
   assert first["another"] == "weights: 'DIR' -> 'OTHER')"
   assert first["began_with"] == dict(checkpoint="DIR/checkpoints/rl/2")
@@ -189,6 +190,18 @@ def began_with(workdir, process):
   return facts
 
 
+def prompts(process):
+  """Compares prompts of both hosts, first equal ones, then ones with other tokens."""
+  messages = []
+  for token in (2, 2 + process):
+    try:
+      sources.require_same_on_hosts([sources.Prompts([Prompt("id", "q", "a", (1, token))])])
+      messages.append("")
+    except DataError as error:
+      messages.append(str(error).partition(":")[0])
+  return dict(prompts=messages)
+
+
 def growing(workdir, process):
   """Reads a growing file on two hosts; the second one sees rows later."""
   from rollouts.test_schedules import ids, lines, source_of  # has weights: JAX has begun by then
@@ -234,5 +247,5 @@ if __name__ == "__main__":
     results = verdicts(jax.process_index()) | conversations() | opened(jax.process_index())
     results |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
     results |= began_with(sys.argv[1], jax.process_index())
-    results |= growing(sys.argv[1], jax.process_index())
+    results |= growing(sys.argv[1], jax.process_index()) | prompts(jax.process_index())
   Path(sys.argv[2]).write_text(json.dumps(results | dict(said=stderr.getvalue())))

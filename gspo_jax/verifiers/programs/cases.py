@@ -101,6 +101,10 @@ def _require_check(prompt: Any, code: Any, function: Any) -> None:
   names = {x.id for part in defined[-1].body for x in ast.walk(part) if isinstance(x, ast.Name)}
   if not arguments or not names & {arguments[0], function}:
     raise ValueError("`check` of test never looks at the function that it is given")
+  kinds = [x for x in ast.walk(tree) if isinstance(x, ast.Assert | ast.Raise)]
+  texts = (getattr(x, "id", getattr(x, "attr", "")) for x in ast.walk(tree))
+  if not kinds and not any("assert" in text.lower() for text in texts):
+    raise ValueError("test asserts nothing, so that every program is right")
 
 
 def _parsed(code: str, name: str) -> ast.Module:
