@@ -33,6 +33,7 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, workers
 from gspo_jax.system.files import write_whole
 from gspo_jax.tasks.environments import time_limit
+from gspo_jax.verifiers.pool import Failure
 
 SHOWN = 1000  # Maximum characters of a gold answer in records; programs' tests take megabytes.
 
@@ -265,6 +266,9 @@ class Evaluator:
       outcomes = dict(crash=len(unknown)) if unknown else {}
     else:
       stopped = [trajectory.stopped for trajectory in sampled]
+      responses = [
+        Failure("crash", x.failure) if x.failure else y for x, y in zip(sampled, responses)
+      ]
       scores = benchmark.score(responses, prompts, finished=stopped)
       outcomes, unknown = dict(scores.outcomes), scores.unknown
       rows = [dict(reward=float(correct)) for correct in scores.correct]

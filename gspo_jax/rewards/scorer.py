@@ -86,7 +86,7 @@ class Scorer(Protocol):
     verifier raises an exception.
 
     Args:
-      responses: texts of the responses.
+      responses: texts of the responses; `pool.Failure` for a response that could not be sampled.
       prompts: prompt of each response.
       lengths: tokens of each response, for the overlong punishment; None for no punishment.
       finished: False for truncated responses; None if no response was truncated.
@@ -173,7 +173,10 @@ def _score(
   finished = [True] * len(responses) if finished is None else finished
   thinks = [getattr(prompt, "thinks", False) for prompt in prompts]
   texts = map(thought.with_opening, responses, thinks)
-  verdicts = _verdicts(verify, list(zip(texts, prompts, finished, strict=True)))
+  batch = list(zip(texts, prompts, finished, strict=True))
+  failed = [isinstance(response, pool.Failure) for response in responses]
+  sampled = iter(_verdicts(verify, [x for x, fails in zip(batch, failed) if not fails]))
+  verdicts = [(x, 0.0) if fails else next(sampled) for x, fails in zip(responses, failed)]
   unknown = {
     i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
     for i, (outcome, _) in enumerate(verdicts)

@@ -5,6 +5,7 @@ host and not on another.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from gspo_jax.rewards.signals import Signals
 from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.groups import Group, trajectories_of
 from gspo_jax.sampling import EnvironmentConfig, parts
+from gspo_jax.verifiers.pool import Failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,8 @@ def score_responses(
   tokens = [trajectory.tokens for trajectory in trajectories]
   stopped = [trajectory.stopped for trajectory in trajectories]
   lengths = [len(x.tokens) + (longest - x.limit if longest else 0) for x in trajectories]
-  texts = [text for group in groups for text in group.responses]
+  texts = itertools.chain.from_iterable(group.responses for group in groups)
+  texts = [Failure("crash", x.failure) if x.failure else y for x, y in zip(trajectories, texts)]
   prompts = [group.prompt for group in groups for _ in group.trajectories]
   scores = score(texts, prompts, lengths, stopped)
   rewards = None

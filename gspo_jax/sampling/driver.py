@@ -76,14 +76,13 @@ class Driver:
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until none is left or `enough()` is true.
 
-    A failure of an environment, before or in a turn, finishes its trajectory and sets `failure`.
+    A failure of an environment or a response finishes its trajectory and sets `failure`.
     Unfinished trajectories keep their tokens; pass them to `begin` to resume.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
     """
-    failed, self._failed = self._failed, []
-    yield from failed
+    yield from self._take_failed()
     try:
       while (self._engine.busy or self._asked) and not enough():
         for response in self._engine.step() if self._engine.busy else ():
@@ -129,8 +128,15 @@ class Driver:
       )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
-    if response.finished:
+    if response.failure:
+      trajectory.fail(response.failure)
+      self._failed.append(trajectory)
+    elif response.finished:
       self._asked.append((trajectory, response, self._step(trajectory, response)))
+
+  def _take_failed(self) -> list[Trajectory]:
+    failed, self._failed = self._failed, []
+    return failed
 
   def _step(self, trajectory: Trajectory, response: Response) -> concurrent.futures.Future:
     """Starts the environment's step after a finished turn."""
@@ -158,6 +164,7 @@ class Driver:
     Args:
       go_on: whether to submit requests for next turns.
     """
+    yield from self._take_failed()
     self._workers.expire()
     answered, waiting = [], []
     for turn in self._asked:  # One `done()` per future: it may change between two calls.

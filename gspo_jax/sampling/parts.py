@@ -75,5 +75,7 @@ def line_rewards(
   broken_X = np.cumsum(breaks(tokens_X, breaks_V))
   end_U = np.searchsorted(broken_X, np.arange(1, len(reward_U) + 1))
   reward_X = np.zeros(len(tokens_X), np.float32)
+  if not len(tokens_X):  # The response could not be sampled.
+    return reward_X
   np.add.at(reward_X, np.minimum(end_U, len(tokens_X) - 1), np.asarray(reward_U, np.float32))
   return reward_X

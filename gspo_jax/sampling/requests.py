@@ -195,6 +195,7 @@ class Response:
   experts: np.ndarray | None
   # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
   support: np.ndarray | None = None
+  failure: str = ""  # Reason to give the response up, with the tokens so far; "" without one.
 
 
 @dataclasses.dataclass

@@ -97,8 +97,8 @@ class Trajectory:
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN;
       only NO_TOKEN for observations and for the whole vocabulary; None if not recorded.
     figures: numbers of the finished trajectory, from its environment or from the verifier.
-    failure: description of the environment's failure; "" without one. The reward of a failed
-      trajectory is unknown.
+    failure: description of the environment's or the response's failure; "" without one. The reward
+      of a failed trajectory is unknown.
     columns: arrays [n] by the names of COLUMNS.
   """
 
@@ -186,7 +186,7 @@ class Trajectory:
       self.figures = self._own_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
 
   def fail(self, failure: str) -> None:
-    """Finishes the trajectory by a failure of its environment, in or before the current turn.
+    """Finishes the trajectory by a failure in or before the current turn.
 
     Without tokens it becomes padding, without a prompt.
     """
@@ -304,8 +304,7 @@ def assemble(
   """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished trajectories; recorded experts on all or on none. Trajectories without a
-      prompt, for rows of padding, never have experts.
+    trajectories: finished trajectories; recorded experts on all with sampled tokens or on none.
     length: positions of a batch row.
     pad_id: token id of padding.
     support: maximum number of tokens in a support; 0 for no support. Trajectories without a

@@ -77,7 +77,6 @@ class ServerConfig:
   )
   publish_s: PositiveSeconds = key(900.0, "limit of a request with new weights or a probe")
   wait_s: Seconds = key(300.0, "wait without any server, before the run ends")
-  retries: NonNegativeInt = key(5, "retries of a request, on other servers if possible")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
     "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 if "

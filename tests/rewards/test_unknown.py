@@ -14,6 +14,7 @@ from support.sandboxes import PRINTS_2
 from gspo_jax import rewards
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
+from gspo_jax.verifiers.pool import Failure
 
 RAISED = [OSError(28, "No space left"), RecursionError(), MemoryError(), ValueError("a\nb")]
 RAISED += [UnicodeError("surrogates"), KeyError("x"), StopIteration(), AssertionError()]
@@ -51,6 +52,16 @@ def test_what_a_verifier_raises_is_an_outcome_of_one_response(broken, number):
   assert scores.outcomes == dict(right=3, wrong=1, crash=1, format_kept=0)
   (reason,) = scores.unknown.values()
   assert reason.startswith(f"crash: {type(RAISED[number]).__name__}") and "\n" not in reason
+
+
+def test_a_response_that_could_not_be_sampled_has_no_verdict(broken):
+  failed = Failure("crash", "6 calls failed")
+  for key in (dict(format="think", format_weight=0.5), dict(false_positive=1.0)):
+    with rewards.open_scorer(config(**key)) as score:
+      scores = score(["yes", failed, "no"], prompts("abc"), finished=[True, False, True])
+    assert scores.unknown == {1: "crash: 6 calls failed"} and scores.outcomes["crash"] == 1
+    assert scores.reward[1] == scores.correct[1] == 0
+    assert broken.calls.pop() == 2  # the verifier never sees it
 
 
 def test_a_batch_is_not_verified_one_by_one_because_of_one_response(broken):

@@ -22,6 +22,7 @@ from support.rollouts import (
   STOP,
   Counting,
   G,
+  P,
   alternating,
   collector,
   dumped,
@@ -32,12 +33,14 @@ from support.rollouts import (
 from support.sampling import sample
 from support.small_models import forward, next_logp
 
+from gspo_jax import rewards
 from gspo_jax.data.sources import Prompts
 from gspo_jax.rewards import NoVerdictError, Scores
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Driver, LocalEngine, Response, SingleTurn, Trajectory, Workload
+from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.system import hosts
 
@@ -384,6 +387,33 @@ def test_what_is_unknown_is_no_spread_for_dynamic_sampling():
   out = judged([first, more], extra_rounds=3)[0]()
   assert [group.prompt.id for group in out.groups] == ["c", "e", "f"]
   assert out.metrics["dynamic_sampling/rounds"] == 2
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_response_that_could_not_be_sampled_is_unknown(replay):
+  """Its group is trained on without it, with recorded experts too."""
+  with rewards.open_scorer(RewardConfig(name="string")) as judge:
+    few = Prompts(PROMPTS.rows[:P])
+    running, engine = collector(few, judge, writer=Dumps(), routing=replay, extra_prompts=0)
+    engine.load(PARAMS, version=1)
+    respond = engine.step
+
+    def fails(response):
+      if response.sample or response.request.prompt != PROMPTS[0].tokens:
+        return response
+      names = ("tokens", "logp", "full_logp", "version")
+      nothing = {name: getattr(response, name)[:0] for name in names} | dict(experts=None)
+      return dataclasses.replace(response, **nothing, stopped=False, failure="6 calls failed")
+
+    engine.step = lambda: [fails(response) for response in respond()]
+    out = running.collect(1, Stopwatch())
+  (group,) = [group for group in out.groups if group.prompt == PROMPTS[0]]
+  assert group.unknown == {0: "crash: 6 calls failed"} and group.known_G.sum() == G - 1
+  row = out.groups.index(group) * G
+  assert out.rollout.lengths[row] == 0 and (np.delete(out.rollout.lengths, row) > 0).all()
+  assert out.metrics["verifier/crash"] == out.metrics["verifier/unknown"] == 1 / len(out.known_B)
+  assert (out.rollout.routing is not None) == replay
+  assert not out.advantage_PG[out.groups.index(group), 0]
 
 
 def test_a_batch_without_any_verdict_ends_the_run():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.echo import STOP, WORKLOAD, Echo
 
-from gspo_jax.sampling import Driver
+from gspo_jax.sampling import Driver, Trajectory
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
 from gspo_jax.system import workers
@@ -34,6 +34,27 @@ def started(make=None, first=3, **options):
   driver = Driver(engine, workload, max_turns=3, **options)
   driver.begin(group)
   return engine, driver, group
+
+
+@pytest.mark.parametrize("make, turn", [(None, 0), (Twice, 0), (Twice, 1)])
+def test_a_response_that_cannot_be_sampled_ends_its_trajectory(make, turn):
+  engine, driver, (failed, other) = started(make)
+  respond = engine.response
+
+  def fails(request, sample, tokens, finished):
+    response = respond(request, sample, tokens, finished)
+    if sample or bool(request.prior) != bool(turn):
+      return response
+    nothing = {name: getattr(response, name)[:0] for name in ("tokens", "logp", "version")}
+    return dataclasses.replace(response, **nothing, stopped=False, failure="6 calls failed")
+
+  engine.response = fails
+  assert set(driver.run()) == {failed, other}
+  assert other.finished and not other.failure
+  again = Trajectory.from_state(failed.get_state(), None)
+  for each in (failed, again):
+    assert each.finished and each.failure == "6 calls failed"
+    assert each.turn == turn and (each.length > 0) == bool(turn)
 
 
 class Begins:

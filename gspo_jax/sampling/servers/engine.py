@@ -1,7 +1,8 @@
 """Engine with vLLM servers as samplers, over HTTP (docs/engines.md).
 
-Answers are checked, servers are probed after each publication of weights, and failed calls are sent
-to another server. Only the first host talks to servers; it broadcasts their answers.
+Answers are checked, servers are probed after each publication of weights, and a failed call is sent
+to another server. A response whose calls fail too often ends with the reason, as a failure. Only
+the first host talks to servers; it broadcasts their answers.
 """
 
 import asyncio
@@ -25,15 +26,15 @@ from gspo_jax.models import flops
 from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
-from gspo_jax.sampling.servers.client import KINDS, PROCESSED, Call, Failed, Part
-from gspo_jax.sampling.servers.pool import Server, ServerPool
-from gspo_jax.sampling.servers.probe import Probe, Verdict, read_weights, write_weights
+from gspo_jax.sampling.servers import probe
+from gspo_jax.sampling.servers.client import ServerPool
+from gspo_jax.sampling.servers.probe import Call, Failed, Part
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
 STOP_PIECE = 64  # Maximum tokens of a call with stop strings, which this process detects.
-EMPTY_ANSWERS = 100  # Maximum consecutive empty answers.
+MAX_FAILURES = 6  # Consecutive failed calls of a response before the response fails.
 ABORT_S = 20.0  # Maximum wait for aborted calls' answers in `stop`.
 RETRY_S = 5.0  # Pause between two attempts to find a usable server.
 
@@ -70,7 +71,8 @@ class ServerEngine:
     self._directory = Path(self._server.directory or workdir.absolute() / "published")
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
-    self._probe = Probe(model, compute, window, temperature, routing and model.num_experts > 0)
+    routing = routing and model.num_experts > 0
+    self._probe = probe.Probe(model, compute, window, temperature, routing)
     self._pool: ServerPool | None = None  # None on all hosts but the first.
 
     def connect() -> None:
@@ -102,7 +104,7 @@ class ServerEngine:
   # Weights.
 
   def load(self, params: Any, version: int) -> None:
-    """Publishes weights to all servers, also to removed ones, and probes the servers.
+    """Publishes weights to all servers, also to those left out, and probes the servers.
 
     Responses in flight continue with the new weights. Any thread may call this method.
 
@@ -112,7 +114,7 @@ class ServerEngine:
     self._loading_thread = threading.get_ident()
     params, self._version = self._publish(params), version
     directory = self._directory / f"weights_{version:06d}"
-    self._weights = write_weights(directory, params, self._model, self._tokenizer)
+    self._weights = probe.write_weights(directory, params, self._model, self._tokenizer)
     self._loading = True
     try:
       self._find_servers(params)
@@ -131,7 +133,7 @@ class ServerEngine:
       ServersGone: no server was found within `wait_s`.
     """
     if not (self._pool.usable or self._loading):
-      self._find_servers(read_weights(self._weights))
+      self._find_servers(probe.read_weights(self._weights))
 
   def release(self) -> None:
     """Does nothing: the weights are on servers."""
@@ -145,9 +147,8 @@ class ServerEngine:
     end = time.monotonic() + self._server.wait_s
 
     def wait() -> None:
-      servers = self._pool.servers
-      reasons = "; ".join(f"{server.url}: {server.reason}" for server in servers)
-      if all(server.refused for server in servers) or time.monotonic() > end:
+      reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._pool.servers)
+      if time.monotonic() > end:
         raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
       logging.warning("waiting for a server: %s", reasons)
       self._pool.run(asyncio.sleep(RETRY_S), preemption.check_alone)
@@ -166,29 +167,25 @@ class ServerEngine:
       return self._pool.run(work, preemption.check_alone)
 
     answers = hosts.run_on_first_host(publish, ServersGone)
-    verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
+    sizes = [None if x is None else self._probe.differences(params, x) for x in answers]
     if self._pool is not None:
-      for server, verdict in zip(self._pool.servers, verdicts, strict=True):
-        if verdict is not None:
-          self._pool.run(self._apply(server, verdict))
+      for server, size in zip(self._pool.servers, sizes, strict=True):
+        if size is not None:
+          reason = self._disagreement(float(size.mean()), float(size.max()))
+          self._pool.run(self._pool.conclude(server, reason))
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
-  async def _apply(self, server: Server, verdict: Verdict) -> None:
-    """Admits a server with a verdict within the tolerance; removes it otherwise."""
-    if verdict.mean <= self._tolerance:  # False for NaN.
-      self._probe_mean = max(self._probe_mean, verdict.mean)
-      self._pool.admit(server)
-      return
+  def _disagreement(self, mean: float, most: float) -> str:
+    """Returns the reason to leave a server out; "" for a mean within the tolerance."""
+    if mean <= self._tolerance:  # False for NaN.
+      self._probe_mean = max(self._probe_mean, mean)
+      return ""
     self._disagreed += 1
-    reason = (
-      f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
-      f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
-      f"{self._tolerance:g}: start it again with these weights"
+    return (
+      f"its log-probs of version {self._version} are off the trainer's by {mean:.3g} in the mean "
+      f"and {most:.3g} at most, and engine.server.tolerance is {self._tolerance:g}: start it with "
+      "--logprobs-mode processed_logprobs, and with these weights"
     )
-    raw = verdict.raw <= self._tolerance
-    if raw:
-      reason = f"its log-probs are those before the temperature: {PROCESSED}"
-    self._pool.remove(server, reason, refused=raw)
 
   # Requests.
 
@@ -217,7 +214,7 @@ class ServerEngine:
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"  # Unique on shared servers too.
     routing = self._workload.record_routing and self._model.num_experts > 0
     self._pending[id_] = pending
-    self._pool.submit(pending.next_call(id_, self._workload, routing))
+    self._pool.submit(pending.next_call(id_, self._workload, routing), pending.failed_at)
 
   @property
   def busy(self) -> bool:
@@ -230,22 +227,18 @@ class ServerEngine:
 
     Raises:
       Preempted: the run was asked to stop.
-      ServersGone: no server is left, or a call failed too often.
+      ServersGone: no server was found within `wait_s`.
     """
     preemption.check()
     started = time.perf_counter()
 
     def receive() -> tuple[list, int, bool]:
-      try:
-        answers = self._receive(0.5)
-      except Failed as error:
-        message = f"engine.name='server': a response could not be sampled: {error}"
-        raise ServersGone(message) from error
+      answers = self._receive(0.5)
       return answers, self._sampled, not self._pool.usable and not self._loading
 
     answers, self.usage.tokens, lost = hosts.run_on_first_host(receive, ServersGone)
     if lost and self._loading_thread == threading.get_ident():
-      self._find_servers(read_weights(self._weights))
+      self._find_servers(probe.read_weights(self._weights))
     self.usage.decode_seconds += time.perf_counter() - started
     return self._close_responses(answers)
 
@@ -262,50 +255,39 @@ class ServerEngine:
     answers = []
     self._stopping = True
     try:
-      unsent = self._pool.run(self._pool.abort(list(self._pending)))
+      self._pool.run(self._pool.abort(list(self._pending)))
       end = time.monotonic() + ABORT_S
-      while self._pending.keys() - unsent and time.monotonic() < end:
+      while self._pending and time.monotonic() < end:
         answers += self._receive(0.5)
       self._pool.run(self._pool.cancel(list(self._pending)))
-      answers += self._receive(0.0)
+      return answers + self._receive(0.0)
     finally:
       self._stopping = False
-    answers += [self._numbered(pending, False) for pending in self._pending.values()]
-    self._pending.clear()
-    return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses, and sends the next calls of unfinished ones.
-
-    Raises:
-      Failed: a call failed too often.
-    """
+    """Returns finished responses, and sends the next calls of unfinished ones."""
     answers = []
     while True:
       try:
-        id_, answer = self._pool.answers.get(timeout=seconds)
+        id_, url, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
         return answers
       seconds = 0.0  # Further answers are not waited for: the driver may have enough.
       if id_ not in self._pending:  # A call of an ended workload.
         continue
-      failed = isinstance(answer, Exception)
-      if failed and not self._stopping:
-        raise answer
       pending = self._pending.pop(id_)
-      before = len(pending.tokens)
-      finished = not failed and pending.add(answer, self._detokenize)
-      self._sampled += len(pending.tokens) - before
-      if finished or self._stopping:
-        answers.append(self._numbered(pending, finished))
-      elif pending.empty_answers > EMPTY_ANSWERS:
-        raise Failed("body", f"servers left it {pending.empty_answers} times without a token")
+      if isinstance(answer, Part) and len(answer.tokens):
+        self._sampled += pending.add(answer, self._detokenize)
+      elif not self._stopping:
+        pending.fail(url, answer)
+      if self._stopping or pending.finished:
+        answers.append(self._numbered(pending))
       else:
         self._send(pending)
 
-  def _numbered(self, pending: "Pending", finished: bool) -> tuple[int, Response]:
+  def _numbered(self, pending: "Pending") -> tuple[int, Response]:
     """Returns the request's number, and the response without its request, to broadcast."""
-    return pending.number, pending.response(self._workload.sampling.whole, finished)
+    return pending.number, pending.response(self._workload.sampling.whole)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
     """Returns the broadcast responses with this host's requests."""
@@ -333,7 +315,7 @@ class ServerEngine:
       "left_out": float(len(self._pool.servers) - usable),
       "probe/mean": self._probe_mean,
       "probe/disagreed": float(self._disagreed),
-      **{f"failed/{kind}": float(self._pool.failures[kind]) for kind in KINDS},
+      **{f"failed/{kind}": float(self._pool.failures[kind]) for kind in probe.KINDS},
     }
 
 
@@ -346,19 +328,22 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.empty_answers = 0  # Number of consecutive empty answers.
+    self.failed_at: list[str] = []  # URLs of the consecutive failed calls.
+    self.failure = ""  # Reason, after too many of them.
     self._tail: list[int] | None = None  # Argument of `stop_strings.end`.
 
   @property
   def remaining(self) -> int:
     return self.request.max_new_tokens - len(self.tokens)
 
-  def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
-    """Appends a part, up to the end of a stop string. Returns whether the response is finished."""
-    self.empty_answers = 0 if len(part.tokens) else self.empty_answers + 1
-    new = part.tokens.tolist()
-    end, self._tail = stop_strings.end(self.request, self._tail, new, detokenize)
-    self.stopped = part.stopped or end is not None
+  @property
+  def finished(self) -> bool:
+    return bool(self.stopped or self.failure or not self.remaining)
+
+  def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> int:
+    """Appends a part, up to the end of a stop string. Returns the number of new tokens."""
+    end, self._tail = stop_strings.end(self.request, self._tail, part.tokens.tolist(), detokenize)
+    self.stopped, self.failed_at = part.stopped or end is not None, []
     self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
     self.logp = np.concatenate([self.logp, part.logp[:end]])
     self.version = np.concatenate([self.version, part.version[:end]])
@@ -368,7 +353,16 @@ class Pending:
       filled = 0 if self.experts is None else len(self.experts)
       new = part.experts[filled:fed]
       self.experts = np.concatenate([self.experts, new]) if filled else new
-    return self.stopped or not self.remaining
+    return len(part.tokens[:end])
+
+  def fail(self, url: str, answer: Part | Exception) -> None:
+    """Counts a failed call, or an aborted one without a token. Raises exceptions of bugs."""
+    if not isinstance(answer, Part | Failed):
+      raise answer
+    self.failed_at.append(url)
+    if (count := len(self.failed_at)) >= MAX_FAILURES:
+      reason = answer if isinstance(answer, Failed) else "it was aborted"
+      self.failure = f"{count} calls failed, the last at {url}: {reason}"
 
   def next_call(self, id_: str, workload: Workload, routing: bool) -> Call:
     """Returns the next call of the response.
@@ -384,7 +378,7 @@ class Pending:
     seed = zlib.crc32(noise) & 0x7FFFFFFF
     return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
 
-  def response(self, whole: bool, finished: bool) -> Response:
+  def response(self, whole: bool) -> Response:
     """Returns the response so far; `whole`: sampled from the whole distribution."""
     return Response(
       None,  # The request has a tag of this process only; see `_close_responses`.
@@ -393,7 +387,8 @@ class Pending:
       self.logp,
       self.logp if whole else np.full_like(self.logp, np.nan),  # Servers return one log-prob.
       self.version,
-      stopped=finished and self.stopped,
-      finished=finished,
+      stopped=self.stopped,
+      finished=self.finished,
       experts=self.experts,
+      failure=self.failure,
     )

@@ -1,15 +1,17 @@
-"""Publication of weights for servers, and a probe of servers' log-probs against the trainer.
+"""Checks of vLLM servers (0.32): of every answer, and of log-probs after each publication.
 
 Even after a successful publication, a server may serve garbage, use keys and values of old weights,
 or return log-probs of another distribution. So fixed prompts are sampled after every publication.
 Two temperatures are used, since at temperature 1 log-probs before and after temperature are equal.
 """
 
+import base64
 import dataclasses
 import functools
+import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,135 @@ from etils import epath
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer as tokenizers
 from gspo_jax.models import transformer
+from gspo_jax.models.experts import routing
 from gspo_jax.sampling.engine import ServersGone
-from gspo_jax.sampling.servers.client import Call, Part
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.system import hosts
 
+# Kinds of failures, in the order of docs/engines.md.
+KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
+SLACK = 1e-3  # Maximum log-prob in nats, above 0 by rounding.
 PUBLICATIONS = 2  # Publications on disk: a starting server may still read the previous one.
 PROMPTS = 8  # Number of prompts, half of them at each temperature.
 LONGEST = 256  # Maximum positions, a multiple of prefix cache blocks of 16 to 128 tokens.
 TOKENS = 32  # Maximum sampled tokens.
 COOLER = 0.7  # Second temperature, relative to the first.
-_PARTIAL = ".partial"
+
+
+class Failed(Exception):
+  """A request failed; a retry may succeed, at another server or later.
+
+  Attributes:
+    kind: one of KINDS; or "left_out" if the server was left out during the call.
+  """
+
+  def __init__(self, kind: str, text: str):
+    super().__init__(text)
+    self.kind = kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A request for one continuation of some tokens."""
+
+  id: str
+  tokens: tuple[int, ...]
+  max_new_tokens: int
+  sampling: SamplingConfig  # Its `max_new_tokens` is not used.
+  stop_ids: tuple[int, ...]
+  seed: int
+  routing: bool = False  # Whether to request the experts of every token.
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One continuation: a whole response or a part of a response."""
+
+  tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
+  logp: np.ndarray  # Log-probs after temperature and truncation, float32 [n].
+  version: np.ndarray  # Weight version of each token, int32 [n].
+  stopped: bool  # Whether a stop token ended the continuation.
+  aborted: bool  # Whether an abort request ended the continuation.
+  # Experts of every input token, [tokens of the call + n - 1, l, k]; None if not requested.
+  experts: np.ndarray | None = None
+
+
+def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest: int) -> Part:
+  """Reads and checks the answer to a call.
+
+  Args:
+    oldest, newest: minimum and maximum valid weight versions.
+
+  Raises:
+    Failed: the answer is not a valid continuation of the call.
+  """
+  try:
+    (choice,) = answer["choices"]
+    part = _read_choice(choice)
+    check_part(part, call, model, oldest, newest)
+    if not (call.routing and len(part.tokens)):
+      return part
+    return dataclasses.replace(part, experts=_read_experts(choice, call, part, model))
+  except Failed:
+    raise
+  except Exception as error:  # Readers of .npy headers parse Python and may raise anything.
+    raise Failed("body", f"its answer cannot be used: {error!r:.80}") from error
+
+
+def _read_choice(choice: Mapping[str, Any]) -> Part:
+  tokens = np.array(choice["token_ids"] or [], np.int32)
+  content = (choice["logprobs"] or {}).get("content") or []
+  logp = np.array([entry["logprob"] for entry in content], np.float32)
+  if [entry["token_id"] for entry in content] != tokens.tolist() or logp.shape != tokens.shape:
+    raise Failed("tokens", "the log-probs are not of the tokens that came")
+  version = np.full(len(tokens), -1, np.int32)  # Remains -1 outside all spans.
+  for span in choice.get("weight_versions") or []:
+    label = str(span["version"])  # Before the first publication, no number.
+    version[int(span["start"]) : int(span["end"])] = int(label) if label.isdecimal() else -1
+  reason = choice["finish_reason"]
+  return Part(tokens, logp, version, reason == "stop", reason == "abort")
+
+
+def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: int) -> None:
+  """Raises Failed unless the part is a valid continuation of the call."""
+  n, tokens, version = len(part.tokens), part.tokens, part.version
+  if n > call.max_new_tokens or (n == 0 and not part.aborted):
+    raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
+  if n and not 0 <= tokens.min() <= tokens.max() < model.vocab_size:
+    raise Failed(
+      "tokens", f"token ids reach {tokens.max()}, the model has 0 to {model.vocab_size - 1}"
+    )
+  if not (np.isfinite(part.logp).all() and (part.logp <= SLACK).all()):
+    raise Failed("tokens", "a log-prob is above 0 or not finite")
+  ends = np.isin(tokens, call.stop_ids)
+  if ends[:-1].any() or (n and bool(ends[-1]) != part.stopped):
+    raise Failed("tokens", "a response does not end where its stop token is")
+  if not (part.stopped or part.aborted or n == call.max_new_tokens):
+    raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
+  if n and not oldest <= version.min() <= version.max() <= newest:
+    raise Failed(
+      "version", f"weights {version.min()} to {version.max()} answered, not {oldest} to {newest}"
+    )
+
+
+def _read_experts(
+  choice: Mapping[str, Any], call: Call, part: Part, model: ModelConfig
+) -> np.ndarray:
+  """Returns experts [input tokens, l, k] of MoE layers, in the storage dtype."""
+  if choice.get("routed_experts") is None:
+    raise Failed("body", "no routed experts came: start it with --enable-return-routed-experts")
+  file = io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True))
+  experts = np.lib.format.read_array(file, allow_pickle=False)
+  fed, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
+  moe_layers = list(filter(model.is_moe, range(model.num_layers)))
+  for count in (len(moe_layers), model.num_layers):  # Some servers send all layers.
+    if experts.size == fed * count * model.experts_per_token and experts.dtype.kind in "iu":
+      experts = experts.reshape(fed, count, model.experts_per_token)
+      experts = experts if count == len(moe_layers) else experts[:, moe_layers]
+      if 0 <= experts.min() <= experts.max() < model.num_experts:
+        return experts.astype(routing.storage_dtype(model.num_experts))
+  raise Failed("body", f"experts of shape {shape} came for {fed} tokens")
 
 
 def write_weights(
@@ -47,10 +166,10 @@ def write_weights(
   """
   from gspo_jax.models import hf  # Only publication needs safetensors.
 
-  partial = target.with_name(target.name + _PARTIAL)
+  partial = target.with_name(f"{target.name}.partial")
 
   def begin() -> None:
-    for incomplete in target.parent.glob(f"weights_*{_PARTIAL}"):
+    for incomplete in target.parent.glob("weights_*.partial"):
       shutil.rmtree(incomplete, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -58,11 +177,9 @@ def write_weights(
     if tokenizer:  # Without generation_config.json, which changes sampling in some servers.
       tokenizers.copy(tokenizer, partial, tokenizers.FILES)
     shutil.rmtree(target, ignore_errors=True)  # May exist from before a resume.
+    earlier = sorted(target.parent.glob("weights_*[0-9]"), key=lambda path: path.stat().st_mtime)
     os.rename(partial, target)
-    # Only earlier publications are removed, the oldest first.
-    earlier = [path for path in target.parent.glob("weights_*") if path.is_dir() and path != target]
-    earlier.sort(key=lambda path: path.stat().st_mtime)
-    for path in earlier[: -(PUBLICATIONS - 1)]:
+    for path in earlier[: 1 - PUBLICATIONS]:
       shutil.rmtree(path, ignore_errors=True)
 
   try:
@@ -83,15 +200,6 @@ def read_weights(directory: Path) -> Any:
   return hf.load(directory, mesh=mesh)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-  """Differences between a server's log-probs and the trainer's, in nats."""
-
-  mean: float  # Mean absolute difference over all tokens.
-  max: float  # Maximum absolute difference.
-  raw: float  # Mean at the second temperature, against the trainer's log-probs at temperature 1.
-
-
 class Probe:
   """Fixed prompts, and the trainer's forward pass over their continuations.
 
@@ -100,7 +208,7 @@ class Probe:
     compute: compute settings of the trainer's pass.
     window: maximum tokens of a prompt with its response.
     temperature: temperature of the run.
-    routing: whether to request experts too, checked by `client.read_answer`.
+    routing: whether to request experts too, checked by `read_answer`.
   """
 
   def __init__(
@@ -138,43 +246,37 @@ class Probe:
       for i, prompt in enumerate(self._prompts)
     ]
 
-  def verdict(self, params: Any, parts: list[Part]) -> Verdict:
-    """Compares answers to `calls` with log-probs under `params`. Collective."""
+  def differences(self, params: Any, parts: list[Part]) -> np.ndarray:
+    """Returns absolute differences of the parts' log-probs from those under `params`, in nats.
+
+    Collective: call it on all hosts.
+    """
     new_NT = np.stack([part.tokens for part in parts])
     server_NT = np.stack([part.logp for part in parts])
     tokens_NL = np.concatenate([self._prompts, new_NT], axis=1)
-    score = _score(self._model, self._compute, (*self._temperatures, 1.0))
-    first_NT, second_NT, raw_NT = score(params, tokens_NL)[:, :, -self.new :]
-    half = PROMPTS // 2
-    trainer_NT = np.concatenate([first_NT[:half], second_NT[half:]])
-    size_NT = abs(trainer_NT - server_NT)
-    raw = float(abs(raw_NT - server_NT)[half:].mean())
-    return Verdict(float(size_NT.mean()), float(size_NT.max()), raw)
-
-
-@functools.cache
-def _score(
-  model: ModelConfig, compute: ComputeConfig, temperatures: tuple[float, ...]
-) -> Callable[[Any, np.ndarray], np.ndarray]:
-  """Returns a function for log-probs of all tokens but the first, at each temperature."""
-
-  @jax.jit
-  def logp(params: Any, tokens_BT: jax.Array) -> list[jax.Array]:
-    out = transformer.forward(params, model, tokens_BT, compute=compute)
-    targets_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
-    token_logp = functools.partial(
-      transformer.token_logp, params, model, out.hidden_BTD, targets_BT
-    )
-    return [token_logp(temperature=t, compute=compute)[0] for t in temperatures]
-
-  def score(params: Any, tokens_NL: np.ndarray) -> np.ndarray:
+    static = self._model, self._compute, self._temperatures
     if sharding.without_mesh():
-      logps = jax.device_get(logp(params, tokens_NL))
+      first_NT, second_NT = jax.device_get(_logp(params, tokens_NL, *static))
     else:  # Pads to the same number of batch rows on every device.
       mesh = jax.sharding.get_mesh()
       shards = sharding.batch_shards(mesh)
-      rows = np.resize(tokens_NL, (-(-len(tokens_NL) // shards) * shards, tokens_NL.shape[1]))
-      logps = sharding.fetch(logp(params, sharding.put_batch(rows, mesh)))
-    return np.stack(logps)[:, : len(tokens_NL), :-1]
+      rows = np.resize(tokens_NL, (-(-PROMPTS // shards) * shards, tokens_NL.shape[1]))
+      first_NT, second_NT = sharding.fetch(_logp(params, sharding.put_batch(rows, mesh), *static))
+    half = PROMPTS // 2
+    trainer_NT = np.concatenate([first_NT[:half], second_NT[half:PROMPTS]])
+    return abs(trainer_NT[:, -self.new - 1 : -1] - server_NT)
 
-  return score
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _logp(
+  params: Any,
+  tokens_BT: jax.Array,
+  model: ModelConfig,
+  compute: ComputeConfig,
+  temperatures: tuple[float, ...],
+) -> list[jax.Array]:
+  """Returns log-probs of each next token, at each temperature."""
+  out = transformer.forward(params, model, tokens_BT, compute=compute)
+  targets_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
+  token_logp = functools.partial(transformer.token_logp, params, model, out.hidden_BTD, targets_BT)
+  return [token_logp(temperature=t, compute=compute)[0] for t in temperatures]
