@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from gspo_jax import rewards, teacher
-from gspo_jax.data import growing, tokenizer
+from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs import Inputs, Meshes, check
@@ -189,8 +189,6 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
   _fill(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
-  if isinstance(inputs.data.train_prompts, growing.Growing):
-    inputs.data.train_prompts.keep(workdir / growing.JOURNAL)
   publishers = make_publishers(config, inputs.meshes)
   profiler = Profiler(config.profile, workdir / "profile")
   with (

@@ -410,23 +410,6 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
 
 
-def test_a_run_that_is_opened_again_has_the_rows_that_it_began_with(tmp_path):
-  """A cold start is resumed among the same demonstrations, however the file has grown."""
-  path = tmp_path / "rows.jsonl"
-  lines = [f'{{"id": "{i}", "question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10)]
-  path.write_text("".join(lines[:8]))
-  changes = {
-    "data.train": str(path),
-    "schedule.refresh_every": 2,
-    "eval.problems": 8,
-    "sft.check_problems": 4,
-  }
-  for workdir, count in ("run", 8), ("run", 8), ("later", 10):
-    with open_run(config_of(tiny.get_config, **changes), tmp_path / workdir) as opened:
-      assert len(opened.inputs.data.train_prompts) == count
-    path.write_text("".join(lines))
-
-
 def test_the_flagship_says_which_paths_to_set(tmp_path):
   config = config_of(moe_aime.get_config)
   with pytest.raises(ValueError) as error, open_run(config, tmp_path / "run"):

@@ -197,7 +197,7 @@ class Batches(Iterator[list[structs.Prompt]]):
     if batch_size < 1:
       raise ValueError(f"a batch size of {batch_size}")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._grows = hasattr(source, "looks")
+    self._grows = hasattr(source, "lengths")
     self._contents = "" if self._grows else _contents(source)
     self._rendered = "" if self._grows else rendered(source)
     self._start(0)
@@ -205,7 +205,7 @@ class Batches(Iterator[list[structs.Prompt]]):
   def _start(self, restarts: int) -> None:
     self._restarts = restarts
     if self._grows:
-      self._contents, self._rendered = self._source.contents, self._source.rendered
+      self._contents, self._rendered = self._source.contents, rendered(self._source)
     mixed = isinstance(self._source, Mixture)
     shuffled = []
     for number, source in enumerate(self._source.sources if mixed else (self._source,)):
@@ -241,14 +241,15 @@ class Batches(Iterator[list[structs.Prompt]]):
 
   def get_state(self) -> dict[str, Any]:
     position = self._prompts.get_state()
-    looks = dict(looks=self._source.looks) if self._grows else {}
     contents = dict(contents=self._contents, rendered=self._rendered)
-    return dict(position=position, restarts=self._restarts) | contents | looks
+    files = dict(files=[self._source.path, self._source.lengths]) if self._grows else {}
+    return dict(position=position, restarts=self._restarts) | contents | files
 
   def set_state(self, state: dict[str, Any]) -> None:
-    if self._grows:
-      self._source.go_to(state.get("looks", 1))
-      self._contents, self._rendered = self._source.contents, self._source.rendered
+    path, lengths = state.get("files", ("", {}))
+    if self._grows and path == self._source.path:
+      self._source.look(lengths)
+      self._contents, self._rendered = self._source.contents, rendered(self._source)
     edited = state["contents"] != self._contents
     changed = edited or state.get("rendered", self._rendered) != self._rendered
     if "rendered" not in state:
@@ -289,16 +290,12 @@ def rendered(source: Source) -> str:
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
-  return f"{add_rendered(0, (source[i] for i in indices)):08x}"
-
-
-def add_rendered(checksum: int, rows: Iterable[Any]) -> int:
-  """Adds prompts, or groups, to a checksum of `rendered`."""
-  for row in rows:
-    prompt = getattr(row, "prompt", row)
+  checksum = 0
+  for row in map(source.__getitem__, indices):
+    prompt = getattr(row, "prompt", row)  # A row of recorded responses is a group.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
     checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
-  return checksum
+  return f"{checksum:08x}"
 
 
 def require_same_on_hosts(parts: Sequence[Any]) -> None:

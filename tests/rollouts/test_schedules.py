@@ -28,7 +28,6 @@ from support.small_updates import learner, score_pass
 
 from configs import tiny_schedules
 from gspo_jax.data import growing
-from gspo_jax.data.files import Skipped
 from gspo_jax.data.sources import Batches, Prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
@@ -38,7 +37,6 @@ from gspo_jax.rewards import Scores
 from gspo_jax.rollouts import schedules
 from gspo_jax.runs import paths
 from gspo_jax.settings.data import DataError
-from gspo_jax.system.files import WriteError
 
 LENGTHS = "1:6,3:12,5:24"
 collector = functools.partial(rollouts.collector, extra_prompts=0)
@@ -275,12 +273,9 @@ def path(tmp_path):
   return tmp_path / "rows.jsonl"
 
 
-def source_of(path, on_error="raise", journal=None):
+def source_of(path, on_error="raise"):
   c = settings(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8)
-  source = growing.load(c.data, ByteTokenizer(), "train")
-  if journal:
-    source.keep(journal)
-  return source
+  return growing.load(c.data, ByteTokenizer(), "train")
 
 
 def append(path, text):
@@ -300,11 +295,8 @@ def test_only_whole_lines_and_only_new_ones_are_read(path):
   append(path, 'ion": "3+1=", "answer": "4"}\n' + lines(range(4, 400)) + '{"id"')
   assert source.look() == 397 and len(source) == 400
   assert ids(source) == [f"r{i}" for i in range(400)]
-  read = []
-  source.reader = lambda rows: read.extend(place for place, *_ in rows) or []
   append(path, ': "r400", "question": "400+1=", "answer": "401"}\n')
-  source.reader.skipped = Skipped("raise")
-  assert source.look() == 0 and read == [f"{path}, line 401"]
+  assert source.look() == 1 and source[400].id == "r400"
 
 
 def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
@@ -312,16 +304,14 @@ def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
   source = source_of(tmp_path / "*.jsonl")
   (tmp_path / "a.jsonl").write_text(lines(range(10, 12)))
   append(tmp_path / "b.jsonl", lines(range(2, 4)))
-  source.keep(tmp_path / "journal")
   assert source.look() == 4
-  assert ids(source) == ["r0", "r1", "r10", "r11", "r2", "r3"], "in the order of being found"
+  assert ids(source) == ["r10", "r11", "r0", "r1", "r2", "r3"], "file by file"
   append(tmp_path / "b.jsonl", lines([4]))
   source.look()
   append(tmp_path / "a.jsonl", lines([12]))
   again = source_of(tmp_path / "*.jsonl")
   assert len(again) == len(source) + 1
-  again.keep(tmp_path / "journal")
-  again.go_to(source.looks)
+  again.look(source.lengths)
   assert ids(again) == ids(source)
   assert again.look() == source.look() == 1
 
@@ -346,9 +336,9 @@ def test_new_rows_are_checked_like_the_first_ones(path):
 
 
 @pytest.mark.parametrize("what", ["edited", "cut", "gone"])
-def test_files_that_have_changed_are_an_error_that_names_them(what, path, tmp_path):
+def test_files_that_have_changed_are_an_error_that_names_them(what, path):
   path.write_text(lines(range(30)))
-  source = source_of(path, journal=tmp_path / "journal")
+  source = source_of(path)
   if what == "edited":
     path.write_text(lines(range(29)) + lines([77]) + lines([30]))
   elif what == "cut":
@@ -358,7 +348,7 @@ def test_files_that_have_changed_are_an_error_that_names_them(what, path, tmp_pa
   with pytest.raises(DataError, match=r"rows\.jsonl"):
     source.look()
   with pytest.raises(DataError, match=r"rows\.jsonl"):
-    source.go_to(1)
+    source.look(source.lengths)
 
 
 def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
@@ -370,19 +360,11 @@ def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
     source.look()
 
 
-def test_an_edit_long_ago_is_seen_when_a_run_goes_on(path, tmp_path):
-  path.write_text(lines(range(500)))
-  source_of(path, journal=tmp_path / "journal")
-  path.write_text(lines([700]) + lines(range(1, 500)))
-  with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
-    source_of(path, journal=tmp_path / "journal")
-
-
-def test_new_rows_begin_an_epoch_that_has_every_row_once(path, tmp_path):
+def test_new_rows_begin_an_epoch_that_has_every_row_once(path):
   path.write_text(lines(range(20)))
 
   def open_batches(seed=3):
-    source = source_of(path, journal=tmp_path / "journal")
+    source = source_of(path)
     return source, Batches(source, 1, seed=seed)
 
   source, batches = open_batches()
@@ -409,7 +391,6 @@ def test_new_rows_begin_an_epoch_that_has_every_row_once(path, tmp_path):
   again.set_state(states[1])
   assert ids(again.take(50)) == ids(batches.take(50))
   source, other = open_batches(seed=4)
-  source.go_to(4)
   assert ids(other.take(33)) != drawn[-33:]
   assert ids(other.take(3, lambda prompt: prompt.id == "r5")) == ["r5"] * 3
 
@@ -417,86 +398,36 @@ def test_new_rows_begin_an_epoch_that_has_every_row_once(path, tmp_path):
 GROWS = dict(schedule__refresh_every=2, data__max_prompt_tokens=8)
 
 
-def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(path, tmp_path):
+def test_a_resumed_run_has_the_rows_of_its_checkpoint(path):
   path.write_text(lines(range(6)))
 
   def fresh():
-    return collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
+    return collector(source_of(path), **GROWS)
 
   first = fresh()
   out, _ = iterate(2, first)
-  state = json.loads(json.dumps(first[0].position()()))
   append(path, lines(range(6, 9)))
   out += iterate(2, first, first=3)[0]
   rows, added = ([batch.metrics[f"data/{n}"] for batch in out] for n in ("rows", "added"))
   assert (rows, added) == ([6, 6, 9, 9], [0, 0, 3, 0])
-  append(path, lines(range(9, 14)))  # after iteration 4, and nobody has looked
-  out += iterate(2, first, first=5)[0]
-  assert out[-1].metrics["data/rows"] == 14
-  append(path, lines(range(14, 20)))
+  state = json.loads(json.dumps(first[0].position()()))
+  append(path, lines(range(9, 14)))
   second = fresh()
   second[0].set_position(state)
-  repeated, _ = iterate(6, second, first=3)
-  for batch, same in zip(repeated[:4], out[2:], strict=True):
+  for batch, same in zip(iterate(2, second, first=5)[0], iterate(2, first, first=5)[0]):
+    assert batch.metrics["data/rows"] == 14
     assert_same(batch, same)
-  assert repeated[-1].metrics["data/rows"] == 20, "and then it goes on"
 
 
-def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
-  """Killed before its first checkpoint; and in a cold start, which has no `position` of RL."""
-  (workdir := tmp_path / "run").mkdir()
-  for first, name in (10, "a"), (30, "b"):
-    (tmp_path / f"{name}.jsonl").write_text(lines(range(first, first + 3)))
-
-  journal = workdir / growing.JOURNAL
-
-  def begun():
-    return collector(source_of(tmp_path / "*.jsonl", journal=journal), **GROWS)
-
-  first = begun()
-  out, _ = iterate(2, first)
-  append(tmp_path / "b.jsonl", lines(range(3)))
-  out += iterate(2, first, first=3)[0]
-  append(tmp_path / "a.jsonl", lines(range(3, 7)))
-  (tmp_path / "0.jsonl").write_text(lines(range(20, 22)))
-  repeated, _ = iterate(5, begun())
-  assert [batch.metrics["data/rows"] for batch in repeated] == [6, 6, 9, 9, 15]
-  for batch, same in zip(repeated, out):
-    assert [g.prompt.id for g in batch.groups] == [g.prompt.id for g in same.groups]
-  # What another source of the same run had is not its own.
-  assert len(source_of(tmp_path / "b.jsonl", journal=journal)) == 6
-
-
-def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_path):
-  (tmp_path / "rows.jsonl").write_text(lines(range(3)))
-  source, journal = source_of(tmp_path / "rows.jsonl"), tmp_path / growing.JOURNAL
-  journal.write_text('{"step": 0, "sou\n')
-  with pytest.raises(ValueError, match=rf"{journal}: it is not JSON: "):
-    source.keep(journal)
-  journal.unlink()
-  (tmp_path / f"{growing.JOURNAL}.tmp").mkdir()  # in the way
-  with pytest.raises(WriteError, match=rf"{journal}\S* cannot be written: "):
-    source.keep(journal)
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, path, tmp_path):
-  """Else a line that the old end is in the middle of would be lost."""
-  path.write_text(lines(range(3)))
-  collecting = collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
+def test_rows_of_a_checkpoint_that_have_changed_are_an_error(path):
+  path.write_text(lines(range(500)))
+  collecting = collector(source_of(path), **GROWS)
   iterate(2, collecting)
   state = collecting[0].position()()
-  append(path, lines(range(3, 6)))
-  iterate(1, collecting, first=3)
-  rest = "" if step == 0 else lines(range(3))
-  path.write_text(rest + lines(range(100, 109)))
-  again = source_of(path, on_error="skip")
+  path.write_text(lines([700]) + lines(range(1, 600)))
+  again = collector(source_of(path, on_error="skip"), **GROWS)
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
-    again.keep(tmp_path / growing.JOURNAL)
-    collecting = collector(again, **GROWS)
-    collecting[0].set_position(state)
-    assert step == 3 and len(again) == 3
-    iterate(1, collecting, first=3)
+    again[0].set_position(state)
 
 
 def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
