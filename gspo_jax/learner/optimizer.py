@@ -40,7 +40,6 @@ def as_optimizer(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
 
 def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   """Returns the arguments of the update for a run of `updates` updates."""
-  updates = config.schedule_steps or updates
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,

@@ -145,16 +145,15 @@ def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
 
 
 def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:
-  """Used optimizers, with the number of updates for schedule_steps=0."""
-  used = {"sft_optimizer": c.sft.steps} if "sft" in c.job else {}
-  if c.has_iterations:
-    used["rl_optimizer"] = (c.rl.iterations - c.critic.warmup) * c.rl.updates
-  sections = {}
-  for name, updates in used.items():
-    section = getattr(c, name)
-    steps = min(section.schedule_steps or updates, updates)
-    sections[name] = dataclasses.replace(section, schedule_steps=steps)
-  return sections
+  """Used optimizers."""
+  used = {"sft_optimizer": "sft" in c.job, "rl_optimizer": c.has_iterations}
+  return {name: getattr(c, name) for name, uses in used.items() if uses}
+
+
+def _updates(c: RunConfig, optimizer: OptimizerConfig) -> int:
+  """Number of updates by one of `_optimizers`."""
+  iterations = c.rl.iterations - c.critic.warmup
+  return c.sft.steps if optimizer is c.sft_optimizer else iterations * c.rl.updates
 
 
 def _other_runs(c: RunConfig) -> dict[str, str]:
@@ -409,8 +408,8 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     "verifier does not look behind", lambda c: "sft" in c.job and not c.environment.name
     and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
     "trial: rewards of 0"),
-  EntryRule("{x.warmup_steps}: the rate is still rising at the last of {x.schedule_steps:} updates",
-    _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= x.schedule_steps,
+  EntryRule("{x.warmup_steps}: the rate is still rising at the last update",
+    _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "trial: a long run's file, shortened"),
   EntryRule("{x.learning_rate}: an update of Adam moves each weight by as much", _optimizers,
     lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "trial: a sign of an exponent forgotten"),

@@ -182,9 +182,6 @@ class OptimizerConfig:
   )
   schedule: Literal["constant", "linear", "cosine"] = key("constant", "schedule after the warm-up")
   warmup_steps: NonNegativeInt = key(10, "gradient updates of linear warm-up from 0")
-  schedule_steps: NonNegativeInt = key(
-    0, "gradient updates until final_fraction, constant afterwards; 0: all of the run's"
-  )
   final_fraction: ranges.Fraction = key(
     0.1, "fraction of the peak at the last update; unused by constant"
   )

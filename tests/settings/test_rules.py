@@ -620,7 +620,6 @@ DOUBTED = [
   (TINY, RL),
   (TINY, dict(reward__name="string")),
   (TINY, dict(rl_optimizer__warmup_steps=1000)),
-  (TINY, dict(rl_optimizer__schedule_steps=8, rl_optimizer__warmup_steps=9)),
   (TINY, dict(sft_optimizer__learning_rate=1.0)),
   (TINY, dict(rl_optimizer__learning_rate=1e-12)),
   (TINY, dict(rl__max_age=1, rl__token_budget=1000)),
