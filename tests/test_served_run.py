@@ -115,8 +115,7 @@ def test_an_engine_behind_the_server(server, tmp_path):
   flags = [flag for flag in SMALL if not flag.startswith("model")] + model
   flags += ["model.moe_intermediate_size=16", "objective.replay=R3", "objective.volatility=true"]
   server.token = "swordfish"
-  token = "engine.server.token_variable=SECRET"
-  run(tmp_path, *flags, urls(server), token, SECRET="swordfish")
+  run(tmp_path, *flags, urls(server), GSPO_ENGINE_TOKEN="swordfish")
   rows = rows_of(tmp_path, "rl")
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:

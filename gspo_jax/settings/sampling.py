@@ -66,9 +66,6 @@ class ServerConfig:
   directory: str = key(
     "", 'published weights, readable by all servers; "": published/ of the workdir'
   )
-  token_variable: str = key(
-    "GSPO_ENGINE_TOKEN", "environment variable with a bearer token; unset: none"
-  )
   in_flight: PositiveInt = key(256, "concurrent responses of a server")
   timeout_s: PositiveSeconds = key(
     3600.0,

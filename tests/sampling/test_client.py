@@ -150,13 +150,13 @@ def connect(config, count):
 
 
 def test_a_token_that_no_header_can_have_is_refused_without_being_told(monkeypatch):
-  config = ServerConfig(token_variable="SECRET")
+  config = ServerConfig()
   for token in ("s3c\nret", "s3cr\u00e9t", "s3cret\x7f"):
-    monkeypatch.setenv("SECRET", token)
-    with pytest.raises(ValueError, match="the token of SECRET must be of printable ASCII") as error:
+    monkeypatch.setenv(client.TOKEN, token)
+    with pytest.raises(ValueError, match="GSPO_ENGINE_TOKEN must be of printable ASCII") as error:
       connect(config, 1)
     assert "s3c" not in str(error.value)
-  monkeypatch.setenv("SECRET", "s3cret\n")  # of a file
+  monkeypatch.setenv(client.TOKEN, "s3cret\n")  # of a file
   assert connect(config, 1)._http.headers["Authorization"] == "Bearer s3cret"
 
 

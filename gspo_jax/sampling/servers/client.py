@@ -33,6 +33,7 @@ CONNECT_S = 10.0  # Time limit to connect, and for short requests.
 IDLE_S = 2.0  # Servers close idle connections after 5 s, and would drop a request sent then.
 OTHER_CONNECTIONS = 16  # Connections per server, in addition to those for calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
+TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with a bearer token.
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # Prefix that vLLM adds to ids of calls.
 
@@ -82,16 +83,16 @@ class ServerPool:
       asyncio.run_coroutine_threadsafe(self._watch_health(server), self._loop)
 
   def _connect(self) -> None:
-    variable, most, servers = self._config.token_variable, self._config.in_flight, len(self.servers)
-    token = os.environ.get(variable, "").strip()
+    most, servers = self._config.in_flight, len(self.servers)
+    token = os.environ.get(TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):  # The message must not show the token.
-      raise ValueError(f"the token of {variable} must be of printable ASCII characters")
+      raise ValueError(f"the token of {TOKEN} must be of printable ASCII characters")
     connections = raise_descriptors(servers * (most + OTHER_CONNECTIONS))
     self.in_flight = min(most, max(1, connections // servers - OTHER_CONNECTIONS))
     if self.in_flight < most:
       text = "engine.server.in_flight=%d is %d here: the process may have no more connections"
       logging.warning(text + " (ulimit -Hn)", most, self.in_flight)
-    refused = f"set {variable} to the token that it was given"
+    refused = f"set {TOKEN} to the token that it was given"
     missing = "vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
