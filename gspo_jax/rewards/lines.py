@@ -39,8 +39,8 @@ def rewards(
 ) -> tuple[list[np.ndarray], dict[str, int]]:
   """Computes rewards of the lines of B responses, with noise.
 
-  Noise flips verdicts on expected lines, if they exist in the response. A flip depends on the seed,
-  the answer and the text up to the line's end, as in `shaping.flipped`. Noise does not change
+  Noise flips verdicts on expected lines, if they exist in the response. A flip depends on the
+  answer and the text up to the line's end, as in `shaping.flipped`. Noise does not change
   `correct_B`.
 
   Args:
@@ -60,7 +60,7 @@ def rewards(
     texts, expected = response.split("\n"), right_lines(response, answer)
     right_U = np.array(expected[: len(texts)], bool)
     if misjudged:
-      chance_U = _chances(texts[: len(right_U)], f"{config.noise_seed}/{answer}\0")
+      chance_U = _chances(texts[: len(right_U)], f"0/{answer}\0")
       flips_U = chance_U < np.where(right_U, *rates[::-1])
       misjudged["false_positive"] += int((flips_U & ~right_U).sum())
       misjudged["false_negative"] += int((flips_U & right_U).sum())

@@ -210,7 +210,7 @@ def _score(
       reward_U *= scored
   elif config.false_positive or config.false_negative:
     wrong, right = config.false_positive, config.false_negative
-    flips = shaping.flipped(correct > 0, responses, answers, wrong, right, config.noise_seed)
+    flips = shaping.flipped(correct > 0, responses, answers, wrong, right)
     flips &= scores.known
     reward = np.where(flips, 1 - correct, reward).astype(np.float32)
     outcomes["false_positive"] = int((flips & (correct == 0)).sum())

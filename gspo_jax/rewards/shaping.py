@@ -62,14 +62,13 @@ def flipped(
   answers: Sequence[str],
   false_positive: float,
   false_negative: float,
-  seed: int,
 ) -> np.ndarray:
   """Draws verdicts to flip, at the given error rates, bool [B].
 
-  A flip depends only on the seed, the answer and the response's text. So the same response gets the
+  A flip depends only on the answer and the response's text. So the same response gets the
   same wrong verdict every time, as from a real but unreliable verifier.
   """
-  texts = (f"{seed}/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
+  texts = (f"0/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
   chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])
   return chance_B < np.where(correct_B, false_negative, false_positive)
 

@@ -53,7 +53,6 @@ class RewardConfig:
   )
   false_positive: Fraction = key(0.0, "noise: share of wrong responses rewarded as right")
   false_negative: Fraction = key(0.0, "noise: share of right responses without reward")
-  noise_seed: ranges.Seed = key(0, "seed of the noise; equal seeds misjudge equal responses")
   partial: Fraction = key(0.0, "recurrence: part of the reward given by the share of right lines")
   per_line: bool = key(
     False,

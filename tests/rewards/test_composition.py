@@ -77,8 +77,6 @@ def test_noise_has_the_given_rates_and_is_repeatable():
   assert scores.outcomes["false_negative"] == (scores.reward[right] == 0).sum()
   again = score(responses[::-1], answers[::-1], **noise)
   assert (again.reward[::-1] == scores.reward).all()  # not the place in the batch
-  other = score(responses, answers, noise_seed=1, **noise)
-  assert 0.2 < (other.reward != scores.reward).mean() < 0.5
   assert (score(responses, answers, false_negative=1.0).reward == 0).all()
   assert (score(responses, answers, false_positive=1.0).reward == 1).all()
 
@@ -87,7 +85,7 @@ def test_noise_does_not_follow_other_text():
   """Flips of responses with one different character are independent."""
   pairs = [(f"{i}a", f"{i}b") for i in range(5000)]
   flips = [
-    shaping.flipped(np.zeros(5000), [pair[k] for pair in pairs], ["x"] * 5000, 0.5, 0.0, 0)
+    shaping.flipped(np.zeros(5000), [pair[k] for pair in pairs], ["x"] * 5000, 0.5, 0.0)
     for k in (0, 1)
   ]
   assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.03

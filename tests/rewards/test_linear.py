@@ -76,7 +76,7 @@ READERS = {
   "printed text": lambda text: cases.same_text(text, text + "x"),
   "think": lambda text: shaping.keeps_format(text, "think"),
   "think_answer": lambda text: shaping.keeps_format(text, "think_answer"),
-  "noise": lambda text: shaping.flipped(np.ones(1), [text], ["5"], 0.1, 0.1, 0),
+  "noise": lambda text: shaping.flipped(np.ones(1), [text], ["5"], 0.1, 0.1),
   "string": lambda text: string_match.verify(text, "5"),
   "string, to a long answer": lambda text: string_match.verify(text, text + "5"),
   "math": lambda text: math_answer.quick_judge(math_answer.extract(text), "5"),
