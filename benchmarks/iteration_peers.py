@@ -136,7 +136,7 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
     return loader.create_model_from_safe_tensors(spec["directory"], config, mesh, dtype=jnp.float32)
 
   o, roles = OPTIMIZER, rl_cluster.Role
-  adamw = optax.adamw(o["learning_rate"], o["b1"], o["b2"], o["eps"], weight_decay=0.0)
+  adamw = optax.adamw(o["learning_rate"], o["b1"], o["b2"], weight_decay=0.0)
   cluster = rl_cluster.RLCluster(
     actor=load(),
     tokenizer=Words(),

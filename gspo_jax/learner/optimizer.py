@@ -27,7 +27,7 @@ class Optimizer(NamedTuple):
 
 def make(config: OptimizerConfig, updates: int) -> Optimizer:
   """Makes AdamW with a bound on the norm and a schedule."""
-  chain = _chain(config.b1, config.b2, config.eps, bounded=config.clip_norm > 0)
+  chain = _chain(config.b1, config.b2, bounded=config.clip_norm > 0)
   return Optimizer(*chain, hyperparameters(config, updates))
 
 
@@ -87,7 +87,7 @@ def last_rate(rates: np.ndarray, step: jax.Array, waits: int = 0) -> jax.Array:
 
 
 @functools.cache
-def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, Callable]:
+def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
   """Makes `init` and `update` of an Optimizer."""
 
   def transformation(hyperparameters: Mapping[str, Any]) -> optax.GradientTransformation:
@@ -95,7 +95,6 @@ def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, C
       functools.partial(rate, hyperparameters),
       b1=b1,
       b2=b2,
-      eps=eps,
       weight_decay=hyperparameters.get("weight_decay", 0.0),
       mask=decayed,
     )

@@ -189,7 +189,6 @@ class OptimizerConfig:
   b2: ranges.FractionBelowOne = key(
     0.95, "decay of the mean of squares; RL gradients change quickly"
   )
-  eps: ranges.PositiveFraction = key(1e-8, "added to the root of the squares")
   weight_decay: NonNegativeFloat = key(0.0, "decoupled, without norms and biases; RL moves little")
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
 

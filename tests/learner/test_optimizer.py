@@ -14,7 +14,7 @@ from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
   learning_rate=1e-3, schedule="linear", warmup_steps=0, final_fraction=0.1, b1=0.9, b2=0.95,
-  eps=1e-8, weight_decay=0.0, clip_norm=1.0,
+  weight_decay=0.0, clip_norm=1.0,
 )  # fmt: skip
 
 
