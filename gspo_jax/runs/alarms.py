@@ -24,8 +24,8 @@ class Alarms:
 
   def __init__(self, config: AlarmConfig, rows: Iterable[Mapping[str, Any]] = ()):
     self._config = config
-    self._norms: collections.deque[float] = collections.deque(maxlen=config.window)
-    self._rewards: collections.deque[float] = collections.deque(maxlen=config.window)
+    self._norms: collections.deque[float] = collections.deque(maxlen=WINDOW)
+    self._rewards: collections.deque[float] = collections.deque(maxlen=WINDOW)
     self._best = -float("inf")
     self._idle = 0  # Consecutive iterations with a gradient of 0.
     self._active: set[str] = set()
@@ -51,7 +51,7 @@ class Alarms:
       name, reason = _nothing_learned(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
     if norm:  # A norm of 0, for example of a task still too hard, is left out of the median.
-      usual = statistics.median(self._norms) if len(self._norms) == c.window else math.inf
+      usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
         yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
       self._norms.append(norm)
@@ -66,19 +66,20 @@ class Alarms:
         yield name, text.format(distance, clip_range)
     if reward is not None:
       self._rewards.append(reward)
-      if len(self._rewards) == c.window:
+      if len(self._rewards) == WINDOW:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
         if c.reward and mean < self._best - c.reward:
-          origin = f"mean of {c.window}, from {self._best:.3g}"
+          origin = f"mean of {WINDOW}, from {self._best:.3g}"
           yield "reward", f"the reward has fallen to {mean:.3g}, {origin}"
     # Training and evaluations have such a metric.
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
-      yield "unknown", f"the verifier failed on {share:.2%} of the responses"
+      yield "unknown", f"no verdict on {share:.2%} of the responses"
 
 
+WINDOW = 10  # Iterations of medians and means.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
 _MISMATCHES = (  # Name, metric, and message with the metric's value and the clip range.
   (

@@ -231,8 +231,7 @@ class CheckpointConfig:
 class AlarmConfig:
   """Thresholds for warnings during a run; 0: no warning."""
 
-  window: Annotated[int, Range(2, 1_000_000)] = key(10, "iterations of medians and means")
-  grad_norm: NonNegativeFloat = key(10.0, "multiple of the median over the previous window")
+  grad_norm: NonNegativeFloat = key(10.0, "multiple of the median of ten iterations before")
   entropy: NonNegativeFloat = key(
     0.03, "lower bound in nats per token, against collapse of the policy"
   )

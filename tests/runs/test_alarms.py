@@ -4,12 +4,16 @@ import math
 
 import pytest
 
+from gspo_jax.runs import alarms
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.settings.training import AlarmConfig
 
-CONFIG = AlarmConfig(
-  window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, mismatch=1.0, reward=0.3, unknown=0.05
-)
+CONFIG = AlarmConfig(grad_norm=5.0, entropy=0.1, ratio=0.01, mismatch=1.0, reward=0.3, unknown=0.05)
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+  monkeypatch.setattr(alarms, "WINDOW", 4)
 
 
 def healthy(step, **changes):
@@ -19,11 +23,11 @@ def healthy(step, **changes):
   return row | {"mismatch/sequence/mean": -2e-4, "mismatch/recomputed": 2e-4} | changes
 
 
-def run(rows, alarms=None):
+def run(rows, watch=None):
   """Returns steps by warning, and the printed lines."""
-  alarms, steps, printed = alarms or Alarms(CONFIG), {}, []
+  watch, steps, printed = watch or Alarms(CONFIG), {}, []
   for row in rows:
-    metrics, lines = alarms(row)
+    metrics, lines = watch(row)
     printed += lines
     for name in metrics:
       steps.setdefault(name, []).append(row["step"])
@@ -38,7 +42,7 @@ TROUBLE = {
   "grad_norm": (dict(grad_norm=7.0), "gradient norm 7"),
   "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
   "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
-  "unknown": ({"eval/verifier/unknown": 0.0625}, "failed on 6.25% of the responses"),
+  "unknown": ({"eval/verifier/unknown": 0.0625}, "no verdict on 6.25% of the responses"),
   "mismatch": ({"mismatch/sequence/mean": -4e-4}, "off the sampler's by 0.0004"),
   "recomputed": ({"mismatch/recomputed": 4e-4}, "off the update's own by 0.0004"),
 }
@@ -94,7 +98,7 @@ def test_a_slow_rise_of_the_gradient_norm_is_no_warning():
 
 
 def test_zero_turns_a_warning_off():
-  off = Alarms(AlarmConfig(window=2, grad_norm=0, entropy=0, ratio=0, mismatch=0, reward=0))
+  off = Alarms(AlarmConfig(grad_norm=0, entropy=0, ratio=0, mismatch=0, reward=0))
   rows = [healthy(s, **TROUBLE["entropy"][0]) for s in range(5)]
   rows += [{"phase": "rl", "step": 5, "grad_norm": 1e9, "ratio/deviation": 9.0, "reward/mean": -9}]
   rows.append(healthy(6, **TROUBLE["mismatch"][0]))
