@@ -142,7 +142,7 @@ class Run:
       total,
       Checkpointer(self.workdir, name, c.checkpoint),
       self.writer,
-      Guard(home, values, c.on_nonfinite, updates=updates, keep=keep, limit=c.nonfinite_limit),
+      Guard(home, values, c.on_nonfinite, updates=updates, keep=keep),
       self.goodput,
       c.alarms if name == "rl" else None,
       at_most=name == "sft" and c.sft.target_loss > 0,

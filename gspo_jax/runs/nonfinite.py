@@ -34,6 +34,7 @@ from gspo_jax.structs import (
 from gspo_jax.system import hosts, jsons
 
 ABOUT = "failure.json"
+LIMIT = 8  # Consecutive skipped updates before a run ends.
 
 
 class NonFiniteError(ArithmeticError):
@@ -56,7 +57,7 @@ class Guard:
     on_nonfinite: "stop" the run | "skip" the update.
     updates: gradient updates per step of the phase.
     keep: number of newest steps with stored mini-batches.
-    limit: consecutive skipped updates that stop a run with "skip"; 0 for no limit.
+    limit: consecutive skipped updates that stop a run with "skip".
   """
 
   def __init__(
@@ -67,7 +68,7 @@ class Guard:
     *,
     updates: int,
     keep: int,
-    limit: int = 0,
+    limit: int = LIMIT,
   ):
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0
@@ -110,8 +111,8 @@ class Guard:
         counts = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
         sys.stderr.write(f"warning at {point}: of its updates, {counts}\n")
       in_a_row = self._count_in_a_row(row, added)
-      if self._limit and in_a_row >= self._limit:
-        skips = f"; {in_a_row} updates in a row are left out (nonfinite_limit={self._limit})"
+      if in_a_row >= self._limit:
+        skips = f"; {in_a_row} updates in a row are left out"
       elif added > 0 or not names:
         return
     if not names and not skipped:

@@ -12,7 +12,7 @@ from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
 from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
 from gspo_jax.settings.model import ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.settings.objective import ObjectiveConfig
-from gspo_jax.settings.ranges import NonNegativeInt, key
+from gspo_jax.settings.ranges import key
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.settings.training import (
@@ -41,10 +41,7 @@ class RunConfig:
     "same", "same: refuse a workdir of another configuration | force: resume it"
   )
   on_nonfinite: Literal["stop", "skip"] = key(
-    "stop", "NaN or infinity in an update: stop the run | skip the update"
-  )
-  nonfinite_limit: NonNegativeInt = key(
-    8, "skip: consecutive skipped updates before the run stops; 0: any number"
+    "stop", "NaN or infinity in an update: stop the run | skip up to seven updates in a row"
   )
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
