@@ -23,7 +23,7 @@ from gspo_jax.learner import optimizer, programs
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
-from gspo_jax.models import head, transformer, weights
+from gspo_jax.models import head, weights
 from gspo_jax.objectives.reductions import Max, Metrics
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ModelConfig
@@ -88,13 +88,11 @@ def new_critic(
   Args:
     policy: returns the initial parameters of a critic with its own trunk, as new arrays.
   """
-  copied = config.name == "model" and config.init == "policy"
-  trunk = transformer.table(model) if config.name == "model" and not copied else None
-  declared = head.critic_table(model, trunk)
+  declared = head.critic_table(model)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
   init = jax.jit(lambda key: weights.init(declared, key, jnp.float32), out_shardings=layout)
   fresh = init(jax.random.key(seed))
-  return fresh.replace(trunk=policy().replace(head=None)) if copied else fresh
+  return fresh.replace(trunk=policy().replace(head=None)) if config.name == "model" else fresh
 
 
 def make_values(

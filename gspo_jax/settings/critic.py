@@ -19,10 +19,7 @@ class CriticConfig:
   """PPO, with objective.name=ppo_clip. docs/objectives.md"""
 
   name: Literal["none", "head", "model"] = key(
-    "none", "head: on the policy's trunk | model: a separate trunk"
-  )
-  init: Literal["policy", "random"] = key(
-    "policy", "weights of a separate model: policy: those of the policy before RL"
+    "none", "head: on the policy's trunk | model: a separate trunk, at first the policy's"
   )
   warmup_iterations: NonNegativeInt = key(0, "first iterations, with updates of the critic alone")
   discount: PositiveFraction = key(
@@ -57,7 +54,7 @@ class CriticConfig:
   def static(self) -> "CriticConfig":
     """Static part of compiled programs: each hyperparameter other than 0 is 1."""
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
-    return dataclasses.replace(self, **ones, warmup_iterations=0, init="random")
+    return dataclasses.replace(self, **ones, warmup_iterations=0)
 
 
 @dataclasses.dataclass(frozen=True)

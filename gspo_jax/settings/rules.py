@@ -197,8 +197,6 @@ UNUSED = (
   Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
   Unused("critic critic_optimizer", "has no effect, since {critic.name}",
     lambda c: c.critic.name == "none", "CHANGELOG: options of a critic did nothing"),
-  Unused("critic.init", "has no effect, since {critic.name}",
-    lambda c: c.critic.name == "head", "CHANGELOG: options of a critic did nothing"),
   Unused("critic.trunk_coef", "has no effect, since {critic.name}",
     lambda c: c.critic.name == "model", "CHANGELOG: options of a critic did nothing"),
   Unused("distillation", "has no effect without a teacher (distillation.teacher)",

@@ -34,7 +34,7 @@ from gspo_jax.structs import AdvantageInputs
 
 MODEL = SMALLER_DENSE
 HEAD = CriticConfig(**(common.base().critic.to_dict() | dict(name="head", trunk_coef=0.5)))
-OWN = dataclasses.replace(HEAD, name="model", init="random")
+OWN = dataclasses.replace(HEAD, name="model")
 PPO = dataclasses.replace(GSPO, name="ppo_clip", old_logp="sampler", volatility=False)
 PPO = dataclasses.replace(PPO, clip_low=0.2, clip_high=0.2)
 RATES = common.optimizer(learning_rate=3e-3).to_dict() | dict(warmup_steps=0)
@@ -55,8 +55,7 @@ def critic_on(mesh, config, seed=0):
   def other_weights():
     return jax.device_put(initial(MODEL, seed=5), policy_shardings)
 
-  copied = dataclasses.replace(config, init="policy")
-  critic = new_critic(copied, MODEL, mesh, seed, other_weights)
+  critic = new_critic(config, MODEL, mesh, seed, other_weights)
   weight_D = np.random.default_rng(3).normal(size=MODEL.hidden_size).astype(np.float32)
   weight_D = jax.device_put(0.3 * weight_D, critic.weight.sharding)
   return policy, critic.replace(weight=weight_D, bias=critic.bias + 0.25)
@@ -341,15 +340,13 @@ def test_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
   assert fields == ["step", "params", "opt_state", "skipped", "clip_factor"]
 
 
-def test_critic_of_name_model_is_initialised_from_the_policy_or_randomly():
+def test_critic_of_name_model_is_initialised_from_the_policy():
   mesh = sharding.make_mesh(MESH, jax.devices()[:1])
   with jax.set_mesh(mesh):
     fresh = functools.partial(initial, MODEL)
-    copied = new_critic(dataclasses.replace(OWN, init="policy"), MODEL, mesh, 1, fresh)
-    random = new_critic(OWN, MODEL, mesh, 1, fresh)
+    copied = new_critic(OWN, MODEL, mesh, 1, fresh)
   assert difference(copied.trunk.blocks, initial(MODEL).blocks) == 0 and copied.trunk.head is None
-  assert difference(random.trunk.blocks, initial(MODEL).blocks) > 0.01
-  assert not np.any(copied.weight) and not np.any(random.bias)
+  assert not np.any(copied.weight) and not np.any(copied.bias)
   assert new_critic(HEAD, MODEL, mesh, 1, fresh).trunk is None
 
 

@@ -274,11 +274,6 @@ REFUSED = [
   (TOOLS, dict(environment__charge="right"), r"environment\.charge='right' has no effect"),
   (
     PPO,
-    dict(critic__name="head", critic__init="random"),
-    r"critic\.init='random' has no effect, since critic\.name='head'; set it to policy",
-  ),
-  (
-    PPO,
     dict(critic__name="model", critic__trunk_coef=0.5),
     r"trunk_coef=0\.5 has no effect, since "
     r"critic\.name='model'; set it to 0\.1",
