@@ -207,13 +207,9 @@ def _read_demonstrations(
   config: RunConfig, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
   """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
-  c = config.sft
-  fitting = sources.fitting(prompts, tok, c.max_tokens, config.data.on_error)
-  if c.target_loss and len(fitting) < 2 * c.check_problems:
-    raise sources.DataError(
-      f"sft.check_problems={c.check_problems} is more than half of the {len(fitting)} "
-      "demonstrations: lower it, or set sft.target_loss=0"
-    )
+  fitting = sources.fitting(prompts, tok, config.sft.max_tokens, config.data.on_error)
+  if config.sft.target_loss and len(fitting) < 2:
+    raise sources.DataError("sft.target_loss holds out half of fewer than two demonstrations")
   return fitting
 
 

@@ -22,6 +22,8 @@ from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch
 
+HELD_OUT = 128  # Held-out demonstrations; at most half of all.
+
 
 def sft(run: Run) -> Any:
   """Trains for `sft.steps` updates, or down to a held-out loss of `sft.target_loss`. Warns if the
@@ -92,7 +94,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   depend on the seed. Without `sft.target_loss` no demonstrations are held out.
   """
   c = run.config
-  count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
+  count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches
   prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
   if c.sft.target_loss:
     prompts = next(sources.Batches(source, count, seed=0))

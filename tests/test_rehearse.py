@@ -30,10 +30,6 @@ REFUSED = {
     PAGES | dict(job="eval", eval__max_new_tokens=100),
     r"cache_tokens=128 is 2 pages",
   ),
-  "too few demonstrations": (
-    dict(job="sft", sft__steps=2, sft__check_problems=500_000),
-    r"sft\.check_problems=500000 is more than half of the 793893 demonstrations",
-  ),
   "demonstrations that are too long": (
     dict(job="sft", sft__steps=2, sft__max_tokens=12),
     r"take \d+ tokens, more than sft\.max_tokens=12",

@@ -23,11 +23,18 @@ SMALL = MODEL | dict(
   sft__batch=16,
   sft__log_every=4,
   sft__check_every=2,
-  sft__check_problems=20,  # more than a batch, and not a multiple of it
   checkpoint__every=3,
   sft_optimizer__learning_rate=1e-2,
   sft_optimizer__warmup_steps=0,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_held_out():
+  """More than a batch, and not a multiple of it."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sft, "HELD_OUT", 20)
+    yield
 
 
 @contextlib.contextmanager
@@ -118,11 +125,12 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
   (tmp_path / "data.jsonl").write_text(
     "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(30))
   )
+  monkeypatch.setattr(sft, "HELD_OUT", 10)
   batches, pack = [], sft.train_batch
   monkeypatch.setattr(
     sft, "train_batch", lambda prompts, *rest: (batches.append(prompts), pack(prompts, *rest))[1]
   )
-  data = dict(data__train=str(tmp_path / "data.jsonl"), sft__check_problems=10, sft__steps=9)
+  data = dict(data__train=str(tmp_path / "data.jsonl"), sft__steps=9)
   with opened(tmp_path / "run", sft__target_loss=0.01, **data) as run:
     sft.sft(run)
     assert sft.finished(run)
@@ -136,8 +144,9 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
 
 
 def test_too_few_to_hold_out_is_an_error(tmp_path):
+  (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
   with (
-    pytest.raises(DataError, match=r"sft\.check_problems=60 is more than half of the \d+ demon"),
-    opened(tmp_path, sft__target_loss=0.1, sft__check_problems=60),
+    pytest.raises(DataError, match=r"sft\.target_loss holds out half of fewer than two demon"),
+    opened(tmp_path / "run", sft__target_loss=0.1, data__train=str(tmp_path / "data.jsonl")),
   ):
     pass

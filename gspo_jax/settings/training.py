@@ -94,7 +94,6 @@ class SftConfig:
     0.0, "held-out loss at which the cold start ends, in nats per token; 0: none"
   )
   check_every: PositiveInt = key(10, "updates between two held-out losses")
-  check_problems: PositiveInt = key(128, "held-out demonstrations")
   batch: PositiveInt = key(64, "demonstrations per update")
   microbatches: PositiveInt = key(1, "parts of an update; more need less memory")
   max_tokens: NonNegativeInt = key(0, "0: data.max_prompt_tokens + sampling.max_new_tokens")

@@ -17,7 +17,7 @@ SMALL = {
   "model.hidden_size": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2,
   "model.head_dim": 16, "model.moe_intermediate_size": 16, "model.num_experts": 4,
   "model.experts_per_token": 2, "data.lines": (1, 2), "sampling.max_new_tokens": 12,
-  "sft.steps": 2, "sft.batch": 4, "sft.check_problems": 4, "rl.iterations": 2, "rl.prompts": 16,
+  "sft.steps": 2, "sft.batch": 4, "rl.iterations": 2, "rl.prompts": 16,
   "rl.group_size": 2, "engine.steps": 12, "eval.problems": 2, "eval.samples": 2, "eval.every": 1,
   "eval.batch": 2, "checkpoint.every": 100,
 }  # fmt: skip
