@@ -49,7 +49,7 @@ class Growing:
 
   Attributes:
     lengths: part of each file in use.
-    shared: number of held-out problems that also occur in the rows.
+    shared: number of held-out problems among the rows.
   """
 
   def __init__(self, path: str, key: str, make_reader: Callable[[], Reader]):
@@ -82,7 +82,9 @@ class Growing:
     self._count_shared()
 
   def look(self, lengths: Lengths | None = None) -> int:
-    """Reads the files again, with new lines or up to recorded lengths; counts new rows.
+    """Reads the files again, whole or up to recorded lengths.
+
+    Returns the number of new rows.
 
     Raises:
       DataError: a new row is bad and `data.on_error` is "raise"; or known lines of a file changed.
@@ -106,10 +108,10 @@ class Growing:
     return len(self) - before
 
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
-    """Returns the lengths and texts of the files; no texts if the lengths are those in use."""
-    known = self.lengths if recorded is None else recorded
+    """Returns lengths and texts of the files; no texts if nothing changed."""
+    used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]
-    if missing := known.keys() - set(names):
+    if missing := used.keys() - set(names):
       raise DataError(f"{self._key}: {min(missing)} is gone, and its rows are in use. Put it back")
     lengths, texts = {}, {}
     for name in names:
@@ -117,7 +119,7 @@ class Growing:
         text = epath.Path(name).read_bytes()
       except OSError as error:
         raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
-      old = known.get(name, _measure(b""))
+      old = used.get(name, _measure(b""))
       if _measure(text[: old[0]]) != old:
         raise DataError(
           f"{self._key}: {name} is not what it was: rows that are in use were edited or cut off. "

@@ -322,9 +322,8 @@ class Scheduler:
     self._requests.extendleft(reversed(list(to_go_on(gone.values()))))
 
   def _lap(self) -> float:
-    now = time.perf_counter()
-    seconds, self._clock = now - self._clock, now
-    return seconds
+    before, self._clock = self._clock, time.perf_counter()
+    return self._clock - before
 
 
 def _put_arrays(tree: Any, *spec: P) -> Any:

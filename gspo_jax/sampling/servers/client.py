@@ -137,7 +137,7 @@ class ServerPool:
   async def request(
     self, url: str, path: str, body: Any = None, seconds: float | None = None
   ) -> Any:
-    """Sends a POST of JSON, or a GET without a body. Returns the answer's JSON; None if empty.
+    """Returns the JSON of an answer to a POST, or to a GET without `body`; None if empty.
 
     Raises:
       Failed: there is no answer in time, or the answer cannot be used.
@@ -165,7 +165,7 @@ class ServerPool:
   # Calls.
 
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
-    """Sends a call once to the server with the fewest calls, when it has room.
+    """Sends a call once, to the server with the fewest calls.
 
     Args:
       avoid: URLs of servers with earlier failures of this call. They come last.
@@ -201,7 +201,10 @@ class ServerPool:
   async def _generate(
     self, server: Server, call: Call, seconds: float, probe: bool = False
   ) -> Part:
-    """Sends a call to a server. During a publication, an answer waits for the probe's verdict."""
+    """Sends a call to a server.
+
+    During a publication, an answer waits for the probe's verdict.
+    """
     oldest, body = server.version, generate_body(call)
     left_out = Failed("left_out", "the server was left out while it worked on this call")
     try:
@@ -242,7 +245,7 @@ class ServerPool:
     await asyncio.gather(*tasks, return_exceptions=True)
 
   async def abort(self, ids: Collection[str]) -> None:
-    """Aborts calls, for answers with the tokens so far. Cancels calls not yet sent to a server."""
+    """Aborts calls, for answers with the tokens so far. Cancels unsent calls."""
     sent = {server: server.calls.keys() & set(ids) for server in self.servers}
     await self.cancel(set(ids).difference(*sent.values()))
 
@@ -295,7 +298,7 @@ class ServerPool:
     return parts
 
   async def conclude(self, server: Server, reason: str) -> None:
-    """Ends a server's publication: leaves it out for a reason; makes it usable for ""."""
+    """Ends a server's publication: leaves it out for a reason, or makes it usable."""
     if reason:
       self.leave_out(server, reason)
       return
@@ -304,7 +307,7 @@ class ServerPool:
     self._notify()
 
   def leave_out(self, server: Server, reason: str) -> None:
-    """Makes a server unusable until the next publication; its calls go to other servers."""
+    """Makes a server unusable until the next publication. Its calls fail."""
     server.usable, server.reason = False, reason
     server.verdict.set()
     count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Usable now or soon.
@@ -315,7 +318,7 @@ class ServerPool:
     self._notify()
 
   async def _watch_health(self, server: Server) -> None:
-    """Leaves out a server with calls that does not answer health checks."""
+    """Leaves out a server with calls after failed health checks."""
     while True:
       await asyncio.sleep(HEALTH_S)
       try:
@@ -337,7 +340,7 @@ class ServerPool:
 
 
 def raise_descriptors(connections: int) -> int:
-  """Raises the limit of open files, and returns the number of connections within it."""
+  """Raises the limit of open files; returns the connections within it."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   files = connections + SPARE_DESCRIPTORS
   files = files if hard == resource.RLIM_INFINITY else min(hard, files)
@@ -373,7 +376,7 @@ def generate_body(call: Call) -> dict[str, Any]:
 
 
 def publication(directory: str, version: int) -> list[tuple[str, dict[str, Any]]]:
-  """Returns paths and bodies of the requests, in order, to load the weights of a directory."""
+  """Returns paths and bodies of requests to load a directory's weights."""
   reload = dict(method="reload_weights", kwargs=dict(weights_path=directory))
   return [
     ("/pause?mode=keep", {}),  # Responses in flight resume with the new weights.

@@ -104,7 +104,7 @@ class ServerEngine:
   # Weights.
 
   def load(self, params: Any, version: int) -> None:
-    """Publishes weights to all servers, also to those left out, and probes the servers.
+    """Publishes weights to all servers, and probes them.
 
     Responses in flight continue with the new weights. Any thread may call this method.
 
@@ -176,7 +176,7 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, most: float) -> str:
-    """Returns the reason to leave a server out; "" for a mean within the tolerance."""
+    """Returns the reason to leave a server out; "" without one."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
@@ -341,7 +341,7 @@ class Pending:
     return bool(self.stopped or self.failure or not self.remaining)
 
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> int:
-    """Appends a part, up to the end of a stop string. Returns the number of new tokens."""
+    """Appends a part, up to a stop string's end; returns the number of tokens."""
     end, self._tail = stop_strings.end(self.request, self._tail, part.tokens.tolist(), detokenize)
     self.stopped, self.failed_at = part.stopped or end is not None, []
     self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
@@ -356,7 +356,10 @@ class Pending:
     return len(part.tokens[:end])
 
   def fail(self, url: str, answer: Part | Exception) -> None:
-    """Counts a failed call, or an aborted one without a token. Raises exceptions of bugs."""
+    """Counts a failed call, or an aborted one without a token.
+
+    Other exceptions are bugs, and raised.
+    """
     if not isinstance(answer, Part | Failed):
       raise answer
     self.failed_at.append(url)

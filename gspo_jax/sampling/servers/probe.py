@@ -247,7 +247,7 @@ class Probe:
     ]
 
   def differences(self, params: Any, parts: list[Part]) -> np.ndarray:
-    """Returns absolute differences of the parts' log-probs from those under `params`, in nats.
+    """Returns the parts' absolute log-prob differences from `params`, in nats.
 
     Collective: call it on all hosts.
     """
