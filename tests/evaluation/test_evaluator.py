@@ -21,11 +21,12 @@ from gspo_jax.evaluation.benchmarks import Benchmark, check_problems
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import pass_at_k
 from gspo_jax.models import transformer
-from gspo_jax.sampling import LocalEngine
+from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import DEFAULT
 from gspo_jax.structs import Prompt
+from gspo_jax.verifiers.pool import Failure
 
 MODEL = dataclasses.replace(DENSE, vocab_size=264)
 CONFIG = dataclasses.replace(
@@ -112,6 +113,18 @@ def unknown_for(*problems):
     return rewards.Scores(reward, {"right": int(reward.sum())}, reward, unknown)
 
   return score
+
+
+def test_a_response_that_could_not_be_sampled_is_unknown():
+  def score(responses, prompts, finished):
+    failed = {i: f"{x}: {x.reason}" for i, x in enumerate(responses) if isinstance(x, Failure)}
+    correct = np.array([i not in failed for i in range(len(responses))], np.float32)
+    return rewards.Scores(correct, {}, correct, failed)
+
+  sampled = [Trajectory(PROBLEMS[0].tokens, i, 0, SingleTurn(())) for i in range(2)]
+  sampled[1].fail("6 calls failed")
+  outcome = evaluator()._verdicts(benchmark(score), PROBLEMS[:1] * 2, ["5", ""], sampled)
+  assert outcome[1] == [dict(reward=1.0), dict(reward=0.0, unknown="crash: 6 calls failed")]
 
 
 def test_what_is_unknown_counts_as_not_right_and_is_told(params, tmp_path):

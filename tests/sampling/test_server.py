@@ -179,6 +179,7 @@ def with_version(version, start=0):
 
 GARBAGE = {  # what it holds is in test_client.py too
   "500": ("500", "status"),
+  "too many requests": ("429", "status"),
   "truncated": ("truncate", "connection"),
   "no JSON": (lambda answer: b"<html>", "body"),
   "nested": (lambda answer: b"[" * 200_000, "body"),
