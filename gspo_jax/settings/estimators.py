@@ -34,8 +34,8 @@ def check(c: RunConfig) -> None:
     raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
   if not (estimator.by_response or loss.by_token):
     raise ValueError(
-      f"{source} gives each token an advantage, which objective.name={name!r} does not take; set "
-      f"it to one of {takes}"
+      f"{source} gives each token an advantage, and objective.name={name!r} takes none; set it "
+      f"to one of {takes}"
     )
   if not estimator.of_rewards and kind != loss.advantage:
     raise ValueError(
@@ -45,14 +45,14 @@ def check(c: RunConfig) -> None:
   if rounds > 0 and not estimator.relative:
     raise ValueError(
       f"{source and f'{source}: '}data.query_set.extra_rounds={rounds} leaves out groups of equal "
-      f"rewards, of which {'it' if source else learns} learns too; set it to 0"
+      f"rewards, and {'it' if source else learns} learns from them; set it to 0"
     )
   if c.environment.discount != 1 and not parts:
     raise ValueError(
-      f"environment.discount={c.environment.discount} has no effect: it is of turns and lines with "
-      f"advantages of their own, and {learns}, critic.name={c.critic.name!r}, environment.name="
+      f"environment.discount={c.environment.discount} has no effect: it discounts turns and lines "
+      f"with separate advantages, and {learns}, critic.name={c.critic.name!r}, environment.name="
       f"{c.environment.name!r}, reward.per_line={c.reward.per_line} have none; set it to 1, or "
-      "critic.discount where there is a critic"
+      "critic.discount with a critic"
     )
   _check_sources(c)
 

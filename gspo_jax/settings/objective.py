@@ -187,13 +187,13 @@ class ObjectiveConfig:
       ),
       (
         ends is not None and (self.segment_unit != "step" or not all(ends) or not ends),
-        "{segment_delimiters}, {segment_unit}: texts that end a segment, none of them empty, go "
-        "with segment_unit='step'",
+        "{segment_delimiters}, {segment_unit}: delimiters, none of them empty, go with "
+        "segment_unit='step'",
       ),
       (
         self.clip_exponent and self.clip_length is None,
-        "{clip_exponent} needs objective.clip_length: the tokens of a response for which "
-        "objective.clip_low and clip_high hold",
+        "{clip_exponent} needs objective.clip_length: the tokens of a response with the ranges "
+        "objective.clip_low and clip_high",
       ),
       (
         self.adaptive_clip.target and not self.clip_range,
@@ -202,8 +202,8 @@ class ObjectiveConfig:
       ),
       (
         self.replay == "R2" and self.old_logp == "sampler",
-        "{replay} replays what the recomputation pass chose, which {old_logp} leaves out: set it "
-        "to recompute, or replay to R3",
+        "{replay} replays the experts of the recomputation pass, and {old_logp} makes none: set "
+        "it to recompute, or replay to R3",
       ),
     ]
     ranges.refuse(self, "objective", wrong)
@@ -227,12 +227,12 @@ class ObjectiveConfig:
       ),
       (
         self.old_logp == "sampler",
-        "{correction.name} weighs by the trainer's old log-probs against the sampler's, which "
-        "{old_logp} takes for the same: set it to recompute",
+        "{correction.name} weighs by the trainer's old log-probs against the sampler's, and "
+        "{old_logp} takes the two to be equal: set it to recompute",
       ),
       (
         self.old_logp == "behaviour" and correction.name == "truncated",
-        "{correction.name} multiplies by what {old_logp} has in its ratio already: set "
+        "{correction.name} multiplies by a weight already in the ratio of {old_logp}: set "
         "correction.name to masked or none, or old_logp to recompute",
       ),
     ]

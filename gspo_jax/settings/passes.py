@@ -48,11 +48,11 @@ def anchor(c: RunConfig) -> str:
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
-  older = f"up to {c.rl.lag} iterations older" if c.rl.lag else "older where they were carried over"
-  policy, note, correction = f"the weights that sampled, {older}", "", c.objective.correction.name
+  older = f"up to {c.rl.lag} iterations older" if c.rl.lag else "older for carried-over tokens"
+  policy, note, correction = f"the sampling weights, {older}", "", c.objective.correction.name
   if c.objective.old_logp == "recompute":
     policy = f"the policy before an iteration's updates, and not to {policy}"
-    note = f"; what lies between is left to objective.correction.name={correction}"
+    note = f"; the rest is left to objective.correction.name={correction}"
   return f"objective.old_logp={c.objective.old_logp}: ratios and clipping are to {policy}{note}"
 
 

@@ -264,8 +264,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
   Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; set it to 0 for all",
     lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "lax.top_k fails"),
-  Rule("{rl.packed} saves the micro-batches that packing leaves empty; set rl.microbatches above "
-    "1, or packed to False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
+  Rule("{rl.packed} saves empty micro-batches; set rl.microbatches above 1, or packed to "
+    "False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set job=rl to go without",
     lambda c: "sft" in c.job and not c.sft.steps, "RL of random weights"),
@@ -290,8 +290,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   Rule("{engine.server.directory}, {checkpoint.directory}: weights for servers are removed again, "
     "and checkpoints stay; name two directories", lambda c: bool(c.checkpoint.directory)
     and c.engine.server.directory == c.checkpoint.directory, "trial: one directory for both"),
-  EntryRule("{checkpoint.directory} lies in {x}, which has checkpoints of its own; name a "
-    "directory elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
+  EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; name a directory "
+    "elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
     and Path(c.checkpoint.directory).is_relative_to(path), "trial: checkpoints of two runs"),
   # Objectives.
   Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
@@ -302,16 +302,16 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: not c.objective.kl_coef
     and c.objective.kl not in (None, c.objective.loss.options.get("kl")),
     "CHANGELOG: options of a loss did nothing"),
-  Rule("{objective.kl}: with {job} and {objective.name} there is no ratio to what has sampled; set "
-    "it to k2", lambda c: bool(c.objective.kl_coef) and c.objective.kl == "k3_weighted"
+  Rule("{objective.kl}: with {job} and {objective.name} there is no ratio to the sampling policy; "
+    "set it to k2", lambda c: bool(c.objective.kl_coef) and c.objective.kl == "k3_weighted"
     and (c.job == "offline" or c.objective.loss.to_reference), "test_epochs"),
-  Rule("{objective.advantage}, {objective.name}: a soft advantage is what the log-ratio of spo has "
-    "to come to, and of no other loss; leave objective.advantage unset",
+  Rule("{objective.advantage}, {objective.name}: spo takes soft advantages, and no other loss "
+    "does; leave objective.advantage unset",
     lambda c: (c.objective.name == "spo") != (c.objective.advantage_kind == "soft"),
     "test_offline"),
   Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: they "
-    "change or leave out the weight 1, of a trainer that agrees with the sampler; put cap and high "
-    "at 1 or above, and low at 1 or below",
+    "change or leave out the weight 1, of equal sampler and trainer; put cap and high at 1 or "
+    "above, and low at 1 or below",
     lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
     or (c.objective.correction.high or 1) < 1, "trial: no response left"),
   Rule("{job}: {objective.name} learns from responses of its own policy; of others learn "
@@ -345,8 +345,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
-  EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of that; set it between "
-    "the least and the most", _active, _has_no_limit, "multipliers that grow without end"),
+  EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of this limit; set it "
+    "between the least and the most", _active, _has_no_limit, "multipliers that grow without end"),
   EntryRule("{x.token} is not below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
   EntryRule("{x.signal}: {reward.workers}: it needs at least 1", _active,
@@ -361,13 +361,13 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   # No signal.
   Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: the greedy responses of a "
     "group are equal and teach nothing", lambda c: _is_greedy(c, c.sampling), "test_main"),
-  Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the tokens "
-    f"that each one was drawn from, of which {MOST_KEPT} are kept; set sampling.top_k to 2 to "
+  Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the "
+    f"candidates of each token, and {MOST_KEPT} are recorded; set sampling.top_k to 2 to "
     f"{MOST_KEPT} too, or set top_p=1 and min_p=0 (evaluation has its own)",
     lambda c: not c.sampling.whole and not 0 < c.sampling.top_k <= MOST_KEPT,
     "test_truncated_sampling: ratios off by the mass left out"),
-  Rule("{sampling.top_k}: {engine.name} keeps no record of the tokens that each one was drawn "
-    "from; set top_k=0, top_p=1 and min_p=0",
+  Rule("{sampling.top_k}: {engine.name} keeps no record of a token's candidates; set "
+    "top_k=0, top_p=1 and min_p=0",
     lambda c: not c.sampling.whole and c.engine.name != "local", "test_truncated_sampling"),
   Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
     "right ones; let both add up to less than 1",
@@ -379,19 +379,19 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{objective.clip_low}, {objective.clip_high}: every ratio but 1 is clipped, and nothing is "
     "learned after the first update of an iteration; leave them unset",
     lambda c: _clip_ranges(c) == (0, 0), "trial: one update of four"),
-  Rule("{objective.kl}, {objective.kl_coef}: as a loss k1 has no gradient on policy, in "
-    "expectation, and of responses of an older one a gradient that leads away from that policy; "
-    "set kl to k2 or k3_weighted, or take objective.reward_kl_coef instead, where k1 is right",
+  Rule("{objective.kl}, {objective.kl_coef}: in the loss k1 has no expected gradient on "
+    "policy, and leads away from an older one; set kl to k2 or k3_weighted, or take "
+    "objective.reward_kl_coef instead, with k1 in the reward",
     lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "cosine of -0.99, six tokens"),
   # Constraints.
   Rule("distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
     "or leave out constraints, environment.token_cost and environment.call_cost",
     lambda c: c.distillation.alone and (c.constraints.enabled or c.environment.costs),
     "test_distillation"),
-  Rule("constraints ({constraints.names:}): {job}: multipliers follow what the policy samples; set "
-    "job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
-  Rule("constraints ({constraints.names:}): {rl.mask_truncated} leaves out what the longest "
-    "responses cost; set it to False",
+  Rule("constraints ({constraints.names:}): {job}: multipliers follow the policy's own samples; "
+    "set job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
+  Rule("constraints ({constraints.names:}): {rl.mask_truncated} excludes the costs of the "
+    "longest responses; set it to False",
     lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),
   Rule("constraints ({constraints.names:}): {objective.advantage}: standardised advantages are "
     "combined; set it to std",
@@ -399,11 +399,11 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
 )
 
 WARNINGS: tuple[Rule | EntryRule, ...] = (
-  Rule("{weights}, {job}: a policy that has learned nothing is hardly ever right; begin with a "
-    "cold start or with weights", lambda c: c.weights == "random"
+  Rule("{weights}, {job}: an untrained policy is hardly ever right; begin with a cold start or "
+    "with weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
-  Rule("{reward.name}: demonstrations of arithmetic write their work before the answer, which this "
-    "verifier does not look behind", lambda c: "sft" in c.job and not c.environment.name
+  Rule("{reward.name}: demonstrations of arithmetic write their work before the answer, and this "
+    "verifier does not skip it", lambda c: "sft" in c.job and not c.environment.name
     and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
     "trial: rewards of 0"),
   EntryRule("{x.warmup_steps}: the rate is still rising at the last update",
@@ -417,8 +417,8 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
     "iterations than it may, and is begun again before it is finished", _never_finishes,
     "test_partial: long responses begun again"),
-  Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut off sooner "
-    "what is trained on", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
+  Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut responses "
+    "off sooner than training", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
     "trial: accuracy falls as responses grow"),
   Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer wait for each other, each on devices of "
     "its own", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
@@ -430,9 +430,9 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{objective.clip_low}, {objective.clip_high}: {objective.name} has another kind of ratio; "
     "of a response it hardly moves (3e-4 and 4e-4 in the GSPO paper), of a token it moves further "
     "with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
-  Rule("{objective.reward_kl_coef} with advantages that are standardised by group: where rewards "
-    "are equal the divergence alone counts as much as a right answer; set objective.advantage to "
-    "batch or none", lambda c: c.objective.reward_kl_coef > 0
+  Rule("{objective.reward_kl_coef} with advantages standardised by group: in a group of equal "
+    "rewards the divergence alone counts as much as a right answer elsewhere; set "
+    "objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0
     and c.objective.advantage_kind == "std", "test_kl: equal rewards"),
   Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: a response is one "
     "segment, with {environment.name} and {sampling.max_new_tokens}", _is_one_segment,

@@ -48,9 +48,9 @@ CASES = {
   [
     (dict(), ""),
     (dict(rl__lag=2), "recompute: ratios and clipping are to the policy before an iteration's"),
-    (dict(rl__lag=2), "and not to the weights that sampled, up to 2 iterations older; what lies"),
-    (dict(rl__lag=2, objective__old_logp="sampler"), "to the weights that sampled, up to 2 iter"),
-    (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older where they were carried"),
+    (dict(rl__lag=2), "and not to the sampling weights, up to 2 iterations older; the rest"),
+    (dict(rl__lag=2, objective__old_logp="sampler"), "to the sampling weights, up to 2 iterations"),
+    (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older for carried-over tokens"),
     (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),
   ],
 )

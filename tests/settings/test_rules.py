@@ -212,7 +212,7 @@ REFUSED = [
   (
     TINY,
     dict(sampling__top_k=1025, model__vocab_size=2048),
-    r"top_k=1025: .* of which 1024 are kept",
+    r"top_k=1025: .* and 1024 are recorded",
   ),
   (TINY, SERVED | TRUNCATED, r"sampling\.top_k=40: engine\.name='server' keeps no record"),
   (TINY, dict(reward__false_positive=1.0), r"false_positive=1\.0, .*add up to less than 1"),
@@ -231,7 +231,7 @@ REFUSED = [
     dict(objective__name="grpo", objective__clip_low=0.0, objective__clip_high=0.0),
     r"objective\.clip_low=0\.0, objective\.clip_high=0\.0: every ratio but 1",
   ),
-  (TINY, dict(objective__kl="k1", objective__kl_coef=0.1), r"objective\.kl='k1', .*no gradient"),
+  (TINY, dict(objective__kl="k1", objective__kl_coef=0.1), r"objective\.kl='k1', .*no expected gradient"),
   # Keys without effect.
   (BASE, dict(job="sft", sft__steps=1, rl__lag=1), r"rl\.lag=1 has no effect.*job='sft'"),
   (BASE, dict(job="eval", rollout_mesh__fsdp=1), r"rollout_mesh\.fsdp=1 has no effect.*job='eval'"),
@@ -315,7 +315,7 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     TEACHER | dict(objective__name="gspo"),
-    r"'gspo' does not take; set it to one of gspo_token, segment, ppo_clip",
+    r"'gspo' takes none; set it to one of gspo_token, segment, ppo_clip",
   ),
   (
     BASE,
@@ -323,7 +323,7 @@ REFUSED_BY_SECTIONS = [
     r"critic\.name='model': both give each token its adv",
   ),
   (BASE, TEACHER | dict(data__query_set__extra_rounds=1), r"extra_rounds=1 leaves out groups"),
-  (BASE, TEACHER | RECORDED, r"rft' does not take"),
+  (BASE, TEACHER | RECORDED, r"rft' takes none"),
   (BASE, TEACHER | dict(rl__group_size=1), r"rl\.group_size=1: advantages are relative"),
   # A critic.
   (PPO, dict(objective__name="gspo"), r"objective\.name='gspo' does not take"),
@@ -568,7 +568,7 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     OBJECTIVE | dict(objective__old_logp="behaviour", objective__correction__name="truncated"),
-    r"correction\.name='truncated' multiplies.*old_logp='behaviour' has in its ratio already",
+    r"correction\.name='truncated' multiplies.*in the ratio of objective.old_logp='behaviour'",
   ),
   # Estimators of advantages.
   (TINY, dict(objective__advantage="gae"), r"advantage='gae' needs critic.name="),
