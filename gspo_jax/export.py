@@ -88,7 +88,7 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint) -> str:
-  """Returns the path or repository of the published base; "" without one."""
+  """Names the published base; "" without one."""
   name = checkpoint.config["provenance"].get("start", {}).get("directory", "")
   if checkpoint.config["job"] == "sft+rl":  # The base is the cold start's result.
     return ""

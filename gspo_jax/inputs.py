@@ -17,9 +17,10 @@ from gspo_jax.data import embedded, growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.evaluation.evaluator import workload
+from gspo_jax.learner import compatibility
 from gspo_jax.models import transformer
 from gspo_jax.rewards import shaping
-from gspo_jax.runs import paths, provenance, weight_source
+from gspo_jax.runs import contents, paths, provenance, weight_source
 from gspo_jax.runs.metrics import read_rows
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.tracking import find_wandb
@@ -71,6 +72,7 @@ class Inputs:
   meshes: Meshes
   teacher: teachers.Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
+  contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
@@ -87,6 +89,9 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     provenance.check(home, values, flag)
   origins = provenance.recorded_origins(home, values)
   inputs = read(config, origins, provenance.first_start(home))
+  hosts.run_on_first_host(
+    lambda: compatibility.check(config, home, inputs.contents, inputs.meshes.trainer)
+  )
   if workdir is not None:
     # Raises ValueError for a damaged metrics.jsonl before the first write.
     hosts.run_on_first_host(lambda: len(read_rows(workdir / "metrics.jsonl")))
@@ -121,7 +126,11 @@ def read(
   _check_engine(config, tok, meshes.sampler, data.problems)
   teacher = find_teacher(config, tok, meshes.trainer, origins["teacher"])
   check_memory(config, meshes.trainer, teacher and teacher.model)
-  return Inputs(source, tok, environment, sections, data, meshes, teacher, date)
+  weights = dict(weights=source) | ({teachers.KEY: teacher.source} if teacher else {})
+  described = hosts.run_on_first_host(
+    lambda: contents.describe(config, weights, data.problems, tok.stop_ids)
+  )
+  return Inputs(source, tok, environment, sections, data, meshes, teacher, date, described)
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:

@@ -17,7 +17,7 @@ from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs import Inputs, Meshes, check
 from gspo_jax.models import lora, publication, transformer
-from gspo_jax.rewards import user_function
+from gspo_jax.rewards import user_source
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
 from gspo_jax.rollouts.pipeline import Pipeline
@@ -202,7 +202,7 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
     if hosts.is_first():
       taught_by = inputs.teacher and inputs.teacher.source.about
       start, name = inputs.source.about, inputs.tokenizer.path
-      provenance.record(workdir, values, start, taught_by, name, inputs.date)
+      provenance.record(workdir, values, start, taught_by, name, inputs.date, inputs.contents)
     yield Run(config, workdir, inputs, scoring, engine, evaluator, writer, profiler, publishers)
 
 
@@ -259,7 +259,7 @@ def make_evaluator(
     environment=config.environment,
     stop_strings=config.sampling.stop_strings,
     directory=directory,
-    identity=repr(settings) + "".join(map(user_function.checksum, functions)),
+    identity=repr(settings) + "".join(map(user_source.checksum, functions)),
     signals=scoring.signals,
   )
 

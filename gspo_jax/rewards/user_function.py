@@ -11,13 +11,11 @@ is not limited, since the function may load a model, for example.
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import math
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from gspo_jax.verifiers import pool
@@ -67,18 +65,6 @@ def call(item: list[Any]) -> float:
   if not (math.isfinite(value) and 0 <= value <= 1):
     raise ValueError(f"{name} returned {value}, and rewards lie between 0 and 1")
   return value
-
-
-def checksum(name: str) -> str:
-  """Returns a checksum of the function's file; "" for a name without a readable module."""
-  module, colon, _ = name.partition(":")
-  if not colon:
-    return ""
-  try:
-    spec = importlib.util.find_spec(module)
-    return f"{zlib.crc32(Path(spec.origin).read_bytes()):08x}"
-  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # No readable file.
-    return ""
 
 
 @functools.cache

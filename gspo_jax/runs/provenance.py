@@ -37,13 +37,39 @@ def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> 
   def compare() -> None:
     if config["resume"] == "force" or not (recorded := read(workdir)):
       return
-    if changed := _changes(recorded, config):
+    if changed := changes(recorded, config):
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
         f"another {flag}, or --config.resume=force to go on with this one"
       )
 
   hosts.run_on_first_host(compare)
+
+
+def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
+  """Raises ValueError for other contents of the same names.
+
+  With `resume` "force", any contents pass.
+
+  Args:
+    workdir: directory of the run.
+    config: configuration of this start.
+    contents: descriptions from `contents.describe`.
+  """
+  if config["resume"] == "force":
+    return
+  if changed := _changed_contents(read(workdir), contents):
+    raise ValueError(
+      f"the run in {workdir} was begun with other contents of {'; '.join(changed)}: put them back, "
+      "use another --workdir, or --config.resume=force to go on with these"
+    )
+
+
+def _changed_contents(recorded: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
+  """Returns lines `key: old -> new` for keys with a description in both."""
+  old = recorded.get("provenance", {}).get("contents", {})
+  common = old.keys() & contents.keys()
+  return difference({k: old[k] for k in common}, {k: contents[k] for k in common})
 
 
 def record(
@@ -53,6 +79,7 @@ def record(
   teacher: Mapping[str, Any] | None = None,
   tokenizer: str = "",
   date: datetime.datetime | None = None,
+  contents: Mapping[str, str] | None = None,
 ) -> None:
   """Writes config.json. For a resumed run, prints changed keys and warns of changed code or
   packages.
@@ -64,13 +91,14 @@ def record(
     teacher: origin of the teacher's weights; None without a teacher.
     tokenizer: name of the tokenizer.
     date: date of the run's first start; None to record none.
+    contents: descriptions from `contents.describe`; None for none.
   """
-  origins = dict(start=start, teacher=teacher, tokenizer=tokenizer)
+  origins = dict(start=start, teacher=teacher, tokenizer=tokenizer, contents=contents)
   written = provenance() | {part: about for part, about in origins.items() if about}
   if date is not None:
     written["date"] = date.isoformat(timespec="seconds")
   if recorded := read(workdir):
-    for line in _changes(recorded, config):
+    for line in [*changes(recorded, config), *_changed_contents(recorded, contents or {})]:
       sys.stderr.write(f"this run goes on with another {line}\n")
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
@@ -78,8 +106,8 @@ def record(
   write_whole(workdir / FILE, [text, "\n"])  # Atomic for other processes that read the file.
 
 
-def _changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys of the run's identity."""
+def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+  """Returns lines `key: old -> new` for changed keys of a run's identity."""
   old, new = (
     {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
   )

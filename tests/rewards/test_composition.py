@@ -11,7 +11,7 @@ from support.prompts import prompts
 from support.sandboxes import PRINTS_2, needs_namespaces
 
 from gspo_jax import rewards
-from gspo_jax.rewards import shaping, user_function
+from gspo_jax.rewards import shaping
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
 
@@ -183,14 +183,3 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
     rewards.answer_check("arithmetic")("1,234")
   rewards.answer_check("string")("Paris"), rewards.answer_check("arithmetic")("-12")
   assert rewards.answer_check("math") is None and rewards.answer_check("") is None
-
-
-def test_a_function_that_was_corrected_is_another_one(tmp_path, monkeypatch):
-  monkeypatch.syspath_prepend(tmp_path)
-  file = tmp_path / "mine_to_correct.py"
-  checksums = []
-  for value in (0.0, 1.0):
-    file.write_text(f"def f(response, prompt):\n  return {value}\n")
-    checksums.append(user_function.checksum("mine_to_correct:f"))
-  assert checksums[0] != checksums[1] and all(checksums)
-  assert user_function.checksum("math") == user_function.checksum("nowhere_at_all:f") == ""

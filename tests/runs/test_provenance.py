@@ -53,3 +53,23 @@ def test_the_date_of_the_first_start_is_kept(tmp_path):
   path.write_text(path.read_text().replace("2024-02-28", "yesterday"))
   with pytest.raises(ValueError, match=r"damaged \(provenance.date='yesterday"):
     provenance.first_start(tmp_path)
+
+
+def test_other_contents_of_the_same_names_are_refused(tmp_path, capsys):
+  old = {"reward.name": "source 1", "weights": "2 files 3", "data.eval": "5 problems 6"}
+  new = old | {"weights": "2 files 4", "environment.name": "source 7"}
+  provenance.check_contents(tmp_path, CONFIG, new)  # A new run.
+  provenance.record(tmp_path, CONFIG)
+  provenance.check_contents(tmp_path, CONFIG, new)  # A run without descriptions.
+  provenance.record(tmp_path, CONFIG, contents=old)
+  provenance.check_contents(tmp_path, CONFIG, old)
+  message = r"other contents of weights: '2 files 3' -> '2 files 4': put them back"
+  with pytest.raises(ValueError, match=message):
+    provenance.check_contents(tmp_path, CONFIG, new)
+  forced = CONFIG | dict(resume="force")
+  provenance.check_contents(tmp_path, forced, new)
+  assert "another" not in capsys.readouterr().err
+  provenance.record(tmp_path, forced, contents=new)
+  message = "this run goes on with another weights: '2 files 3' -> '2 files 4'\n"
+  assert capsys.readouterr().err == message
+  provenance.check_contents(tmp_path, CONFIG, new)

@@ -172,6 +172,36 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
 
+ADAPTIVE = dict(objective__adaptive_clip__target=0.2, rl__minibatches=2)
+
+
+@pytest.mark.parametrize(
+  "changes, line",
+  [
+    (dict(rl_optimizer__clip_norm=0.0), "rl_optimizer.clip_norm: 1.0 -> 0.0"),
+    (dict(critic__name="head", objective__name="gspo_token"), "critic.name: 'none' -> 'head'"),
+    (dict(lora__rank=3), "lora.rank: 2 -> 3"),
+    (dict(lora__rank=0), "lora.rank: 2 -> 0"),
+    (dict(lora__matrices=("q_proj",)), r"lora.matrices: \[.*\] -> \['q_proj'\]"),
+    (ADAPTIVE, "objective.adaptive_clip.target: 0.0 -> 0.2"),
+  ],
+)
+def test_a_forced_start_names_the_key_of_another_training_state(changes, line, adapted):
+  workdir, c, _ = adapted
+  settings = dict(lora__rank=2, objective__entropy_coef=0.1, rl_optimizer__learning_rate=1e-2)
+  settings |= changes | dict(job="rl", weights=c.weights, resume="force")
+  with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*: put this back"):
+    inputs.check(config(**settings), workdir)
+
+
+def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
+  workdir, _ = pupil
+  inputs.check(config(resume="force", rl_optimizer__clip_norm=0.0), workdir)
+  inputs.check(config(resume="force", sft_optimizer__clip_norm=0.5), workdir)
+  with pytest.raises(ValueError, match=r"sft/4 has another .*sft_optimizer.clip_norm: 1.0 -> 0.0"):
+    inputs.check(config(resume="force", sft_optimizer__clip_norm=0.0), workdir)
+
+
 @pytest.mark.parametrize(
   "below, changes, message",
   [

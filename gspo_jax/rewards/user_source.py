@@ -1,0 +1,79 @@
+"""Checksum of a user's module, to notice an edited reward function or environment."""
+
+import ast
+import importlib.util
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def checksum(name: str) -> str:
+  """Returns a checksum of a user's module and its local imports; "" for other names.
+
+  Local modules lie in the module's package; outside of installed packages also beside it. They are
+  read, not imported.
+
+  Args:
+    name: `package.module:function`.
+  """
+  module, colon, _ = name.partition(":")
+  if not colon:
+    return ""
+  try:
+    spec = importlib.util.find_spec(module)
+    is_package = spec.submodule_search_locations is not None
+    sources = _read_local(module, Path(spec.origin).parents[module.count(".") + is_package])
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # No readable file.
+    return ""
+  value = 0
+  for module, source in sorted(sources.items()):
+    value = zlib.crc32(module.encode() + source, value)
+  return f"{value:08x}"
+
+
+def _read_local(module: str, root: Path) -> dict[str, bytes]:
+  """Reads a module and its imports below `root`, by name. Raises OSError for the first one."""
+  package = module.partition(".")[0]
+  alone = not _INSTALLED.isdisjoint(root.parts)
+  sources, pending = {module: _path(root, module).read_bytes()}, [module]
+  while pending:
+    importer = pending.pop()
+    for name in _imports(sources[importer], importer, _path(root, importer)):
+      first = name.partition(".")[0]
+      path = _path(root, name)
+      if name in sources or first == "gspo_jax" or (alone and first != package):
+        continue
+      if path.is_file():
+        sources[name] = path.read_bytes()
+        pending.append(name)
+  return sources
+
+
+def _path(root: Path, module: str) -> Path:
+  """Returns the possible file of a module."""
+  path = root.joinpath(*module.split("."))
+  return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _imports(source: bytes, module: str, path: Path) -> Iterator[str]:
+  """Yields names of possible modules in import statements."""
+  try:
+    tree = ast.parse(source)
+  except (SyntaxError, ValueError):
+    return
+  parents = module.split(".")
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      up = node.level - (path.name == "__init__.py")
+      within = parents[: len(parents) - up] if node.level else []
+      base = ".".join([*within, *filter(None, [node.module])])
+      names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
+    else:
+      continue
+    for name in names:
+      parts = name.split(".")
+      yield from (".".join(parts[: i + 1]) for i in range(len(parts)))

@@ -1,0 +1,120 @@
+"""Contents behind names in a configuration: weights, held-out problems, sources of functions.
+
+A run that goes on must find the same contents: the reference of the KL penalty, the reward and the
+meaning of accuracy depend on them. Checksums are cheap: large files are compared by samples. Pinned
+repositories have none. `data.sources.Batches` compares training data.
+"""
+
+import concurrent.futures
+import fnmatch
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from etils import epath
+
+from gspo_jax.rewards import user_source
+from gspo_jax.runs.weight_source import RANDOM, WeightSource
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.structs import Prompt
+from gspo_jax.system import hub
+
+_BLOCK = 2**16  # Bytes.
+_BLOCKS = 256  # Evenly spaced blocks of a file; a smaller file is read whole.
+_REMOTE_BLOCKS = 4
+_AT_ONCE = 16
+_WEIGHTS = ("config.json", "*.safetensors")
+
+
+def describe(
+  config: RunConfig,
+  sources: Mapping[str, WeightSource],
+  problems: Mapping[str, Sequence[Prompt]],
+  stop_ids: Sequence[int],
+) -> dict[str, str]:
+  """Describes contents by their configuration keys.
+
+  Args:
+    config: configuration of the run.
+    sources: weights by key.
+    problems: held-out problems by benchmark.
+    stop_ids: stop tokens of the tokenizer.
+  """
+  weights = {key: _describe_weights(source) for key, source in sources.items()}
+  adapter = config.lora.adapter if config.lora.rank else ""
+  weights["lora.adapter"] = _describe_directory(adapter, ("adapter_*",)) if adapter else ""
+  checksums = {key: user_source.checksum(name) for key, name in _functions(config)}
+  lines = weights | {key: f"source {x}" if x else "" for key, x in checksums.items()}
+  for name, _, key in config.benchmarks():
+    if name in problems:
+      lines[key] = _describe_problems(problems[name])
+  lines["tokenizer"] = f"stop tokens {', '.join(map(str, stop_ids))}"
+  return {key: line for key, line in lines.items() if line}
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+  """Yields keys and names of functions."""
+  if config.job == "sft":
+    return
+  yield "reward.name", config.reward.name
+  yield "environment.name", config.environment.name
+  yield "objective.name", config.objective.name
+  yield "objective.advantage", config.objective.advantage
+  for name, benchmark, _ in config.benchmarks():
+    yield f"eval.benchmarks.{name}.reward", benchmark.reward
+  for kind, name, entry in config.constraints.entries():
+    yield f"constraints.{kind}.{name}.signal", entry.signal
+
+
+def _describe_problems(problems: Sequence[Prompt]) -> str:
+  checksum = 0
+  for prompt in problems:
+    checksum = zlib.crc32(f"{prompt.content}{prompt.info}".encode(), checksum)
+  return f"{len(problems)} problems {checksum:08x}"
+
+
+def _describe_weights(source: WeightSource) -> str:
+  if source.checkpoint:  # The host state has checksums of all arrays.
+    return _describe_directory(str(source.checkpoint.path / "host"), ("metadata",))
+  return "" if source.name == RANDOM else _describe_directory(source.name, _WEIGHTS)
+
+
+def _describe_directory(name: str, patterns: Sequence[str]) -> str:
+  """Describes a directory's files; "" for a pinned repository."""
+  if hub.is_id(name):
+    return ""
+  directory = hub.directory(name)
+  paths = [p for p in directory.iterdir() if any(fnmatch.fnmatch(p.name, x) for x in patterns)]
+  checksum = 0
+  for path in sorted(paths):
+    for sample in _samples(path):
+      checksum = zlib.crc32(sample, checksum)
+  return f"{len(paths)} files {checksum:08x}"
+
+
+def _samples(path: epath.Path) -> list[bytes]:
+  """Reads name, size and blocks of a file."""
+  size, read = _reader(path)
+  spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
+  with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+    return [f"{path.name} {size}".encode(), *pool.map(lambda span: read(*span), spans)]
+
+
+def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
+  """Returns evenly spaced blocks of a file, up to both ends."""
+  if size <= blocks * _BLOCK:
+    return [(0, size)]
+  starts = [i * (size - _BLOCK) // (blocks - 1) for i in range(blocks)]
+  return [(start, start + _BLOCK) for start in starts]
+
+
+def _reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
+  """Returns size and reader of a file."""
+  if "://" in str(path):
+    return hub.bucket_reader(path)
+
+  def read(start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+      file.seek(start)
+      return file.read(stop - start)
+
+  return path.stat().length, read
