@@ -74,6 +74,17 @@ def test_a_continued_run_keeps_its_first_checkpoint(pupil, tmp_path):
   assert not same(begins_with(tmp_path / "newer", source), first)
 
 
+def test_another_checkpoint_in_the_same_place_is_refused(pupil, tmp_path):
+  source = tmp_path / "source"
+  shutil.copytree(pupil[0], source)
+  first = begins_with(tmp_path / "new", source)
+  metadata = source / "checkpoints/sft/4/host/metadata"
+  metadata.write_bytes(metadata.read_bytes() + b"\n")
+  with pytest.raises(ValueError, match="was begun with other contents of weights: "):
+    begins_with(tmp_path / "new", source)
+  assert same(begins_with(tmp_path / "new", source, resume="force"), first)
+
+
 NAMES = {".": [".", "checkpoints/sft"], "checkpoints": ["sft", "sft/4"]}
 NAMES |= {"checkpoints/sft": [".", "4"], "checkpoints/sft/4": ["../../.."]}
 
