@@ -49,7 +49,7 @@ class Server:
   reason: str = "it has not been asked yet"  # Reason why the server is not usable.
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
-  calls: dict[str, asyncio.Timeout] = dataclasses.field(default_factory=dict)  # By id.
+  calls: set[str] = dataclasses.field(default_factory=set)  # Ids of sent calls.
   # Cleared from the publication of weights until the probe's verdict.
   verdict: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -74,7 +74,7 @@ class ServerPool:
     self.answers: queue.SimpleQueue[tuple[str, str, Part | Exception]] = queue.SimpleQueue()
     self.failures: collections.Counter[str] = collections.Counter()
     self.version = -1
-    self._tasks: dict[str, asyncio.Task] = {}  # Calls by id, sent or not.
+    self._calls: dict[str, asyncio.Timeout] = {}  # By id, sent or not.
     self._change = asyncio.Event()  # Set briefly when a server may have room.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
@@ -173,21 +173,29 @@ class ServerPool:
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
   async def _handle(self, call: Call, avoid: Collection[str]) -> None:
-    self._tasks[call.id], url = asyncio.current_task(), ""
-    answer: Part | Exception = Failed("left_out", "it was cancelled")
+    answer: Part | Exception = Failed("", "its server was left out, or the call was cancelled")
+    server = None
     try:
-      server = await self._choose(avoid)
-      url = server.url
-      answer = await self._generate(server, call, self._config.timeout_s)
-      server.failures = 0
+      async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` ends it.
+        server = await self._choose(avoid)
+        server.calls.add(call.id)
+        part = await self._generate(server, call, self._config.timeout_s)
+        await server.verdict.wait()  # During a publication.
+        if server.usable:
+          answer, server.failures = part, 0
+    except TimeoutError:
+      pass
     except Failed as error:
-      self._count_failure(server, error)
       answer = error
+      self._count_failure(server, error)
     except Exception as error:  # The host loop waits for an answer, even after a bug.
       answer = error
     finally:
-      del self._tasks[call.id]
-      self.answers.put((call.id, url, answer))
+      self._calls.pop(call.id, None)
+      if server:
+        server.calls.discard(call.id)
+        self._notify()
+      self.answers.put((call.id, server.url if server else "", answer))
 
   async def _choose(self, avoid: Collection[str]) -> Server:
     while True:
@@ -198,27 +206,9 @@ class ServerPool:
         return min(free, key=lambda server: len(server.calls))
       await self._change.wait()
 
-  async def _generate(
-    self, server: Server, call: Call, seconds: float, probe: bool = False
-  ) -> Part:
-    """Sends a call to a server.
-
-    During a publication, an answer waits for the probe's verdict.
-    """
-    oldest, body = server.version, generate_body(call)
-    left_out = Failed("left_out", "the server was left out while it worked on this call")
-    try:
-      async with asyncio.timeout(None) as server.calls[call.id]:  # Expires if it is left out.
-        answer = await self.request(server.url, GENERATE, body, seconds)
-        if not probe:
-          await server.verdict.wait()
-    except TimeoutError as error:
-      raise left_out from error
-    finally:
-      server.calls.pop(call.id, None)
-      self._notify()
-    if not (probe or server.usable):
-      raise left_out
+  async def _generate(self, server: Server, call: Call, seconds: float) -> Part:
+    oldest = server.version
+    answer = await self.request(server.url, GENERATE, generate_body(call), seconds)
     return read_answer(answer, call, self._model, oldest, max(oldest, self.version))
 
   def _notify(self) -> None:
@@ -237,16 +227,9 @@ class ServerPool:
     else:
       logging.warning("%s: %s: %s; sent again", server.url, error.kind, error)
 
-  async def cancel(self, ids: Collection[str]) -> None:
-    """Cancels calls. Each cancelled call gets Failed as its answer."""
-    tasks = [self._tasks[id_] for id_ in ids if id_ in self._tasks]
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
   async def abort(self, ids: Collection[str]) -> None:
     """Aborts calls, for answers with the tokens so far. Cancels unsent calls."""
-    sent = {server: server.calls.keys() & set(ids) for server in self.servers}
+    sent = {server: server.calls & set(ids) for server in self.servers}
     await self.cancel(set(ids).difference(*sent.values()))
 
     async def abort_at(server: Server) -> None:
@@ -255,6 +238,15 @@ class ServerPool:
         await self.request(server.url, "/inference/v1/abort_requests", body)
 
     await asyncio.gather(*(abort_at(server) for server in self.servers if sent[server]))
+
+  async def cancel(self, ids: Collection[str]) -> None:
+    """Cancels calls. Each cancelled call gets Failed as its answer."""
+    self._expire(ids)
+
+  def _expire(self, ids: Collection[str]) -> None:
+    for id_ in ids:
+      if timeout := self._calls.pop(id_, None):
+        timeout.reschedule(0)
 
   # Weights.
 
@@ -292,7 +284,12 @@ class ServerPool:
       with contextlib.suppress(Failed):
         await self.request(server.url, "/resume", {})
       raise
-    parts = await asyncio.gather(*(self._generate(server, call, seconds, True) for call in probe))
+    tasks = [self._loop.create_task(self._generate(server, call, seconds)) for call in probe]
+    try:
+      parts = await asyncio.gather(*tasks)
+    finally:
+      for task in tasks:
+        task.cancel()
     if any(part.aborted for part in parts):
       raise Failed("body", "it left the probe before its end")
     return parts
@@ -312,10 +309,7 @@ class ServerPool:
     server.verdict.set()
     count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Usable now or soon.
     logging.warning("server %s is left out: %s; %d left", server.url, reason, count)
-    calls, server.calls = server.calls, {}
-    for timeout in calls.values():
-      timeout.reschedule(0)
-    self._notify()
+    self._expire(server.calls)
 
   async def _watch_health(self, server: Server) -> None:
     """Leaves out a server with calls after failed health checks."""

@@ -255,14 +255,14 @@ class ServerEngine:
     answers = []
     self._stopping = True
     try:
-      self._pool.run(self._pool.abort(list(self._pending)))
-      end = time.monotonic() + ABORT_S
-      while self._pending and time.monotonic() < end:
-        answers += self._receive(0.5)
-      self._pool.run(self._pool.cancel(list(self._pending)))
-      return answers + self._receive(0.0)
+      for end_calls in (self._pool.abort, self._pool.cancel):
+        self._pool.run(end_calls(list(self._pending)))
+        end = time.monotonic() + ABORT_S
+        while self._pending and time.monotonic() < end:
+          answers += self._receive(0.5)
     finally:
       self._stopping = False
+    return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
     """Returns finished responses, and sends the next calls of unfinished ones."""

@@ -43,7 +43,7 @@ class Failed(Exception):
   """A request failed; a retry may succeed, at another server or later.
 
   Attributes:
-    kind: one of KINDS; or "left_out" if the server was left out during the call.
+    kind: one of KINDS; "" if the server was left out or the call cancelled.
   """
 
   def __init__(self, kind: str, text: str):
