@@ -9,7 +9,15 @@ from pathlib import Path
 
 import jax
 import pytest
-from support.command_line import ROOT, SMALL, SMALL_MODEL, called, command, started
+from support.command_line import (
+  ROOT,
+  SMALL,
+  SMALL_MODEL,
+  called,
+  command,
+  forked_modules,
+  started,
+)
 from support.configs import config_of
 
 from configs import common, moe_aime, tiny, tiny_ppo
@@ -21,6 +29,12 @@ from gspo_jax.models import transformer
 
 def run_module(*arguments, module="gspo_jax.main", **more):
   return called([sys.executable, "-m", module, *arguments], **more)
+
+
+@pytest.fixture(scope="module")
+def run_forked(tmp_path_factory):
+  with forked_modules(tmp_path_factory.mktemp("forked")) as run:
+    yield run
 
 
 FILES = {path.stem for path in (ROOT / "configs").glob("[!_]*.py")} - {"common"}
@@ -190,8 +204,9 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
   assert "rl.minibatches" not in done.stdout, "it is as in the base"
 
 
-def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
-  done = run_module("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
+def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
+  flags = ["--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1"]
+  done = run_forked("gspo_jax.main", *flags, cwd=tmp_path)
   assert done.returncode == 2 and not done.stdout
   assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
   (tmp_path / "config.json").write_text('{"seed": 1}')
@@ -208,29 +223,29 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
     ("/", "--workdir=/: that is the root of all files; give a directory of its own"),
   ],
 )
-def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
-  done = run_module("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
+def test_a_workdir_that_is_none_is_refused(workdir, message, run_forked, tmp_path):
+  done = run_forked("gspo_jax.main", "--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
   assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
   assert "Traceback" not in done.stderr
   assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("module", ["gspo_jax.main", "gspo_jax.aot"])
-def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, tmp_path):
+def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, run_forked, tmp_path):
   (tmp_path / "bytes").write_bytes(b"\xff")
   for name, why in ("missing", "No such file"), (".", "Is a directory"), ("bytes", "decode byte"):
-    done = run_module(f"--flagfile={name}", module=module, cwd=tmp_path)
+    done = run_forked(module, f"--flagfile={name}", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(f"gspo_jax: --flagfile={name}: .*{why}", done.stderr), done.stderr
 
 
-def test_a_dump_of_nowhere_is_one_line():
-  done = run_module("foo://x", module="gspo_jax.replay")
+def test_a_dump_of_nowhere_is_one_line(run_forked, tmp_path):
+  done = run_forked("gspo_jax.replay", "foo://x", cwd=tmp_path)
   assert done.returncode == 2 and "Traceback" not in done.stderr
   assert "foo://x: no file system is known by foo://" in done.stderr
 
 
-def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
+def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
   for flags, message in (
     (["--config=tinny"], "tinny"),
     (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
@@ -238,7 +253,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
     (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
-    done = run_module(*flags, module="gspo_jax.aot", cwd=tmp_path)
+    done = run_forked("gspo_jax.aot", *flags, cwd=tmp_path)
     assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 

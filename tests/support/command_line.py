@@ -80,9 +80,50 @@ def called(argv, cwd=ROOT, **more):
   )
 
 
-def started(argv, stderr=subprocess.PIPE, **more):
+FORKED = """
+import gc, json, os, runpy, sys
+from gspo_jax import replay, run, sft, train
+from gspo_jax.aot import iteration, programs, search
+from gspo_jax.report import page
+gc.freeze()  # An exit would look through all libraries.
+for line in sys.stdin:
+  module, arguments, cwd, *outputs = json.loads(line)
+  if child := os.fork():
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    continue
+  os.chdir(cwd)
+  for stream, path in zip((1, 2), outputs):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+  sys.argv = [module, *arguments]
+  sys.modules.pop(module, None)
+  runpy.run_module(module, run_name="__main__", alter_sys=True)
+  sys.exit()
+"""
+
+
+@contextlib.contextmanager
+def forked_modules(folder):
+  """Yields `run(module, *arguments, cwd)` for commands that end before JAX computes: each is a fork
+  of one process with the libraries, whose import takes longer than they do."""
+  outputs = [str(folder / name) for name in ("stdout", "stderr")]
+  argv = [sys.executable, "-c", FORKED]
+  with started(argv, subprocess.DEVNULL, stdin=subprocess.PIPE) as process:
+
+    def run(module, *arguments, cwd):
+      for path in outputs:
+        Path(path).unlink(missing_ok=True)
+      print(json.dumps([module, arguments, str(cwd), *outputs]), file=process.stdin, flush=True)
+      code = int(process.stdout.readline())
+      stdout, stderr = (Path(path).read_text() for path in outputs)
+      return subprocess.CompletedProcess([module, *arguments], code, stdout, stderr)
+
+    yield run
+    process.stdin.close()
+
+
+def started(argv, stderr=subprocess.PIPE, stdin=None, **more):
   """Starts a process with pipes for its output."""
-  out = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
+  out = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True)
   return subprocess.Popen(argv, cwd=ROOT, env=environment(**more), **out)
 
 
