@@ -139,6 +139,8 @@ def _read(
     prompt_ids = tok.encode(text)
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
   _require_text(row, "prompt", prompt_ids, tok, (text, question))
+  if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
+    text = replies.whole_text(tok, prompt_ids)  # Another template's.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")

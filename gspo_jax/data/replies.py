@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_jax.data.special_tokens import TokenizerError
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 
 _MARK = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
 _LAST = re.compile(rf"({_MARK.pattern})(\s*)\Z")
@@ -32,7 +32,10 @@ def continuation(
     prompt: rendered prompt, `tok.chat(messages)`.
     response: text of the response, with or without its thought.
   """
-  template = getattr(tok, "chat_template", "")
+  template, (mark, space) = getattr(tok, "chat_template", ""), _last_mark(prompt)
+  thinks = _THOUGHT.search(mark)
+  if thinks and _closes(mark):  # The prompt has an empty thought already.
+    response = _after_thought(response, mark)
   for turn in _turns(response) if template else ():
     try:
       conversation = tok.conversation([*messages, turn])
@@ -41,14 +44,10 @@ def continuation(
     text = _written(conversation, prompt, response, _stop_texts(tok))
     if text is not None:
       return _as_encoded(tok, prompt, text) if text[:1] == " " != response[:1] else text
-  mark, space = _last_mark(prompt)
   text = unfinished(prompt, response)
-  if text != response or not _THOUGHT.search(mark):
+  if text != response or not thinks or _closes(mark):
     return text
-  if _closes(mark):  # The prompt has an empty thought already.
-    return _after_thought(response, mark)
-  closing = next((x for x in _closings(mark) if x in response), None)
-  if closing is not None:  # The response begins within the thought.
+  if any(x in response for x in _closings(mark)):  # The response begins within the thought.
     return response
   closing = next((x for x in _closings(mark) if x in template), _closings(mark)[0])
   return "\n" * (2 - min(2, space.count("\n"))) + closing + "\n\n" + response.lstrip("\n")
@@ -65,6 +64,13 @@ def unfinished(prompt: str, response: str) -> str:
     return response
   text = text.removeprefix(mark)
   return text.removeprefix(space) if space else text
+
+
+def whole_text(tok: Tokenizer, ids: Sequence[int]) -> str:
+  """Decodes `ids` with all special tokens."""
+  if not isinstance(tok, HFTokenizer):
+    return tok.decode(ids)
+  return tok.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _turns(response: str) -> Iterator[dict[str, str]]:
@@ -86,19 +92,18 @@ def _written(conversation: str, prompt: str, response: str, stops: Sequence[str]
   twice or not at all.
   """
   mark, space = _last_mark(prompt)
-  opens = mark if _THOUGHT.search(mark) and not _closes(mark) else ""
-  if conversation.startswith(prompt):
-    text = _up_to_stop(conversation[len(prompt) :], response, stops)
-  else:  # Without a thought the template may write the closing mark at once.
-    text = _up_to_stop(conversation[len(prompt) - len(mark + space) :], response, stops)
-    begins = opens and conversation.startswith(prompt[: len(prompt) - len(mark + space)])
-    if not begins or text is None or not text.lstrip().startswith(tuple(_closings(mark))):
-      return None
-    opens = ""
-  thought = opens or "<think>"
-  if text is not None and text.count(thought) + bool(opens) > max(1, response.count(thought)):
+  closings = tuple(_closings(mark)) if _THOUGHT.search(mark) and not _closes(mark) else ()
+  opening, thought = prompt, mark if closings else "<think>"
+  if closings and not conversation.startswith(prompt):  # A template may close the thought at once.
+    opening = prompt[: len(prompt) - len(mark + space)]
+  if not conversation.startswith(opening):
     return None
-  return text
+  text = _up_to_stop(conversation[len(opening) :], response, stops)
+  if text is None or text.count(thought) + bool(closings) > max(1, response.count(thought)):
+    return None
+  if opening != prompt and not text.lstrip().startswith(closings):
+    return None
+  return text if not closings or any(x in text for x in closings) else None
 
 
 def _as_encoded(tok: Tokenizer, prompt: str, text: str) -> str:

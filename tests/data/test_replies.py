@@ -49,6 +49,8 @@ PARTS = {
   "trims": (PLAIN_TURN.replace("content", "content | trim"), "\n"),
   "separate field": ("<|im_start|>assistant\n" + FIELD, "\n<think>\n"),
   "refuses": ("{{ raise_exception('no turns') }}", "\n<think>\n"),
+  "leaves thoughts open": ("<|im_start|>assistant\n<think>\n\n{{ m.content }}", "\n<think>\n\n"),
+  "empty thoughts alone": ("<|im_start|>assistant\n<think></think>{{ m.content }}", "\n"),
   "channels": (PLAIN_TURN.replace("\n", "<|channel|>final<|message|>"), ""),
 }
 TEMPLATES = {
@@ -73,6 +75,8 @@ EXPECTED = {
   "trims": (AS_WRITTEN, AS_WRITTEN),
   "separate field": (AS_WRITTEN, OPENED),
   "refuses": ("\n</think>\n\nIt is 2.", OPENED),
+  "leaves thoughts open": ("</think>\n\nIt is 2.", "\n" + OPENED),
+  "empty thoughts alone": (AS_WRITTEN, THOUGHT),
   "channels": (AS_WRITTEN, "<|channel|>final<|message|>" + THOUGHT),
 }
 
@@ -183,6 +187,8 @@ def test_thoughts_of_earlier_turns_are_the_template_s(tmp_path):
     ("q<think>\n\n</think>\n\n", THOUGHT, PLAIN),
     ("q<think></think>", PLAIN, PLAIN),
     ("q</think>", PLAIN, PLAIN),
+    ("q</think>", THOUGHT, PLAIN),
+    ("q<seed:think>", "<seed:think>a</seed:think>b", "a</seed:think>b"),
     ("q<|thinking|>\n", "<|thinking|>\na<|/thinking|>b", "a<|/thinking|>b"),
     ("q<|thinking|>\n", PLAIN, "\n<|/thinking|>\n\nIt is 2."),
     ("q[THINK]", "[THINK]a[/THINK]b", "a[/THINK]b"),
@@ -207,6 +213,17 @@ def test_a_recorded_length_tells_what_was_sampled(tmp_path):
   (group,) = recorded.load(path, tok, "{question}", limits, "raise").rows
   for response, ids in zip(group.responses, (raw, written)):
     np.testing.assert_array_equal(response.tokens, ids)
+
+
+@pytest.mark.parametrize("end, expected", [("<think>\n", OPENED), ("", THOUGHT)])
+def test_a_recorded_prompt_of_another_template_decides(end, expected, tmp_path):
+  tok, _ = checkpoint(tmp_path, TEMPLATES["turns lose thoughts"])
+  ids = tok.encode(f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n{end}")
+  row = dict(prompt="1+1?", prompt_ids=ids, response=THOUGHT, reward=1.0)
+  limits = recorded.Limits(9, 500, 500, tok.vocab_size)
+  path = data_cases.write(tmp_path / "recorded.jsonl", [row])
+  (group,) = recorded.load(path, tok, "{question}", limits, "raise").rows
+  assert replies.whole_text(tok, group.responses[0].tokens.tolist()) == expected + STOP
 
 
 def test_the_embedded_tasks_follow_too(tmp_path):
