@@ -394,6 +394,6 @@ def _warn_of_shared(config: RunConfig, data: Data) -> list[str]:
     return []
   counts = [f"{shared[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
   return [
-    f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them shows what "
-    "was memorised; leave them out of one of both"
+    f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them may be "
+    "memorised; remove them from one of the two"
   ]

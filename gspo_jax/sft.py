@@ -177,8 +177,8 @@ def params_after(run: Run) -> Any:
     if end is None:
       raise ValueError(
         f"the last checkpoint in {checkpoints.directory} is gone or damaged, and RL needs the "
-        "parameters that the cold start ended with (the KL penalty does to the end): put it back, "
-        "or use another --workdir"
+        "final parameters of the cold start (the KL penalty to the end): put it back, or use "
+        "another --workdir"
       )
     state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))
   return jax.block_until_ready(state.params)

@@ -55,8 +55,8 @@ def make_meshes(
   )
   if trainers is samplers is None:
     raise ValueError(
-      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (what "
-      "is left); say how many devices one of both meshes has"
+      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (the "
+      "rest); set the number of devices of one mesh"
     )
   trainers = len(devices) - samplers if trainers is None else trainers
   samplers = len(devices) - trainers if samplers is None else samplers
@@ -85,12 +85,12 @@ def make_mesh(
   devices = jax.devices() if devices is None else devices
   sizes, named = _sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
-    raise ValueError(f"{named}: at most one may be -1 (what is left)")
+    raise ValueError(f"{named}: at most one may be -1 (the rest)")
   if -1 in sizes:
     fixed = -math.prod(sizes)
     if fixed > len(devices):
       raise ValueError(
-        f"{named}: without the -1 that is {fixed} devices, but {len(devices)} are there: make one "
+        f"{named}: without the -1 it has {fixed} devices, but {len(devices)} exist: make one "
         "smaller"
       )
     sizes[sizes.index(-1)] = len(devices) // fixed

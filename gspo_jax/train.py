@@ -252,7 +252,7 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
   due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
     near = difflib.get_close_matches(best, row, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl has those that there are"
+    hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl lists the metrics"
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
 
 

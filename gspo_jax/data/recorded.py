@@ -103,7 +103,7 @@ def load(
       rows.setdefault(prompt.tokens, []).append((default_id, prompt, response))
   if not rows:
     why = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
-    raise DataError(f"offline.data={spec}: there is no response that can be used ({why})")
+    raise DataError(f"offline.data={spec}: there is no usable response ({why})")
   skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
   for responses in rows.values():

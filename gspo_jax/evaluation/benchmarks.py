@@ -42,7 +42,7 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
   if unrated:
     field = dict(unrated[0].info).get("rating", "none")
     raise ValueError(
-      f"eval.benchmarks.{name}: the problem {unrated[0].id} has no rating that is a number "
+      f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating "
       f"({field}), and {len(unrated) - 1} more; filter them out (`where rating>0`) or set "
       "rating=False"
     )
@@ -50,13 +50,13 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
     contests = elo.read_standings(config.standings)
     if unknown := sorted({dict(p.info).get("contest_id", "") for p in problems} - {*contests}):
       raise ValueError(
-        f"eval.benchmarks.{name}: problems of the contests {', '.join(unknown)}, which"
-        f" {config.standings} does not have"
+        f"eval.benchmarks.{name}: contests of problems are missing in {config.standings}: "
+        f"{', '.join(unknown)}"
       )
     for problem in problems:  # Problems without this field count 1 point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
-          f"eval.benchmarks.{name}: the problem {problem.id} has points that are no number "
+          f"eval.benchmarks.{name}: the problem {problem.id} has non-numeric points "
           f"({dict(problem.info)['points']}); correct the field, or leave it out for 1"
         )
 

@@ -69,6 +69,5 @@ def _disagreement(trajectory: Trajectory) -> str:
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", and {calls} would be paid for: give it an attribute tool_calls, the calls so far, which "
-    "says in which turn they were"
+    f", and {calls} would be charged: give it an attribute tool_calls, the number of calls so far"
   )

@@ -103,7 +103,7 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
   if row.get("masked_responses") and row.get("truncated_fraction") == 1:
     return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
   if dropped and dropped == row.get("query_set/tried"):
-    return "all_dropped", "data.query_set.drop_after has dropped every prompt that was tried"
+    return "all_dropped", "data.query_set.drop_after has dropped all tried prompts"
   if row.get("dynamic_sampling/filled_groups"):
     return "filled_groups", "groups of equal values filled the batch, after all rounds of sampling"
   if row.get("groups_without_spread") == 1:

@@ -131,7 +131,7 @@ class Guard:
       directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
     except Exception as error:  # Orbax, TensorStore and file systems raise various types.
       failure = checkpoint.reason(error)
-      raise NonFiniteError(f"{why}; what led to it cannot be written: {failure}", names) from error
+      raise NonFiniteError(f"{why}; its dump cannot be written: {failure}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:

@@ -56,7 +56,9 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if config.engine.name == "server" and (directory := config.engine.server.directory):
     named = f"--config.engine.server.directory={directory}"
     if "://" in directory:
-      raise ValueError(f"{named}: servers read it as a local directory, which all of them see")
+      raise ValueError(
+        f"{named}: servers read it as a local directory; name one that all of them see"
+      )
     files.check_writable(named, directory)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)

@@ -123,8 +123,8 @@ class Driver:
     """Appends a response to its trajectory. A finished turn goes to the environment."""
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
-        f"{type(self._engine).__name__} does not say which tokens each one was drawn from, and the "
-        "updates would take another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
+        f"{type(self._engine).__name__} records no candidates of its tokens, and updates would "
+        "take another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
       )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)

@@ -163,7 +163,7 @@ class Repository:
       if missing > (free := shutil.disk_usage(cache).free):
         raise HubError(
           f"{self.name} needs {missing / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB "
-          "are free: set HF_HOME to a place that has them"
+          "are free: set HF_HOME to a larger disk"
         )
       total = sum(remote.size for remote in remotes)
       with (

@@ -159,9 +159,9 @@ def too_long() -> str:
     return ""
   return (
     f"warning: for {longest:.0f} s the run could not have been stopped, and {_watch.grace_s:g} s "
-    "after a notice (SIGTERM) the machine is taken away: what is since the last checkpoint would "
-    "be lost. Set checkpoint.every_minutes to what you can lose, checkpoint.grace_s to what your "
-    "platform gives (docs/running.md)"
+    "after a notice (SIGTERM) the machine is taken away: work since the last checkpoint would be "
+    "lost. Set checkpoint.every_minutes to an affordable loss, checkpoint.grace_s to the time of "
+    "your platform (docs/running.md)"
   )
 
 

@@ -132,7 +132,7 @@ def test_several_files_and_none(tmp_path):
   for spec, why in refused.items():
     with pytest.raises(DataError, match=why):
       recorded.load(spec, TOK, "{question}", LIMITS, "raise")
-  with pytest.raises(DataError, match=r"no response that can be used \(0 bad rows, 1 without"):
+  with pytest.raises(DataError, match=r"no usable response \(0 bad rows, 1 without"):
     load(tmp_path, ROW | dict(reward=None))
 
 

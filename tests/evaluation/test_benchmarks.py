@@ -22,11 +22,11 @@ def test_problems_are_chosen_all_over_the_set():
 def test_problems_without_a_rating_are_found_before_sampling():
   rated, plain = dataclasses.replace(SET, rating=True), dataclasses.replace(PROBLEMS[1], info=())
   check_problems("cf", rated, PROBLEMS)
-  with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
+  with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no numeric rating"):
     check_problems("cf", rated, [PROBLEMS[0], plain])
   for text in ("unrated", "nan", ""):
     worded = dataclasses.replace(PROBLEMS[1], info=(("rating", text),))
-    with pytest.raises(ValueError, match=rf"no rating that is a number \({text}\), and 0 more"):
+    with pytest.raises(ValueError, match=rf"no numeric rating \({text}\), and 0 more"):
       check_problems("cf", rated, [PROBLEMS[0], worded])
 
 
@@ -40,5 +40,5 @@ def test_points_that_are_no_number_are_found_before_sampling(tmp_path):
   good = [worth(0), worth(2, points="500")]
   check_problems("cf", rated, good)
   for text in "500 points", "inf", "":
-    with pytest.raises(ValueError, match=rf"problem 1 has points that are no number \({text}\)"):
+    with pytest.raises(ValueError, match=rf"problem 1 has non-numeric points \({text}\)"):
       check_problems("cf", rated, [*good, worth(1, points=text)])

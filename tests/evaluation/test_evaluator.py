@@ -371,7 +371,7 @@ def test_virtual_contests(params, tmp_path):
   assert row["eval/cf/contest_rating/low"] < expected < row["eval/cf/contest_rating/high"]
   assert "eval/cf/rating" not in row
 
-  with pytest.raises(ValueError, match=r"contests 7, which .*standings.jsonl does not have"):
+  with pytest.raises(ValueError, match=r"contests of problems are missing in .*standings.jsonl: 7"):
     check_problems("cf", b.config, [dataclasses.replace(problems[0], info=(("contest_id", "7"),))])
   path.unlink()
   with pytest.raises(ValueError, match=r"no file .*standings"):

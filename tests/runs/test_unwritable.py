@@ -126,7 +126,7 @@ def test_a_failure_without_a_dump_is_still_raised(tmp_path):
   home = in_the_way(tmp_path / "home")
   guard = nonfinite.Guard(checkpoint.epath.Path(home), {}, "stop", updates=1, keep=1)
   state = type("State", (), dict(step=jnp.int32(0)))()
-  with pytest.raises(nonfinite.NonFiniteError, match="loss is nan; what led to it cannot be writ"):
+  with pytest.raises(nonfinite.NonFiniteError, match="loss is nan; its dump cannot be writ"):
     guard.check(ROW | dict(loss=float("nan")), state)
 
 

@@ -104,7 +104,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
   content = (choice["logprobs"] or {}).get("content") or []
   logp = np.array([entry["logprob"] for entry in content], np.float32)
   if [entry["token_id"] for entry in content] != tokens.tolist() or logp.shape != tokens.shape:
-    raise Failed("tokens", "the log-probs are not of the tokens that came")
+    raise Failed("tokens", "the log-probs are not of the returned tokens")
   version = np.full(len(tokens), -1, np.int32)  # Remains -1 outside all spans.
   for span in choice.get("weight_versions") or []:
     label = str(span["version"])  # Before the first publication, no number.
@@ -117,7 +117,7 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
   """Raises Failed unless the part is a valid continuation of the call."""
   n, tokens, version = len(part.tokens), part.tokens, part.version
   if n > call.max_new_tokens or (n == 0 and not part.aborted):
-    raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
+    raise Failed("tokens", f"{n} tokens instead of 1 to {call.max_new_tokens}")
   if n and not 0 <= tokens.min() <= tokens.max() < model.vocab_size:
     raise Failed(
       "tokens", f"token ids reach {tokens.max()}, the model has 0 to {model.vocab_size - 1}"
@@ -126,7 +126,7 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
     raise Failed("tokens", "a log-prob is above 0 or not finite")
   ends = np.isin(tokens, call.stop_ids)
   if ends[:-1].any() or (n and bool(ends[-1]) != part.stopped):
-    raise Failed("tokens", "a response does not end where its stop token is")
+    raise Failed("tokens", "a response does not end at its stop token")
   if not (part.stopped or part.aborted or n == call.max_new_tokens):
     raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
   if n and not oldest <= version.min() <= version.max() <= newest:
