@@ -34,8 +34,8 @@ def sft(run: Run) -> Any:
     NonFiniteError: metrics have NaN or infinity; state and mini-batches are saved.
   """
   c, tok = run.config, run.tokenizer
-  (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
-  update = make_sft_step(learner_of(c, "sft"), tx)
+  tx, _ = optimizers(c, "sft")
+  update, rates = make_sft_step(learner_of(c, "sft"), tx), optimizer.rates(tx)
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   held_out_ids, held_out_loss = held_out(run, prompts)
@@ -64,7 +64,7 @@ def sft(run: Run) -> Any:
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
         # The next dispatch blocks if too many are in flight.
-        row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
+        row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.opt_state))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)

@@ -125,7 +125,7 @@ def programs_of(run: Run) -> Programs:
     advantages.make(c, critic),
     make_rl_step(learner, c.objective, tx, critic),
     make_review(learner, c.objective, old_policy),
-    optimizer.rates(c.rl_optimizer, (c.rl.iterations - c.critic.warmup) * c.rl.updates),
+    optimizer.rates(tx),
   )
 
 
@@ -175,7 +175,7 @@ def update(
     metrics.append(metric)
     run.profiler.count("update", 1, state)
   # The host computes metrics while the devices are busy.
-  rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
+  rate = optimizer.last_rate(programs.rates, state.opt_state)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
   trained_B = rollout.lengths * (rollout.stopped | (not c.rl.mask_truncated))

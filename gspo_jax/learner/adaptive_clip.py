@@ -32,15 +32,15 @@ def adapted(
 ) -> TrainState:
   """Returns the state with clip ranges adapted to an iteration's metrics.
 
-  The computation runs on the devices; no value is fetched. The ranges stay unchanged if no token
-  was trained on, and after a non-finite update with on_nonfinite="stop".
+  The computation runs on the devices; no value is fetched. The ranges stay unchanged without a
+  gradient, and after a non-finite update with on_nonfinite="stop".
   """
   if state.clip_factor is None:
     return state
   factor = _adapted(
     state.clip_factor,
     row[METRIC],
-    row["ratio/mean"],
+    row["grad_norm"],
     state.skipped,
     dict(target=config.target, gain=config.gain),
     stop=on_nonfinite == "stop",
@@ -49,7 +49,6 @@ def adapted(
 
 
 @functools.partial(jax.jit, static_argnames="stop")
-def _adapted(factor, clipped, ratio, skipped, hyperparameters, *, stop):
-  # Ratios are positive, so a mean of 0 implies no trained token.
-  sound = jnp.isfinite(clipped) & (ratio > 0) & ((skipped == 0) | (not stop))
+def _adapted(factor, clipped, grad_norm, skipped, hyperparameters, *, stop):
+  sound = jnp.isfinite(clipped) & (grad_norm != 0) & ((skipped == 0) | (not stop))
   return jnp.where(sound, adapted_factor(factor, clipped, **hyperparameters), factor)

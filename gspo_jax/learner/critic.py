@@ -148,20 +148,26 @@ def update(
   grads: head.Critic,
   apply: Callable,
   hyperparameters: Mapping[str, Any],
+  changes: jax.Array,
 ) -> tuple[TrainState, Metrics]:
   """Applies the critic's own update and returns the state and metrics.
 
-  During the critic's warmup updates, the policy and its optimizer keep their old state.
+  The policy and its optimizer keep their old state during the critic's warmup updates, and without
+  a gradient. So does the critic without a gradient.
+
+  Args:
+    changes: whether the policy has a gradient.
   """
   params, moments = old.critic.params, old.critic.opt_state
   updates, moments = apply(grads, moments, params, hyperparameters["critic_optimizer"])
-  critic = CriticState(optax.apply_updates(params, updates), moments)
-  waits = old.step < hyperparameters["critic"]["warmup"]
+  critic, norm = CriticState(optax.apply_updates(params, updates), moments), optax.tree.norm(grads)
+  moves = changes & (old.step >= hyperparameters["critic"]["warmup"])
   params, opt_state = jax.tree.map(
-    lambda x, y: jnp.where(waits, y, x), (new.params, new.opt_state), (old.params, old.opt_state)
+    lambda x, y: jnp.where(moves, x, y), (new.params, new.opt_state), (old.params, old.opt_state)
   )
+  critic = jax.tree.map(lambda x, y: jnp.where(norm != 0, x, y), critic, old.critic)
   new = new.replace(params=params, opt_state=opt_state, critic=critic)
-  return new, {GRAD_NORM: Max(optax.tree.norm(grads))}
+  return new, {GRAD_NORM: Max(norm)}
 
 
 def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | None]:

@@ -69,21 +69,31 @@ def rate(schedule: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
   return np.where(count < warmup, rise, peak * (1 - (1 - schedule["final"]) * done))
 
 
-def rates(config: OptimizerConfig, updates: int) -> np.ndarray:
-  """Returns the rate of each update, on the host."""
-  return rate(hyperparameters(config, updates), np.arange(updates), np)
+def rates(tx: Optimizer) -> np.ndarray:
+  """Returns the rates up to the schedule's end, on the host."""
+  schedule = tx.hyperparameters
+  return rate(schedule, np.arange(schedule["warmup"] + schedule["rest"] + 1), np)
+
+
+def last_rate(rates: np.ndarray, opt_state: Any) -> jax.Array:
+  """Rate of the last applied update; 0 before the first.
+
+  The count is that of the optimizer's state, of applied updates.
+
+  Args:
+    rates: rates of the updates from the first one on; the last rate stays.
+  """
+  states = jax.tree.leaves(opt_state, is_leaf=_has_rate)
+  return _rate_after(rates, next(filter(_has_rate, states)).count)
+
+
+def _has_rate(state: Any) -> bool:
+  return isinstance(state, optax.ScaleByScheduleState)
 
 
 @jax.jit
-def last_rate(rates: np.ndarray, step: jax.Array, waits: int = 0) -> jax.Array:
-  """Rate of the last applied update; 0 before the first update.
-
-  Args:
-    step: `TrainState.step`; skipped updates do not count.
-    waits: number of warmup updates, of the critic alone.
-  """
-  applied = step - waits
-  return jnp.where(applied > 0, rates[jnp.maximum(applied - 1, 0)], 0.0)
+def _rate_after(rates: np.ndarray, count: jax.Array) -> jax.Array:
+  return jnp.where(count > 0, rates[jnp.clip(count - 1, 0, len(rates) - 1)], 0.0)
 
 
 @functools.cache

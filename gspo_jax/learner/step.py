@@ -269,8 +269,8 @@ def _step(
   Returns (state, batch, hyperparameters) -> (state, metrics). Gradients of numerators are summed
   over micro-batches, denominators are summed, and one division follows. So the number of
   micro-batches affects memory only. (The load-balance loss is an exception: it is a product of two
-  means per micro-batch.) A batch without a trained token leaves the state unchanged. The metric
-  `updates_skipped` counts skipped updates of the whole run.
+  means per micro-batch.) A gradient of 0 changes no parameter, moment or count, whatever the cause:
+  Adam would follow its momentum. The metric `updates_skipped` counts skipped updates of the run.
 
   A critic is trained in the same backward pass: the numerator of `critic.LOSS` is its loss.
 
@@ -297,7 +297,7 @@ def _step(
     differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
     grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    trains = denominator > 0  # Even without a trained token, Adam would follow its momentum.
+    trains = denominator > 0
     grads = replicas.summed(grads)
     grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, policy, hyperparameters["optimizer"])
@@ -306,15 +306,15 @@ def _step(
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":
       sound &= state.skipped == 0
+    changes = grad_norm != 0
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     if state.critic is not None:
-      new, row = critics.update(new, state, critic_grads, apply_to_critic, hyperparameters)
-      metrics |= row
-      sound &= jnp.isfinite(row[critics.GRAD_NORM].value)
-    state = jax.tree.map(lambda new, old: jnp.where(sound & trains, new, old), new, state)
+      new, row = critics.update(new, state, critic_grads, apply_to_critic, hyperparameters, changes)
+      metrics, critic_norm = metrics | row, row[critics.GRAD_NORM].value
+      sound, changes = sound & jnp.isfinite(critic_norm), changes | (critic_norm != 0)
+    state = jax.tree.map(lambda new, old: jnp.where(sound & trains & changes, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
-    metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
-    return state, metrics
+    return state, metrics | dict(grad_norm=Max(grad_norm), updates_skipped=Last(state.skipped))
 
   return programs.jit(step, learner.compute, donate_argnums=0)
 

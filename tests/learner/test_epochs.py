@@ -64,7 +64,7 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path, monkeypatch):
     assert "minibatch/3/loss" in row and "minibatch/4/loss" not in row
     assert row["minibatch/0/ratio/deviation"] == 0, "of the policy that sampled"
     assert row["minibatch/2/ratio/deviation"] > 0, "the same responses, under other weights"
-  rates = optimizer.rates(config.rl_optimizer, 3 * 2 * 2)
+  rates = optimizer.rates(optimizer.make(config.rl_optimizer, 3 * 2 * 2))
   assert [row["learning_rate"] for row in rows] == pytest.approx(rates[[3, 7, 11]])
   ranges = [row["clip_range"] for row in rows]
   moved = [2.0 * (row["clip_fraction/token"] - 0.3) for row in rows[:-1]]
@@ -117,8 +117,8 @@ def state(skipped=0, factor=2.0):
 
 
 def test_adaptive_ranges_stay_after_failed_or_empty_updates():
-  def row(clipped, ratio=1.0):
-    return {"clip_fraction/token": jnp.float32(clipped), "ratio/mean": jnp.float32(ratio)}
+  def row(clipped, grad_norm=1.0):
+    return {"clip_fraction/token": jnp.float32(clipped), "grad_norm": jnp.float32(grad_norm)}
 
   config = AdaptiveClipConfig(target=0.2)
   for on_nonfinite, skipped, expected in (
@@ -128,6 +128,6 @@ def test_adaptive_ranges_stay_after_failed_or_empty_updates():
   ):
     after = adaptive_clip.adapted(state(skipped), row(0.7), config, on_nonfinite)
     assert float(after.clip_factor) == pytest.approx(expected)
-    for nothing in (row(np.nan), row(0.0, ratio=0.0)):  # no token was trained on
+    for nothing in (row(np.nan), row(0.0, grad_norm=0.0)):  # no response teaches
       assert float(adaptive_clip.adapted(state(), nothing, config, on_nonfinite).clip_factor) == 2
   assert adaptive_clip.adapted(state(factor=None), {}, config, "stop").clip_factor is None

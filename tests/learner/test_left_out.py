@@ -23,6 +23,7 @@ from gspo_jax.learner.state import new_state
 
 LENGTHS = (5, 20, 3, 4, 9, 4, 12, 6)
 OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=0.2)
+ADAM = optax.adamw(1e-2)
 
 
 def batch(**changes):
@@ -90,10 +91,25 @@ def test_mini_batch_of_masked_responses_changes_nothing():
   assert row["updates_skipped"] == 0
 
 
-def test_optimizer_ignores_momentum_without_tokens():
-  step, whole = rl_step(learner(SHALLOW), OBJECTIVE, optax.adamw(1e-2)), batch()
+# Mini-batches without a gradient: of masked responses, equal rewards, and clipped ratios.
+WITHOUT_GRADIENT = dict(
+  masked=lambda whole: whole.replace(mask_BT=0 * whole.mask_BT),
+  equal=lambda whole: whole.replace(advantage_B=0 * whole.advantage_B),
+  clipped=lambda whole: whole.replace(
+    advantage_B=abs(whole.advantage_B), old_logp_BT=whole.old_logp_BT - 5 * whole.mask_BT
+  ),
+)
+
+
+@pytest.mark.parametrize("nothing", WITHOUT_GRADIENT.values(), ids=WITHOUT_GRADIENT)
+def test_optimizer_ignores_momentum_without_a_gradient(nothing):
+  step, whole = rl_step(learner(SHALLOW), OBJECTIVE, ADAM), batch()
   with placed(SHALLOW, whole, (1, 1, 1, 1)) as (params, whole):
-    state, _ = step(new_state(params, optax.adamw(1e-2)), whole)
+    state, row = step(new_state(params, ADAM), whole)
+    assert row["grad_norm"].compute() > 0 and state.step == 1
     before = jax.device_get(state)
-    state, _ = step(state, whole.replace(mask_BT=0 * whole.mask_BT))
+    state, row = step(state, nothing(whole))
+    assert row["grad_norm"].compute() == 0
     chex.assert_trees_all_equal(jax.device_get(state), before)
+    state, _ = step(state, whole)
+    assert state.step == 2

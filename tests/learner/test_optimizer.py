@@ -7,15 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.configs import config_of
 from support.small_models import SHALLOW, initial
 
-from gspo_jax.learner.optimizer import decayed, last_rate, make, rates
+from configs import tiny_ppo
+from gspo_jax.learner.critic import optimizers
+from gspo_jax.learner.optimizer import decayed, last_rate, make
+from gspo_jax.learner.optimizer import rates as rates_of
 from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
   learning_rate=1e-3, schedule="linear", warmup_steps=0, final_fraction=0.1, b1=0.9, b2=0.95,
   weight_decay=0.0, clip_norm=1.0,
 )  # fmt: skip
+
+
+def rates(config, updates):
+  """Rates of all updates of a run."""
+  known = rates_of(make(config, updates))
+  return np.append(known, [known[-1]] * max(0, updates - len(known)))[:updates]
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
@@ -38,10 +48,28 @@ def test_constant_and_short_schedules_have_the_expected_rates():
   assert (np.diff(rising) > 0).all() and rising[-1] < 1e-3
 
 
-def test_reported_rate_is_that_of_the_last_update():
-  all_rates = rates(CONFIG, 5)
-  shown = [float(last_rate(all_rates, jnp.int32(step), waits=2)) for step in range(8)]
-  np.testing.assert_allclose(shown, [0, 0, 0, *all_rates], rtol=1e-6)
+def test_reported_rate_is_the_one_used():
+  """With equal gradients Adam moves a weight by the rate."""
+  config = dataclasses.replace(CONFIG, warmup_steps=2, clip_norm=0.0)
+  tx, params, shown, used = make(config, 5), initial(SHALLOW), [], []
+  state, ones, update = tx.init(params), jax.tree.map(jnp.ones_like, params), jax.jit(tx.update)
+  assert float(last_rate(rates_of(tx), state)) == 0
+  for _ in range(7):
+    updates, state = update(ones, state, params, tx.hyperparameters)
+    shown.append(float(last_rate(rates_of(tx), state)))
+    used.append(-float(jax.tree.leaves(updates)[0].ravel()[0]))
+  np.testing.assert_allclose(shown, used, rtol=1e-5)
+  np.testing.assert_allclose(shown[:5], rates(config, 5), rtol=1e-6)
+
+
+def test_schedule_and_warm_up_of_a_critic_are_counted_in_updates_of_all_iterations():
+  keys = dict(rl__iterations=10, critic__warmup_iterations=3, rl__minibatches=2, rl__epochs=2)
+  c = config_of(tiny_ppo.get_config, **keys)
+  policy, critic = optimizers(c)
+  assert c.rl.updates == 4 and critic.hyperparameters["warmup"] == 3 * 4
+  assert len(rates_of(policy)) == 7 * 4 and len(rates_of(critic.tx)) == 10 * 4
+  least = c.rl_optimizer.learning_rate * c.rl_optimizer.final_fraction
+  assert rates_of(policy)[-2] > rates_of(policy)[-1] == pytest.approx(least)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,21 @@ def test_dithered_weights_are_the_frozen_ones_without_a_change_and_the_gradient_
   np.testing.assert_allclose(jax.grad(total)(w.a), np.broadcast_to(b_sum, w.a.shape), rtol=1e-2)
 
 
+def test_dither_depends_on_the_place_alone():
+  """Sums in the same place between their neighbours are rounded alike, whatever the weights."""
+
+  def rounded(value):
+    constant = jnp.full((1, 1, 16), value, jnp.float32)
+    frozen, ones = jnp.zeros((1, 12, 16), jnp.bfloat16), jnp.ones((1, 12, 1), jnp.float32)
+    return np.asarray(lora.dithered(lora.Adapted(frozen, ones, constant, 1.0)), np.float32)[0]
+
+  for share in (0.25, 0.6):  # The place between 1 and its neighbour.
+    up = rounded(1 + share / 128) > 1
+    assert 0 < up.mean() < 1
+    for start, width in (2.0, 1 / 64), (1.5, 1 / 128), (0.25, 1 / 512):
+      np.testing.assert_array_equal(rounded(start + share * width) > start, up)
+
+
 def layers_of(block):
   """Each layer of the two by itself."""
   return [jax.tree.map(operator.itemgetter(i), block) for i in range(2)]
