@@ -18,7 +18,15 @@ from gspo_jax.objectives.reductions import Mean, Metrics
 from gspo_jax.settings.objective import CORRECTIONS, ObjectiveConfig, _correction_options
 from gspo_jax.structs import TrainBatch
 
-PENALTIES = ("ref_logp_BT", "kl", "kl_coef", "kl_mask_BT", "entropy_BT", "entropy_coef")
+PENALTIES = (
+  "ref_logp_BT",
+  "sampler_logp_BT",
+  "kl",
+  "kl_coef",
+  "kl_mask_BT",
+  "entropy_BT",
+  "entropy_coef",
+)
 
 
 def configured_loss(
@@ -42,6 +50,8 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef:
     options["ref_logp_BT"] = batch.ref_logp_BT
+    if options.get("kl") == "k3_weighted":  # Recomputed ones may be of a later policy.
+      options["sampler_logp_BT"] = batch.sampler_logp_BT
     if batch.mixed_B is not None:
       options["kl_mask_BT"] = jnp.broadcast_to(batch.mixed_B[:, None], batch.mask_BT.shape)
   old_logp_BT = batch.ref_logp_BT if loss.to_reference else batch.old_logp_BT

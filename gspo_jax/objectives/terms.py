@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
   weight: Array  # [B] or [B, T], multiplies the objective: truncated_weight and its like
   response_BT: Array  # ids in [0, T): the response of a packed row that a token belongs to
   ref_logp_BT: Array  # log-probabilities of a reference policy
+  # Log-probabilities of the policy that sampled, for "k3_weighted" (default: `old_logp_BT`).
+  sampler_logp_BT: Array
   # The estimate of KL(π_θ‖π_ref) to penalise: "k1", "k2", "k3" (default) or "k3_weighted" (kl.py).
   kl: str
   kl_coef: float  # its factor (default 0)
@@ -291,6 +293,7 @@ def _penalty(
   tokens: Tokens,
   *,
   ref_logp_BT: ArrayLike | None = None,
+  sampler_logp_BT: ArrayLike | None = None,
   kl: Literal["k1", "k2", "k3", "k3_weighted"] = "k3",
   kl_coef: Number = 0.0,
   kl_mask_BT: ArrayLike | None = None,
@@ -308,6 +311,9 @@ def _penalty(
     if kl not in _KL:
       raise ValueError(f"kl must be one of {', '.join(_KL)}, got {kl!r}")
     ref_logp_BT = checks.tokens(ref_logp_BT, "ref_logp_BT", tokens.mask_BT, dtype)
+    if sampler_logp_BT is not None:
+      sampler_logp_BT = checks.tokens(sampler_logp_BT, "sampler_logp_BT", tokens.mask_BT, dtype)
+      old_logp_BT = stop_gradient(sampler_logp_BT)
     kl_BT = _KL[kl](logp_BT, ref_logp_BT, old_logp_BT)
     penalty_BT = jnp.asarray(kl_coef, dtype) * kl_BT
     if kl_mask_BT is not None:

@@ -226,6 +226,40 @@ def test_kl_groups_mixed_excludes_groups_of_equal_rewards():
   assert losses[3] == losses[4] != losses[0]
 
 
+@pytest.mark.parametrize("old_logp", ["sampler", "recompute"])
+def test_weighted_kl_is_of_the_policy_that_sampled(old_logp):
+  """Recomputed log-probs may be of a later policy: exact, over 6 tokens."""
+  random, soft = np.random.default_rng(1), jax.nn.log_softmax
+  logits, lag, ref = (jnp.asarray(random.normal(size=6), jnp.float32) for _ in range(3))
+  sampler, ref = soft(logits + 0.7 * lag), soft(ref)
+  config = objective("grpo", old_logp=old_logp, kl="k3_weighted", kl_coef=1.0)
+  zero = jnp.zeros((6, 1), jnp.int32)
+  old = soft(logits) if old_logp == "recompute" else sampler
+  minibatch = TrainBatch(
+    ModelInputs(tokens_BT=zero, segments_BT=zero + 1),
+    mask_BT=jnp.ones((6, 1)),
+    advantage_B=jnp.zeros(6),
+    old_logp_BT=old[:, None],
+    sampler_logp_BT=sampler[:, None],
+    ref_logp_BT=ref[:, None],
+  )
+
+  @jax.jit
+  @jax.grad
+  def penalty(logits):
+    logp_BT = soft(logits)[:, None]
+    entropy_BT, sampled = jnp.zeros((6, 1)), jnp.exp(sampler)
+
+    def undivided(logp_BT):
+      return configured_loss(config, logp_BT, entropy_BT, minibatch)[0].numerator
+
+    slope = jax.lax.stop_gradient(jax.grad(undivided)(logp_BT)[:, 0])
+    return (sampled * slope * logp_BT[:, 0]).sum()
+
+  expected = jax.grad(lambda x: (jnp.exp(soft(x)) * (soft(x) - ref)).sum())(logits)
+  np.testing.assert_allclose(penalty(logits), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_configuration_survives_json():
   for name in LOSSES:
     config = configured(name=name, old_logp="recompute", correction__name="masked")
