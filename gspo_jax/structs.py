@@ -156,7 +156,7 @@ class TrainBatch:
   # int32: segment number of each token. Segments have importance ratios of their own in objective
   # "segment" (sampling/parts.py). None: a response is one segment
   unit_BT: Array | None = None
-  # bool: rewards of the sequence's group differ, so the KL penalty applies; None: to all sequences
+  # bool: the sequence's group has advantages, so the KL penalty applies; None: to all sequences
   mixed_B: Array | None = None
   # int8 or int16, -1 for no expert: experts of the old policy in the trainer; None: not needed
   old_experts_BTlk: Array | None = None

@@ -305,7 +305,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     sampler_logp_BT=real,
     advantage_BT=None if c.estimator.by_response else real,
-    mixed_B=field(jnp.bool_) if c.objective.kl_groups == "mixed" else None,
+    mixed_B=field(jnp.bool_) if c.kl_by_group else None,
     unit_BT=tokens if c.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     old_experts_BTlk=experts,

@@ -14,7 +14,6 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import ages as ages_of
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.objectives.advantages import alike
 from gspo_jax.sampling.delimiters import Delimiters, delimiters, step_ends
 from gspo_jax.sampling.parts import breaks, segment_ids
 from gspo_jax.settings.objective import ObjectiveConfig
@@ -84,9 +83,8 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
   """Returns the fields of a batch needed by some configurations only."""
   fields = {}
-  if c.objective.kl_groups == "mixed":
-    alike_P1 = np.asarray(alike(scored.reward_PG, scored.known_B.reshape(scored.reward_PG.shape)))
-    fields["mixed_B"] = np.repeat(~alike_P1, scored.reward_PG.shape[1])
+  if c.kl_by_group:
+    fields["mixed_B"] = in_teaching_group(c, scored)
   if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages.
     in_parts = scored.advantage_BL is not None
     fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
@@ -95,6 +93,14 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
   if c.estimator.needs >= {"critic", "turns"}:
     fields["turn_BT"] = rollout.turns
   return fields
+
+
+def in_teaching_group(c: RunConfig, scored: Scored) -> np.ndarray:
+  """Whether some advantage of each response's group differs from 0, bool [B]."""
+  nonzero_PG = scored.advantage_PG != 0
+  if c.objective.loss.by_token and scored.advantage_BL is not None:
+    nonzero_PG = (scored.advantage_BL != 0).any(axis=1).reshape(nonzero_PG.shape)
+  return np.repeat(nonzero_PG.any(axis=1), nonzero_PG.shape[1])
 
 
 def has_older(rollout: Rollout, version: int) -> bool:

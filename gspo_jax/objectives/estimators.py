@@ -22,9 +22,10 @@ class Estimator:
   # (rewards [P, G], valid_PG, `options` by name) -> advantages [P, G]. None if they need more than
   # rewards of a group.
   of_group: Callable[..., Array] | None = None
-  options: tuple[str, ...] = ()  # Options of a loss for `of_group`.
+  options: tuple[str, ...] = ()  # Options of a loss, and `right_from`, for `of_group`.
   group: bool = False  # Compares responses to a prompt: needs at least two.
   relative: bool = False  # Groups of equal rewards get 0.
+  parts: bool = False  # Compares turns or lines: groups get 0 if these have equal rewards.
   across_groups: bool = False  # Statistics of the whole batch, without masked responses.
   # Requirements: a "critic", a "teacher", a "reference" (in the reward), "signals" (several
   # rewards, costs), "turns" or "lines" with separate rewards. `beside` lists further allowed ones.
@@ -87,11 +88,9 @@ _ALL = (
     kinds=(*_KINDS, "batch"),
     on_devices=True,
   ),
-  Estimator(
-    "turns", group=True, relative=True, needs=frozenset({"turns"}), kinds=_KINDS, by_token=True
-  ),
-  Estimator(
-    "lines", group=True, relative=True, needs=frozenset({"lines"}), kinds=_KINDS, by_token=True
+  *(
+    Estimator(name, group=True, parts=True, needs=frozenset({name}), kinds=_KINDS, by_token=True)
+    for name in ("turns", "lines")
   ),
   *(
     Estimator(
@@ -108,7 +107,9 @@ _ALL = (
     beside=_WHOLE,
   ),
   Estimator("soft", _soft, options=("beta", "soft_value"), group=True, beside=_WHOLE),
-  Estimator("best", partial(selection_weights, select="best"), beside=_WHOLE),
+  Estimator(
+    "best", partial(selection_weights, select="best"), options=("right_from",), beside=_WHOLE
+  ),
   Estimator("reward", partial(selection_weights, select="reward"), beside=_WHOLE),
 )
 ESTIMATORS = {estimator.name: estimator for estimator in _ALL}

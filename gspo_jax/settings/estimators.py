@@ -42,7 +42,7 @@ def check(c: RunConfig) -> None:
       f"objective.advantage={kind!r} has no effect, since {source} gives the advantages; leave it "
       "unset"
     )
-  if rounds > 0 and not estimator.relative:
+  if rounds > 0 and not (estimator.relative or estimator.parts):
     raise ValueError(
       f"{source and f'{source}: '}data.query_set.extra_rounds={rounds} leaves out groups of equal "
       f"rewards, and {'it' if source else learns} learns from them; set it to 0"

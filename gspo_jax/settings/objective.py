@@ -160,7 +160,7 @@ class ObjectiveConfig:
   advantage: Literal[*O.ESTIMATORS] | None = key(
     None, "estimator of advantages; unset: by critic, teacher, ..., else the loss's published one"
   )
-  kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups of equal rewards")
+  kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups without advantages")
   reward_kl_coef: NonNegativeFloat = key(
     0.0, "factor of a response's Σ log π_old/π_ref, subtracted from its reward"
   )

@@ -163,6 +163,19 @@ class RunConfig:
     return O.ESTIMATORS[kind]
 
   @property
+  def compares_parts(self) -> bool:
+    """Whether turns or lines are compared, and not whole responses."""
+    return self.estimator.parts and self.objective.loss.by_token
+
+  @property
+  def kl_by_group(self) -> bool:
+    """Whether groups without advantages have no KL penalty.
+
+    With a critic, a teacher or a price in the reward, all groups have advantages.
+    """
+    return self.objective.kl_groups == "mixed" and not self.estimator.on_devices
+
+  @property
   def needs_group(self) -> bool:
     """Whether a response is compared with others to its prompt."""
     if self.distillation.alone or not self.estimator.of_rewards:

@@ -124,15 +124,14 @@ def placing(name, **distillation):
 
 
 def test_batch_has_the_inputs_of_its_configuration_and_no_others():
-  """Covers mixed groups by verdicts, truncated responses and turns of tokens."""
+  """Covers truncated responses and turns of tokens."""
   sampled, judged = rollout(), JUDGED | dict(reward_PG=np.array([[1.0, 0.0]]))
   sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
   ppo = dict(objective__name="ppo_clip", critic__name="head", environment__name="calculator")
-  for verdicts, mixed in ((True, True), True), ((True, False), False):
-    config = config_of(common.base, objective__kl_groups="mixed", objective__kl_coef=0.1, **sizes)
-    (batch,) = place(config, ONE, scored(sampled, known_B=np.array(verdicts), **judged))
-    assert batch.mixed_B.tolist() == [mixed, mixed]
-    assert batch.advantage_inputs == AdvantageInputs()
+  (batch,) = place(
+    config_of(common.base, **sizes), ONE, scored(sampled, known_B=np.ones(2, bool), **judged)
+  )
+  assert batch.advantage_inputs == AdvantageInputs()
   keys = dict(critic__bootstrap=True, objective__advantage="turn_gae")
   config = config_of(common.base, **ppo, **sizes, **keys)
   (batch,) = place(config, ONE, scored(sampled, known_B=np.ones(2, bool), **judged))
@@ -157,3 +156,44 @@ def test_distillation_without_rewards_needs_no_verdict():
   config, sampled = placing("ppo_clip", teacher="t", reward_weight=0.0), rollout()
   (batch,) = place(config, ONE, scored(sampled, known_B=np.zeros(2, bool), **JUDGED))
   np.testing.assert_array_equal(batch.mask_BT, sampled.mask)
+
+
+BY_LINE = dict(reward__name="recurrence", reward__per_line=True, data__train="recurrence:train")
+BY_LINE |= dict(data__eval="recurrence:heldout")
+LIMIT = dict(constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0)
+# A configuration, advantages of the two responses and of their tokens, and the groups with KL.
+TEACHING = {
+  "different rewards": ({}, [0.7, -0.7], None, True),
+  "equal rewards": ({}, [0, 0], None, False),
+  "equal rewards, other costs": (LIMIT, [0.7, -0.7], None, True),
+  "equal rewards, both imitated": (dict(objective__name="rft"), [1, 0], None, True),
+  "equal sums of other lines": (
+    BY_LINE | dict(objective__name="gspo_token"), [0, 0], [[0.7], [-0.7]], True,
+  ),
+  "equal lines": (BY_LINE | dict(objective__name="gspo_token"), [0, 0], [[0], [0]], False),
+  "lines of a loss of whole responses": (
+    BY_LINE | dict(objective__name="gspo"), [0, 0], [[0.7], [-0.7]], False,
+  ),
+  "a critic": (
+    dict(objective__name="ppo_clip", critic__name="head"), [0, 0], None, None,
+  ),
+  "a teacher": (
+    dict(objective__name="ppo_clip", distillation__teacher="/t"), [0, 0], None, None,
+  ),
+  "a price in the reward": (dict(objective__reward_kl_coef=0.1), [0, 0], None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, responses, tokens, teaches", TEACHING.values(), ids=TEACHING)
+def test_groups_that_teach_have_a_kl_penalty(keys, responses, tokens, teaches):
+  """Advantages count, whatever they are made of; those of devices are never all 0."""
+  sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
+  mixed = dict(objective__kl_groups="mixed", objective__kl_coef=0.1)
+  config, sampled = config_of(common.base, **keys | sizes | mixed), rollout()
+  advantages = dict(advantage_PG=np.float32([responses]), advantage_BL=None)
+  if tokens:
+    advantages["advantage_BL"] = sampled.mask * np.float32(tokens)
+  judged = scored(sampled, known_B=np.ones(2, bool), **JUDGED | advantages)
+  (batch,) = place(config, ONE, judged)
+  assert (batch.mixed_B is None) == (teaches is None)
+  assert teaches is None or batch.mixed_B.tolist() == [teaches] * 2
