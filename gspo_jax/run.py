@@ -260,6 +260,7 @@ def make_evaluator(
     stop_strings=config.sampling.stop_strings,
     directory=directory,
     identity=repr(settings) + "".join(map(user_source.checksum, functions)),
+    right_from=config.reward.right_from,
     signals=scoring.signals,
   )
 

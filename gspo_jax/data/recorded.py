@@ -16,10 +16,10 @@ from gspo_jax.data import replies, tokenizer
 from gspo_jax.data.files import BadRow, Skipped, read
 from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
+from gspo_jax.settings.rewards import LARGEST
 from gspo_jax.structs import Prompt
 
 CHARACTERS = 1 << 20  # maximum length of a text; longer texts keep the tokenizer busy too long
-LARGEST = 1e6  # maximum absolute reward
 
 
 @dataclasses.dataclass(frozen=True)

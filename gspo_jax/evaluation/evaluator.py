@@ -1,4 +1,4 @@
-"""Evaluation on benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating.
+"""Evaluation on benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating, reward.
 
 Problems are scored and logged in chunks, in order of completion. An interrupted evaluation resumes
 with the missing problems if weights (by checksum), problems, verifier and settings are unchanged.
@@ -26,6 +26,7 @@ from gspo_jax.runs.metrics import Row
 from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Driver, Engine, Trajectory, Workload
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.sampling.trajectory import right, totals
 from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
@@ -67,6 +68,9 @@ class Evaluator:
   stop_strings: tuple[str, ...] = ()
   directory: Path | None = None  # Directory of results and the resume log; None writes no files.
   identity: str = ""  # Other inputs of responses and scores, such as the reward's settings.
+  right_from: float | None = (
+    None  # Smallest reward of right conversations; None: `correct` decides.
+  )
   signals: Signals | None = None  # Constraints' signals of single-turn responses; None for none.
 
   def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:
@@ -261,8 +265,12 @@ class Evaluator:
     if benchmark.environment is not None:
       failures = [trajectory.failure for trajectory in sampled]
       unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
-      figures = [dict(trajectory.figures) for trajectory in sampled]
-      rows = [dict(reward=float(row.pop("correct")), figures=row) for row in figures]
+      figures = [{k: x for k, x in t.figures.items() if k != "correct"} for t in sampled]
+      right_B = right(sampled, self.right_from)
+      rows = [
+        dict(reward=float(total), correct=bool(is_right), figures=row)
+        for total, is_right, row in zip(totals(sampled), right_B, figures)
+      ]
       outcomes = dict(crash=len(unknown)) if unknown else {}
     else:
       stopped = [trajectory.stopped for trajectory in sampled]
@@ -271,7 +279,11 @@ class Evaluator:
       ]
       scores = benchmark.score(responses, prompts, finished=stopped)
       outcomes, unknown = dict(scores.outcomes), scores.unknown
-      rows = [dict(reward=float(correct)) for correct in scores.correct]
+      values = scores.correct if scores.values is None else scores.values
+      rows = [
+        dict(reward=float(value), correct=bool(is_right))
+        for value, is_right in zip(values, scores.correct)
+      ]
       if self.signals is not None:
         tokens = [trajectory.tokens for trajectory in sampled]
         measured, unmeasured = self.signals(responses, tokens, stopped, prompts)

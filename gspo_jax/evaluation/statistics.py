@@ -29,6 +29,8 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   if benchmark.config.standings:
     rating = elo.virtual_rating(*_participations(benchmark, right_PG))
     row |= _bounded("contest_rating", *rating)
+  rewards = [record["reward"] for record in records if "unknown" not in record]
+  row |= {"reward/mean": float(np.mean(rewards))} if rewards else {}
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
   for name in records[0].get("signals", {}):
     measured = [r["signals"][name] for r in records if r["signals"][name] is not None]
@@ -62,7 +64,7 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
     samples = records[i * k : (i + 1) * k]
-    right = sum(record["reward"] > 0 for record in samples)
+    right = sum(record["correct"] for record in samples)
     yield dict(problem.info) | dict(
       id=problem.id,
       benchmark=benchmark.name or "eval",
@@ -106,5 +108,5 @@ def _bounded(name: str, value: float, low: float, high: float) -> dict[str, floa
 
 def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:
   """Returns 1 for right samples and 0 otherwise, float32 [problems, samples]."""
-  right = [record["reward"] for record in sampled["records"]]
+  right = [record["correct"] for record in sampled["records"]]
   return np.array(right, np.float32).reshape(len(benchmark.problems), -1)

@@ -251,14 +251,19 @@ def soft_advantages(
 
 
 def selection_weights(
-  reward_PG: ArrayLike, select: str = "best", *, valid_PG: ArrayLike | None = None
+  reward_PG: ArrayLike,
+  select: str = "best",
+  right_from: Number | None = None,
+  *,
+  valid_PG: ArrayLike | None = None,
 ) -> Array:
   """Weights w ≥ 0 of responses to be imitated (`rft_loss`). [P,G] -> [P,G].
 
   `select`: "best", 1 for the one with the largest reward, the first of several, and 0 for the
   others: best of G; "reward", the reward itself, so with rewards of 0 and 1 all right ones.
 
-  A reward that is not positive has the weight 0, as has a member that is not valid.
+  A reward that is not positive has the weight 0, as has a member that is not valid. "best" takes
+  rewards from `right_from` on too, for rewards whose right ones are not positive.
 
   Reference: arXiv:2304.06767, the best of K; arXiv:2308.01825 and arXiv:2203.14465, all right ones.
   Differs: where the best reward is not above 0 nothing is chosen: the best of G wrong answers is a
@@ -271,16 +276,19 @@ def selection_weights(
      [0. 0. 0.]]
   """
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
-  weight_PG = jnp.maximum(reward_PG, 0)  # 0 where not valid
   if select == "reward":
-    return weight_PG
+    return jnp.maximum(reward_PG, 0)  # 0 where not valid
   if select != "best":
     raise ValueError(f'select must be "best" or "reward", got {select!r}')
-  place_1G = jnp.arange(weight_PG.shape[1])[None]
-  best_P1 = weight_PG.max(axis=1, keepdims=True)
-  best_PG = weight_PG >= best_P1 * (1 - ROUNDING)
+  chosen_PG = valid_PG & (reward_PG > 0)
+  if right_from is not None:
+    chosen_PG |= valid_PG & (reward_PG >= jnp.asarray(right_from, reward_PG.dtype))
+  value_PG = jnp.where(chosen_PG, reward_PG, -jnp.inf)
+  best_P1 = value_PG.max(axis=1, keepdims=True)
+  best_PG = value_PG >= best_P1 - ROUNDING * abs(best_P1)
+  place_1G = jnp.arange(value_PG.shape[1])[None]
   first_PG = place_1G == best_PG.argmax(axis=1, keepdims=True)
-  return (first_PG & (weight_PG > 0)).astype(weight_PG.dtype)
+  return (first_PG & chosen_PG).astype(reward_PG.dtype)
 
 
 def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = None) -> Array:

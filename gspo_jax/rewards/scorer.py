@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from gspo_jax.rewards import lines, shaping
-from gspo_jax.settings.rewards import VERIFIERS, RewardConfig
+from gspo_jax.settings.rewards import LARGEST, VERIFIERS, RewardConfig
 from gspo_jax.verifiers import pool, thought
 
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
@@ -42,8 +42,9 @@ class Prompt(Protocol):
 
 
 # Function from responses, prompts, and whether each response ended by itself. It returns outcomes,
-# one of OUTCOMES for each response; and values from 0 to 1, or None for 1 at outcome "right" and 0
-# otherwise. An unknown outcome may be a `pool.Failure`, with a reason.
+# one of OUTCOMES for each response; and values, or None for 1 at outcome "right" and 0 otherwise.
+# Values from `reward.right_from` on are right too. An unknown outcome may be a `pool.Failure`, with
+# a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -55,7 +56,7 @@ class Scores:
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
   outcomes: Mapping[str, int]  # Counts by outcome: right, wrong, timeout, ...
-  correct: np.ndarray  # 1 for outcome "right", else 0, float32 [B].
+  correct: np.ndarray  # 1 for right responses, else 0, float32 [B].
   # Outcome and reason of responses without a verdict, by index in the batch. Such responses are
   # neither right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
@@ -63,6 +64,7 @@ class Scores:
   lines: Sequence[np.ndarray] | None = None
   # Verifier's values before noise and additions, float32 [B]; None if equal to `correct`.
   values: np.ndarray | None = None
+  line_values: Sequence[np.ndarray] | None = None  # `lines` before noise and additions.
 
   @property
   def known(self) -> np.ndarray:
@@ -182,14 +184,58 @@ def _score(
     for i, (outcome, _) in enumerate(verdicts)
     if outcome in unknown_names or outcome == "crash"
   }
-  # All outcomes get a count, 0 included.
-  counts = collections.Counter(str(outcome) for outcome, _ in verdicts)
-  outcomes = dict.fromkeys(map(str, names), 0) | counts
-  correct = np.array([outcome == "right" for outcome, _ in verdicts], np.float32)
-  reward = np.array([value for _, value in verdicts], np.float32)
-  scores = Scores(reward, outcomes, correct, unknown, values=reward)
+  exact = np.array([outcome == "right" for outcome, _ in verdicts], np.float32)
+  pairs = zip(exact, (value for _, value in verdicts))
+  values = np.array([right if value is None else value for right, value in pairs], np.float32)
+  graded = right_lines is not None or any(value is not None for _, value in verdicts)
   answers = [prompt.answer for prompt in prompts]
-  added = np.zeros(len(responses), np.float32)
+  by_line, line_values, misjudged = None, None, {}
+  if right_lines is not None:
+    plain = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
+    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, exact)
+    line_values, _ = lines.rewards(plain, right_lines, responses, answers, exact)
+    values = _sums(line_values)
+  right_from = config.threshold if graded else 1.0
+  correct = np.maximum(exact, shaping.reaches(values, right_from))
+  correct[list(unknown)] = 0
+  # All outcomes get a count, 0 included.
+  labels = ["right" if right else str(outcome) for right, (outcome, _) in zip(correct, verdicts)]
+  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(labels) | misjudged
+  scores = Scores(values, outcomes, correct, unknown, by_line, values, line_values)
+  if by_line is None and (config.false_positive or config.false_negative):
+    scores = _misjudged(config, scores, responses, answers, right_from)
+  return _with_additions(config, scores, responses, lengths)
+
+
+def _misjudged(
+  config: RewardConfig,
+  scores: Scores,
+  responses: Sequence[str],
+  answers: Sequence[str],
+  right_from: float,
+) -> Scores:
+  """Misjudges responses at the configured rates, and counts them."""
+  right, rates = scores.correct > 0, (config.false_positive, config.false_negative)
+  flips = scores.known & shaping.flipped(right, responses, answers, *rates)
+  low, high = shaping.extremes(scores.reward[scores.known], right_from)
+  reward = np.where(flips, np.where(right, low, high), scores.reward).astype(np.float32)
+  counts = dict(false_positive=(flips & ~right).sum(), false_negative=(flips & right).sum())
+  outcomes = dict(scores.outcomes) | {name: int(count) for name, count in counts.items()}
+  return dataclasses.replace(scores, reward=reward, outcomes=outcomes)
+
+
+def _with_additions(
+  config: RewardConfig,
+  scores: Scores,
+  responses: Sequence[str],
+  lengths: Sequence[int] | None,
+) -> Scores:
+  """Adds rewards of format and length."""
+  added, outcomes, reward = (
+    np.zeros(len(responses), np.float32),
+    dict(scores.outcomes),
+    scores.reward,
+  )
   if config.format_weight:
     formatted = [shaping.keeps_format(response, config.format) for response in responses]
     outcomes["format_kept"] = sum(formatted)
@@ -197,26 +243,13 @@ def _score(
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
     added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
-  by_line = None
-  if right_lines is not None:
-    exact = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
-    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
-    without_noise, _ = lines.rewards(exact, right_lines, responses, answers, correct)
-    outcomes |= misjudged
-    reward = _sums(by_line)
-    scores = dataclasses.replace(scores, values=_sums(without_noise))
-    for reward_U, addition, scored in zip(by_line, added, scores.known):
+  if scores.lines is not None:
+    reward = _sums(scores.lines)
+    for reward_U, addition, scored in zip(scores.lines, added, scores.known):
       reward_U[-1] += addition
       reward_U *= scored
-  elif config.false_positive or config.false_negative:
-    wrong, right = config.false_positive, config.false_negative
-    flips = shaping.flipped(correct > 0, responses, answers, wrong, right)
-    flips &= scores.known
-    reward = np.where(flips, 1 - correct, reward).astype(np.float32)
-    outcomes["false_positive"] = int((flips & (correct == 0)).sum())
-    outcomes["false_negative"] = int((flips & (correct == 1)).sum())
   reward = np.where(scores.known, reward + added, 0).astype(np.float32)
-  return dataclasses.replace(scores, reward=reward, lines=by_line)
+  return dataclasses.replace(scores, reward=reward, outcomes=outcomes)
 
 
 def _sums(rewards_BU: Sequence[np.ndarray]) -> np.ndarray:
@@ -224,8 +257,10 @@ def _sums(rewards_BU: Sequence[np.ndarray]) -> np.ndarray:
   return np.array([reward_U.sum(dtype=np.float64) for reward_U in rewards_BU], np.float32)
 
 
-def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:
-  """Returns outcome and value of each response.
+def _verdicts(
+  verify: Verify, batch: list[tuple[str, Prompt, bool]]
+) -> list[tuple[str, float | None]]:
+  """Returns outcome of each response, and its value or None.
 
   If the verifier raises, the two halves of the batch are verified separately, recursively. So only
   responses on which the verifier itself fails have no verdict.
@@ -234,13 +269,22 @@ def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tup
     return []
   try:
     outcomes, values = verify(*map(list, zip(*batch)))
-    values = [float(outcome == "right") for outcome in outcomes] if values is None else values
-    return [pair for pair, _ in zip(zip(outcomes, values, strict=True), batch, strict=True)]
+    values = [None] * len(batch) if values is None else values
+    return [
+      _finite(*pair) for pair, _ in zip(zip(outcomes, values, strict=True), batch, strict=True)
+    ]
   except Exception as error:  # Verifiers may raise anything, on arbitrary policy output.
     if len(batch) == 1:
-      return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
+      return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), None)]
   middle = len(batch) // 2
   return _verdicts(verify, batch[:middle]) + _verdicts(verify, batch[middle:])
+
+
+def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
+  """Replaces a verdict without a finite value by a crash."""
+  if value is None or abs(value) <= LARGEST:
+    return outcome, value
+  return pool.Failure("crash", f"the reward {value} is no number up to {LARGEST:g}"), None
 
 
 class NoVerdictError(ValueError):

@@ -6,6 +6,7 @@ The shaped reward of a response is
 
 with v the verifier's value after noise, F whether the format is kept (0 or 1), and L the soft
 overlong punishment (-1 to 0). `Scores.correct` is the verdict without noise and additions.
+Values are any finite numbers; a response with a value from `reward.right_from` on is right.
 """
 
 import hashlib
@@ -71,6 +72,21 @@ def flipped(
   texts = (f"0/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
   chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])
   return chance_B < np.where(correct_B, false_negative, false_positive)
+
+
+def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
+  """Whether values are at least `right_from`, bool [B]."""
+  return np.asarray(value_B, np.float32) >= np.float32(right_from)
+
+
+def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
+  """Returns values of misjudged right and wrong responses.
+
+  They are the smallest value, at most 0, and the largest, at least `right_from`.
+  """
+  low = float(np.min(value_B, initial=0.0))
+  high = float(np.max(value_B, initial=right_from))
+  return (low if low < right_from else right_from - 1), high
 
 
 def uniform(digest: Any) -> float:

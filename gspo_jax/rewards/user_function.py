@@ -1,8 +1,8 @@
 """Verifier with a user's function, named `package.module:function`, in worker processes.
 
-The function takes the text of a response and its prompt's record. It returns a bool or a number
-from 0 to 1: 1 is right, and a smaller number is wrong with partial credit. The record is a dict of
-texts with `id`, `question`, `answer`, and the other fields of the data row.
+The function takes the text of a response and its prompt's record. It returns a bool or a finite
+number, the reward; `reward.right_from` says which rewards are right. The record is a dict of texts
+with `id`, `question`, `answer`, and the other fields of the data row.
 
 A call over the time limit is a timeout. An exception or another return value is a crash. After a
 timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
@@ -12,12 +12,12 @@ is not limited, since the function may load a model, for example.
 import contextlib
 import functools
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from gspo_jax.settings.rewards import LARGEST
 from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
@@ -37,10 +37,7 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
     def verify(responses, prompts, finished):
       results = processes.map([[name, r, record(p)] for r, p in zip(responses, prompts)])
       failed = [isinstance(result, pool.Failure) for result in results]
-      outcomes = [
-        result if bad else "right" if result == 1 else "wrong"
-        for result, bad in zip(results, failed)
-      ]
+      outcomes = [result if bad else "wrong" for result, bad in zip(results, failed)]
       return outcomes, [0.0 if bad else result for result, bad in zip(results, failed)]
 
     yield verify
@@ -62,8 +59,10 @@ def call(item: list[Any]) -> float:
   if not arguments:
     return 0.0
   value = float(function(*arguments))
-  if not (math.isfinite(value) and 0 <= value <= 1):
-    raise ValueError(f"{name} returned {value}, and rewards lie between 0 and 1")
+  if not abs(value) <= LARGEST:  # NaN fails too.
+    raise ValueError(
+      f"{name} returned {value}, which is no number from {-LARGEST:g} to {LARGEST:g}"
+    )
   return value
 
 

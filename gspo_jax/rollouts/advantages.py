@@ -78,7 +78,8 @@ def make(judged: Judged) -> Advantages:
 
 def group_advantages(judged: Judged) -> Advantages:
   """Computes advantages of responses from their rewards alone."""
-  advantage_PG = advantages(judged.config.objective, judged.reward_PG, judged.valid_PG)
+  c = judged.config
+  advantage_PG = advantages(c.objective, judged.reward_PG, judged.valid_PG, c.reward.right_from)
   return Advantages(advantage_PG, None, {})
 
 
@@ -110,10 +111,19 @@ PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
 )
 
 
-def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndarray) -> np.ndarray:
-  """Computes the advantages of the responses of each group, [P, G]."""
+def advantages(
+  config: ObjectiveConfig,
+  reward_PG: np.ndarray,
+  valid_PG: np.ndarray,
+  right_from: float | None = None,
+) -> np.ndarray:
+  """Computes the advantages of responses, [P, G].
+
+  Args:
+    right_from: smallest reward of a right response; None: rewards above 0 may be right.
+  """
   estimator = O.ESTIMATORS[config.advantage_kind]
-  options = options_of(config.name) | config.options()
+  options = options_of(config.name) | config.options() | dict(right_from=right_from)
   options = {name: options.get(name) for name in estimator.options}
   return np.asarray(_estimators[estimator.name](reward_PG, valid_PG=valid_PG, **options))
 

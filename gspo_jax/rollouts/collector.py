@@ -193,7 +193,10 @@ class Collector:
     """Returns the next recorded groups."""
     count, c = self._config.rl.prompts - self._fresh, self._config
     records = self._stateful["recorded"].take(count) if count else ()
-    return [Group.on_record(x, c.rl.group_size, self._tokenizer.decode) for x in records]
+    return [
+      Group.on_record(x, c.rl.group_size, self._tokenizer.decode, c.reward.threshold)
+      for x in records
+    ]
 
   def _chosen(self, sampled: list[Group]) -> list[Group]:
     """Selects at most P groups, preferably mixed ones, in sampling order.
@@ -325,10 +328,15 @@ class Collector:
   def _verdicts(self, groups: Sequence[Group]) -> scoring.Verdicts:
     c = self._config
     if self._environment:
-      return scoring.score_conversations(groups, c.environment)
-    longest = c.sampling.max_new_tokens if c.overlong_follows else 0
+      right_from, compares_parts = c.reward.right_from, c.compares_parts
+      return scoring.score_conversations(groups, c.environment, right_from, compares_parts)
     return scoring.score_responses(
-      groups, self._score, longest=longest, breaks_V=self._breaks_V, signals=self._signals
+      groups,
+      self._score,
+      longest=c.sampling.max_new_tokens if c.overlong_follows else 0,
+      breaks_V=self._breaks_V,
+      signals=self._signals,
+      discount=c.environment.discount if c.compares_parts else None,
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:

@@ -10,14 +10,20 @@ import numpy as np
 
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.sampling import Trajectory
+from gspo_jax.sampling.trajectory import right, totals
 from gspo_jax.settings.sampling import EnvironmentConfig
 
 
-def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.ndarray:
+def charge(
+  trajectories: Sequence[Trajectory], config: EnvironmentConfig, right_from: float | None = None
+) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
   Adds the figures `reward` (without costs) and `cost`. Must be called once per conversation. A
   conversation with contradictory counts of tool calls becomes a failure.
+
+  Args:
+    right_from: smallest reward of right conversations; None: their figure `correct` decides.
 
   Returns:
     float32 [B]: total reward less costs of each conversation. It depends on the sums of rewards,
@@ -26,10 +32,10 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
   if not config.costs:
     return totals(trajectories)
   worth = []
-  for trajectory in trajectories:
+  for trajectory, is_right in zip(trajectories, right(trajectories, right_from), strict=True):
     # Sums of float32 in float64 are exact: the order of rewards over turns does not matter.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
-    charged = config.charge == "all" or trajectory.figures["correct"] > 0
+    charged = config.charge == "all" or is_right
     if charged and config.call_cost and not trajectory.failure:
       trajectory.failure = _disagreement(trajectory)
     if charged and not trajectory.failure:
@@ -44,12 +50,6 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
     trajectory.figures = trajectory.figures | dict(reward=reward, cost=cost)
     worth.append(reward - cost)
   return np.array(worth, np.float32)
-
-
-def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
-  """Sums the rewards of each conversation, float32 [B]."""
-  # Sums of float32 in float64 are nearly exact: the order of rewards over turns does not matter.
-  return np.array([x.rewards.sum(dtype=np.float64) for x in trajectories], np.float32)
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gspo_jax.data import recorded
 from gspo_jax.objectives import advantages
+from gspo_jax.rewards.shaping import reaches
 from gspo_jax.sampling import SingleTurn, Trajectory, conversations
 from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.settings.run import RunConfig
@@ -33,6 +34,9 @@ class Group:
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   # float32: the verifier's score, before any shaping; None: `correct_G`
   value_G: np.ndarray | None = None
+  # Returns of each response's turns or lines, float64 [U], before any shaping; None: whole
+  # responses are compared
+  returns: Sequence[np.ndarray] | None = None
 
   @property
   def finished(self) -> bool:
@@ -50,9 +54,14 @@ class Group:
 
   @property
   def mixed(self) -> bool:
-    """Whether the verifier's scores differ, before any shaping."""
-    value_G = self.correct_G if self.value_G is None else self.value_G
-    return not alike(value_G[self.known_G])
+    """Whether scores differ, of responses or of parts, before any shaping."""
+    if self.returns is None:
+      value_G = self.correct_G if self.value_G is None else self.value_G
+      return not alike(value_G[self.known_G])
+    scored = [return_U for g, return_U in enumerate(self.returns) if g not in self.unknown]
+    longest = max(map(len, scored), default=0)
+    columns = ([x[u] for x in scored if len(x) > u] for u in range(longest))
+    return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON; with rewards if the group is scored."""
@@ -90,11 +99,16 @@ class Group:
 
   @classmethod
   def on_record(
-    cls, record: recorded.Group, size: int, decode: Callable[[list[int]], str]
+    cls,
+    record: recorded.Group,
+    size: int,
+    decode: Callable[[list[int]], str],
+    right_from: float = 1.0,
   ) -> "Group":
     """Builds a scored group of `size` recorded responses.
 
-    Missing responses become blank rows, without tokens and without a verdict.
+    Missing responses become blank rows, without tokens and without a verdict. Responses are right
+    from a reward of `right_from` on.
     """
     prompt = record.prompt
     trajectories = [
@@ -103,7 +117,7 @@ class Group:
     ]
     texts = [decode(trajectory.tokens.tolist()) for trajectory in trajectories]
     reward_G = np.array([response.reward for response in record.responses], np.float32)
-    correct_G = (reward_G > 0).astype(np.float32)
+    correct_G = reaches(reward_G, right_from).astype(np.float32)
     group = cls(prompt, trajectories, texts, reward_G, correct_G, value_G=reward_G)
     return filled(group, size, prompt.tokens, MISSING)
 
@@ -129,6 +143,7 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
     {**group.unknown, **dict.fromkeys(blanks, why)},
     {name: widen(value_G) for name, value_G in group.signals.items()},
     None if group.value_G is None else widen(group.value_G),
+    None if group.returns is None else [*group.returns, *(np.zeros(0) for _ in blanks)],
   )
 
 

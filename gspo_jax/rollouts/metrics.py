@@ -23,6 +23,8 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   row = {
     "reward/mean": float(reward_X.mean()),
     "reward/std": float(reward_X.std()),
+    "reward/min": float(reward_X.min()),
+    "reward/max": float(reward_X.max()),
     "groups_without_spread": float(np.mean([alike(x_X) for x_X in judged if len(x_X)])),
     "response_length/mean": float(np.mean(lengths)),
     "response_length/max": float(max(lengths)),

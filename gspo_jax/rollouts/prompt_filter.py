@@ -2,7 +2,7 @@
 
 The verifier's scores count, never the shaped rewards. With a bonus for short answers, the rewards
 of an all-right group differ, though it teaches nothing. A group without a right response but with
-unequal scores does teach, so it is not all wrong.
+unequal scores does teach, so it is not all wrong. Right is what `reward.right_from` declares.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ class PromptFilter:
       if not len(right_X):
         continue
       tried, responses, right, run, *_ = self._tried.get(name, (0, 0, 0, 0))
-      kind = int(right_X.all()) - int(not right_X.any())  # 1: all right, -1: all wrong
-      kind = 0 if group.mixed else kind
+      all_wrong = not right_X.any() and not group.mixed
+      kind = int(right_X.all()) - int(all_wrong)  # 1: all right, -1: all wrong
       goes_on = run * kind > 0
       if known_G.all():
         run = run + kind if goes_on else kind

@@ -15,6 +15,7 @@ from gspo_jax.rewards.signals import Signals
 from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.groups import Group, trajectories_of
 from gspo_jax.sampling import EnvironmentConfig, parts
+from gspo_jax.sampling.trajectory import right, totals, turn_rewards
 from gspo_jax.verifiers.pool import Failure
 
 
@@ -31,24 +32,38 @@ class Verdicts:
   figures: Sequence[Mapping[str, float]] | None = None  # figures of conversations
   failures: Sequence[str] | None = None  # failures of environments; "": no failure
   values: np.ndarray | None = None  # float32 [B]: scores before any shaping; None: `correct`
+  # Returns of each response's turns or lines, before any shaping; None: not compared.
+  returns: Sequence[np.ndarray] | None = None
 
 
-def score_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
-  """Collects the environments' verdicts on finished conversations, and charges costs."""
+def score_conversations(
+  groups: Sequence[Group],
+  config: EnvironmentConfig,
+  right_from: float | None = None,
+  compares_parts: bool = False,
+) -> Verdicts:
+  """Collects the environments' verdicts on finished conversations, and charges costs.
+
+  Args:
+    right_from: smallest reward of right conversations; None: their figure `correct` decides.
+    compares_parts: whether the same turns of conversations are compared.
+  """
   trajectories = trajectories_of(groups)
-  value_B = costs.totals(trajectories)
-  reward_B = costs.charge(trajectories, config)
+  value_B, right_B = totals(trajectories), right(trajectories, right_from)
+  turns = [turn_rewards(x) for x in trajectories] if compares_parts else None
+  reward_B = costs.charge(trajectories, config, right_from)
   failures = [trajectory.failure for trajectory in trajectories]
   unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
   return Verdicts(
     reward_B,
-    np.array([trajectory.figures["correct"] for trajectory in trajectories], np.float32),
+    right_B.astype(np.float32),
     unknown,
     dict(crash=len(unknown)) if unknown else {},
     rewards=[trajectory.rewards for trajectory in trajectories],
     figures=[trajectory.figures for trajectory in trajectories],
     failures=failures,
     values=value_B,
+    returns=_returns(turns, config.discount),
   )
 
 
@@ -59,6 +74,7 @@ def score_responses(
   longest: int = 0,
   breaks_V: np.ndarray | None = None,
   signals: Signals | None = None,
+  discount: float | None = None,
 ) -> Verdicts:
   """Scores single-turn responses by the verifier and the signals.
 
@@ -67,6 +83,7 @@ def score_responses(
       responses are shifted equally. 0: actual lengths.
     breaks_V: number of line breaks in each token's text, for rewards of lines.
     signals: further rewards and costs; None: no signals.
+    discount: γ of the returns of lines; None: whole responses are compared.
   """
   trajectories = trajectories_of(groups)
   tokens = [trajectory.tokens for trajectory in trajectories]
@@ -91,7 +108,19 @@ def score_responses(
     measured,
     rewards,
     values=scores.values,
+    returns=None if discount is None else _returns(scores.line_values, discount),
   )
+
+
+def _returns(values: Sequence[np.ndarray] | None, discount: float) -> list[np.ndarray] | None:
+  """Computes the returns of turns or lines, float64 [U]."""
+  if values is None:
+    return None
+  returns = [np.array(value_U, np.float64) for value_U in values]
+  for return_U in returns:
+    for u in reversed(range(len(return_U) - 1)):
+      return_U[u] += discount * return_U[u + 1]
+  return returns
 
 
 def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
@@ -102,6 +131,7 @@ def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
     group.reward_G, group.correct_G = verdicts.reward[start:end], verdicts.correct[start:end]
     group.unknown = {i - start: why for i, why in verdicts.unknown.items() if start <= i < end}
     group.value_G = None if verdicts.values is None else verdicts.values[start:end]
+    group.returns = None if verdicts.returns is None else verdicts.returns[start:end]
     group.signals = {name: value_B[start:end] for name, value_B in verdicts.signals.items()}
     for i, trajectory in enumerate(group.trajectories, start):
       if verdicts.rewards is not None:

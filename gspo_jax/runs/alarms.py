@@ -27,6 +27,7 @@ class Alarms:
     self._norms: collections.deque[float] = collections.deque(maxlen=WINDOW)
     self._rewards: collections.deque[float] = collections.deque(maxlen=WINDOW)
     self._best = -float("inf")
+    self._range = math.inf, -math.inf  # Smallest and largest reward so far.
     self._idle = 0  # Consecutive iterations with a gradient of 0.
     self._active: set[str] = set()
     for row in rows:
@@ -65,11 +66,12 @@ class Alarms:
       if c.mismatch and clip_range and distance > c.mismatch * clip_range:
         yield name, text.format(distance, clip_range)
     if reward is not None:
+      spread = self._spread(row)
       self._rewards.append(reward)
       if len(self._rewards) == WINDOW:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
-        if c.reward and mean < self._best - c.reward:
+        if c.reward and mean < self._best - c.reward * spread:
           origin = f"mean of {WINDOW}, from {self._best:.3g}"
           yield "reward", f"the reward has fallen to {mean:.3g}, {origin}"
     # Training and evaluations have such a metric.
@@ -77,6 +79,14 @@ class Alarms:
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
+
+  def _spread(self, row: Mapping[str, Any]) -> float:
+    """Returns the width of the rewards' range up to this row; 1 in rows without a range."""
+    low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
+    if low is not None and high is not None:
+      self._range = min(self._range[0], low), max(self._range[1], high)
+    low, high = self._range
+    return high - low if low <= high else 1.0
 
 
 WINDOW = 10  # Iterations of medians and means.

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gspo_jax.data.recorded import LARGEST
 from gspo_jax.sampling.trajectory import Environment, Message, Trajectory
+from gspo_jax.settings.rewards import LARGEST
 from gspo_jax.structs import Prompt
 from gspo_jax.system import workers
 from gspo_jax.tasks.environments import Make, time_limit

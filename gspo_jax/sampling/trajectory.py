@@ -50,8 +50,8 @@ class Environment(Protocol):
   def figures(self) -> Mapping[str, float]:
     """Returns numbers of a finished trajectory, by name (optional method).
 
-    Means over trajectories are logged by these names. Accuracy is the mean of `correct`, 0 or 1; by
-    default `correct` is 1 if the rewards sum to above 0. `tokens`, `tool_calls` and
+    Means over trajectories are logged by these names. A trajectory is right if `correct` is 1, by
+    default if the rewards sum to above 0 (`right`). `tokens`, `tool_calls` and
     `overlong_observation` are added.
     """
     return {}
@@ -283,6 +283,31 @@ def recorded_turn(
   trajectory.add(Response(None, sample, tokens, zeros, zeros, unversioned, stopped, True, None))
   trajectory.finish(stopped)
   return trajectory
+
+
+def turn_rewards(trajectory: Trajectory) -> np.ndarray:
+  """Sums the rewards of each finished turn, float64 [U]."""
+  sampled_X = trajectory.turns >= 0
+  return np.bincount(trajectory.turns[sampled_X], trajectory.rewards[sampled_X], trajectory.turn)
+
+
+def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
+  """Sums the rewards of each conversation, float32 [B]."""
+  # Sums of float32 in float64 are nearly exact: the order of rewards over turns does not matter.
+  return np.array([x.rewards.sum(dtype=np.float64) for x in trajectories], np.float32)
+
+
+def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.ndarray:
+  """Whether each conversation is right, bool [B]; failed ones are not.
+
+  Args:
+    right_from: smallest total of right ones; None: their figure `correct`, 1 or more, decides.
+  """
+  if right_from is None:
+    right_B = np.array([trajectory.figures["correct"] >= 1 for trajectory in trajectories], bool)
+  else:
+    right_B = totals(trajectories) >= np.float32(right_from)
+  return right_B & np.array([not trajectory.failure for trajectory in trajectories], bool)
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -64,6 +64,11 @@ class EvalConfig:
       names += ["rating"] * (benchmark is not None and benchmark.rating)
       names += ["contest_rating"] * bool(benchmark and benchmark.standings)
       names = [figure + end for figure in names for end in ("", "/low", "/high")]
-      names += ["response_length/mean", "truncated_fraction", *["greedy"] * self.greedy]
+      names += [
+        "reward/mean",
+        "response_length/mean",
+        "truncated_fraction",
+        *["greedy"] * self.greedy,
+      ]
       metrics += [f"eval/{name}/{figure}" if name else f"eval/{figure}" for figure in names]
     return metrics

@@ -27,15 +27,20 @@ VERIFIERS = {  # Imported if a configuration names them.
 }
 
 
+LARGEST = 1e15  # Absolute value of rewards: squares of their differences are finite in float32.
+
+
 TimeLimit = Annotated[float, Range(0.01, 86_400)]
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-  """The verifier, with a reward of 1 for a right response and 0 else, and additions to its reward.
-  docs/rewards.md"""
+  """The verifier or reward function, and additions to its reward. docs/rewards.md"""
 
   name: Annotated[str, Name((*VERIFIERS,))] = key("arithmetic", "verifier of responses")
+  right_from: Annotated[float, Range(-LARGEST, LARGEST)] | None = key(
+    None, "smallest reward of a right response; unset: 1, of environments: above 0"
+  )
   workers: Workers = key(0, "verifying processes; math and code need at least 1")
   time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
@@ -52,7 +57,7 @@ class RewardConfig:
     0, "tokens below overlong_max, over which the penalty grows from 0"
   )
   false_positive: Fraction = key(0.0, "noise: share of wrong responses rewarded as right")
-  false_negative: Fraction = key(0.0, "noise: share of right responses without reward")
+  false_negative: Fraction = key(0.0, "noise: share of right responses rewarded as wrong")
   partial: Fraction = key(0.0, "recurrence: part of the reward given by the share of right lines")
   per_line: bool = key(
     False,
@@ -75,6 +80,11 @@ class RewardConfig:
       ),
     ]
     ranges.refuse(self, "reward", wrong)
+
+  @property
+  def threshold(self) -> float:
+    """Smallest value of a right response."""
+    return 1.0 if self.right_from is None else self.right_from
 
   @property
   def wrong_buffer(self) -> str:

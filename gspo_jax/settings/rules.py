@@ -17,7 +17,7 @@ from gspo_jax import objectives as O
 from gspo_jax.settings import estimators, ranges
 from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.objective import options_of
-from gspo_jax.settings.rewards import VERIFIERS, CostSignal, RewardSignal, needs_workers
+from gspo_jax.settings.rewards import SHOWN, VERIFIERS, CostSignal, RewardSignal, needs_workers
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import MOST_KEPT, SamplingConfig
 from gspo_jax.settings.training import OptimizerConfig
@@ -136,12 +136,12 @@ def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
 
 
 def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether a cost's limit lies outside the range of its mean."""
-  if not isinstance(cost, CostSignal) or not (cost.rate or cost.gain):
+  """Whether a cost's limit lies outside the range of its mean; functions have any range."""
+  if not isinstance(cost, CostSignal) or cost.signal not in (*SHOWN, *VERIFIERS):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
-  at_least = cost.bound == "at_least"
-  return not (low < cost.limit <= high if at_least else low <= cost.limit < high)
+  at_least, moves = cost.bound == "at_least", cost.rate or cost.gain
+  return moves and not (low < cost.limit <= high if at_least else low <= cost.limit < high)
 
 
 def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:

@@ -240,7 +240,9 @@ class AlarmConfig:
   mismatch: NonNegativeFloat = key(
     1.0, "mismatch of sampler and trainer, as a multiple of the clip range"
   )
-  reward: NonNegativeFloat = key(0.2, "decrease of the mean below its maximum")
+  reward: NonNegativeFloat = key(
+    0.2, "decrease of the mean below its maximum, as a share of the range of rewards"
+  )
   unknown: Fraction = key(0.01, "share of responses without a verdict, masked in updates")
 
   def __post_init__(self):

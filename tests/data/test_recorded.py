@@ -78,7 +78,7 @@ BAD = {
   "no reward": (dict(prompt="1+2=", response="3"), "no reward"),
   "a reward that is NaN": ('{"prompt": "1", "response": "3", "reward": NaN}', "reward=nan"),
   "an infinite reward": ('{"prompt": "1", "response": "3", "reward": 1e999}', "reward=inf"),
-  "a reward out of range": (ROW | dict(reward=1e7), "reward=10000000"),
+  "a reward out of range": (ROW | dict(reward=1e16), r"reward=1e\+16"),
   "a reward that is a text": (ROW | dict(reward="1"), "reward='1'"),
   "a reward of four hundred digits": (ROW | dict(reward=10**400), "reward=1000"),
   "half of a character": (ROW | dict(response="\ud800"), "response has half"),

@@ -19,7 +19,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
 from gspo_jax.evaluation.benchmarks import Benchmark, check_problems
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.evaluation.statistics import pass_at_k
+from gspo_jax.evaluation.statistics import pass_at_k, problem_rows, summary
 from gspo_jax.models import transformer
 from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
 from gspo_jax.settings.evaluation import BenchmarkConfig
@@ -182,6 +182,52 @@ def test_benchmarks_by_name_with_results_by_problem(params, tmp_path):
   assert len((tmp_path / "eval_000007.jsonl").read_text().splitlines()) == 5
 
 
+def test_figures_of_graded_rewards_count_right_responses(params, tmp_path):
+  """Any range: right are two of three samples of each problem, with rewards from -4 to -1."""
+
+  def score(responses, prompts, finished):
+    reward = np.resize(np.float32([-1, -4, -2]), len(responses))
+    return rewards.Scores(reward, {}, np.float32(reward > -3), {0: "crash: it broke"}, None, reward)
+
+  run = evaluator(benchmark(score, pass_at=(1, 2)), directory=tmp_path)
+  row, records = evaluate(run, params, 3)
+  assert [row["eval/accuracy"], row["eval/pass@1"]] == pytest.approx([2 / 3, 2 / 3])
+  assert row["eval/pass@2"] == 1 and row["eval/greedy"] == pytest.approx(3 / 5)
+  assert row["eval/reward/mean"] == pytest.approx(-34 / 14)  # the unknown one is in no mean
+  assert [r["reward"] for r in records[:3]] == [-1, -4, -2]
+  lines = [json.loads(x) for x in (tmp_path / "eval_000003.jsonl").read_text().splitlines()]
+  assert [x["right"] for x in lines] == [2] * 5 and lines[0]["accuracy"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+  "figure, reward, right_from, right",
+  [
+    (0.5, 1.0, None, False),  # Neither half a right response nor a whole one.
+    (1.0, -1.0, None, True),
+    (1.0, 0.5, 0.75, False),
+    (0.0, 0.75, 0.75, True),
+    (1.0, -2.0, -2.0, True),
+  ],
+)
+def test_a_conversation_is_right_in_all_files_or_in_none(figure, reward, right_from, right):
+  talks = [Trajectory((1,), g, 0, SingleTurn((1,))) for g in range(4)]
+  for talk in talks:
+    talk.observe([2])
+    talk.end_turn(reward)
+    talk.finish(True)
+    talk.figures = dict(correct=figure)
+  talks[-1].failure = "it broke"
+  judged = dataclasses.replace(benchmark(None, problems=PROBLEMS[:1], samples=4), environment=id)
+  run = dataclasses.replace(evaluator(judged), right_from=right_from)
+  outcomes, rows = run._verdicts(judged, PROBLEMS[:1] * 4, [""] * 4, talks)
+  records = [row | dict(length=1, truncated=False) for row in rows]
+  results = dict(records=records, outcomes=outcomes)
+  (line,) = problem_rows(judged, results)
+  row = summary(judged, results)
+  assert row["accuracy"] == line["accuracy"] == 0.75 * right
+  assert row["reward/mean"] == reward and row["verifier/unknown"] == 0.25
+
+
 class Interrupted(Exception):
   pass
 
@@ -292,7 +338,9 @@ def test_evaluation_holds_conversations():
   )
   right = out.rewards.sum(1) > 0
   assert 0 < right.mean() < 1 and row["eval/accuracy"] == pytest.approx(right.mean())
-  assert [r["reward"] for r in records] == right.tolist()
+  assert [r["correct"] for r in records] == right.tolist()
+  np.testing.assert_allclose([r["reward"] for r in records], out.rewards.sum(1), rtol=1e-6)
+  assert row["eval/reward/mean"] == pytest.approx(out.rewards.sum(1).mean())
   assert [r["length"] for r in records] == out.lengths.tolist()
   assert [r["response"] for r in records] == [str(out.response(i)) for i in range(len(records))]
   assert row["eval/truncated_fraction"] == pytest.approx(1 - out.stopped.mean())

@@ -101,6 +101,9 @@ def test_a_function_of_the_users(monkeypatch):
   assert scores.outcomes == {"right": 2, "wrong": 1, "timeout": 1, "crash": 3}
   scores = score(["a", "b"], ["a", "a"], name="support.user_rewards:is_equal")
   assert scores.reward.tolist() == [1, 0]
+  scores = score(["a", "b"], ["a", "a"], name="support.user_rewards:sign")
+  assert scores.reward.tolist() == [1, -1] and scores.correct.tolist() == [1, 0]
+  assert scores.outcomes == {"right": 1, "wrong": 1, "timeout": 0, "crash": 0}
 
 
 def test_a_function_gets_the_whole_prompt(monkeypatch):

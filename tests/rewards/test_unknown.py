@@ -101,8 +101,8 @@ def test_functions_of_the_users_say_why(monkeypatch):
   assert scores.unknown == {
     1: "crash: KeyError: 'raise'",
     2: "timeout: it took longer than 0.5 s",
-    3: "crash: ValueError: support.user_rewards:by_length returned nan, and rewards lie between 0 "
-    "and 1",
+    3: "crash: ValueError: support.user_rewards:by_length returned nan, which is no number from "
+    "-1e+15 to 1e+15",
     4: "crash: its process died twice",
   }
   np.testing.assert_array_equal(scores.reward, [1, 0, 0, 0, 0, 0.5])

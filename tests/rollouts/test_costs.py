@@ -13,9 +13,9 @@ from support.rollouts import ALWAYS, MIXED, NEVER, Counting, G, collector, goes_
 
 from configs import tiny_agents, tiny_tools
 from gspo_jax.data.tokenizer import ByteTokenizer
-from gspo_jax.rollouts import costs
+from gspo_jax.rollouts import costs, scoring
 from gspo_jax.rollouts.advantages import advantages
-from gspo_jax.rollouts.groups import Group
+from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Response, Trajectory, conversations
 from gspo_jax.sampling.conversations import Turn
@@ -300,3 +300,24 @@ def test_the_files_are_as_they_are_described():
   assert config.environment.costs and config.objective.name == "gspo" and config.data.checks
   plain = config_of(tiny_tools.get_config)
   assert not plain.environment.costs and not plain.data.checks
+
+
+@pytest.mark.parametrize("discount, mixed", [(1.0, False), (0.5, True)])
+def test_turns_of_equal_conversations_make_a_group_mixed_before_costs(discount, mixed):
+  """The same turns are compared, by their returns."""
+  talks = [asked(*SHORT), asked(*CHECKED)]
+  config = dataclasses.replace(priced(0.1), discount=discount)
+  for compares_parts, expected in (True, mixed), (False, False):
+    prompt = Prompt("0", "", "", talks[0].prompt)
+    group = Group(prompt, [talk.copy() for talk in talks], ["", ""])
+    verdicts = scoring.score_conversations([group], config, compares_parts=compares_parts)
+    scoring.assign_verdicts([group], verdicts)
+    assert group.mixed == filled(group, 3).mixed == expected
+    assert group.correct_G.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("right_from, charged", [(None, [True, False]), (-0.5, [True, True])])
+def test_who_is_right_pays(right_from, charged):
+  talks = [asked(*SHORT), asked("7")]
+  costs.charge(talks, dataclasses.replace(priced(0.1), charge="right"), right_from)
+  assert [talk.figures["cost"] > 0 for talk in talks] == charged

@@ -83,6 +83,24 @@ def test_partial_credit_that_differs_keeps_a_prompt_in_use():
   assert in_use(queries) == "acd"
 
 
+def test_right_responses_with_different_scores_are_solved():
+  """Their scores reach the threshold, and do not come to be equal."""
+  queries = query_set(drop_after=1)
+  (solved,) = scored(PROMPTS[:1], [ALWAYS])
+  solved.value_G = np.float32([0.9, 0.95, 1.0])
+  queries.update([solved], 1)
+  assert in_use(queries) == "bcd" and queries.metrics()["query_set/dropped/always_solved"] == 1
+
+
+def test_turns_with_different_rewards_keep_a_prompt_in_use():
+  queries = query_set(drop_after=1)
+  rest, dropped = scored(PROMPTS[:2], [NEVER, NEVER])
+  rest.returns = [np.array([1.0, 0.0]), np.array([1.0, 1.0]), np.array([1.0])]
+  dropped.returns = [np.array([1.0, 0.5]), np.array([1.0, 0.5]), np.array([1.0])]
+  queries.update([rest, dropped], 1)
+  assert in_use(queries) == "acd"
+
+
 def test_the_reason_is_that_of_the_last_groups():
   row = after(NEVER, NEVER, NEVER, MIXED, ALWAYS, ALWAYS).metrics()
   assert row["query_set/dropped/always_solved"] == 1 and row["query_set/dropped/never_solved"] == 0

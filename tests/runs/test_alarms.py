@@ -93,6 +93,15 @@ def test_reward_warns_when_its_mean_has_fallen():
   assert steps == {"warning/reward": [8, 9, 10, 11]} and "from 0.8" in printed[0]
 
 
+@pytest.mark.parametrize("low, high", [(0, 1), (-1, 1), (0, 100), (-9, -1), (0, 0.01)])
+def test_a_fall_of_the_reward_is_relative_to_the_range_of_rewards(low, high):
+  shares = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.6, 0.6, 0.6, 0.6, 0.0, 0.0, 0.0]
+  rewards = [{"reward/mean": low + (high - low) * share} for share in shares]
+  ends = {"reward/min": low, "reward/max": high}
+  steps, _ = run(healthy(s, **ends, **reward) for s, reward in enumerate(rewards))
+  assert steps == {"warning/reward": [11, 12, 13]}
+
+
 def test_a_slow_rise_of_the_gradient_norm_is_no_warning():
   assert run(healthy(s, grad_norm=1.3**s) for s in range(40)) == ({}, [])
 

@@ -328,13 +328,25 @@ def test_conversations_share_no_prompts():
 
 
 @pytest.mark.parametrize(
-  "best", ["eval/accuracy", "eval/aime/pass@2/low", "eval/verifier/right", "reward/mean"]
+  "best",
+  [
+    *("eval/accuracy", "eval/aime/pass@2/low", "eval/verifier/right", "reward/mean"),
+    *("eval/reward/mean", "eval/aime/reward/mean"),
+  ],
 )
 def test_best_checkpoint_accepts_any_metric(best):
   base = common.base()
   base.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
   config = from_dict(values_of(lambda: base, checkpoint__best=best))
   assert config.checkpoint.best == best
+
+
+@pytest.mark.parametrize("limit", [-3.0, 0.0, 50.0])
+def test_limit_of_a_function_has_any_range(limit):
+  cost = dict(bound="at_most", signal="my_module:judge", limit=limit)
+  entries = {f"constraints__costs__length__{key}": value for key, value in cost.items()}
+  config = from_dict(values_of(common.base, reward__workers=1, **entries))
+  assert config.constraints.active_costs["length"].limit == limit
 
 
 def test_unknown_best_metric_ends_the_first_iteration():

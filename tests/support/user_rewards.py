@@ -23,6 +23,10 @@ def is_equal(response, prompt) -> bool:
   return response == prompt["answer"]
 
 
+def sign(response, prompt) -> float:
+  return 1.0 if response == prompt["answer"] else -1.0
+
+
 def is_close(response, prompt) -> bool:
   """Right within the tolerance of the data set's row."""
   assert prompt["id"] == "own" and prompt["question"] == "π?"
