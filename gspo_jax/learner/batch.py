@@ -96,7 +96,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
 
 
 def in_teaching_group(c: RunConfig, scored: Scored) -> np.ndarray:
-  """Whether some advantage of each response's group differs from 0, bool [B]."""
+  """Whether each response's group has advantages, bool [B]."""
   nonzero_PG = scored.advantage_PG != 0
   if c.objective.loss.by_token and scored.advantage_BL is not None:
     nonzero_PG = (scored.advantage_BL != 0).any(axis=1).reshape(nonzero_PG.shape)

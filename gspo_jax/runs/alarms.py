@@ -81,7 +81,7 @@ class Alarms:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _spread(self, row: Mapping[str, Any]) -> float:
-    """Returns the width of the rewards' range up to this row; 1 in rows without a range."""
+    """Returns the width of the rewards' range; 1 without one."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
