@@ -353,19 +353,21 @@ def _evaluations(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
 def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
   """Returns facts about machine and data for `rules.warnings`."""
   c, data, encode = config, inputs.data, inputs.tokenizer.encode
-  answers = {}
+  sources = {}
   if c.samples_prompts and c.has_iterations and not c.environment.name:
-    limit = c.sampling.max_new_tokens
-    answers["data.train"] = _fitting_share(data.train_prompts, encode, c.reward.name, limit)
+    sources["data.train"] = data.train_prompts, c.reward.name, c.sampling.max_new_tokens
   for name, b, key in _evaluations(c):
     if b.reward or not c.environment.name:
-      verifier, limit = b.reward or c.reward.name, c.eval.max_new_tokens
-      answers[key] = _fitting_share(data.problems[name], encode, verifier, limit)
+      sources[key] = data.problems[name], b.reward or c.reward.name, c.eval.max_new_tokens
+  golds = {key: [prompts[i].answer for i in embedded.probe(len(prompts))]
+    for key, (prompts, *_) in sources.items()}  # fmt: skip
+  words = {key: rewards.frequent_word(sources[key][1], golds[key]) for key in sources}
   return rules.DataFacts(
     prompts=len(data.train_prompts) if c.samples_prompts else 0,
     recorded=len(data.recordings.prompts) if data.recordings is not None else 0,
     demonstrations=len(data.demonstrations),
-    answers=answers,
+    answers={key: _fitting_share(golds[key], encode, *sources[key][1:]) for key in sources},
+    words={key: word for key, word in words.items() if word},
     format_tokens=sum(len(encode(tag)) for tag in shaping.TAGS[c.reward.format]),
     memory_mb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
     processes=jax.process_count(),
@@ -374,17 +376,16 @@ def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
 
 
 def _fitting_share(
-  prompts: Sequence[Prompt], encode: Callable[[str], list[int]], verifier: str, limit: int
+  golds: Sequence[str], encode: Callable[[str], list[int]], verifier: str, limit: int
 ) -> float:
   """Returns the share of gold answers within `limit` tokens.
 
   About 500 prompts are read. The share is 1 for other verifiers, whose right responses may differ
   from the gold answer.
   """
-  if verifier not in ("arithmetic", "recurrence", "math", "string") or not len(prompts):
+  if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0
-  indices = embedded.probe(len(prompts))
-  return sum(len(encode(prompts[i].answer)) <= limit for i in indices) / len(indices)
+  return sum(len(encode(gold)) <= limit for gold in golds) / len(golds)
 
 
 def _warn_of_shared(config: RunConfig, data: Data) -> list[str]:

@@ -7,6 +7,7 @@ from gspo_jax.rewards.scorer import (
   answer_check,
   check_importable,
   check_lines,
+  frequent_word,
   open_scorer,
   open_scorers,
   require_verdicts,
@@ -14,5 +15,5 @@ from gspo_jax.rewards.scorer import (
 
 __all__ = [
   "NoVerdictError", "Scorer", "Scores", "answer_check", "check_importable",
-  "check_lines", "open_scorer", "open_scorers", "require_verdicts",
+  "check_lines", "frequent_word", "open_scorer", "open_scorers", "require_verdicts",
 ]  # fmt: skip

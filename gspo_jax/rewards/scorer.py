@@ -7,6 +7,7 @@ A verifier is a module with these members; VERIFIERS lists the verifiers in this
 - `open_verifier`: context manager of a `Verify` function. Its parameters are keys of section
   `reward`. The function may have an attribute `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
+- `word(text)`, optional: words of a gold answer in words, None for other answers.
 - `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
@@ -19,7 +20,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -118,6 +119,25 @@ def check_lines(config: RewardConfig) -> None:
 def answer_check(name: str) -> Callable[[str], None] | None:
   """Returns a verifier's `check_answer`; None for a verifier without this function."""
   return getattr(_verifier(name), "check_answer", None) if name else None
+
+
+def frequent_word(name: str, answers: Iterable[str]) -> str | None:
+  """Returns the most frequent gold answer if a word.
+
+  None for another most frequent answer, and for verifiers without `word`.
+  """
+  word = getattr(_verifier(name), "word", None) if name else None
+  if word is None:
+    return None
+  counts = collections.Counter((word(answer), answer) for answer in answers)
+  words, others = collections.Counter(), [0]
+  for (text, _), count in counts.items():
+    if text is None:
+      others.append(count)
+    else:
+      words[text] += count
+  ((text, count),) = words.most_common(1) or [("", 0)]
+  return f"{text}: {count / counts.total():.0%}" if count > max(others) else None
 
 
 def _verifier(name: str) -> types.ModuleType:

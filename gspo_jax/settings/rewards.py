@@ -44,6 +44,9 @@ class RewardConfig:
   workers: Workers = key(0, "verifying processes; math and code need at least 1")
   time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
+  tolerance: Fraction = key(
+    1e-6, "code: error of a decimal in an expected output, absolute or relative; 0: exact"
+  )
   isolation: Literal[ISOLATIONS] = key(
     "auto", "sandbox of code; none: programs have the user's rights"
   )

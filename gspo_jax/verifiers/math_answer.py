@@ -16,12 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from gspo_jax.verifiers import pool
-from gspo_jax.verifiers.mathematics import quantity
+from gspo_jax.verifiers.mathematics import golds, quantity
 from gspo_jax.verifiers.mathematics.extract import BOX, extract
 from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
 
 MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
+PLACEHOLDER = "the gold answer {!r:.80} says that the problem has none"
 
 
 class Outcome(enum.StrEnum):
@@ -44,6 +45,17 @@ def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
       return verifier.check(responses, [prompt.answer for prompt in prompts], finished), None
 
     yield check
+
+
+def check_answer(text: str) -> None:
+  """Raises ValueError for a gold answer such as "proof", "N/A" or "answers may vary"."""
+  if golds.placeholder(_gold(text)):
+    raise ValueError(PLACEHOLDER.format(text))
+
+
+def word(text: str) -> str | None:
+  """Returns the words of a gold answer; None for others."""
+  return golds.word(_gold(text))
 
 
 def verify(response: str, answer: str, finished: bool = True, time_limit_s: float = 5.0) -> Outcome:
@@ -119,7 +131,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     triples = zip(responses, answers, finished, strict=True)
     pairs = [(extract(response, whole), answer) for response, answer, whole in triples]
     # Responses to one prompt often agree: each different answer is compared once.
-    outcomes = {pair: self._known.get(pair) or quick_judge(*pair) for pair in pairs}
+    outcomes = {pair: self._known.get(pair) or _quick_outcome(*pair) for pair in pairs}
     slow = [pair for pair, outcome in outcomes.items() if outcome is None]
     if len(self._known) > MAX_KNOWN:
       self._known.clear()
@@ -166,6 +178,13 @@ def _gold(answer: str) -> str:
   return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
 
 
+def _quick_outcome(candidate: str | None, answer: str) -> Outcome | None:
+  """Returns a crash for a placeholder, else as `quick_judge`."""
+  if golds.placeholder(_gold(answer)):
+    return pool.Failure(Outcome.CRASH, PLACEHOLDER.format(answer))
+  return quick_judge(candidate, answer)
+
+
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
   """Compares without symbolic mathematics; None if that is not enough. Never slow."""
   if candidate is None or len(candidate) > MAX_ANSWER:
@@ -202,14 +221,14 @@ def judge(candidate: str, answer: str) -> Outcome:
   if equal.same_text(answer, candidate):
     return Outcome.RIGHT
   number = quantity.read(answer) is not None
-  golds = _readings(answer, False)
-  if not golds:
+  readings = _gold_readings(answer)
+  if not readings:
     raise ValueError(UNREADABLE.format(answer))
   if number:  # 1,234 is a number here and no list; a set is none.
-    golds = golds[:1]
-  ours = [_readings(candidate, letters, solve=not number) for letters in (True, False)]
+    readings = readings[:1]
+  ours = [_readings(candidate, letters, solve=not number) for letters in ("units", "variables")]
   ours = dict.fromkeys(ours[0] + ours[1])
-  for gold in golds:
+  for gold in readings:
     for mine in ours:
       with contextlib.suppress(Unreadable):
         if equal.same_answer(gold, mine):
@@ -223,12 +242,17 @@ def _judge_pair(pair: list[str | None]) -> str | bool:
   if candidate is not None:
     return judge(candidate, answer).value
   with contextlib.suppress(Exception):
-    return bool(_readings(_gold(answer), False))
+    return bool(_gold_readings(_gold(answer)))
   return False
 
 
+def _gold_readings(answer: str) -> list:
+  r"""Returns the readings of a gold answer: \text{m} is metres, or a variable."""
+  return [*dict.fromkeys(_readings(answer, "text") + _readings(answer, "variables"))]
+
+
 @functools.lru_cache(maxsize=1 << 12)
-def _readings(text: str, letters: bool, solve: bool = True) -> tuple:
+def _readings(text: str, letters: str, solve: bool = True) -> tuple:
   """Returns the readings of an answer: 1,234 is a number, or a list."""
   from gspo_jax.verifiers.mathematics import structure
   from gspo_jax.verifiers.mathematics.tokens import Unreadable

@@ -175,6 +175,15 @@ def test_programs_say_what_confines_them(capfd):
     assert scores.outcomes == counts and scores.reward.tolist() == [1, 0, 0]
 
 
+@needs_namespaces
+@pytest.mark.parametrize("tolerance, right", [(None, 1), (0.0, 0)])
+def test_an_expected_decimal_has_a_tolerance(tolerance, right):
+  tests = '{"inputs": [""], "outputs": ["0.333333333"]}'
+  changes = {} if tolerance is None else dict(tolerance=tolerance)
+  with rewards.open_scorer(config("code", **changes)) as scorer:
+    assert scorer(["```\nprint(0.3333333)\n```"], prompts([tests])).reward.tolist() == [right]
+
+
 def test_verifiers_that_cannot_read_every_answer_say_so():
   check = rewards.answer_check("code")
   check(PRINTS_2)

@@ -637,6 +637,7 @@ FACTS = rules.DataFacts(
   demonstrations=10,
   recorded=20,
   answers={"data.train": 0.5},
+  words={"data.train": "yes: 40%"},
   format_tokens=8,
   memory_mb=2000,
   has_tokenizer=True,
@@ -746,8 +747,8 @@ def test_settings_doubtful_with_the_data_give_warnings():
     assert not any(
       re.search(r"\{[\w.]+:?\}", x) for x in rules.warnings(configured(TINY, changes), FACTS)
     )
-  (line,) = rules.warnings(configured(TINY, {}), dataclasses.replace(FACTS, answers={}, recorded=0,
-    prompts=0))  # fmt: skip
+  (line,) = rules.warnings(configured(TINY, {}), dataclasses.replace(FACTS, answers={}, words={},
+    recorded=0, prompts=0))  # fmt: skip
   assert line.startswith("sft.batch=") and "10 demonstrations" in line
 
 

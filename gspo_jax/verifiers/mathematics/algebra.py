@@ -47,7 +47,7 @@ def same_expression(a, b) -> bool:
   a, b = commuting(a), commuting(b)
   if a == b:
     return True
-  a, b = (_evaluated(side) for side in (a, b))
+  a, b = (evaluated(side) for side in (a, b))
   if any(side.has(sp.Sum, sp.Product, sp.Integral) or _is_large(side) for side in (a, b)):
     return a == b
   a, b = _variables(a, b)
@@ -79,7 +79,7 @@ def _has_products(value) -> bool:
   )
 
 
-def _evaluated(value):
+def evaluated(value):
   """Carries out sums and integrals, unless they have many terms."""
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]

@@ -2,7 +2,7 @@
 
 import re
 
-from gspo_jax.verifiers.mathematics.tokens import Token, spell
+from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 
 _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", "<", ">", "in")}
 
@@ -39,6 +39,20 @@ def match(tokens: list[Token], start: int = 0) -> int:
     if depth == 0:
       return index
   return -1
+
+
+def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]:
+  r"""Returns name, content and end of the environment at `start`.
+
+  Raises:
+    Unreadable: if it does not end.
+  """
+  end = match(tokens, start)
+  labels = [tokens[i + 1 : match(tokens, i + 1) + 1] for i in (start, end) if end > start]
+  if len(labels) < 2 or not labels[0] or spell(labels[0]) != spell(labels[1]):
+    raise Unreadable("environments do not match")
+  inside = tokens[start + 1 + len(labels[0]) : end]
+  return re.sub("[ {}*]", "", spell(labels[0])), inside, end + 1 + len(labels[1])
 
 
 def _opened(token: Token) -> int:

@@ -5,11 +5,12 @@ import re
 
 import sympy as sp
 
-from gspo_jax.verifiers.mathematics import algebra, names, nodes
+from gspo_jax.verifiers.mathematics import algebra, names, nodes, piecewise
 from gspo_jax.verifiers.mathematics.nodes import (
   Choice,
   Group,
   Named,
+  Pieces,
   Region,
   Relation,
   Scalar,
@@ -28,6 +29,8 @@ def same_answer(gold, ours) -> bool:
     return _same_choice(gold, ours)
   if isinstance(gold, Named) or isinstance(ours, Named):
     return _same_named(gold, ours)
+  if isinstance(gold, Pieces) or isinstance(ours, Pieces):
+    return piecewise.same(gold, ours, same_answer)
   if isinstance(gold, Scalar) and isinstance(ours, Relation):
     return _is_sum(ours) and _same_scalar(gold, Scalar(ours.members[-1]))
   if isinstance(gold, Relation) or isinstance(ours, Relation):
@@ -92,11 +95,17 @@ def _same_named(gold, ours) -> bool:
 def _renamed(function: Named, parameter: str) -> Named:
   """Writes f(t) = t + 1 as f(x) = x + 1, unless x already occurs there."""
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
-  value = getattr(function.value, "value", None)
-  if value is None or new in value.free_symbols:
+  if isinstance(function.value, Pieces):
+    value = piecewise.renamed(function.value, old, new)
+  else:
+    value = getattr(function.value, "value", None)
+    value = (
+      None if value is None or new in value.free_symbols else Scalar(value.xreplace({old: new}))
+    )
+  if value is None:
     return function
   name = function.name.removesuffix(f"({function.parameter})") + f"({parameter})"
-  return Named(name, Scalar(value.xreplace({old: new})), None, parameter)
+  return Named(name, value, None, parameter)
 
 
 def _is_sum(relation: Relation) -> bool:

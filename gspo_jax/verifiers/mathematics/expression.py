@@ -5,14 +5,17 @@ comparison. Numbers stay exact, decimals among them. Sizes are bounded before an
 Capital letters do not commute, as they may stand for matrices; `equal` decides what that means.
 """
 
+import re
+
 import sympy as sp
 
-from gspo_jax.verifiers.mathematics import forms
+from gspo_jax.verifiers.mathematics import forms, numerals
 from gspo_jax.verifiers.mathematics.cuts import split
 from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL, number, power, symbol
 
 MAX_DEPTH = 40
+_BASE = re.compile(r"(?:in )?base[ -]?\w+")
 _TRIG = {
   "sin": sp.sin, "cos": sp.cos, "tan": sp.tan, "cot": sp.cot, "sec": sp.sec, "csc": sp.csc,
   "arcsin": sp.asin, "arccos": sp.acos, "arctan": sp.atan, "arccot": sp.acot, "sinh": sp.sinh,
@@ -167,7 +170,8 @@ class _Reader:
     if self.accept("-"):
       return -self.exponent()
     before = self.letters_before()
-    value = self.postfix(self.atom())
+    digits = self.peek().kind == "number"  # x^2\frac{1}{3} has no mixed number.
+    value = self.postfix(number(self.take().text) if digits else self.atom())
     if self.accept("^"):
       value = power(value, self.exponent())
     self.depth -= 1
@@ -212,8 +216,8 @@ class _Reader:
 
   def mixed(self, value):
     r"""Reads 3\frac{1}{2} and 3 1/2 as three and a half; 204_5 is no number in base ten."""
-    if self.accept("_"):
-      return sp.Symbol(f"{value}_{self.subscript()}", real=True)
+    if base := self.base():
+      return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]
     if not value.is_Integer:
       return value
@@ -229,6 +233,19 @@ class _Reader:
         self.position += 3
         return value + top / bottom
     return value
+
+  def base(self) -> str:
+    """Reads a base: _5, _{five}, "base 5", or "" without one."""
+    if self.accept("_"):
+      text = self.subscript()
+      return numerals.base(text) or text
+    brackets = self.peek().text == "("
+    for count in range(1, 4):
+      text = " ".join(self.peek(brackets + i).text for i in range(count)).lower()
+      if _BASE.fullmatch(text) and (digits := numerals.base(text)):
+        self.position += count + 2 * brackets
+        return digits
+    return ""
 
   def subscript(self) -> str:
     """The spelling of a subscript, its braces removed."""
@@ -286,7 +303,9 @@ class _Reader:
     self.take(closing)
     self.bars = bars
     floors = {"lfloor": sp.floor, "lceil": sp.ceiling}
-    return floors[token.text](value) if token.text in floors else value
+    value = floors[token.text](value) if token.text in floors else value
+    digits = token.text == "(" and value.is_Integer and self.base()  # (204)_5
+    return sp.Symbol(f"{value}_{digits}", real=True) if digits else value
 
   def argument(self):
     r"""Reads the argument of a command: a group, digit, letter or command (\frac12, \sqrt2)."""
@@ -325,7 +344,7 @@ class _Reader:
       return forms.matrix(self)
     if name in ("sum", "prod", "int"):
       return forms.series(self, name)
-    if name == "vec":
+    if name in ("vec", "bold"):
       return forms.vector(self)
     return forms.opaque(self, name)
 

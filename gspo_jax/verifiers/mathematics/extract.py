@@ -94,6 +94,9 @@ _UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, befor
 _MARKDOWN = re.compile(
   r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
 )
+_DISPLAY = re.compile(
+  r"\\begin\{([a-zA-Z]+\*?)\}.*?\\end\{\1\}|\$\$[^$]+\$\$|\\\[(?:[^\\]|\\[^\[\]])+\\\]", re.DOTALL
+)
 _FUNCTIONS = re.compile(
   r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and|to)|[A-Z]{2,4}"
 )
@@ -114,13 +117,18 @@ def extract(response: str, finished: bool = True) -> str | None:
   if boxes:
     return _boxed(text, boxes)
   tagged = string_match.last_tagged(text)
-  tail = (text if tagged is None else tagged)[-TAIL:]
+  tail = _DISPLAY.sub(_on_one_line, (text if tagged is None else tagged)[-TAIL:])
   answer = _announced(tail, finished)
   if answer is None and tagged is not None:
     answer = trim(tagged)
   elif answer is None and finished:
     answer = _last(tail)
   return answer or None
+
+
+def _on_one_line(display: re.Match) -> str:
+  """Removes line breaks and full stops of a displayed formula."""
+  return re.sub(r"[.;](?= |\\end|\$\$|\\\])", "", " ".join(display[0].split()))
 
 
 def _announced(text: str, finished: bool) -> str | None:
@@ -251,7 +259,9 @@ def _is_value(line: str) -> bool:
 
 def is_formula(text: str) -> bool:
   r"""Whether all of `text` is mathematics: no words outside \text and the like."""
-  bare = re.sub(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text))
+  bare = re.sub(
+    r"\\(?:begin|end)\{\w*\*?\}(?:\{[lcr| \d]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text)
+  )
   words = re.findall(r"[A-Za-z]{2,}", bare)
   return bool(re.search(r"\w", text)) and all(map(_FUNCTIONS.fullmatch, words))
 

@@ -5,7 +5,7 @@ import re
 import sympy as sp
 
 from gspo_jax.verifiers.mathematics import cuts
-from gspo_jax.verifiers.mathematics.tokens import Unreadable, spell
+from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import symbol
 
 MAX_ENTRIES = 100  # Entries of a matrix.
@@ -15,15 +15,11 @@ ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".spl
 
 def matrix(reader):
   r"""Reads a matrix after its `\begin`; between bars, its determinant."""
-  end = cuts.match(reader.tokens, reader.position - 1)
-  name = spell(reader.group_tokens()).replace(" ", "")
-  if name == "array" and reader.peek().text == "{":
-    reader.group_tokens()
+  name, inside, reader.position = cuts.environment(reader.tokens, reader.position - 1)
+  if name == "array" and inside and inside[0].text == "{":
+    inside = inside[cuts.match(inside) + 1 :]
   if name not in _MATRICES:
     raise Unreadable(f"the environment {name}")
-  inside, reader.position = reader.tokens[reader.position : end], end + 1
-  if end < 0 or spell(reader.group_tokens()).replace(" ", "") != name:
-    raise Unreadable("environments do not match")
   lines = cuts.cut(inside, "\\\\")[1]
   rows = [cuts.cut(line, "&")[1] for line in (lines if lines[-1] else lines[:-1])]
   if sum(map(len, rows)) > MAX_ENTRIES or len({*map(len, rows)}) != 1:
@@ -43,18 +39,36 @@ def series(reader, name: str):
   if name == "int":
     if lower is None or upper is None:
       raise Unreadable("an integral without bounds")
-    low, start = reader.inner(lower), reader.position
-    while not (reader.peek().text == "d" or re.fullmatch("d[a-z]", reader.peek().text)):
-      reader.take()
-    body, token = reader.inner(reader.tokens[start : reader.position]), reader.take()
-    variable = symbol(token.text[1:] or reader.take().text)
-    return sp.Integral(body, (variable, low, upper))
+    body, variable = _integrand(reader)
+    return sp.Integral(reader.inner(body), (symbol(variable), reader.inner(lower), upper))
   if not lower or len(lower) < 3 or lower[1].text != "=" or upper is None:
     raise Unreadable("a sum without bounds")
   reader.bound = reader.bound | {lower[0].text}
   body = reader.product()
   bounds = (symbol(lower[0].text), reader.inner(lower[2:]), upper)
   return (sp.Sum if name == "sum" else sp.Product)(body, bounds)
+
+
+def _integrand(reader) -> tuple[list, str]:
+  """Takes an integrand and its variable, in a numerator perhaps: dx/(1+x^2)."""
+  start, tokens = reader.position, reader.tokens
+  places = [i for i in range(start, len(tokens)) if re.fullmatch("d[a-z]?", tokens[i].text)]
+  if not places or tokens[-1].text == "d":
+    raise Unreadable("an integral without a variable")
+  place = places[0]
+  end = place + (1 if tokens[place].text[1:] else 2)
+  variable = tokens[end - 1].text[-1]
+  fraction = next((i for i in range(start, place) if cuts.match(tokens, i) > place), None)
+  if fraction is None:
+    reader.position = end
+    return tokens[start:place], variable
+  top = cuts.match(tokens, fraction)
+  bottom = cuts.match(tokens, top + 1)
+  if tokens[fraction - 1].text != "frac" or end != top or tokens[top + 1].text != "{":
+    raise Unreadable("an integral of this form")
+  reader.position = bottom + 1
+  numerator = tokens[fraction + 1 : place] or [Token("number", "1")]
+  return [*tokens[start : fraction + 1], *numerator, *tokens[top : bottom + 1]], variable
 
 
 def vector(reader):

@@ -37,8 +37,10 @@ def name(tokens: list[Token]) -> str | None:
   """
   if not tokens:
     return None
-  if all(t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens):
-    words = " ".join(t.text for t in tokens)
+  words = " ".join(t.text for t in tokens)
+  if len(words) > 1 and all(
+    t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens
+  ):
     return "text" if _WORDS.fullmatch(words) and not DENIED.search(words) else None
   if tokens[0].text == "(" and match(tokens) == len(tokens) - 1:
     labels = list(map(name, split(tokens[1:-1])))
@@ -49,6 +51,26 @@ def name(tokens: list[Token]) -> str | None:
     return ":".join(labels) if all(labels) else None
   text = "".join(f"\\{t.text} " if t.kind == "command" else t.text for t in tokens)
   return re.sub("[{}]", "", text) if _NAME.fullmatch(text) else None
+
+
+_INTEGRALS = frozenset("int iint iiint oint".split())
+_SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
+
+
+def is_series(tokens: list[Token]) -> bool:
+  """Whether all tokens are one definite integral, sum or limit."""
+  if not tokens or tokens[0].kind != "command":
+    return False
+  head = next((i for i, t in enumerate(tokens) if t.text not in _INTEGRALS), len(tokens))
+  terms = any(len(cut(tokens, sign)[1]) > 1 for sign in ("+", "-"))
+  body = tokens[max(head, 1) :]
+  if len(body) < 3 or body[0].text != "_":
+    return False
+  if not head:
+    return tokens[0].text in _SERIES and not terms
+  end = "".join(t.text for t in body[-2:])
+  differential = re.fullmatch(r"(?:.*[^a-zA-Z])?d[a-zA-Z]", end, re.DOTALL)
+  return not any(t.text in _INTEGRALS for t in body) and bool(differential or not terms)
 
 
 # Names of numbers, which equal nothing else.

@@ -35,6 +35,13 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pieces:
+  """Function by cases: pairs of value and condition (None: otherwise)."""
+
+  pieces: tuple[tuple[Any, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Named:
   """`x = 5`: a name and what it stands for; `relation` is the same as an equation.
 

@@ -5,7 +5,7 @@ import fractions
 import functools
 import re
 
-from gspo_jax.verifiers.mathematics import spelling, units
+from gspo_jax.verifiers.mathematics import numerals, spelling, units
 
 _VALUE = re.compile(
   r"(?P<sign>[-+]?)\s*(?P<currency>\\?[$€£¥₹])?\s*(?P<sign2>[-+]?)"
@@ -38,7 +38,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   """
   if len(text) > 80:
     return None
-  source = spelling.normalise(text)
+  source = numerals.to_digits(spelling.normalise(text))
   text = spelling.TEXT.sub(r" \1", source).strip()
   match = _VALUE.match(text)
   if not match:
@@ -53,7 +53,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
   if variable and (variable["over"] or not letters):
     return None
-  parsed = units.parse(rest, (part["currency"] or "")[-1:])
+  parsed = units.parse(rest, (part["currency"] or "")[-1:], worded)
   if bottom == 0 or (part["sign"] and part["sign2"]) or parsed is None:
     return None
   factor, unit = parsed

@@ -5,12 +5,12 @@ import re
 MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
 SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # thousands, typed or typeset
 _SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
-_MATRIX = r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}"
+_ENVIRONMENT = r"\\begin\{[a-zA-Z]+\*?\}"
 # As Pandoc has it: $5 and $6 are two prices, and no formula.
 FORMULA = re.compile(
   r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)(?<!and )(?<!to )\$(?!\d)"
   r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
-  rf"|(?P<e>{_MATRIX}.+?\\end\{{\w+\}})",
+  rf"|(?P<e>{_ENVIRONMENT}.+?\\end\{{\w+\*?\}})",
   re.DOTALL,
 )
 TEXT = re.compile(
@@ -32,10 +32,18 @@ _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
 _ANGLES = {"<": "langle", ">": "rangle"}
 _LOOKS = re.compile(
   r"\\(?:(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
-  r"|LARGE|huge|Huge)(?![a-zA-Z]))"
+  r"|LARGE|huge|Huge|blacksquare|qed|qedhere)(?![a-zA-Z])|bbox\s*\[[^\[\]]*\]|tag\*?\s*\{[^{}]*\}"
+  r"|label\s*\{[^{}]*\})|\\(?:square|Box)\s*$|[∎■]"
 )
 _ORDINAL = re.compile(
   r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*"
+)
+_SUFFIX = re.compile(r"(?<=\d)\\(?:text|mathrm|mbox)\s*\{(K|k|M|mn|B|bn)\}")  # 18K are 18,000
+_SUFFIXES = {"K": "thousand", "k": "thousand", "M": "million", "mn": "million"}
+_ARROW = r"(?:∴|⇒|⟹|→|=>|\\(?:therefore|implies|(?:Long)?[rR]ightarrow)(?![a-zA-Z]))"
+_SO = re.compile(  # An arrow before an answer, and its bullet.
+  rf"^\s*(?:[-*•]\s)?\s*(?:\$\s*{_ARROW}\s*\$|\\\(\s*{_ARROW}\s*\\\)"
+  rf"|(?P<open>\$|\\[(\[])?\s*{_ARROW})\s*"
 )
 _LABEL = re.compile(
   r"^\s*\\text\s*\{\s*(?:the )?(?:(?:final|correct) )?(?:answer|value|result|total|number|sum"
@@ -46,9 +54,11 @@ _LABEL = re.compile(
 
 
 def plain(text: str) -> str:
-  """Removes "the answer is", colours and sizes. There is one kind of dash, and 12th is 12."""
+  """Removes "the answer is", "∴", colours and sizes. There is one kind of dash, and 12th is 12."""
+  text = _SO.sub(lambda match: match["open"] or "", text)
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
   text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
+  text = _SUFFIX.sub(lambda m: rf"\text{{ {_SUFFIXES.get(m[1], 'billion')}}}", text)
   return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
 
 

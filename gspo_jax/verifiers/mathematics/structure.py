@@ -1,22 +1,43 @@
 """Reads an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
 
+import contextlib
 import dataclasses
 import re
 
 import sympy as sp
 
-from gspo_jax.verifiers.mathematics import cuts, equal, expression, names, nodes, units
+from gspo_jax.verifiers.mathematics import (
+  algebra,
+  cuts,
+  equal,
+  expression,
+  layout,
+  names,
+  nodes,
+  numerals,
+  suffixes,
+  units,
+)
 from gspo_jax.verifiers.mathematics.cuts import split
 from gspo_jax.verifiers.mathematics.nodes import (
   Choice,
   Group,
   Named,
+  Pieces,
   Region,
   Relation,
   Scalar,
   Word,
 )
-from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, fold, is_product, tokenise
+from gspo_jax.verifiers.mathematics.suffixes import Letters
+from gspo_jax.verifiers.mathematics.tokens import (
+  Token,
+  Unreadable,
+  fold,
+  is_product,
+  spell,
+  tokenise,
+)
 
 _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
   ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
@@ -30,14 +51,12 @@ _NOTHING = re.compile(
   r"|(?:the )?(?:empty|null) set|none|empty"
 )
 _EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
-_COUNTS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-  fifteen sixteen seventeen eighteen nineteen twenty""".split()
-_NUMBERS = {word: n for n, word in enumerate(_COUNTS)}
-_NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
+_HALF = ("half", "one half", "a half")
 _CHOICE = re.compile(
   r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
   re.DOTALL,
 )
+_TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
 # What is said of a formula for every x says nothing more.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
@@ -46,30 +65,33 @@ _FOR_ALL = re.compile(
 )
 
 
-def read(text: str, tight: bool = True, letters: bool = False, solve: bool = True):
+def read(text: str, tight: bool = True, letters: Letters = "variables", solve: bool = True):
   r"""The structure of an answer.
 
   Args:
     tight: 1,234 is one number rather than two.
-    letters: a letter after a number is a unit where it can be (12 m), rather than a variable.
+    letters: which letters are units where they can be: none; those in \text, behind anything; those
+      behind a number too (12 m).
     solve: an inequality is a set of numbers, which takes as long as SymPy likes.
 
   Raises:
     Unreadable: if it is no mathematics, or none that is understood here.
   """
   try:
-    choice = _CHOICE.fullmatch(re.sub(r"^\s*\\text\w*\s*\{([^{}]*)\}(?:\\ )?", r"\1 ", text))
+    text = numerals.to_digits(text)
+    choice = _CHOICE.fullmatch(_TYPEFACE.sub(r"\1 ", text))
     if choice:
       value = read(choice[4], tight, letters, solve) if choice[4] else None
       return Choice(choice[1] or choice[2] or choice[3], value)
-    return _Structure(letters, solve).everything(tokenise(_FOR_ALL.sub("", text), tight))
+    tokens = tokenise(_FOR_ALL.sub("", text), tight, letters != "variables")
+    return _Structure(letters, solve).everything(layout.unwrap(tokens))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-  letters: bool
+  letters: Letters
   solve: bool
 
   def everything(self, tokens: list[Token]):
@@ -77,6 +99,29 @@ class _Structure:
     if not tokens:
       raise Unreadable("nothing")
     return self.words(tokens) or self.listed(tokens) or self.related(tokens)
+
+  def cases(self, tokens: list[Token]) -> Pieces | None:
+    """Reads a function by cases; None for other tokens."""
+    pieces = layout.pieces(tokens)
+    if pieces is None:
+      return None
+    if len(pieces) > MAX_ITEMS:
+      raise Unreadable("too many cases")
+    return Pieces(tuple((self.everything(v), c and self.condition(c)) for v, c in pieces))
+
+  def condition(self, tokens: list[Token]):
+    """Reads a condition: a set of numbers or a relation, else its words."""
+    if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # \\text{x < 1}
+      tokens = tokenise(tokens[0].text)
+    outside = any(t.text == "notin" for t in tokens)
+    plain = [dataclasses.replace(t, text="in") if t.text == "notin" else t for t in tokens]
+    with contextlib.suppress(Unreadable, ValueError, *_REFUSALS):
+      node = _points(self.everything(plain))
+      if outside and isinstance(node, Region):
+        return Region(sp.Complement(sp.S.Reals, node.region), node.name)
+      if isinstance(node, Region | Relation) and not outside:
+        return node
+    return Word(re.sub(r"\b(?:is|are|an?|number|integer)\b\s*|[{}$]", "", spell(tokens)).strip())
 
   def words(self, tokens: list[Token]):
     if not any(t.kind in ("word", "text") for t in tokens):
@@ -87,11 +132,20 @@ class _Structure:
       return Region(sp.S.EmptySet)
     if _EVERYTHING.fullmatch(text):
       return Region(sp.S.Reals)
-    if text.replace("-", " ") in _NUMBERS:
-      return Scalar(sp.sympify(_NUMBERS[text.replace("-", " ")]))
+    if text.replace("-", " ") in _HALF:
+      return Scalar(sp.Rational(1, 2))
+    parts = re.split(r" *(?:,|and|or) ", text)
+    digits = ["100" if part == "hundred" else numerals.to_digits(part) for part in parts]
+    if all(map(str.isdigit, digits)):
+      return Scalar(sp.Integer(digits[0])) if len(digits) == 1 else None
     if any(t.kind not in ("word", "text", "letter", "separator") for t in tokens):
       return None
-    if len(tokens) == 1 and tokens[0].kind == "word" and is_product(text):
+    product = tokens[0].kind == "letter" or (
+      tokens[0].kind == "word" and is_product(text.split()[0])
+    )
+    if product and (
+      len(tokens) == 1 or suffixes.unit(tokens, 1, "", self.letters)
+    ):  # ab, or x \text{ cm}
       return None
     return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
 
@@ -142,7 +196,7 @@ class _Structure:
     if "~" in operators and "=" in operators:  # x = 1/3 ~ 0.33
       last = operators.index("~") + 1
       operators, members = operators[: last - 1], members[:last]
-    labels = [names.name(member) for member in members]
+    labels = [names.name(member) or self.series(member) for member in members]
     named = next((label for label in labels[:-1] if label), None)
     for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
       # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
@@ -155,13 +209,14 @@ class _Structure:
       return Named(named or labels[1], value, relation, names.parameter(members[0]))
     values = [self.value(member) for member in members]
     if all(isinstance(value, Scalar) for value in values):
+      close = operators == ["~"] and len({value.unit for value in values if value.unit}) < 2
+      if close and (side := _exact(*values)):
+        return side
       if any(value.unit for value in values):  # 3 hours = 180 minutes
         if not all(equal.same_answer(value, values[-1]) for value in values):
           raise Unreadable("an equation that is false")
         return values[-1]
-      if operators == ["~"] and (side := _exact(*values)):
-        return side
-      exact = [value.value for value in values]
+      exact = [algebra.evaluated(value.value) for value in values]
       if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
         return values[-1]
       if not any(value.free_symbols for value in exact):
@@ -170,6 +225,16 @@ class _Structure:
     if relation is None:
       raise Unreadable("an equation of this kind")
     return relation
+
+  def series(self, tokens: list[Token]) -> str | None:
+    """Names a series without a value, such as the integral of f."""
+    if not names.is_series(tokens):
+      return None
+    try:
+      value = expression.read(tokens)
+    except Unreadable:
+      return "series"
+    return "series" if nodes.unknowns(value) else None
 
   def relation(self, operators, members) -> Relation | None:
     try:
@@ -198,7 +263,7 @@ class _Structure:
     if cuts.find(tokens, ":"):
       parts = [self.value(part) for part in cuts.cut(tokens, ":")[1]]
       return Group("ratio", tuple(parts))
-    node = self.named_set(tokens) or self.bracketed(tokens)
+    node = self.cases(tokens) or self.named_set(tokens) or self.bracketed(tokens)
     if node is not None:
       return node
     if any(t.kind == "command" and t.text in ("pm", "mp") for t in tokens):
@@ -255,38 +320,21 @@ class _Structure:
     if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
       currency, tokens = tokens[0].text, tokens[1:]
     for start in range(max(1, len(tokens) - MAX_UNIT), len(tokens)):
-      unit = self.unit(tokens, start, currency)
+      unit = suffixes.unit(tokens, start, currency, self.letters)
       if unit:
         factor, unit = unit
-        if unit and unit.degrees and any(t.text in expression.TRIGONOMETRIC for t in tokens):
-          break
+        turned = unit and "angle" in dict(unit.dimensions)
+        if turned and any(t.text in expression.TRIGONOMETRIC for t in tokens):
+          continue
         try:
           value = expression.read(tokens[:start], sign)
         except Unreadable:
           continue
+        if not tokens[start].spaced and len(tokens[start].text) == 1 and value.free_symbols:
+          break
         return Scalar(value * factor, _places(tokens[:start]), unit)
     unit = units.parse(currency)[1] if currency else None
     return Scalar(expression.read(tokens, sign), _places(tokens), unit)
-
-  def unit(self, tokens: list[Token], start: int, currency: str):
-    """Reads the unit from `start` on; None if the tokens are none."""
-    rest = tokens[start:]
-    if not all(
-      t.kind in ("word", "text", "letter") or t.text in _UNIT_TOKENS
-      for t in rest
-      if t.kind != "number"
-    ):
-      return None
-    worded = any(t.kind in ("word", "text") or t.text in "%$€£¥₹" or t.text == "circ" for t in rest)
-    if not worded:
-      numeric = all(t.kind == "number" for t in tokens[:start])
-      if not (self.letters and numeric and rest[0].kind == "letter"):
-        return None
-    spaced = rest[0].spaced or rest[0].kind == "text"
-    return units.parse(" " * spaced + " ".join(t.text for t in rest), currency)
-
-
-_UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹", "circ", "cdot", "-"])
 
 
 def _points(node):

@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 from gspo_jax.verifiers.mathematics import spelling, units
+from gspo_jax.verifiers.mathematics.spelling import TEXT
 
 
 class Unreadable(ValueError):
@@ -49,7 +50,7 @@ _ALIASES = _by_spelling("""
   ) rparen; | lvert rvert vert mid lVert rVert Vert; and land wedge; or lor vee;
   binom dbinom tbinom; arccot arcctg; tan tg; cot ctg; log lg; arcsin asin; arccos acos;
   arctan atan; circ degree degrees; infty inf infinity oo; ' prime;
-  vec overrightarrow mathbf boldsymbol bm bold; phi varphi; epsilon varepsilon;
+  vec overrightarrow; bold mathbf boldsymbol bm pmb; phi varphi; epsilon varepsilon;
   ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
 """) | {"R": "mathbb R"}
@@ -62,7 +63,8 @@ _KINDS = (  # Names of characters, and of commands and their aliases.
 _DROPPED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
   mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
-  phantom middle rm bf it hfill scriptstyle""".split()
+  phantom middle rm bf it hfill scriptstyle ensuremath mathnormal nonumber notag hline strut
+  mathstrut""".split()
 )
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
@@ -70,7 +72,16 @@ _WORDS = frozenset(
   neq cbrt binom frac""".split()
 )
 _TEXT = re.compile(
-  r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathit|mathsf|mbox|operatorname\*?)\s*\{([^{}]*)\}"
+  r"\\(?P<name>text(?:bf|it|rm|normal|sf|tt|up)?|mathrm|mathit|mathsf|mathtt|mathup|mbox|hbox|units?"
+  r"|operatorname\*?)\s*\{(?P<content>(?:[^{}]|\{[^{}]*\})*)\}"
+)
+_RAISED_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
+_ITALIC = ("mathit", "textit")
+_UNIT_TEXT = r"\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?)\s*"
+_RATE = re.compile(rf"\\[dt]?frac\s*\{{{_UNIT_TEXT}\}}\s*\{{{_UNIT_TEXT}\}}")
+# {\rm m}, \rm{m}, \mathrm m
+_ROMAN = re.compile(
+  r"\{\s*\\rm\s+([^{}]*)\}|\\rm\s*\{([^{}]*)\}|\\(?:mathrm|text)\s+([a-zA-Z])(?![a-zA-Z])"
 )
 _LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
@@ -94,18 +105,26 @@ _COMPARED = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
 _COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~=": "approx"}
 
 
-def tokenise(text: str, tight: bool = True) -> list[Token]:
-  """The tokens of an answer. `tight`: 1,234 outside brackets is one number, not two."""
-  tokens = list(_tokenise(_DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text))), tight))
-  parts = [[]]
+def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
+  r"""Returns the tokens of an answer.
+
+  Args:
+    tight: 1,234 outside brackets is one number, not two.
+    lone: \text{m} is a word, which may be a unit, rather than a letter.
+  """
+  text = _DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text)))
+  tokens = list(_tokenise(_RATE.sub(_rate, _ROMAN.sub(_roman, text)), tight, lone))
+  parts, depth = [[]], 0
   for token in tokens:
-    if token.text == "quad":
+    depth += {"begin": 1, "end": -1}.get(token.text, 0) if token.kind == "command" else 0
+    if token.text == "quad" and not depth:
       parts.append([])
-    parts[-1].append(token)
+    else:
+      parts[-1].append(token)
   # A wide space lists equations and is nothing elsewhere.
   several = len(parts) > 1 and all(any(t.text in _SIGNS for t in part) for part in parts)
-  gap = Token("separator", ",")
-  return [gap if t.text == "quad" else t for t in tokens if several or t.text != "quad"]
+  gap = [Token("separator", ",")] * several
+  return [token for part in parts for token in (*gap, *part)][len(gap) :]
 
 
 def _to_ascii(text: str) -> str:
@@ -128,7 +147,7 @@ def _character(char: str) -> str:
   return _UNICODE.get(plain, plain)
 
 
-def _tokenise(text: str, tight: bool):
+def _tokenise(text: str, tight: bool, lone: bool = False):
   position, depth, spaced = 0, 0, False
   loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
   while position < len(text):
@@ -148,7 +167,7 @@ def _tokenise(text: str, tight: bool):
       match = match or _PLAIN.match(text, position)
       tokens, end = [Token("number", match[0], spaced)], match.end()
     elif char == "\\":
-      tokens, end = _command(text, position, spaced)
+      tokens, end = _command(text, position, spaced, lone)
     elif char.isalpha():
       match = _RUN.match(text, position)
       run = match[0] if match else char
@@ -167,11 +186,17 @@ def _tokenise(text: str, tight: bool):
     position, spaced = end, not tokens and text[position:end] in ("\\ ", "\\,", "\\;", "\\:")
 
 
-def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
+def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[Token], int]:
   """Returns the tokens of a command, and its end."""
   match = _TEXT.match(text, position)
   if match:
-    return _in_text(match[1], spaced or match[1][:1].isspace()), match.end()
+    content = _RAISED_IN_TEXT.sub(r"\1", match["content"])
+    unit = content.strip(" .,;")
+    if lone and len(unit) == 1 and match["name"] not in _ITALIC and _is_unit(unit):
+      # \mathrm{h} right behind a letter may be a variable.
+      apart = spaced or "math" not in match["name"] or content[0] == " "
+      return [Token("text", unit, apart)], match.end()
+    return _in_text(content, spaced or content[:1].isspace()), match.end()
   match = _COMMAND.match(text, position)
   if not match:
     raise Unreadable("a backslash ends the text")
@@ -199,7 +224,9 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
     return [Token("symbol", ":", spaced)]
   if not bare:
     return []
-  if bare in _WORDS or not (_LANGUAGE.search(bare) or _is_unit(bare)):
+  if len(bare) > 1 and _is_unit(bare):
+    return [Token("text", units.spaces(bare), True)]
+  if bare in _WORDS or not _LANGUAGE.search(bare):
     tokens = list(_tokenise(bare, True))
     return [dataclasses.replace(token, spaced=True) for token in tokens[:1]] + tokens[1:]
   tokens = []
@@ -211,8 +238,18 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
 
 
 def _is_unit(text: str) -> bool:
-  """Whether a text without words is a unit: m/s, but not m, a variable perhaps."""
-  return len(text) > 1 and units.parse(" " + text) is not None
+  """Whether a text is a unit of measurement: m/s, m."""
+  return units.parse(" " + text, typeset=True) is not None
+
+
+def _rate(match: re.Match) -> str:
+  """Writes a fraction of two units with a slash."""
+  parts = [TEXT.sub(r"\1", part) for part in match.groups()]
+  return f"{match[1]}/{match[2]}" if all(map(_is_unit, parts)) else match[0]
+
+
+def _roman(match: re.Match) -> str:
+  return rf"\mathrm{{{match[1] or match[2] or match[3]}}}"
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:

@@ -31,11 +31,22 @@ kelvin: K 1 kelvin
 percent: % 1 percent pct percentage
 acre: acre 1
 hectare: hectare 1
-watt: W 1 watt; kW 1000 kilowatt
-joule: J 1 joule; kJ 1000
-volt: V 1 volt
-newton: N 1 newton
-hertz: Hz 1 hertz
+watt: W 1 watt; kW 1000 kilowatt; MW 1000000 megawatt; mW 1/1000; GW 1000000000
+joule: J 1 joule; kJ 1000 kilojoule; MJ 1000000 megajoule; mJ 1/1000
+energy: kWh 1; Wh 1/1000; MWh 1000
+calorie: cal 1 calorie; kcal 1000 kilocalorie
+electronvolt: eV 1 electronvolt; keV 1000; MeV 1000000; GeV 1000000000
+volt: V 1 volt; kV 1000 kilovolt; mV 1/1000 millivolt
+ampere: A 1 ampere amp; mA 1/1000 milliampere; µA 1/1000000
+ohm: Ω 1 ohm; kΩ 1000 kiloohm; MΩ 1000000
+coulomb: C 1 coulomb; mC 1/1000; µC 1/1000000; nC 1/1000000000
+farad: F 1 farad; µF 1/1000000; nF 1/1000000000; pF 1/1000000000000
+henry: H 1 henry; mH 1/1000
+tesla: T 1 tesla; mT 1/1000
+newton: N 1 newton; kN 1000 kilonewton; mN 1/1000
+pascal: Pa 1 pascal; kPa 1000 kilopascal; MPa 1000000; hPa 100; atm 101325 atmosphere
+mole: mol 1 mole; mmol 1/1000; kmol 1000
+hertz: Hz 1 hertz; kHz 1000; MHz 1000000; GHz 1000000000
 """
 UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, how much)
 for _line in _TABLE.strip().split("\n"):
@@ -43,9 +54,17 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
+_TYPESET_ONLY = frozenset("ACFHT")  # Choices or names unless in \text.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s"}
+_COMPOUND = {
+  "Nm": "N m",
+  "mph": "mi/h",
+  "kph": "km/h",
+  "kmh": "km/h",
+  "kmph": "km/h",
+  "fps": "ft/s",
+}
 _COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
 
 # Words that multiply the number before them, and letters that do: 18K are 18,000, and no kelvins.
@@ -86,7 +105,9 @@ _PART = re.compile(
 _PLAIN = str.maketrans({"²": "^2", "³": "^3"} | dict.fromkeys("\\{}()"))
 _RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # dollars per hour
 _FILLER = frozenset("the more total".split())
-_TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])|^\s*[aA]$")  # 5 - m, 5a
+_TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # 5 - m
+_DOTS = re.compile(r"\\?cdot(?![a-zA-Z])|⋅|∙|•")
+_SPACES = re.compile(r"\\[,;:! ]|~")
 _BEHIND = re.compile(
   r"\s+(?:in total|in all|total|altogether|each|apiece|overall|times|left|remaining|long|wide|high"
   r"|tall|deep|old|away|apart|more)$"
@@ -95,7 +116,7 @@ _OF = re.compile(r"\s+of [a-z]{3,}(?: [a-z]{3,}){0,2}$")  # cups of flour, half 
 _ITEM = re.compile(
   r"\s*(?P<per>/|\b(?:per|an?|every|each)\b(?=\s*\w))?\s*(?:\\cdot|[·*-])?\s*"
   r"(?P<word>[^\W\d_]+(?:'[a-z]+)?|[$£€¥₹%°¢](?:[CF]\b)?)\.?"
-  r"(?:\s*\^\s*\{?\s*(?P<power>-?[1-4])\s*\}?)?"
+  r"(?:\s*\^\s*(?P<power>-?\s?[1-4]))?"
 )
 
 
@@ -115,19 +136,29 @@ class Unit:
     return self.dimensions == (("angle", 1),)
 
 
+def spaces(text: str) -> str:
+  """Writes the spaces and dots of LaTeX as characters."""
+  return _SPACES.sub(" ", _DOTS.sub("·", text))
+
+
 def multiplier(word: str) -> F | None:
   """Returns the factor of a word: 12 of dozen. None if it is no factor."""
   word = word.casefold()
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
-def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
+def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
   """Parses words after a number: (factor, unit or None). None if they are no unit.
 
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
   no unit of measurement stands apart from the number and is a plural, or follows "per".
+
+  Args:
+    currency: the sign before the number.
+    typeset: the words are in \\text or the like: A is amperes, and K is kelvins rather than 1000.
   """
-  text = re.sub(r"\^?\s*circ\b ?", "°", text.translate(_PLAIN))
+  text = spaces(text).translate(_PLAIN)
+  text = re.sub(r"\^?\s*circ\b ?", "°", text)
   if _TERM.search(text):
     return None
   if currency:
@@ -150,8 +181,11 @@ def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
     word, power, lower = match["word"], match["power"], match["word"].casefold()
     if match["per"]:
       groups.append([])
-    size = multiplier(word) or (None if start else _LETTERS.get(word))
+    kelvins = typeset and word == "K" and not text[match.end() :].strip()[:1].isalpha()
+    size = multiplier(word) or (None if start or kelvins else _LETTERS.get(word))
     start = match.end()
+    if word in _TYPESET_ONLY and not typeset:
+      return None
     if size and not power:
       if groups != [[]]:
         return None
@@ -162,7 +196,7 @@ def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
       has_unit = _named(word) or lower in _SHAPES
       if not has_unit and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
         return None
-      groups[-1].append((word, int(power or 1)))
+      groups[-1].append((word, int((power or "1").replace(" ", ""))))
   if sum(map(len, groups)) > 5 or not all(groups[1:]):
     return None
   dimensions, scale = {}, F(1)

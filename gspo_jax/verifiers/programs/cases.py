@@ -17,11 +17,12 @@ import dataclasses
 import decimal
 import io
 import json
+import math
 import pickle
 import re
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo_jax.verifiers import thought
 from gspo_jax.verifiers.programs import files
@@ -29,6 +30,7 @@ from gspo_jax.verifiers.programs.sandbox import wire
 
 MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
 _HUMANEVAL = ("prompt", "test", "entry_point")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,9})?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +46,13 @@ class Tests:
   code: str = ""  # check: the assertions
   input_files: tuple[str, ...] = ()  # stdin: files with the standard input
   output_files: tuple[str, ...] = ()  # stdin: files that may replace the standard output
+  tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0: none
 
   def passes(self, output: str, expected: Any) -> bool:
     """Compares printed text, or the JSON of a call, with the expected output."""
     if self.kind == "stdin":
-      return same_text(output.rpartition(files.MARK)[2], expected)
-    return same_result(output, expected, self.wrapped)
+      return same_text(output.rpartition(files.MARK)[2], expected, self.tolerance)
+    return same_result(output, expected, self.wrapped, self.tolerance)
 
 
 def parse(text: str) -> Tests:
@@ -257,29 +260,49 @@ def completes(program: str, tests: Tests) -> str:
   return program if defined else tests.preamble + program
 
 
-def same_text(output: str, expected: str) -> bool:
+def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
   """LiveCodeBench's rule for printed output (grade_stdio in lcb_runner/evaluation/testing_util.py).
 
   Both are stripped and cut into lines, which are stripped. As many lines; each is the same text, or
-  the same sequence of decimal numbers, exactly and not approximately.
+  the same sequence of decimal numbers, exactly. With a tolerance, a decimal of `expected` (with a
+  point or an exponent) may differ by it, absolutely or relative to its size.
   """
   ours, gold = output.strip(), expected.strip()
   if ours.count("\n") != gold.count("\n"):  # before anything is made of lines by the million
     return False
-  return all(map(_same_line, ours.split("\n"), gold.split("\n")))
+  bound = decimal.Decimal(tolerance)
+  lines = zip(ours.split("\n"), gold.split("\n"))
+  return all(_same_line(mine, line, bound) for mine, line in lines)
 
 
-def _same_line(ours: str, gold: str) -> bool:
+def _same_line(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
   ours, gold = ours.strip(), gold.strip()
   if ours == gold:
     return True
   golds = gold.split()
-  numbers = ours.split(maxsplit=len(golds))
-  if len(numbers) != len(golds):
+  words = ours.split(maxsplit=len(golds))
+  if len(words) != len(golds):
     return False
   try:
-    return all(decimal.Decimal(x) == decimal.Decimal(y) for x, y in zip(numbers, golds))
-  except (decimal.InvalidOperation, ValueError):
+    if all(decimal.Decimal(x) == decimal.Decimal(y) for x, y in zip(words, golds)):
+      return True
+  except (ArithmeticError, ValueError):
+    pass
+  return bool(tolerance) and all(_same_word(x, y, tolerance) for x, y in zip(words, golds))
+
+
+def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
+  """Compares two words: decimals by the tolerance, integers exactly."""
+  if ours == gold:
+    return True
+  if not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(gold)):
+    return False
+  x, y = decimal.Decimal(ours), decimal.Decimal(gold)
+  if gold.lstrip("+-").isdigit():
+    return x == y
+  try:
+    return abs(x - y) <= tolerance * max(1, abs(y))
+  except ArithmeticError:  # exponents beyond all bounds
     return False
 
 
@@ -290,7 +313,7 @@ def most_bytes(expected: Any) -> int:
   return (1 << 20) + 16 * len(text)
 
 
-def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
+def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: float = 0.0) -> bool:
   """Compares returned values by LiveCodeBench's rule (grade_call_based): a tuple is a list.
 
   That holds for the outermost tuple only. `wrapped`: as APPS and TACO have them, JSON of Python's
@@ -300,47 +323,59 @@ def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
     text: JSON that holds `wire.encode(value)`; or anything at all, which is equal to nothing. It is
       walked along with `expected`, in linear time: no set and no dict is made of it.
     expected: what JSON can hold.
+    tolerance: allowed error of a float in `expected`, absolute or relative to it; 0: exact.
   """
   try:
     value = json.loads(text)["value"]
     if isinstance(value, dict) and "tuple" in value:
       value = value["tuple"]
     alone = wrapped and isinstance(expected, list) and len(expected) == 1
-    return _same(value, expected, wrapped) or (alone and _same(value, expected[0], wrapped))
+    rule = _Rule(wrapped, tolerance)
+    return _same(value, expected, rule) or (alone and _same(value, expected[0], rule))
   except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
     return False
 
 
-def _same(value: Any, expected: Any, as_json: bool) -> bool:
-  """Compares a value, as `wire.encode` writes it, with the expected one.
+class _Rule(NamedTuple):
+  """How values are compared."""
 
-  Args:
-    as_json: whether tuples are lists, and keys of dicts texts.
-  """
+  as_json: bool  # Tuples are lists, and keys of dicts texts.
+  tolerance: float  # Allowed error of a float, absolute or relative; 0: none.
+
+
+def _same(value: Any, expected: Any, rule: _Rule) -> bool:
+  """Compares a value, as `wire.encode` writes it, with the expected one."""
   if isinstance(value, dict):
     ((kind, content),) = value.items()
     if kind == "dict":
-      return isinstance(expected, dict) and _same_pairs(content, expected, as_json)
-    if kind == "tuple" and as_json:
-      return _same(content, expected, as_json)
+      return isinstance(expected, dict) and _same_pairs(content, expected, rule)
+    if kind == "tuple" and rule.as_json:
+      return _same(content, expected, rule)
     if kind not in ("int", "complex"):
       return False  # JSON has no tuples, sets and bytes to compare with
     value = int(content, 16) if kind == "int" else complex(*content)
   if isinstance(value, list):
     same_length = isinstance(expected, list) and len(value) == len(expected)
-    return same_length and all(_same(x, y, as_json) for x, y in zip(value, expected))
-  return not isinstance(expected, list | dict) and value == expected
+    return same_length and all(_same(x, y, rule) for x, y in zip(value, expected))
+  if isinstance(expected, list | dict):
+    return False
+  if value == expected:
+    return True
+  numbers = isinstance(expected, float) and isinstance(value, int | float)
+  if not rule.tolerance or not numbers or isinstance(value, bool):
+    return False
+  return abs(value - expected) <= rule.tolerance * max(1.0, abs(expected)) < math.inf
 
 
-def _same_pairs(pairs: list, expected: dict[str, Any], as_json: bool) -> bool:
+def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
   """Compares the pairs of a dict. Keys of `expected` are texts, as JSON's are."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)
   for key, value in pairs:
-    if as_json and isinstance(key, int | float | None):
+    if rule.as_json and isinstance(key, int | float | None):
       key = json.dumps(key)
-    if not isinstance(key, str) or key not in missing or not _same(value, expected[key], as_json):
+    if not isinstance(key, str) or key not in missing or not _same(value, expected[key], rule):
       return False
     missing.remove(key)
   return True

@@ -11,6 +11,7 @@ an assertion, and ending early, patching builtins or forging messages cannot mak
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
 import math
 import signal
@@ -24,6 +25,8 @@ from gspo_jax.verifiers import pool
 from gspo_jax.verifiers.programs import cases, files, process
 from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.verifiers.programs.sandbox import assertions, wire
+
+TOLERANCE = 1e-6  # of contests
 
 
 class Outcome(enum.StrEnum):
@@ -43,13 +46,13 @@ OUTCOMES = tuple(Outcome)
 
 @contextlib.contextmanager
 def open_verifier(
-  workers: int, time_limit_s: float, memory_mb: int, isolation: str
+  workers: int, time_limit_s: float, memory_mb: int, isolation: str, tolerance: float
 ) -> Iterator[Callable]:
   """A `CodeVerifier` as `gspo_jax.rewards` has it. It says what confines programs: in a line at the
   start, and in the metrics."""
   cpu_s = math.ceil(time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
-  with CodeVerifier(workers, limits, isolation) as verifier:
+  with CodeVerifier(workers, limits, isolation, tolerance) as verifier:
     sys.stderr.write(process.describe(isolation, verifier.isolation) + "\n")
 
     def verify(responses, prompts, *_):
@@ -71,14 +74,21 @@ class CodeVerifier(contextlib.AbstractContextManager):
     workers: candidates that run at the same time.
     limits: what a test may use.
     isolation: one of `process.ISOLATIONS`; "auto" never takes "none".
+    tolerance: allowed error of a decimal in an expected output, absolute or relative; 0: exact.
 
   Raises:
     ValueError: if programs cannot be confined.
   """
 
-  def __init__(self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto"):
+  def __init__(
+    self,
+    workers: int,
+    limits: Limits = DEFAULTS,
+    isolation: str = "auto",
+    tolerance: float = TOLERANCE,
+  ):
     self.isolation = process.choose_isolation(isolation)
-    self._limits = limits
+    self._limits, self._tolerance = limits, tolerance
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
     self._kills = 0
@@ -92,7 +102,10 @@ class CodeVerifier(contextlib.AbstractContextManager):
     Raises:
       ValueError: if the lengths differ or an answer holds no tests.
     """
-    tests = {text: cases.parse(text) for text in set(answers)}
+    tests = {
+      text: dataclasses.replace(cases.parse(text), tolerance=self._tolerance)
+      for text in set(answers)
+    }
     pairs = [
       (cases.extract(response, fences=tests[text].kind != "check"), text)
       for response, text in zip(responses, answers, strict=True)

@@ -104,6 +104,10 @@ HOSTILE = [
   r"\text{" * 200, r"\text{a}" * 100, "\\" * 500, "\x00\ufffd", "²" * 500, "½" * 400,
   r"0.\overline{" + "3" * 800 + "}", "0." + "3" * 900 + "...", "1/0", r"\frac{0}{0}", "0^{-1}",
   r"\tan 90^\circ", r"\log 0", r"\log_1 5", r"\sqrt[0]{2}", r"\infty-\infty", "i^{i^{i^{i}}}",
+  r"\begin{cases}" * 60, r"\begin{cases}1&x<1\\" * 40 + r"\end{cases}", r"\begin{align*}" * 60,
+  r"\begin{cases}" + r"x&x<1\\" * 100 + r"\end{cases}", r"x \text{ if } x>0, " * 40 + "0",
+  r"\begin{cases} 1 & \sin(x^x)<e^x \\ 2 & \cos x^5>1\end{cases}", r"\int_0^1 " * 100, "one " * 240,
+  r"\boldsymbol{" * 70 + "@" + "}" * 70, "hundred " * 120, r"5_{\text{" * 90, "twenty-" * 130,
   r"\gcd(0,0)", r"\max()", "2^{2^{2^{2^{2}}}}", "{\\rm " * 100, "1 000 " * 200, "a b c " * 300,
 ]  # fmt: skip
 
@@ -139,3 +143,12 @@ def test_no_inequality_is_solved_for_a_number(answer):
 def test_a_gold_answer_that_cannot_be_read_is_no_verdict(verifier):
   answers = verifier.score([r"\boxed{5}", r"\boxed{@ # @}"], ["@ # @", "@ # @"])
   assert answers == [Outcome.CRASH, Outcome.RIGHT]
+
+
+PIECES = r"\begin{cases} t^2 & t<1 \\ 2t & t\ge 1\end{cases}"
+
+
+def test_a_function_by_cases_has_a_verdict(verifier):
+  answers = [PIECES, PIECES.replace("2t", "3t"), r"\frac{", "5"]
+  outcomes = verifier.check([rf"\boxed{{{answer}}}" for answer in answers], [PIECES] * 4)
+  assert outcomes == ["right", "wrong", "unparsable", "wrong"]

@@ -149,6 +149,42 @@ def test_printed_output(output, expected, same):
 
 
 @pytest.mark.parametrize(
+  "output, expected, close",
+  [
+    ("0.3333333", "0.333333333", True), ("0.33333", "0.333333333", False),
+    ("3.1415926\n2", "3.141592653589\n2", True), ("1000000.5", "1000000.0", True),
+    ("1000002.5", "1000000.0", False), ("1e-7", "0.0", True), ("-0.0000001", "0.0", True),
+    ("2", "2.0000001", True), ("2.", "1.9999999999", True), ("5e-1", "0.50000001", True),
+    ("1.0000001", "1", False),  # an integer
+    ("1000000001", "1000000000", False), ("1000000001.0", "1000000000", False),
+    ("Case 1: 0.3333333", "Case 1: 0.333333333", True), ("case 1: 0.5", "Case 1: 0.5", False),
+    ("Case 2: 0.5", "Case 1: 0.5", False), ("0.5", "0.5 0.5", False), ("0.5 0.5", "0.5", False),
+    ("nan", "0.5", False), ("inf", "1e300", False), ("0.5x", "0.5", False), ("0_5", "0.5", False),
+    ("1e999999999", "0.5", False), ("0.5", "1e999999999", False), ("٠.5000001", "0.5", False),
+    ("yes", "Yes", False), ("1.2.3", "1.2.30", False), ("0x1", "1.0", False),
+  ],
+)  # fmt: skip
+def test_decimals_agree_within_the_tolerance(output, expected, close):
+  assert cases.same_text(output, expected, 1e-6) is close
+  assert not close or not cases.same_text(output, expected)
+
+
+@pytest.mark.parametrize(
+  "value, expected, close",
+  [
+    (0.1 + 0.2, 0.3, True), (0.30001, 0.3, False), ([1.0000001, 2], [1.0, 2], True),
+    ([(0.5,)], [[0.5000001]], False), ({"a": 0.5000001}, {"a": 0.5}, True), (1.0000001, 1, False),
+    (3, 3.0000001, True), (True, 1.0000001, False), ("0.5000001", 0.5, False), (None, 0.5, False),
+    (float("nan"), 0.5, False), (float("inf"), 1e308, False), (1e308, float("inf"), False),
+    (10**400, 1e308, False), (0.5, [0.5], False), (0.5 + 0j, 0.5000001, False),
+  ],
+)  # fmt: skip
+def test_floats_agree_within_the_tolerance(value, expected, close):
+  result = json.dumps({"value": wire.encode(value)})
+  assert cases.same_result(result, expected, tolerance=1e-6) is close
+
+
+@pytest.mark.parametrize(
   "value, expected, equal",
   [
     ((1, 2), [1, 2], True),
@@ -224,10 +260,11 @@ PRINTED = [
 ]
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
 @pytest.mark.parametrize("expected", PRINTED)
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_comparing_an_output_is_linear(output, expected):
-  assert_linear(cases.same_text, lambda n: (output(n), expected(n, output(n))))
+def test_comparing_an_output_is_linear(output, expected, tolerance):
+  assert_linear(cases.same_text, lambda n: (output(n), expected(n, output(n)), tolerance))
 
 
 @pytest.mark.parametrize("unit", ["def ", "async ", "async\n", "f ", "f\n"])

@@ -1,0 +1,240 @@
+r"""Environments of lines (align, array), and the pieces of a function.
+
+An environment of lines becomes its equations, with commas between; `\begin{cases}` with conditions
+stays, and `pieces` has its values and conditions.
+"""
+
+import re
+
+from gspo_jax.verifiers.mathematics import cuts, expression, names
+from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
+
+_LINES = frozenset(
+  """align aligned alignat alignedat flalign gather gathered split equation eqnarray multline
+  multlined displaymath math subequations center""".split()
+)
+_CASES = frozenset("cases dcases rcases drcases numcases".split())
+_WITH_ARGUMENT = frozenset("array alignat alignedat tabular".split())
+_RELATIONS = frozenset("= < > le ge ne in notin approx equiv to".split())
+_ARROWS = frozenset("Rightarrow implies Longrightarrow iff Leftrightarrow to".split())
+_COMMA = Token("separator", ",")
+_CONDITION = re.compile(r"(?:if|for|when|where|whenever|as|provided|on|in case|with|at)\b", re.I)
+_OTHERWISE = re.compile(
+  r"(?:if |in |for )?(?:otherwise|else|elsewhere|(?:all |any )?other(?: cases| values| x)?)", re.I
+)
+
+
+def unwrap(tokens: list[Token]) -> list[Token]:
+  """Replaces the environments of lines by their content."""
+  result = _unwrapped(tokens)
+  if any(map(_begins, result)):
+    return result
+  return _inline([_COMMA if t.text == "\\\\" else t for t in result if t.text != "&"])
+
+
+def _unwrapped(tokens: list[Token]) -> list[Token]:
+  result, index = [], 0
+  while index < len(tokens):
+    if tokens[index].kind == "command" and tokens[index].text == "bold":
+      group, index = _bold(tokens, index)
+      result += group
+      continue
+    if not _begins(tokens[index]):
+      result.append(tokens[index])
+      index += 1
+      continue
+    name, inside, end = cuts.environment(tokens, index)
+    inside = _unwrapped(inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside)
+    # \left\{ \begin{array} ... \end{array} \right.
+    closed = end < len(tokens) and tokens[end].text == "\\}"
+    if result and result[-1].text == "\\{" and not closed:
+      result.pop()
+      name = "cases"
+    result += _content(name, inside) or _without_spaces(tokens[index:end])
+    index = end
+  return result
+
+
+def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
+  """Returns bold tokens, or a vector, and their end."""
+  end = cuts.match(tokens, start + 1)
+  if end < 0:
+    return tokens[start : start + 1], start + 1
+  braces = tokens[start + 1].text == "{"
+  inside = tokens[start + 2 : end] if braces else tokens[start + 1 : end + 1]
+  if start == 0 and end == len(tokens) - 1:
+    return _unwrapped(inside), end + 1
+  if (
+    inside
+    and inside[0].kind in ("letter", "word", "command")
+    and all(
+      t.kind in ("letter", "word", "number") or t.text in ("_", *expression.GREEK) for t in inside
+    )
+  ):
+    return [Token("command", "vec", tokens[start].spaced), *tokens[start + 1 : end + 1]], end + 1
+  braced = [tokens[start + 1], *_unwrapped(inside), tokens[end]]
+  return braced if braces else inside, end + 1
+
+
+def _begins(token: Token) -> bool:
+  return token.kind == "command" and token.text == "begin"
+
+
+def _has_argument(name: str, inside: list[Token]) -> bool:
+  return name in _WITH_ARGUMENT and bool(inside) and inside[0].text == "{"
+
+
+def _content(name: str, inside: list[Token]) -> list[Token]:
+  """Returns the content of lines; none for a matrix."""
+  rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
+  if name in _CASES:
+    if any(map(_piece, rows)):
+      return _cases(inside)
+    return _joined(rows)
+  if name in _LINES:
+    return _joined(_last_steps(_equations(rows)))
+  related = any(_related(row) for row in rows)
+  if name in ("array", "tabular", "matrix", "smallmatrix") and (
+    related or (len(rows) == 1 and not _cut(rows[0]))
+  ):
+    return _cases(inside) if all(map(_piece, rows)) and len(rows) > 1 else _joined(rows)
+  return []
+
+
+def _cut(row: list[Token]) -> list[list[Token]]:
+  """Splits a row at its ampersands; returns nothing without one."""
+  cells = cuts.cut(row, "&")[1]
+  return cells if len(cells) > 1 else []
+
+
+def _without_spaces(tokens: list[Token]) -> list[Token]:
+  return [t for t in tokens if t.text != "quad"]
+
+
+def _related(tokens: list[Token]) -> bool:
+  return any(t.text in _RELATIONS and t.kind in ("symbol", "command") for t in tokens)
+
+
+def _cases(inside: list[Token]) -> list[Token]:
+  braces = [Token("open", "{"), Token("word", "cases"), Token("close", "}")]
+  return [Token("command", "begin"), *braces, *inside, Token("command", "end"), *braces]
+
+
+def _equations(rows: list[list[Token]]) -> list[list[Token]]:
+  """Joins rows with a relation at their beginning to the row above."""
+  equations = []
+  for row in rows:
+    row = [t for t in row if t.text != "&"]
+    row = _stripped(row)
+    if row and row[0].kind == "command" and row[0].text in _ARROWS:
+      row = row[1:]
+    if equations and row and _related(row[:1]):
+      equations[-1] += row
+    elif row:
+      equations.append(row)
+  return equations
+
+
+def _joined(rows: list[list[Token]]) -> list[Token]:
+  equations = _equations(rows)
+  return [t for row in equations for t in (*row, _COMMA)][:-1]
+
+
+def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
+  """Returns the last step of a solution: x = 31 of 2x = 62, x = 31."""
+  sides = cuts.cut(rows[-1], "=")[1] if rows else []
+  unknown = sides[0] if len(sides) > 1 and names.name(sides[0]) else []
+  if len(unknown) == 1 and all(
+    any(t.text == unknown[0].text for t in row)
+    and spell(cuts.cut(row, "=")[1][0]) != unknown[0].text
+    for row in rows[:-1]
+  ):
+    return rows[-1:]
+  return rows
+
+
+def _words(tokens: list[Token]) -> str:
+  """Returns the first words of tokens."""
+  count = next((i for i, t in enumerate(tokens) if t.kind not in ("word", "text")), len(tokens))
+  return " ".join(t.text for t in tokens[:count])
+
+
+def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
+  """Splits a row into value and condition; None for an equation."""
+  cells = [_stripped(cell) for cell in _cut(row)]
+  if cells:
+    value, condition = cells[0], [t for cell in cells[1:] for t in cell]
+    if _says(value) and not _says(condition):
+      value, condition = condition, value
+  else:
+    spaces = [i for i, t in enumerate(row) if t.kind == "separator" or _starts_condition(row[i:])]
+    places = [i for i in spaces if _says(_stripped(row[i:])) and not _related(row[:i])]
+    if not places:
+      return None
+    value, condition = row[: places[0]], row[places[0] :]
+  value, condition = _stripped(value), _stripped(condition)
+  worded = cells and any(t.kind in ("word", "text") for t in condition)  # n even
+  if not value or _says(value) or _related(condition[:1]) or not (worded or _says(condition)):
+    return None
+  return value, condition
+
+
+def _stripped(tokens: list[Token]) -> list[Token]:
+  """Removes separators at both ends, and wide spaces."""
+  tokens = _without_spaces(tokens)
+  while tokens and tokens[0].kind == "separator":
+    tokens = tokens[1:]
+  while tokens and tokens[-1].kind == "separator":
+    tokens = tokens[:-1]
+  return tokens
+
+
+def _says(tokens: list[Token]) -> bool:
+  """Whether tokens are a condition: a relation, "if" or "otherwise"."""
+  return _related(tokens) or _starts_condition(tokens)
+
+
+def _starts_condition(tokens: list[Token]) -> bool:
+  words = _words(tokens)
+  return bool(words and (_CONDITION.match(words) or _OTHERWISE.fullmatch(words)))
+
+
+def pieces(tokens: list[Token]) -> list[tuple[list[Token], list[Token] | None]] | None:
+  """Returns values and conditions (None: otherwise); None without cases."""
+  if not tokens or not _begins(tokens[0]):
+    return None
+  name, inside, end = cuts.environment(tokens, 0)
+  if name != "cases" or end < len(tokens):
+    return None
+  rows = [row for row in cuts.cut(inside, "\\\\")[1] if _stripped(row)]
+  return [_read(row) for row in rows]
+
+
+def _read(row: list[Token]) -> tuple[list[Token], list[Token] | None]:
+  piece = _piece(row)
+  if piece is None:
+    raise Unreadable("a case without a condition")
+  value, condition = piece
+  if _OTHERWISE.fullmatch(_words(condition)):
+    return value, None
+  word = _CONDITION.match(_words(condition))
+  if word:
+    rest = (
+      condition[0].text[len(word[0]) :].strip() if condition[0].text.startswith(word[0]) else ""
+    )
+    condition = ([Token("text", rest, True)] if rest else []) + condition[1:]
+  return value, condition
+
+
+def _inline(tokens: list[Token]) -> list[Token]:
+  """Writes "x if x > 0, -x if x < 0" as cases."""
+  if not any(t.kind in ("word", "text") for t in tokens):
+    return tokens
+  operators, sides = cuts.cut(tokens, "=")
+  start = len(sides[0]) + 1 if operators and names.name(sides[0]) else 0
+  rows = [row for row in cuts.cut(tokens[start:], ",", ";", "and")[1] if row]
+  starts = [[i for i in range(len(row)) if _starts_condition(row[i:])] for row in rows]
+  if len(rows) < 2 or not all(len(indices) == 1 and indices[0] for indices in starts):
+    return tokens
+  lines = [t for row in rows for t in (*row, Token("symbol", "\\\\"))]
+  return tokens[:start] + _cases(lines)

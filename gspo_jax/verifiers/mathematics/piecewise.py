@@ -1,0 +1,135 @@
+"""Compares functions by cases."""
+
+import dataclasses
+from collections.abc import Callable
+
+import sympy as sp
+
+from gspo_jax.verifiers.mathematics import nodes
+from gspo_jax.verifiers.mathematics.nodes import Pieces, Region, Relation, Scalar, Word
+
+Same = Callable[[object, object], bool]
+_OPPOSITE = {"even": "odd", "odd": "even", "rational": "irrational", "irrational": "rational"}
+_MOST = 16  # Pieces whose conditions are compared as sets.
+
+
+def same(gold, ours, same_answer: Same) -> bool:
+  """Whether two functions by cases agree; an expression is one case."""
+  first, second = (_pieces(side) for side in (gold, ours))
+  if first is None or second is None:
+    return False
+  if len(first) == len(second) and _matched(first, second, same_answer):
+    return True
+  return max(len(first), len(second)) <= _MOST and _same_function(first, second, same_answer)
+
+
+def renamed(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
+  """Replaces a variable; None if the new one occurs or a value is no expression."""
+  pieces = []
+  for value, condition in node.pieces:
+    if not isinstance(value, Scalar) or new in value.value.free_symbols:
+      return None
+    if isinstance(condition, Region):
+      if condition.name == new.name:
+        return None
+      if condition.name == old.name:
+        condition = dataclasses.replace(condition, name=new.name)
+    elif isinstance(condition, Relation):
+      if any(new in member.free_symbols for member in condition.members):
+        return None
+      members = tuple(member.xreplace({old: new}) for member in condition.members)
+      condition = Relation(condition.operators, members)
+    elif isinstance(condition, Word):
+      words = condition.text.split()
+      condition = Word(" ".join(new.name if word == old.name else word for word in words))
+    pieces.append((dataclasses.replace(value, value=value.value.xreplace({old: new})), condition))
+  return Pieces(tuple(pieces))
+
+
+def _pieces(node) -> tuple | None:
+  if isinstance(node, Pieces):
+    return _explicit(node.pieces)
+  return ((node, None),) if isinstance(node, Scalar) else None
+
+
+def _explicit(pieces: tuple) -> tuple:
+  """Writes "otherwise" behind "n even" as "n odd"."""
+  words = [condition.text.split() for _, condition in pieces if isinstance(condition, Word)]
+  if len(pieces) != 2 or len(words) != 1 or words[0][-1:] == [] or words[0][-1] not in _OPPOSITE:
+    return pieces
+  rest = Word(" ".join([*words[0][:-1], _OPPOSITE[words[0][-1]]]))
+  return tuple((value, rest if condition is None else condition) for value, condition in pieces)
+
+
+def _matched(first: tuple, second: tuple, same_answer: Same) -> bool:
+  """Matches pieces one to one, in any order."""
+  rest = list(second)
+  for value, condition in first:
+    for index, (other_value, other_condition) in enumerate(rest):
+      if _same_condition(condition, other_condition, same_answer) and same_answer(
+        value, other_value
+      ):
+        del rest[index]
+        break
+    else:
+      return False
+  return not rest
+
+
+def _same_condition(first, second, same_answer: Same) -> bool:
+  if first is None or second is None:
+    return first is second
+  return same_answer(first, second)
+
+
+def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
+  """Compares values on the intersections of the conditions."""
+  about = {c.name for _, c in (*first, *second) if isinstance(c, Region) and c.name}
+  sets = [_sets(pieces) for pieces in (first, second)]
+  if len(about) > 1 or None in sets:
+    return False
+  if sp.Union(*sets[0]) != sp.Union(*sets[1]):
+    return False
+  variable = sp.Symbol(about.pop() if about else "x", real=True)
+  for (value, _), region in zip(first, sets[0]):
+    for (other, _), other_region in zip(second, sets[1]):
+      if not _same_on(value, other, sp.Intersection(region, other_region), variable, same_answer):
+        return False
+  return True
+
+
+def _sets(pieces: tuple) -> list[sp.Set] | None:
+  """Returns the sets of the conditions; "otherwise" is the rest."""
+  regions = [nodes.as_region(condition) for _, condition in pieces if condition is not None]
+  if None in regions or len(regions) < len(pieces) - 1:
+    return None
+  rest = sp.Complement(sp.S.Reals, sp.Union(*(region.region for region in regions)))
+  sets = iter(regions)
+  return [rest if condition is None else next(sets).region for _, condition in pieces]
+
+
+def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Same) -> bool:
+  if region is sp.S.EmptySet:
+    return True
+  if isinstance(region, sp.Union):
+    return all(_same_on(value, other, part, variable, same_answer) for part in region.args)
+  if isinstance(region, sp.FiniteSet):
+    points = [{variable: point} for point in region]
+    return all(same_answer(_evaluate(value, point), _evaluate(other, point)) for point in points)
+  if not isinstance(region, sp.Interval):
+    return same_answer(value, other)
+  signed = sp.Symbol(f"{variable}", positive=True)
+  for part, sign in ((sp.Interval(0, sp.oo), 1), (sp.Interval(-sp.oo, 0), -1)):
+    if region.is_subset(part):  # |x| is x there
+      point = {variable: sign * signed}
+      return same_answer(value, other) or same_answer(
+        _evaluate(value, point), _evaluate(other, point)
+      )
+  return same_answer(value, other)
+
+
+def _evaluate(value, point: dict):
+  """Returns a value at a point; only expressions have variables."""
+  if not isinstance(value, Scalar):
+    return value
+  return dataclasses.replace(value, value=sp.sympify(value.value.subs(point)))

@@ -1,0 +1,42 @@
+r"""Units behind an expression, as tokens: `cm`, \text{ m}, `km/h`."""
+
+import re
+from typing import Literal
+
+from gspo_jax.verifiers.mathematics import units
+from gspo_jax.verifiers.mathematics.tokens import Token, is_product
+
+Letters = Literal["variables", "text", "units"]  # `structure.read`
+_SIGNS = frozenset("% $ € £ ¥ ₹ circ".split())
+_OTHERS = _SIGNS | {"^", "{", "}", "(", ")", "/", "cdot", "-"}
+
+
+def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
+  """Reads the unit from `start` on; None if the tokens are none."""
+  rest = tokens[start:]
+  if not all(
+    t.kind in ("word", "text", "letter") or t.text in _OTHERS for t in rest if t.kind != "number"
+  ):
+    return None
+  typeset = any(t.kind == "text" for t in rest)
+  if typeset and not _begins_unit(rest):
+    return None
+  brackets = [t.text for t in rest if t.text in ("(", ")")]
+  if brackets and (brackets != ["(", ")"] or rest[0].text != "(" or rest[-1].text != ")"):
+    return None
+  if not (typeset or any(t.kind == "word" or t.text in _SIGNS for t in rest)):
+    numeric = all(t.kind == "number" for t in tokens[:start])
+    if not (letters == "units" and numeric and rest[0].kind == "letter"):
+      return None
+  spaced = rest[0].spaced or rest[0].kind == "text"
+  return units.parse(" " * spaced + " ".join(t.text for t in rest), currency, typeset)
+
+
+def _begins_unit(rest: list[Token]) -> bool:
+  r"""Whether the first token belongs to the unit: not m of 2m \text{ kg}."""
+  first, second = rest[0], rest[min(1, len(rest) - 1)]
+  product = first.kind == "word" and not first.spaced and is_product(first.text)
+  if first.kind != "letter" and not (product and second.kind == "text"):
+    return True
+  rate = re.match(r"/|per\b", second.text)
+  return product and bool(rate or units.parse(" " + second.text, typeset=True) is None)
