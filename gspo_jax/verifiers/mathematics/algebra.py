@@ -1,5 +1,6 @@
 """Equality of two SymPy expressions: proved where that is cheap, else tested at many digits."""
 
+import contextlib
 import itertools
 
 import sympy as sp
@@ -30,6 +31,9 @@ _STEPS = [
 ]
 _WHOLE = [2, 3, 5, 8, 4, 7, 6, 9]  # for exponents of negative numbers, both even and odd
 
+_UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
+_REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)  # SymPy's
+
 # Constant over whole ranges: a few points tell nothing of them.
 _FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
@@ -48,7 +52,7 @@ def same_expression(a, b) -> bool:
   if a == b:
     return True
   a, b = (evaluated(side) for side in (a, b))
-  if any(side.has(sp.Sum, sp.Product, sp.Integral) or _is_large(side) for side in (a, b)):
+  if any(side.has(*_UNEVALUATED) or _is_large(side) for side in (a, b)):
     return a == b
   a, b = _variables(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
@@ -85,7 +89,17 @@ def evaluated(value):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
       return value
-  return value.doit() if value.has(sp.Sum, sp.Product, sp.Integral) else value
+  if value.has(*_UNEVALUATED):
+    with contextlib.suppress(*_REFUSALS):
+      return value.doit()
+  return value
+
+
+def is_zero(value) -> bool:
+  """Whether SymPy finds a difference to be 0."""
+  with contextlib.suppress(*_REFUSALS):
+    return sp.sympify(value).equals(0) is True
+  return False
 
 
 def _is_large(value) -> bool:

@@ -43,7 +43,14 @@ def read(tokens: list[Token], sign: int = 1):
   reader = _Reader(tokens, sign)
   try:
     value = reader.sum()
-  except (ArithmeticError, AttributeError, TypeError, ValueError, IndexError) as error:
+  except (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    NotImplementedError,
+    ValueError,
+  ) as error:
     raise Unreadable(str(error)) from error  # SymPy's refusals: shapes of matrices and the like
   if reader.position < len(tokens):
     raise Unreadable(f"unexpected {tokens[reader.position].text!r}")
@@ -344,6 +351,8 @@ class _Reader:
       return forms.matrix(self)
     if name in ("sum", "prod", "int"):
       return forms.series(self, name)
+    if name == "lim":
+      return forms.limit(self)
     if name in ("vec", "bold"):
       return forms.vector(self)
     return forms.opaque(self, name)

@@ -128,7 +128,7 @@ def extract(response: str, finished: bool = True) -> str | None:
 
 def _on_one_line(display: re.Match) -> str:
   """Removes line breaks and full stops of a displayed formula."""
-  return re.sub(r"[.;](?= |\\end|\$\$|\\\])", "", " ".join(display[0].split()))
+  return re.sub(r"[.;](?= |\\end|\$\$|\\\])", "", display[0].replace("\n", " "))
 
 
 def _announced(text: str, finished: bool) -> str | None:

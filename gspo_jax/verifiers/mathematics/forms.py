@@ -49,6 +49,23 @@ def series(reader, name: str):
   return (sp.Sum if name == "sum" else sp.Product)(body, bounds)
 
 
+def limit(reader):
+  """Reads a limit, of one side perhaps."""
+  reader.take("_")
+  bounds = reader.group_tokens()
+  if len(bounds) < 3 or bounds[0].kind != "letter" or bounds[1].text != "to":
+    raise Unreadable("a limit without a point")
+  point = (
+    [t for t in bounds[2:] if t.text not in ("{", "}")] if bounds[-1].text == "}" else bounds[2:]
+  )
+  side = point[-1].text if len(point) > 2 and point[-2].text == "^" else ""
+  point = point[:-2] if side in ("+", "-") else bounds[2:]
+  reader.bound = reader.bound | {bounds[0].text}
+  value, variable = reader.inner(point), symbol(bounds[0].text)
+  result = sp.Limit(reader.product(), variable, value, side if side in ("+", "-") else "+-")
+  return result if result.atoms(sp.core.function.AppliedUndef) else result.doit()
+
+
 def _integrand(reader) -> tuple[list, str]:
   """Takes an integrand and its variable, in a numerator perhaps: dx/(1+x^2)."""
   start, tokens = reader.position, reader.tokens

@@ -57,20 +57,33 @@ _INTEGRALS = frozenset("int iint iiint oint".split())
 _SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
 
 
-def is_series(tokens: list[Token]) -> bool:
-  """Whether all tokens are one definite integral, sum or limit."""
+def series(tokens: list[Token]) -> str | None:
+  """Names one definite integral, sum or limit of an unknown function; None for others."""
   if not tokens or tokens[0].kind != "command":
-    return False
+    return None
   head = next((i for i, t in enumerate(tokens) if t.text not in _INTEGRALS), len(tokens))
-  terms = any(len(cut(tokens, sign)[1]) > 1 for sign in ("+", "-"))
   body = tokens[max(head, 1) :]
   if len(body) < 3 or body[0].text != "_":
-    return False
-  if not head:
-    return tokens[0].text in _SERIES and not terms
-  end = "".join(t.text for t in body[-2:])
-  differential = re.fullmatch(r"(?:.*[^a-zA-Z])?d[a-zA-Z]", end, re.DOTALL)
-  return not any(t.text in _INTEGRALS for t in body) and bool(differential or not terms)
+    return None
+  end = match(body, 1) + 1
+  bounds, rest = body[1:end], body[end:]
+  if head:
+    tail = [t.text for t in rest[-2:]]
+    whole = re.fullmatch("d[a-zA-Z]", tail[-1]) or (tail[0] == "d" and rest[-1].kind == "letter")
+    whole = whole and not any(t.text in _INTEGRALS for t in rest)
+  else:
+    whole = tokens[0].text in _SERIES and not any(len(cut(rest, sign)[1]) > 1 for sign in "+-")
+  bound = {t.text for t in bounds}
+  known = all(
+    not (_is_function(t.text) and t.text not in bound) and following.text != "_"
+    for t, following in zip(rest, [*rest[1:], Token("end", "")])
+    if t.kind == "letter"
+  )
+  return "series" if whole and not known and not (rest[0].text == "^" and len(rest) < 3) else None
+
+
+def _is_function(letter: str) -> bool:
+  return letter in "fghFGHP"
 
 
 # Names of numbers, which equal nothing else.

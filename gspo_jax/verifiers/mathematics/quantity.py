@@ -16,6 +16,7 @@ _VALUE = re.compile(
   r"|\\frac\s*(?P<top1>\d)\s*(?P<bottom1>\d))"
 )
 _VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
+_BEFORE_TEXT = re.compile(r"\s*[a-zA-Z]{1,3}\s*\\[a-z]")
 ROUNDED = 6  # digits after the point from which a decimal may stand for a number without an end
 SIGNIFICANT = 5  # of them
 
@@ -50,6 +51,8 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   if rest[:1].isdigit() or not re.fullmatch(r"(?:[^\W\d]|\s*\()?[^(=<>+!&]*\.?", rest):
     return None
   worded = bool(spelling.TEXT.search(source))
+  if worded and _BEFORE_TEXT.match(source[match.end() :]):  # 5A\\text{ m}: A may be a variable.
+    return None
   variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
   if variable and (variable["over"] or not letters):
     return None

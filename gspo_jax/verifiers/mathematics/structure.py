@@ -196,7 +196,7 @@ class _Structure:
     if "~" in operators and "=" in operators:  # x = 1/3 ~ 0.33
       last = operators.index("~") + 1
       operators, members = operators[: last - 1], members[:last]
-    labels = [names.name(member) or self.series(member) for member in members]
+    labels = [names.name(member) or names.series(member) for member in members]
     named = next((label for label in labels[:-1] if label), None)
     for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
       # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
@@ -217,7 +217,7 @@ class _Structure:
           raise Unreadable("an equation that is false")
         return values[-1]
       exact = [algebra.evaluated(value.value) for value in values]
-      if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
+      if all(algebra.is_zero(a - exact[-1]) for a in exact[:-1]):
         return values[-1]
       if not any(value.free_symbols for value in exact):
         raise Unreadable("an equation that is false")
@@ -225,16 +225,6 @@ class _Structure:
     if relation is None:
       raise Unreadable("an equation of this kind")
     return relation
-
-  def series(self, tokens: list[Token]) -> str | None:
-    """Names a series without a value, such as the integral of f."""
-    if not names.is_series(tokens):
-      return None
-    try:
-      value = expression.read(tokens)
-    except Unreadable:
-      return "series"
-    return "series" if nodes.unknowns(value) else None
 
   def relation(self, operators, members) -> Relation | None:
     try:
