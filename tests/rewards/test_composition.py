@@ -193,5 +193,8 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
     rewards.answer_check("string")(" .")
   with pytest.raises(ValueError, match="'1,234' is no whole number"):
     rewards.answer_check("arithmetic")("1,234")
+  with pytest.raises(ValueError, match="'proof' says that the problem has none"):
+    rewards.answer_check("math")("proof")
   rewards.answer_check("string")("Paris"), rewards.answer_check("arithmetic")("-12")
-  assert rewards.answer_check("math") is None and rewards.answer_check("") is None
+  rewards.answer_check("math")("no solution")
+  assert rewards.answer_check("recurrence") is None and rewards.answer_check("") is None
