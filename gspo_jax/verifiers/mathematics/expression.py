@@ -15,6 +15,7 @@ from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL, number, power, symbol
 
 MAX_DEPTH = 40
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError, ValueError)
 _BASE = re.compile(r"(?:in )?base[ -]?\w+")
 _TRIG = {
   "sin": sp.sin, "cos": sp.cos, "tan": sp.tan, "cot": sp.cot, "sec": sp.sec, "csc": sp.csc,
@@ -43,14 +44,7 @@ def read(tokens: list[Token], sign: int = 1):
   reader = _Reader(tokens, sign)
   try:
     value = reader.sum()
-  except (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    NotImplementedError,
-    ValueError,
-  ) as error:
+  except _REFUSALS as error:
     raise Unreadable(str(error)) from error  # SymPy's refusals: shapes of matrices and the like
   if reader.position < len(tokens):
     raise Unreadable(f"unexpected {tokens[reader.position].text!r}")

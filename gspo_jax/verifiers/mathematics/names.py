@@ -67,6 +67,8 @@ def series(tokens: list[Token]) -> str | None:
     return None
   end = match(body, 1) + 1
   bounds, rest = body[1:end], body[end:]
+  if not rest:
+    return None
   if head:
     tail = [t.text for t in rest[-2:]]
     whole = re.fullmatch("d[a-zA-Z]", tail[-1]) or (tail[0] == "d" and rest[-1].kind == "letter")
@@ -74,16 +76,12 @@ def series(tokens: list[Token]) -> str | None:
   else:
     whole = tokens[0].text in _SERIES and not any(len(cut(rest, sign)[1]) > 1 for sign in "+-")
   bound = {t.text for t in bounds}
-  known = all(
-    not (_is_function(t.text) and t.text not in bound) and following.text != "_"
+  unknown = any(
+    following.text == "_" or (t.text in "fghFGHP" and t.text not in bound)
     for t, following in zip(rest, [*rest[1:], Token("end", "")])
     if t.kind == "letter"
   )
-  return "series" if whole and not known and not (rest[0].text == "^" and len(rest) < 3) else None
-
-
-def _is_function(letter: str) -> bool:
-  return letter in "fghFGHP"
+  return "series" if whole and unknown else None
 
 
 # Names of numbers, which equal nothing else.

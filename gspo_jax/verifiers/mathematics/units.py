@@ -173,6 +173,29 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
   if kind and not _CLOSED.isdisjoint(kind[0].split()):
     return None
   text = _BEHIND.sub("", text[: kind.start()] if kind else text)
+  items = _items(text, glued, typeset)
+  if items is None:
+    return None
+  factor, groups = items
+  if sum(map(len, groups)) > 5 or not all(groups[1:]):
+    return None
+  dimensions, scale = {}, F(1)
+  for index, group in enumerate(groups):
+    measures = _measure(group, index > 0)
+    if measures is None:
+      return None
+    sign = -1 if index else 1
+    for name, power, size in measures:
+      dimensions[name] = dimensions.get(name, 0) + sign * power
+      scale *= size**sign
+  if any(dimensions.get(name, 1) != 1 for name in ("percent", "angle")):
+    return None
+  dimensions = tuple(sorted((name, power) for name, power in dimensions.items() if power))
+  return factor, (Unit(scale, dimensions) if dimensions else None)
+
+
+def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
+  """Splits words into a factor and units above and below a slash; None if they are no unit."""
   factor, start, groups = F(1), 0, [[]]
   while start < len(text.rstrip()):
     match = _ITEM.match(text, start)
@@ -197,21 +220,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
       if not has_unit and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
         return None
       groups[-1].append((word, int((power or "1").replace(" ", ""))))
-  if sum(map(len, groups)) > 5 or not all(groups[1:]):
-    return None
-  dimensions, scale = {}, F(1)
-  for index, group in enumerate(groups):
-    measures = _measure(group, index > 0)
-    if measures is None:
-      return None
-    sign = -1 if index else 1
-    for name, power, size in measures:
-      dimensions[name] = dimensions.get(name, 0) + sign * power
-      scale *= size**sign
-  if any(dimensions.get(name, 1) != 1 for name in ("percent", "angle")):
-    return None
-  dimensions = tuple(sorted((name, power) for name, power in dimensions.items() if power))
-  return factor, (Unit(scale, dimensions) if dimensions else None)
+  return factor, groups
 
 
 def _named(word: str) -> str | None:
