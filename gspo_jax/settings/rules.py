@@ -39,8 +39,9 @@ class DataFacts:
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without one.
   # Share of the answers that fit into a response, by the key of their source.
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answer and its share where it is a word, by the key of its source.
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  words: Mapping[str, str] = dataclasses.field(
+    default_factory=dict
+  )  # Most frequent golds in words.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   memory_mb: int = 2**30
   processes: int = 1
@@ -454,9 +455,8 @@ INVALID_DATA = (
 DATA_WARNINGS = (
   DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "trial: rewards of 0"),
-  DataRule("the most frequent gold answer is a word, which a policy may guess ({facts.words:}); "
-    "leave such rows out where they are no answers", lambda c, facts: bool(facts.words),
-    "data of proofs: rewards for \\boxed{proof}"),
+  DataRule("the most frequent gold answer is a word ({facts.words:}): leave such rows out if they are "
+    "no answers", lambda c, facts: bool(facts.words), "data of proofs"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
     "{facts.recorded:}): an iteration has some twice", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "small files"),

@@ -195,7 +195,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
 
 
 def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
-  """Splits words into a factor and units above and below a slash; None if they are no unit."""
+  """Splits words into a factor and units; None if they are none."""
   factor, start, groups = F(1), 0, [[]]
   while start < len(text.rstrip()):
     match = _ITEM.match(text, start)
