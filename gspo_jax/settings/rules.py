@@ -455,8 +455,8 @@ INVALID_DATA = (
 DATA_WARNINGS = (
   DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "trial: rewards of 0"),
-  DataRule("the most frequent gold answer is a word ({facts.words:}): leave such rows out if they are "
-    "no answers", lambda c, facts: bool(facts.words), "data of proofs"),
+  DataRule("the most frequent gold answer is a word ({facts.words:}): leave such rows out if they "
+    "are no answers", lambda c, facts: bool(facts.words), "data of proofs"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
     "{facts.recorded:}): an iteration has some twice", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "small files"),
