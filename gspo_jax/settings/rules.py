@@ -39,9 +39,7 @@ class DataFacts:
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without one.
   # Share of the answers that fit into a response, by the key of their source.
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  words: Mapping[str, str] = dataclasses.field(
-    default_factory=dict
-  )  # Most frequent golds in words.
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Most frequent golds.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   memory_mb: int = 2**30
   processes: int = 1
