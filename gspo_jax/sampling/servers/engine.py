@@ -167,12 +167,11 @@ class ServerEngine:
       return self._pool.run(work, preemption.check_alone)
 
     answers = hosts.run_on_first_host(publish, ServersGone)
-    sizes = [None if x is None else self._probe.differences(params, x) for x in answers]
-    if self._pool is not None:
-      for server, size in zip(self._pool.servers, sizes, strict=True):
-        if size is not None:
-          reason = self._disagreement(float(size.mean()), float(size.max()))
-          self._pool.run(self._pool.conclude(server, reason))
+    for index, parts in enumerate(answers):
+      size = None if parts is None else self._probe.differences(params, parts)
+      if self._pool is not None and size is not None:
+        reason = self._disagreement(float(size.mean()), float(size.max()))
+        self._pool.run(self._pool.conclude(self._pool.servers[index], reason))
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, most: float) -> str:
@@ -265,7 +264,7 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses, and sends the next calls of unfinished ones."""
+    """Returns finished responses with their requests' numbers; sends the next calls of others."""
     answers = []
     while True:
       try:
@@ -281,13 +280,10 @@ class ServerEngine:
       elif not self._stopping:
         pending.fail(url, answer)
       if self._stopping or pending.finished:
-        answers.append(self._numbered(pending))
+        response = pending.response(self._workload.sampling.whole)
+        answers.append((pending.number, response))  # To broadcast.
       else:
         self._send(pending)
-
-  def _numbered(self, pending: "Pending") -> tuple[int, Response]:
-    """Returns the request's number, and the response without its request, to broadcast."""
-    return pending.number, pending.response(self._workload.sampling.whole)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
     """Returns the broadcast responses with this host's requests."""
