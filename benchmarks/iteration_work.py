@@ -24,7 +24,7 @@ class Work:
 
 TOY = Work(prompts=4, prompt=32, new=128)
 WORK = dict(dense=TOY, moe=TOY, smollm2=Work(prompts=16, prompt=48, new=16))
-OPTIMIZER = dict(learning_rate=1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, clip_norm=1.0)
+OPTIMIZER = dict(learning_rate=1e-4, b1=0.9, b2=0.95, weight_decay=0.0, clip_norm=1.0)
 CLIP = dict(clip_low=3e-4, clip_high=4e-4)
 DENSE = dict(
   vocab_size=512, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32,

@@ -54,7 +54,6 @@ ADAMW = OptimizerConfig(
   final_fraction=1.0,
   b1=0.9,
   b2=0.95,
-  eps=1e-8,
   weight_decay=0.0,
   clip_norm=1.0,
 )
