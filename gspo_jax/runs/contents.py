@@ -83,6 +83,8 @@ def _describe_directory(name: str, patterns: Sequence[str]) -> str:
   if hub.is_id(name):
     return ""
   directory = hub.directory(name)
+  if not directory.is_dir():
+    return ""
   paths = [p for p in directory.iterdir() if any(fnmatch.fnmatch(p.name, x) for x in patterns)]
   checksum = 0
   for path in sorted(paths):
