@@ -202,8 +202,10 @@ def _encode(
     texts.insert(0, replies.continuation(tok, messages, prompt, text))
   encoded = [tok.encode(text) for text in dict.fromkeys(texts)]
   if not truncated:
-    stop = tok.stop_ids[0]
-    encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in encoded]
+    stop, bare = tok.stop_ids[0], encoded
+    encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
+    if truncated is False and "length" in row:  # It may have ended with another run's stop string.
+      encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
     if len(ids) == length:

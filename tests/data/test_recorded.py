@@ -188,5 +188,9 @@ def test_without_stop_strings_the_record_says_how_a_response_ended(tmp_path):
   rows = [dict(response="3;", response_ids=ids, truncated=cut) for cut in (False, True, None)]
   rows.append(dict(response="3;", response_ids=[*ids, STOP], truncated=False))
   assert [stopped for stopped, _ in finishes(tmp_path, (), *rows)] == [True, False, False, True]
+  rows = [dict(response="3;", length=n, truncated=False) for n in (2, 3)]
+  assert finishes(tmp_path, (), *rows) == [(True, ids), (True, [*ids, STOP])]
+  with pytest.raises(DataError, match="3 tokens and length=2"):
+    finishes(tmp_path, (), dict(response="3;", length=2))
   with pytest.raises(DataError, match="truncated='no'"):
     finishes(tmp_path, (), dict(response="3;", response_ids=ids, truncated="no"))
