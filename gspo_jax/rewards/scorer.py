@@ -198,7 +198,7 @@ def _score(
   batch = list(zip(texts, prompts, finished, strict=True))
   failed = [isinstance(response, pool.Failure) for response in responses]
   sampled = iter(_verdicts(verify, [x for x, fails in zip(batch, failed) if not fails]))
-  verdicts = [(x, 0.0) if fails else next(sampled) for x, fails in zip(responses, failed)]
+  verdicts = [(x, None) if fails else next(sampled) for x, fails in zip(responses, failed)]
   unknown = {
     i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
     for i, (outcome, _) in enumerate(verdicts)

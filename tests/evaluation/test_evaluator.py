@@ -124,7 +124,9 @@ def test_a_response_that_could_not_be_sampled_is_unknown():
   sampled = [Trajectory(PROBLEMS[0].tokens, i, 0, SingleTurn(())) for i in range(2)]
   sampled[1].fail("6 calls failed")
   outcome = evaluator()._verdicts(benchmark(score), PROBLEMS[:1] * 2, ["5", ""], sampled)
-  assert outcome[1] == [dict(reward=1.0), dict(reward=0.0, unknown="crash: 6 calls failed")]
+  reason = "crash: 6 calls failed"
+  rows = [dict(reward=1.0, correct=True), dict(reward=0.0, correct=False, unknown=reason)]
+  assert outcome[1] == rows
 
 
 def test_what_is_unknown_counts_as_not_right_and_is_told(params, tmp_path):
