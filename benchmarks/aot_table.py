@@ -47,9 +47,9 @@ MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--only", default="", help="rows whose name has this regular expression")
+  parser.add_argument("--only", default="", help="rows by a regular expression on their names")
   parser.add_argument("--again", action="store_true", help="compile them although they are known")
-  parser.add_argument("--tries", type=int, default=2, help="programs that a row compiles at most")
+  parser.add_argument("--tries", type=int, default=2, help="most programs compiled for a row")
   parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
   parser.add_argument("--docs", type=Path, default=ROOT / "benchmarks/results/models.md")
   options = parser.parse_args()

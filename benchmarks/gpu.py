@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
       raise SystemExit("JAX finds no GPU here, so nothing was measured; --toy tries the programs")
     if options.toy:
       place = "on a GPU" if device["platform"] in GPU else "without a GPU"
-      print(f"Toy sizes, {place}: these figures show that the programs run, and no more.")
+      print(f"Toy sizes, {place}: these figures show only that the programs run.")
     results = []
     for model in options.models.split(","):
       for task in options.tasks.split(","):

@@ -71,7 +71,7 @@ def halves(timings: list[Mapping[str, float]], skip: int) -> dict[str, float]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--iterations", type=int, default=40)
-  parser.add_argument("--skip", type=int, default=8, help="first iterations that are left out")
+  parser.add_argument("--skip", type=int, default=8, help="number of first iterations to leave out")
   arguments = parser.parse_args()
   print(environment(["jax", "jaxlib"]), ONE_THREAD)
   columns = "sampler", "trainer", "waits", "idle", "iteration"

@@ -90,7 +90,9 @@ if __name__ == "__main__":
     prog="python -m experiments.smollm2", description=__doc__.splitlines()[0]
   )
   parser.add_argument("directory", type=Path)
-  parser.add_argument("--upcycled", type=Path, metavar="MOE", help="where experts made of it go")
+  parser.add_argument(
+    "--upcycled", type=Path, metavar="MOE", help="directory of the upcycled model"
+  )
   parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; two per token")
   parser.add_argument("--noise", type=float, default=NOISE, help="of their weights, relative")
   options = parser.parse_args()

@@ -33,13 +33,13 @@ if importlib.util.find_spec("gspo_jax") is None:
   if "OWNER" in REPOSITORY:
     raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-  wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
+  packages = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
     if driver.isdecimal():  # CUDA 13 needs driver 580
-      wanted.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
-  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+      packages.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
   raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
 
 # %% tags=["parameters"] short={"ITERATIONS": 2, "COLD_START": 20}
@@ -98,7 +98,7 @@ def table(head, lines):
   return HTML(f"<table>{lines}</table>")
 
 
-def judged(response):
+def format_response(response):
   """A response and whether it is right."""
   return f"<code>{html.escape(response['response'])}</code> {'✓' if response['reward'] else '✗'}"
 
@@ -125,7 +125,7 @@ def show(status):
   if dumps := sorted(run.glob("rollouts/eval_*.jsonl")):
     head = "sum", "after the cold start", f"after iteration {int(dumps[-1].stem[-6:])}"
     pairs = list(zip(rows(dumps[0]), rows(dumps[-1])))[60::120]
-    lines = [(a["prompt"], judged(a), judged(b)) for a, b in pairs]
+    lines = [(a["prompt"], format_response(a), format_response(b)) for a, b in pairs]
     print("Some responses to new sums:")
     display(table(head, lines))
 
@@ -134,22 +134,22 @@ def show(status):
 command = [sys.executable, "-m", "gspo_jax.main", "--config=tiny", f"--workdir={WORKDIR}"]
 command += [f"--config.rl.iterations={ITERATIONS}", f"--config.sft.steps={COLD_START}"]
 log = Path(f"{WORKDIR}.log")
-begun = time.monotonic()
+start = time.monotonic()
 with log.open("w") as output:
-  process = subprocess.Popen(  # in a session of its own: stopping this cell is not for it to hear
+  process = subprocess.Popen(  # in a separate session: stopping this cell does not signal it
     command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
   )
 try:
   while process.poll() is None:
     last = (log.read_text().splitlines() or ["starting"])[-1]
-    show(f"{time.monotonic() - begun:4.0f} s  {last}")
+    show(f"{time.monotonic() - start:4.0f} s  {last}")
     time.sleep(5)
 finally:
-  process.terminate()  # if you stop this cell, the run saves where it stands
+  process.terminate()  # if you stop this cell, the run saves its state
   process.wait()
 if process.returncode:
   raise RuntimeError(log.read_text()[-3000:])
-show(f"Done in {(time.monotonic() - begun) / 60:.1f} minutes.")
+show(f"Done in {(time.monotonic() - start) / 60:.1f} minutes.")
 
 # %% [markdown]
 # The blue line is the accuracy on held-out sums. The examples had as many wrong carries as right ones, so the reward alone lifts the line.

@@ -31,13 +31,13 @@ if importlib.util.find_spec("gspo_jax") is None:
   if "OWNER" in REPOSITORY:
     raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-  wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
+  packages = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
     if driver.isdecimal():  # CUDA 13 needs driver 580
-      wanted.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
-  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+      packages.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
   raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
 
 # %% [markdown]
@@ -179,9 +179,9 @@ logp_BT = log_probs(model, tokens_BT)
 
 metrics, gradients = {}, {}
 for name, loss in LOSSES.items():
-  of = jax.value_and_grad(loss, has_aux=True)  # with respect to logp_BT
-  (value, found), gradients[name] = of(logp_BT, old_logp_BT, advantage_B, mask_BT)
-  metrics[name] = {"loss": value, **found}
+  value_and_grad = jax.value_and_grad(loss, has_aux=True)  # with respect to logp_BT
+  (value, figures), gradients[name] = value_and_grad(logp_BT, old_logp_BT, advantage_B, mask_BT)
+  metrics[name] = {"loss": value, **figures}
 
 print(f"{'':32}{'GSPO':>10}{'GRPO':>10}")
 for key in metrics["GSPO"]:
@@ -213,13 +213,13 @@ order = order[np.asarray(length_B)[order] >= 4]
 chosen = [order[kind[order]][:1] for kind in (~unused, unused)]
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-for ax, found, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GSPO")):
-  for i in found:  # none, if GSPO clipped no response
-    n, where = int(length_B[i]), np.arange(int(length_B[i]))
-    ax.bar(where - 0.2, weight["GSPO"][i][:n], 0.4, color="#2563c9", label="GSPO")
-    ax.bar(where + 0.2, weight["GRPO"][i][:n], 0.4, color="#c2570c", label="GRPO")
+for ax, rows, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GSPO")):
+  for i in rows:  # none, if GSPO clipped no response
+    n, positions = int(length_B[i]), np.arange(int(length_B[i]))
+    ax.bar(positions - 0.2, weight["GSPO"][i][:n], 0.4, color="#2563c9", label="GSPO")
+    ax.bar(positions + 0.2, weight["GRPO"][i][:n], 0.4, color="#c2570c", label="GRPO")
     words = ["end" if t == END else str(t) for t in tokens_BT[i][1 : n + 1]]
-    ax.set_xticks(where, words)
+    ax.set_xticks(positions, words)
     ax.set(title=f"{title}: Â = {advantage_B[i]:+.2f}", xlabel=f"prompt: {tokens_BT[i][0]}")
   ax.axhline(0, color="black", lw=0.8)
   ax.spines[["top", "right"]].set_visible(False)

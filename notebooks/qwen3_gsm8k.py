@@ -39,13 +39,13 @@ if importlib.util.find_spec("gspo_jax") is None:
   if "OWNER" in REPOSITORY:
     raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-  wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
+  packages = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
     if driver.isdecimal():  # CUDA 13 needs driver 580
-      wanted.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
-  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+      packages.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
   raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
 
 # %% [markdown]
@@ -78,10 +78,10 @@ chip = jax.devices()[0]
 limit = (chip.memory_stats() or {}).get("bytes_limit") or accelerators.memory(chip.device_kind) or 0
 print(json.dumps(dict(kind=chip.device_kind, platform=chip.platform, gib=limit / 2**30)))
 """
-asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True)
-if asked.returncode:
-  raise RuntimeError(asked.stderr[-2000:])
-chip = json.loads(asked.stdout.splitlines()[-1])
+query = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True)
+if query.returncode:
+  raise RuntimeError(query.stderr[-2000:])
+chip = json.loads(query.stdout.splitlines()[-1])
 print(
   f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "memory unknown")
 )
@@ -241,22 +241,22 @@ def rows():
   return [json.loads(line) for line in whole.splitlines()]
 
 
-def curve(axes, found, key, label, style="-"):
-  points = [(row["step"], row[key]) for row in found if row.get(key) is not None]
+def curve(axes, records, key, label, style="-"):
+  points = [(row["step"], row[key]) for row in records if row.get(key) is not None]
   if points:
     axes.plot(*zip(*points), style, label=label)
 
 
-def figure(found):
+def figure(records):
   """Is it learning, how long are the responses, how far does the policy move?"""
   drawn, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.2), layout="constrained")
-  curve(left, found, "reward/mean", "reward, training problems")
-  curve(left, found, "eval/accuracy", "accuracy, held-out problems", "o-")
+  curve(left, records, "reward/mean", "reward, training problems")
+  curve(left, records, "eval/accuracy", "accuracy, held-out problems", "o-")
   left.set(title="Right answers", ylim=(0, 1))
-  curve(middle, found, "response_length/mean", "tokens of a response")
+  curve(middle, records, "response_length/mean", "tokens of a response")
   middle.set(title="Length", ylim=(0, None))
-  curve(right, found, "clip_fraction/token", "clipped tokens")
-  curve(right, found, "truncated_fraction", "responses cut off")
+  curve(right, records, "clip_fraction/token", "clipped tokens")
+  curve(right, records, "truncated_fraction", "responses cut off")
   right.set(title="Shares", ylim=(0, None))
   for axes in (left, middle, right):
     axes.set(xlabel="iteration", xlim=(0, ITERATIONS))
@@ -340,9 +340,9 @@ before, after = responses(0), responses(evaluations[-1]["step"])
 problems = list(dict.fromkeys(problem for problem, _ in before))
 
 
-def rewards(found):
+def rewards(records):
   """[problems, samples]"""
-  return np.array([found[key]["reward"] for key in before]).reshape(len(problems), -1)
+  return np.array([records[key]["reward"] for key in before]).reshape(len(problems), -1)
 
 
 gain = (rewards(after) - rewards(before)).mean(1)
