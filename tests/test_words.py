@@ -60,10 +60,10 @@ GOAL = (4.0, 1, 10.0, 0.25, 3)
 # Words in a sentence; sentences of more than 30 words (%); relative pronouns in a sentence; total
 # words, tables and code included.
 PAGES = """
-  docs                      16.5       7    0.25   40000
-  README.md                 17.0       8    0.30    1100
-  benchmarks                17.0       8    0.30   20000
-  experiments               17.0       8    0.30   20000
+  docs                      16.0       6    0.20   40000
+  README.md                 15.0       5    0.15    1100
+  benchmarks                16.5       5    0.15   20000
+  experiments               16.0       5    0.15   20000
 """
 
 
