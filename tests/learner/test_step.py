@@ -61,7 +61,8 @@ def test_ratio_differs_from_one_after_the_first_update():
   assert row["minibatch/1/clip_fraction/sequence"] > 0.2  # an update moves far beyond 4e-4
   assert row["mismatch/abs/max"] < 1e-4  # Metrics of the first, before any update.
   assert row["router/dropped_tokens"] == 0
-  assert int(state.step) == 2
+  # The second update moves nothing: all responses with a gradient are clipped.
+  assert int(state.step) == 1 and second["grad_norm"].compute() == 0
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo"])
@@ -69,7 +70,9 @@ def test_each_mini_batch_has_metrics_of_drift_and_clipping(name):
   """Against NumPy, from the log-probs of each mini-batch's own parameters."""
   params, batch = initial(MOE), rollout_batch()
   batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch.inputs))
-  objective = dataclasses.replace(GSPO, name=name, clip_low=3e-3, clip_high=4e-3)
+  # Entropy moves the policy where all responses are clipped.
+  ranges = dict(clip_low=3e-3, clip_high=4e-3, entropy_coef=0.1)
+  objective = dataclasses.replace(GSPO, name=name, **ranges)
   step, state = rl_step(learner(MOE), objective, TX), new_state(params, TX)
   actual, log_ratios = [], []
   for _ in range(3):
