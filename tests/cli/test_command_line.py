@@ -279,7 +279,7 @@ REFUSED = {
     "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "math",
     "reward__workers": 0,
   },
-  r"eval\.benchmarks\.one: the problem .* has no rating": {
+  r"eval\.benchmarks\.one: the problem .* has no numeric rating": {
     "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__rating": True,
   },
 }  # fmt: skip
