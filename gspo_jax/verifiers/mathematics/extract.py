@@ -91,6 +91,10 @@ _OPERATOR = re.compile(
   r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
 )
 _UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, before an equals sign
+# A unit of one letter behind a formula, as in "$5\\sqrt{2}$ m".
+_UNIT_BEHIND = re.compile(
+  r"((?<!\\)\$|\\\)|π(?= \w[²³/])) ([msghJNVWKL](?:[²³]|/[smh][²³]?)?)(?=[\s.,;]|$)"
+)
 _MARKDOWN = re.compile(
   r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
 )
@@ -244,7 +248,9 @@ def _without_lead(text: str) -> str:
 def _bare(line: str) -> str:
   """A line without Markdown and with formulas as plain text."""
   line = _MARKDOWN.sub("", plain(line))
-  return line if FORMULA.fullmatch(line.rstrip(" .")) else FORMULA.sub(inside, line)
+  if FORMULA.fullmatch(line.rstrip(" .")):
+    return line
+  return FORMULA.sub(inside, _UNIT_BEHIND.sub(r"\1 \\text{\2}", line))
 
 
 def _is_value(line: str) -> bool:
@@ -252,9 +258,16 @@ def _is_value(line: str) -> bool:
   text = trim(_bare(line))
   if is_formula(text) or quantity.read(text, letters=True):
     return True
-  number = re.match(r"(.*[\d})πa-z])\s+([a-zA-Z ]+)$", text)
-  nothing = re.match(r"(?i:no (?:real )?solutions?)$", text)
-  return bool(nothing or (number and is_formula(number[1]) and units.parse(" " + number[2])))
+  if re.match(r"(?i:no (?:real )?solutions?)$", text):
+    return True
+  words = text.split(" ")
+  return any(
+    re.search(r"[\d})πa-z]$", words[-count - 1])
+    and is_formula(" ".join(words[:-count]))
+    and units.parse(" " + " ".join(words[-count:]))
+    for count in range(1, min(5, len(words)))
+    if words[-count].isalpha()
+  )
 
 
 def is_formula(text: str) -> bool:

@@ -70,11 +70,12 @@ def _integrand(reader) -> tuple[list, str]:
   """Takes an integrand and its variable, in a numerator perhaps: dx/(1+x^2)."""
   start, tokens = reader.position, reader.tokens
   places = [i for i in range(start, len(tokens)) if re.fullmatch("d[a-z]?", tokens[i].text)]
-  if not places or tokens[-1].text == "d":
+  place = places[0] if places else len(tokens)
+  name = "".join(t.text for t in tokens[place : place + 1])
+  end = place + 1 + (name == "d")
+  variable = name[1:] or "".join(t.text for t in tokens[place + 1 : end])
+  if not variable.isalpha():
     raise Unreadable("an integral without a variable")
-  place = places[0]
-  end = place + (1 if tokens[place].text[1:] else 2)
-  variable = tokens[end - 1].text[-1]
   fraction = next((i for i in range(start, place) if cuts.match(tokens, i) > place), None)
   if fraction is None:
     reader.position = end

@@ -31,9 +31,9 @@ _THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
 _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
 _ANGLES = {"<": "langle", ">": "rangle"}
 _LOOKS = re.compile(
-  r"\\(?:(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
+  r"\\(?:(?:left|right)\s*\.|(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
   r"|LARGE|huge|Huge|blacksquare|qed|qedhere)(?![a-zA-Z])|bbox\s*\[[^\[\]]*\]|tag\*?\s*\{[^{}]*\}"
-  r"|label\s*\{[^{}]*\})|\\(?:square|Box)\s*$|[∎■]"
+  r"|label\s*\{[^{}]*\})|\\(?:square|Box|checkmark)\s*$|[∎■]"
 )
 _ORDINAL = re.compile(
   r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*"

@@ -203,7 +203,7 @@ class _Structure:
       apart = rest and rest[0].spaced and members[i][-len(rest) - 1].text != "pi"
       if rest and (i == 0 or apart or names.name(rest) == labels[0]):
         raise Unreadable("two equations, or a multiple of what is asked for")
-    if named or (len(members) == 2 and labels[1]):
+    if named or (len(members) == 2 and labels[1] and labels[1] not in names.CONSTANTS):
       value = self.value(members[-1] if named else members[0])
       relation = self.relation(["="], [members[0], members[-1]])
       return Named(named or labels[1], value, relation, names.parameter(members[0]))

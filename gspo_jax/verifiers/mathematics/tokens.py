@@ -63,7 +63,8 @@ _KINDS = (  # Names of characters, and of commands and their aliases.
 _DROPPED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
   mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
-  phantom middle rm bf it hfill scriptstyle ensuremath mathnormal nonumber notag hline strut
+  phantom middle rm bf it hfill scriptstyle small tiny scriptsize footnotesize
+  ensuremath mathnormal nonumber notag hline strut
   mathstrut""".split()
 )
 _WORDS = frozenset(
@@ -72,7 +73,7 @@ _WORDS = frozenset(
   neq cbrt binom frac""".split()
 )
 _TEXT = re.compile(
-  r"\\(?P<name>text(?:bf|it|rm|normal|sf|tt|up)?|mathrm|mathit|mathsf|mathtt|mathup|mbox|hbox|units?"
+  r"\\(?P<name>text(?:bf|it|rm|normal|sc|sf|tt|up)?|math(?:rm|it|sf|tt|up)|[mh]box|units?"
   r"|operatorname\*?)\s*\{(?P<content>(?:[^{}]|\{[^{}]*\})*)\}"
 )
 _RAISED_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
