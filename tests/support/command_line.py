@@ -81,7 +81,7 @@ def called(argv, cwd=ROOT, **more):
 
 
 FORKED = """
-import gc, json, os, runpy, sys
+import gc, json, os, runpy, signal, sys
 from gspo_jax import replay, run, sft, train
 from gspo_jax.aot import iteration, programs, search
 from gspo_jax.report import page
@@ -91,6 +91,7 @@ for line in sys.stdin:
   if child := os.fork():
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     continue
+  signal.alarm(100)  # A command that begins a run is ended.
   os.chdir(cwd)
   for stream, path in zip((1, 2), outputs):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
