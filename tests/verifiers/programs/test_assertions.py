@@ -70,6 +70,7 @@ def check(c):
       c(1)
     except BaseException:
       pass
+  assert c is not None
 """
 
 
