@@ -70,9 +70,13 @@ def rate(schedule: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
 
 
 def rates(tx: Optimizer) -> np.ndarray:
-  """Returns the rates up to the schedule's end, on the host."""
+  """Returns the rates up to the schedule's end or beyond, on the host.
+
+  The length is a multiple of 128: runs with other warmups share the programs that read it.
+  """
   schedule = tx.hyperparameters
-  return rate(schedule, np.arange(schedule["warmup"] + schedule["rest"] + 1), np)
+  updates = schedule["warmup"] + schedule["rest"] + 1
+  return rate(schedule, np.arange(-(-updates // 128) * 128), np)
 
 
 def last_rate(rates: np.ndarray, opt_state: Any) -> jax.Array:
