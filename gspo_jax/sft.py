@@ -35,7 +35,7 @@ def sft(run: Run) -> Any:
   """
   c, tok = run.config, run.tokenizer
   tx, _ = optimizers(c, "sft")
-  update, rates = make_sft_step(learner_of(c, "sft"), tx), optimizer.rates(tx)
+  update, schedule = make_sft_step(learner_of(c, "sft"), tx), tx.hyperparameters
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   held_out_ids, held_out_loss = held_out(run, prompts)
@@ -64,7 +64,7 @@ def sft(run: Run) -> Any:
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
         # The next dispatch blocks if too many are in flight.
-        row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.opt_state))
+        row = dict(step=step, learning_rate=optimizer.last_rate(schedule, state.opt_state))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)

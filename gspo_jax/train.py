@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from gspo_jax import teacher
 from gspo_jax.learner import advantages, optimizer
@@ -111,7 +110,7 @@ class Programs:
   advantages: advantages.Part
   update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
   review: Callable[..., dict[str, jax.Array]]  # arrays of the samples log
-  rates: np.ndarray  # learning rate of each update
+  schedule: Mapping[str, float]  # hyperparameters of the optimizer
 
 
 def programs_of(run: Run) -> Programs:
@@ -125,7 +124,7 @@ def programs_of(run: Run) -> Programs:
     advantages.make(c, critic),
     make_rl_step(learner, c.objective, tx, critic),
     make_review(learner, c.objective, old_policy),
-    optimizer.rates(tx),
+    tx.hyperparameters,
   )
 
 
@@ -175,7 +174,7 @@ def update(
     metrics.append(metric)
     run.profiler.count("update", 1, state)
   # The host computes metrics while the devices are busy.
-  rate = optimizer.last_rate(programs.rates, state.opt_state)
+  rate = optimizer.last_rate(programs.schedule, state.opt_state)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
   trained_B = rollout.lengths * (rollout.stopped | (not c.rl.mask_truncated))

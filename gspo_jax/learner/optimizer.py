@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gspo_jax.settings.training import OptimizerConfig
@@ -52,43 +51,30 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   return schedule | {key: value for key, value in terms.items() if value}
 
 
-def rate(schedule: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
+def rate(schedule: Mapping[str, Any], count: Any) -> Any:
   """Returns the learning rate after `count` updates.
 
   Optax's own schedules branch in Python on their numbers, which rules out traced arguments.
-
-  Args:
-    np: array library of the computation, `jax.numpy` or NumPy.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
   # The warmup starts at peak/warmup: a learning rate of 0 would waste a rollout.
-  first = peak / np.maximum(warmup, 1)
-  rise = first + (peak - first) * count / np.maximum(warmup, 1)
-  done = np.clip((count - warmup) / schedule["rest"], 0, 1)
-  done = np.where(schedule["cosine"], (1 - np.cos(np.pi * done)) / 2, done)
-  return np.where(count < warmup, rise, peak * (1 - (1 - schedule["final"]) * done))
+  first = peak / jnp.maximum(warmup, 1)
+  rise = first + (peak - first) * count / jnp.maximum(warmup, 1)
+  done = jnp.clip((count - warmup) / schedule["rest"], 0, 1)
+  done = jnp.where(schedule["cosine"], (1 - jnp.cos(jnp.pi * done)) / 2, done)
+  return jnp.where(count < warmup, rise, peak * (1 - (1 - schedule["final"]) * done))
 
 
-def rates(tx: Optimizer) -> np.ndarray:
-  """Returns the rates up to the schedule's end or beyond, on the host.
-
-  The length is a multiple of 128: runs with other warmups share the programs that read it.
-  """
-  schedule = tx.hyperparameters
-  updates = schedule["warmup"] + schedule["rest"] + 1
-  return rate(schedule, np.arange(-(-updates // 128) * 128), np)
-
-
-def last_rate(rates: np.ndarray, opt_state: Any) -> jax.Array:
+def last_rate(schedule: Mapping[str, Any], opt_state: Any) -> jax.Array:
   """Rate of the last applied update; 0 before the first.
 
   The count is that of the optimizer's state, of applied updates.
 
   Args:
-    rates: rates of the updates from the first one on; the last rate stays.
+    schedule: `Optimizer.hyperparameters`.
   """
   states = jax.tree.leaves(opt_state, is_leaf=_has_rate)
-  return _rate_after(rates, next(filter(_has_rate, states)).count)
+  return _rate_after(schedule, next(filter(_has_rate, states)).count)
 
 
 def _has_rate(state: Any) -> bool:
@@ -96,8 +82,8 @@ def _has_rate(state: Any) -> bool:
 
 
 @jax.jit
-def _rate_after(rates: np.ndarray, count: jax.Array) -> jax.Array:
-  return jnp.where(count > 0, rates[jnp.clip(count - 1, 0, len(rates) - 1)], 0.0)
+def _rate_after(schedule: Mapping[str, Any], count: jax.Array) -> jax.Array:
+  return jnp.where(count > 0, rate(schedule, count - 1), 0.0)
 
 
 @functools.cache

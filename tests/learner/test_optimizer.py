@@ -12,8 +12,7 @@ from support.small_models import SHALLOW, initial
 
 from configs import tiny_ppo
 from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.optimizer import decayed, last_rate, make
-from gspo_jax.learner.optimizer import rates as rates_of
+from gspo_jax.learner.optimizer import decayed, last_rate, make, rate
 from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
@@ -24,8 +23,7 @@ CONFIG = OptimizerConfig(
 
 def rates(config, updates):
   """Rates of all updates of a run."""
-  known = rates_of(make(config, updates))
-  return np.append(known, [known[-1]] * max(0, updates - len(known)))[:updates]
+  return np.asarray(rate(make(config, updates).hyperparameters, np.arange(updates)))
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
@@ -33,11 +31,11 @@ def rates(config, updates):
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 def test_last_update_has_the_final_fraction(schedule, warmup, final):
   config = dataclasses.replace(CONFIG, schedule=schedule, warmup_steps=warmup, final_fraction=final)
-  rate = rates(config, 40)
-  np.testing.assert_allclose(rate[-1], 1e-3 * final, rtol=1e-5, atol=1e-10)
-  np.testing.assert_allclose(rate[warmup], 1e-3, rtol=1e-5)  # the first one after the warm-up
-  assert rate.max() <= 1e-3 * (1 + 1e-5)
-  assert (np.diff(rate[warmup:]) < 0).all() or final == 1
+  values = rates(config, 40)
+  np.testing.assert_allclose(values[-1], 1e-3 * final, rtol=1e-5, atol=1e-10)
+  np.testing.assert_allclose(values[warmup], 1e-3, rtol=1e-5)  # the first one after the warm-up
+  assert values.max() <= 1e-3 * (1 + 1e-5)
+  assert (np.diff(values[warmup:]) < 0).all() or final == 1
 
 
 def test_constant_and_short_schedules_have_the_expected_rates():
@@ -53,10 +51,10 @@ def test_reported_rate_is_the_one_used():
   config = dataclasses.replace(CONFIG, warmup_steps=2, clip_norm=0.0)
   tx, params, shown, used = make(config, 5), initial(SHALLOW), [], []
   state, ones, update = tx.init(params), jax.tree.map(jnp.ones_like, params), jax.jit(tx.update)
-  assert float(last_rate(rates_of(tx), state)) == 0
+  assert float(last_rate(tx.hyperparameters, state)) == 0
   for _ in range(7):
     updates, state = update(ones, state, params, tx.hyperparameters)
-    shown.append(float(last_rate(rates_of(tx), state)))
+    shown.append(float(last_rate(tx.hyperparameters, state)))
     used.append(-float(jax.tree.leaves(updates)[0].ravel()[0]))
   np.testing.assert_allclose(shown, used, rtol=1e-5)
   np.testing.assert_allclose(shown[:5], rates(config, 5), rtol=1e-6)
@@ -70,7 +68,8 @@ def test_schedule_and_warm_up_of_a_critic_are_counted_in_updates_of_all_iteratio
   for tx, updates in ((policy, 7 * 4), (critic.tx, 10 * 4)):
     assert tx.hyperparameters["warmup"] + tx.hyperparameters["rest"] + 1 == updates
   least = c.rl_optimizer.learning_rate * c.rl_optimizer.final_fraction
-  assert rates_of(policy)[26] > rates_of(policy)[27] == pytest.approx(least)
+  before, last = rate(policy.hyperparameters, np.array([26, 27]))
+  assert before > last == pytest.approx(least)
 
 
 @pytest.mark.parametrize(
