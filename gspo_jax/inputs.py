@@ -353,20 +353,20 @@ def _evaluations(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
 def _describe(config: RunConfig, inputs: Inputs) -> rules.DataFacts:
   """Returns facts about machine and data for `rules.warnings`."""
   c, data, encode = config, inputs.data, inputs.tokenizer.encode
-  sources = {}
+  checked = {}
   if c.samples_prompts and c.has_iterations and not c.environment.name:
-    sources["data.train"] = data.train_prompts, c.reward.name, c.sampling.max_new_tokens
+    checked["data.train"] = data.train_prompts, c.reward.name, c.sampling.max_new_tokens
   for name, b, key in _evaluations(c):
     if b.reward or not c.environment.name:
-      sources[key] = data.problems[name], b.reward or c.reward.name, c.eval.max_new_tokens
+      checked[key] = data.problems[name], b.reward or c.reward.name, c.eval.max_new_tokens
   golds = {key: [prompts[i].answer for i in embedded.probe(len(prompts))]
-    for key, (prompts, *_) in sources.items()}  # fmt: skip
-  words = {key: rewards.frequent_word(sources[key][1], golds[key]) for key in sources}
+    for key, (prompts, *_) in checked.items()}  # fmt: skip
+  words = {key: rewards.frequent_word(checked[key][1], golds[key]) for key in checked}
   return rules.DataFacts(
     prompts=len(data.train_prompts) if c.samples_prompts else 0,
     recorded=len(data.recordings.prompts) if data.recordings is not None else 0,
     demonstrations=len(data.demonstrations),
-    answers={key: _fitting_share(golds[key], encode, *sources[key][1:]) for key in sources},
+    answers={key: _fitting_share(golds[key], encode, *checked[key][1:]) for key in checked},
     words={key: word for key, word in words.items() if word},
     format_tokens=sum(len(encode(tag)) for tag in shaping.TAGS[c.reward.format]),
     memory_mb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,

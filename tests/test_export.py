@@ -42,7 +42,9 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   exported, config = hf.load(tmp_path / "out")
   assert config == model and jax.tree.all(jax.tree.map(np.array_equal, exported, params))
   tok = tokenizer.load(str(tmp_path / "out"))
-  assert tok.render("q") == tokenizer.load(str(workdir.parent)).render("q")
+  assert tok.chat([tokenizer.user_turn("q")]) == tokenizer.load(str(workdir.parent)).chat(
+    [tokenizer.user_turn("q")]
+  )
 
 
 def test_transformers_stops_where_the_run_did(trained, tmp_path):

@@ -200,6 +200,8 @@ def _encode(
   texts = [replies.unfinished(prompt, text), text]
   if not truncated:
     texts.insert(0, replies.continuation(tok, messages, prompt, text))
+  if "length" not in row:
+    texts = texts[:1]
   encoded = [tok.encode(text) for text in dict.fromkeys(texts)]
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded

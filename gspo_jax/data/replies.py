@@ -88,13 +88,13 @@ def _turns(response: str) -> Iterator[dict[str, str]]:
 def _written(conversation: str, prompt: str, response: str, stops: Sequence[str]) -> str | None:
   """Returns a conversation's text after its prompt.
 
-  The result is None if the conversation does not continue the prompt, or has a part of the response
-  twice or not at all.
+  The result is None if the conversation does not continue the prompt, repeats its opening mark,
+  leaves a thought open, or lacks a part of the response.
   """
   mark, space = _last_mark(prompt)
   closings = tuple(_closings(mark)) if _THOUGHT.search(mark) and not _closes(mark) else ()
   opening, thought = prompt, mark if closings else "<think>"
-  if closings and not conversation.startswith(prompt):  # A template may close the thought at once.
+  if closings and not conversation.startswith(prompt):  # It may replace the mark by a closing one.
     opening = prompt[: len(prompt) - len(mark + space)]
   if not conversation.startswith(opening):
     return None

@@ -24,30 +24,16 @@ from gspo_jax.settings.data import DataConfig
 from gspo_jax.system import files, hub
 
 
-def user_turn(question: str, template: str) -> dict[str, str]:
-  """Returns a user's message."""
+def user_turn(question: str, template: str = "{question}") -> dict[str, str]:
+  """Returns a user's message: `template` with `{question}` replaced.
+
+  Other braces stay, so LaTeX needs no escaping.
+  """
   return dict(role="user", content=template.replace("{question}", question))
 
 
-class _Chats:
-  """Base class: renders prompts by the subclass's method `chat`."""
-
-  def render(
-    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
-  ) -> str:
-    """Renders a prompt's text for `encode`: messages, then a user's turn.
-
-    The turn is `template` with `{question}` replaced. Other braces stay, so LaTeX needs no
-    escaping.
-
-    Args:
-      before: messages before the user's turn.
-    """
-    return self.chat([*before, user_turn(question, template)])
-
-
 @dataclasses.dataclass(frozen=True)
-class ByteTokenizer(_Chats):
+class ByteTokenizer:
   """UTF-8 bytes 0..255, then `<pad>`, `<eos>` (the stop token) and `<bos>` (never emitted)."""
 
   pad_id: int = 256
@@ -78,7 +64,7 @@ class ByteTokenizer(_Chats):
 
 
 @dataclasses.dataclass(frozen=True)
-class HFTokenizer(_Chats):
+class HFTokenizer:
   """A tokenizer of Hugging Face: `tokenizer.json`, its config, and its chat template."""
 
   path: str

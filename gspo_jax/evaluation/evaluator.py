@@ -68,9 +68,8 @@ class Evaluator:
   stop_strings: tuple[str, ...] = ()
   directory: Path | None = None  # Directory of results and the resume log; None writes no files.
   identity: str = ""  # Other inputs of responses and scores, such as the reward's settings.
-  right_from: float | None = (
-    None  # Smallest reward of right conversations; None: `correct` decides.
-  )
+  # Smallest reward of right conversations; None: `correct` decides.
+  right_from: float | None = None
   signals: Signals | None = None  # Constraints' signals of single-turn responses; None for none.
 
   def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:

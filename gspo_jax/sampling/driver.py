@@ -56,7 +56,7 @@ class Driver:
     self._vocab_size = min(vocab_size, workload.vocabulary or vocab_size)
     self._workers, self._in_order = threads.shared(max(1, workers)), not workers
     self._time_limit_s = time_limit_s
-    self._failed: list[Trajectory] = []  # Failed before their first turn.
+    self._failed: list[Trajectory] = []  # Failed and not yet yielded.
     self._asked: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
     engine.start(workload)
 

@@ -153,7 +153,7 @@ def test_demonstrations_end_as_the_template_ends_a_turn(end, template, tmp_path)
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
   queue, output = dict(role="user", content="1+1?"), dict(role="assistant", content="2")
   expected = theirs.apply_chat_template([queue, output], return_dict=False)
-  prompt = tuple(ours.encode(ours.render("1+1?")))
+  prompt = tuple(ours.encode(ours.chat([tokenizer.user_turn("1+1?")])))
   prompt = structs.Prompt("id", "1+1?", "2", prompt, "[2]" if end == STOP else "2")
   ids = [*prompt.tokens, *sources.demonstration_tokens(prompt, ours)[0]]
   assert ids == expected[: len(ids)] and not theirs.decode(expected[len(ids) :]).strip()
@@ -172,7 +172,7 @@ def test_templates_in_a_folder(tmp_path):
   with pytest.raises(tokenizer.TokenizerError, match=r"chat templates \['tools'\] and none named"):
     tokenizer.load(str(tmp_path))
   (tmp_path / "chat_template.jinja").write_text("by default")
-  assert tokenizer.load(str(tmp_path)).render("q") == "by default"
+  assert tokenizer.load(str(tmp_path)).chat([tokenizer.user_turn("q")]) == "by default"
 
 
 THINKING = (
@@ -236,7 +236,7 @@ def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
   config = dict(bos_token="<s>", eos_token="</s>")
   ours = write(tmp_path, tok, generation_config=None, tokenizer_config=config)
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-  assert ours.encode(ours.render("the answer")) == theirs.encode("the answer")
+  assert ours.encode(ours.chat([tokenizer.user_turn("the answer")])) == theirs.encode("the answer")
   # Behind a chat template the text is what it says.
   template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
   ours = write(
@@ -245,9 +245,9 @@ def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
   messages = [dict(role="user", content="the answer")]
   expected = theirs.apply_chat_template(messages, return_dict=False)
-  assert ours.encode(ours.render("the answer")) == expected
+  assert ours.encode(ours.chat([tokenizer.user_turn("the answer")])) == expected
 
 
 def test_a_bos_token_that_is_wanted_and_has_no_name(tmp_path):
   ours = write(tmp_path, characters(), tokenizer_config=dict(add_bos_token=True))
-  assert ours.encode(ours.render("q")) == characters().encode("q").ids
+  assert ours.encode(ours.chat([tokenizer.user_turn("q")])) == characters().encode("q").ids

@@ -77,7 +77,7 @@ def test_bytes_special_tokens_are_apart_and_skipped():
 def test_plain_template_leaves_other_braces_alone():
   tok = tokenizer.ByteTokenizer()
   template = "Q: {question}\nAnswer in \\boxed{}: "
-  assert tok.render("{1, 2}?", template=template) == "Q: {1, 2}?\nAnswer in \\boxed{}: "
+  assert tok.chat([tokenizer.user_turn("{1, 2}?", template)]) == "Q: {1, 2}?\nAnswer in \\boxed{}: "
   assert tok.chat([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]) == "s\na"
 
 
@@ -96,7 +96,7 @@ def test_hf_round_trip_and_ids(checkpoint):
 
 def test_hf_chat_template(checkpoint):
   tok = tokenizer.load(str(checkpoint))
-  text = tok.render("1 < 2?", template="{question} Use \\boxed{}.")
+  text = tok.chat([tokenizer.user_turn("1 < 2?", "{question} Use \\boxed{}.")])
   user = "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
   assert text == f"{user}<|im_start|>assistant\n"
   system = {"role": "system", "content": "Be brief."}
@@ -110,16 +110,16 @@ def test_a_system_prompt_comes_first_unless_there_is_one(checkpoint):
   tok = tokenizer.load_for(str(checkpoint), 300, DataConfig(system="Be brief."))
   user, other = dict(role="user", content="q"), dict(role="system", content="Take care.")
   begins = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>"
-  assert tok.render("q").startswith(begins)
+  assert tok.chat([tokenizer.user_turn("q")]).startswith(begins)
   assert tok.chat([other, user]) == tokenizer.load(str(checkpoint)).chat([other, user])
-  assert tokenizer.load_for("bytes", 259, DataConfig(system="Be brief.")).render("q") == (
-    "Be brief.\nq"
-  )
+  assert tokenizer.load_for("bytes", 259, DataConfig(system="Be brief.")).chat(
+    [tokenizer.user_turn("q")]
+  ) == ("Be brief.\nq")
 
 
 def test_plain_prompts_of_a_checkpoint_with_a_chat_template(checkpoint):
   tok = tokenizer.load_for(str(checkpoint), 300, DataConfig(chat_template=False))
-  assert tok.render("1+2", template="{question}=") == "1+2="
+  assert tok.chat([tokenizer.user_turn("1+2", "{question}=")]) == "1+2="
   assert tok.stop_ids == tokenizer.load(str(checkpoint)).stop_ids
 
 
@@ -129,19 +129,19 @@ def test_chat_template_file_wins_and_gets_what_templates_use(checkpoint):
     "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
   )
   (checkpoint / "tokenizer_config.json").write_text(json.dumps(QWEN | {"bos_token": "<B>"}))
-  text = tokenizer.load(str(checkpoint)).render("a < 'é'")
+  text = tokenizer.load(str(checkpoint)).chat([tokenizer.user_turn("a < 'é'")])
   assert text == '<B>{"role": "user", "content": "a < \'é\'"}%'
 
 
 def test_chat_template_that_asks_for_tools(checkpoint):
   (checkpoint / "chat_template.jinja").write_text("{% if tools is not none %}T{% endif %}end")
-  assert tokenizer.load(str(checkpoint)).render("q") == "end"
+  assert tokenizer.load(str(checkpoint)).chat([tokenizer.user_turn("q")]) == "end"
 
 
 def test_named_chat_templates(checkpoint):
   named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
   (checkpoint / "tokenizer_config.json").write_text(json.dumps(QWEN | {"chat_template": named}))
-  assert tokenizer.load(str(checkpoint)).render("q") == "D"
+  assert tokenizer.load(str(checkpoint)).chat([tokenizer.user_turn("q")]) == "D"
 
 
 @pytest.mark.parametrize(
@@ -154,21 +154,26 @@ def test_named_chat_templates(checkpoint):
 def test_chat_template_that_is_refused_or_refuses(template, message, checkpoint):
   (checkpoint / "chat_template.jinja").write_text(template)
   with pytest.raises(tokenizer.TokenizerError, match=message) as error:
-    tokenizer.load(str(checkpoint)).render("q")
+    tokenizer.load(str(checkpoint)).chat([tokenizer.user_turn("q")])
   assert str(checkpoint) in str(error.value)
 
 
 def test_without_chat_template(tmp_path):
   write_checkpoint(tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"})
   tok = tokenizer.load(str(tmp_path))
-  assert tok.render("q", template="Q: {question}") == "Q: q"
+  assert tok.chat([tokenizer.user_turn("q", "Q: {question}")]) == "Q: q"
   assert tok.stop_ids == (0,)
   assert tok.pad_id == 0  # none configured: the stop token, masks being explicit
   write_checkpoint(
     tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
   )
   tok = tokenizer.load(str(tmp_path))
-  assert tok.render("q") == tok.chat([dict(content="q")]) == tok.begin("q") == "<|im_start|>q"
+  assert (
+    tok.chat([tokenizer.user_turn("q")])
+    == tok.chat([dict(content="q")])
+    == tok.begin("q")
+    == "<|im_start|>q"
+  )
   assert tok.begin("<|im_start|>q") == "<|im_start|>q"
 
 
@@ -182,7 +187,7 @@ def test_a_bos_token_that_tokenizer_json_alone_adds(tmp_path, says, expected):
     single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
   )
   tok.save(str(tmp_path / "tokenizer.json"))
-  assert tokenizer.load(str(tmp_path)).render("q") == expected
+  assert tokenizer.load(str(tmp_path)).chat([tokenizer.user_turn("q")]) == expected
 
 
 def test_special_tokens_beyond_the_model_are_left_out(tmp_path):
@@ -296,7 +301,7 @@ DAMAGED = [
 def test_a_damaged_file_is_an_error_that_names_it(file, content, checkpoint):
   (checkpoint / file).write_bytes(content)
   with pytest.raises(tokenizer.TokenizerError) as error:
-    tokenizer.load(str(checkpoint)).render("1+1?")
+    tokenizer.load(str(checkpoint)).chat([tokenizer.user_turn("1+1?")])
   assert str(checkpoint) in str(error.value) and "\n" not in str(error.value)
 
 

@@ -150,12 +150,13 @@ def test_a_date_in_prompts_is_that_of_the_first_start(name, tmp_path):
   path = chats(tmp_path, DATES[name] + TEMPLATE)
   first, later = datetime.datetime(2024, 2, 28, 23, 59, 58), datetime.datetime(2025, 3, 1)
   texts = [
-    tokenizer.load_for(path, 300, date=date).render("1+1?") for date in (first, first, later)
+    tokenizer.load_for(path, 300, date=date).chat([tokenizer.user_turn("1+1?")])
+    for date in (first, first, later)
   ]
   assert texts[0] == texts[1] != texts[2]
   assert ("28 February 2024" in texts[0]) == (name == "strftime_now")
   if name == "strftime_now":
-    assert tokenizer.load_for(path, 300).render("1+1?") not in texts
+    assert tokenizer.load_for(path, 300).chat([tokenizer.user_turn("1+1?")]) not in texts
 
 
 def batches_of(directory, path, **changes):

@@ -67,7 +67,9 @@ def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
     assert same(run.initial_params(), changed)
   # What it has learned, and a run that begins with that, have its tokenizer.
   export.export(str(tmp_path / "run"), tmp_path / "out")
-  assert tokenizer.load(str(tmp_path / "out")).render("q") == run.tokenizer.render("q")
+  assert tokenizer.load(str(tmp_path / "out")).chat(
+    [tokenizer.user_turn("q")]
+  ) == run.tokenizer.chat([tokenizer.user_turn("q")])
   with open_run(config(weights=str(tmp_path / "run"), job="rl"), tmp_path / "next") as run:
     assert run.tokenizer.path == f"{ID}@{first}"
 
