@@ -172,7 +172,7 @@ words = tokenizer.load(MODEL)
 if smol:
   print(smollm2.get_config().data.prompt_template.format(**example))
 else:
-  print(words.render(example["question"], template=common.BOXED))
+  print(words.chat([tokenizer.user_turn(example["question"], common.BOXED)]))
 print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i in words.stop_ids))
 
 # %% [markdown]
