@@ -214,7 +214,8 @@ def judge(candidate: str, answer: str) -> Outcome:
   Raises:
     ValueError: if the gold answer cannot be read, and is not what the candidate says.
   """
-  from gspo_jax.verifiers.mathematics import equal  # half a second, which only workers should spend
+  # Half a second, which only workers should spend.
+  from gspo_jax.verifiers.mathematics import equal, nodes
   from gspo_jax.verifiers.mathematics.tokens import Unreadable
 
   answer = _gold(answer)
@@ -224,8 +225,9 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
-  if number:  # 1,234 is a number here and no list; a set is none.
-    readings = readings[:1]
+  if number:  # 1,234 is a number here and no list; a set is none. 2mg may be a product.
+    products = [r for r in readings[1:] if isinstance(r, nodes.Scalar) and r.value.free_symbols]
+    readings = [readings[0], *products]
   ours = [_readings(candidate, letters, solve=not number) for letters in ("units", "variables")]
   ours = dict.fromkeys(ours[0] + ours[1])
   for gold in readings:

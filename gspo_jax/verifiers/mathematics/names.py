@@ -73,8 +73,9 @@ def series(tokens: list[Token]) -> str | None:
     inner = next((i for i, t in enumerate(rest) if t.text in _INTEGRALS), 0)
     if inner:  # A double integral.
       return series(rest[inner:]) if rest[0].text == "^" and match(rest, 1) + 1 == inner else None
-    variable = rest[-1].kind == "letter" or rest[-1].text in GREEK
-    whole = re.fullmatch("d[a-zA-Z]", rest[-1].text) or (variable and rest[-2:][0].text == "d")
+    *_, d, last = [Token("end", ""), *(t for t in rest if t.text not in ("vec", "{", "}"))]
+    variable = last.kind == "letter" or last.text in GREEK
+    whole = re.fullmatch("d[a-zA-Z]", last.text) or (variable and d.text == "d")
   else:
     whole = tokens[0].text in _SERIES and not any(len(cut(rest, sign)[1]) > 1 for sign in "+-")
   bound = {t.text for t in bounds}

@@ -14,7 +14,11 @@ FORMULA = re.compile(
   re.DOTALL,
 )
 TEXT = re.compile(
-  r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathbf|mathit|mathsf|mathbb|mbox|emph)\s*\{([^{}]*)\}"
+  r"\\(?:text(?:bf|it|rm|normal|sf|sl)?|mathrm|mathbf|mathit|mathsf|mathbb|mbox|emph)\s*\{([^{}]*)\}"
+)
+# A typeface of a whole answer.
+_FACE = re.compile(
+  r"\s*\\(?:math(?:bf|bb|cal|scr|frak)|boldsymbol|bm|pmb)\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*"
 )
 # Words by which a sentence denies its number, doubts it, or makes it another one.
 DENIED = re.compile(
@@ -56,6 +60,8 @@ _LABEL = re.compile(
 def plain(text: str) -> str:
   """Removes "the answer is", "∴", colours and sizes. There is one kind of dash, and 12th is 12."""
   text = _SO.sub(lambda match: match["open"] or "", text)
+  face = _FACE.fullmatch(text)
+  text = face[1] if face and re.search(r"\d", face[1]) else text
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
   text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
   text = _SUFFIX.sub(lambda m: rf"\text{{ {_SUFFIXES.get(m[1], 'billion')}}}", text)

@@ -28,6 +28,8 @@ def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
     numeric = all(t.kind == "number" for t in tokens[:start])
     if not (letters == "units" and numeric and rest[0].kind == "letter"):
       return None
+  if letters == "variables" and _glued_product(rest[0]):
+    return None
   spaced = rest[0].spaced or rest[0].kind == "text"
   return units.parse(" " * spaced + " ".join(t.text for t in rest), currency, typeset)
 
@@ -35,8 +37,13 @@ def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
 def _begins_unit(rest: list[Token]) -> bool:
   r"""Whether the first token belongs to the unit: not m of 2m \text{ kg}."""
   first, second = rest[0], rest[min(1, len(rest) - 1)]
-  product = first.kind == "word" and not first.spaced and is_product(first.text)
+  product = _glued_product(first)
   if first.kind != "letter" and not (product and second.kind == "text"):
     return True
   rate = re.match(r"/|per\b", second.text)
   return product and bool(rate or units.parse(" " + second.text, typeset=True) is None)
+
+
+def _glued_product(token: Token) -> bool:
+  """Whether letters right behind a number may be a product: 2mg."""
+  return token.kind == "word" and not token.spaced and is_product(token.text)

@@ -73,7 +73,7 @@ _WORDS = frozenset(
   neq cbrt binom frac""".split()
 )
 _TEXT = re.compile(
-  r"\\(?P<name>text(?:bf|it|rm|normal|sc|sf|tt|up)?|math(?:rm|it|sf|tt|up)|[mh]box|units?"
+  r"\\(?P<name>text(?:bf|it|rm|normal|sc|sf|sl|tt|up)?|math(?:rm|it|sf|tt|up)|[mh]box|units?"
   r"|operatorname\*?)\s*\{(?P<content>(?:[^{}]|\{[^{}]*\})*)\}"
 )
 _RAISED_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
