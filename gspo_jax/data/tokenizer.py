@@ -8,6 +8,7 @@ padding token of a checkpoint may equal its stop token.
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,10 @@ class ByteTokenizer:
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
+
+  def encode_text(self, text: str) -> list[int]:
+    """Encodes `text`; no special token has a name in it."""
+    return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes the bytes among `ids`; broken UTF-8 becomes U+FFFD."""
@@ -94,7 +99,33 @@ class HFTokenizer:
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
       first, text = [self.bos_id], text.removeprefix(bos)
-    return [*first, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+    return [*first, *self._encode(text)]
+
+  def encode_text(self, text: str) -> list[int]:
+    """Returns the token ids of untrusted text, of a tool for example.
+
+    Names of special and other added tokens are plain text there.
+    """
+    cuts = [match.start() + 1 for match in self._names.finditer(text)]
+    for ends in ([0, *cuts, len(text)], range(len(text) + 1)):
+      ids = [i for a, b in itertools.pairwise(ends) for i in self._encode(text[a:b])]
+      if self._added.keys().isdisjoint(ids):  # Normalisation may write a name.
+        break
+    return [i for i in ids if i not in self._added]
+
+  def _encode(self, text: str) -> list[int]:
+    return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+  @functools.cached_property
+  def _added(self) -> dict[int, str]:
+    """Returns added tokens with a visible name."""
+    added = self.tokenizer.get_added_tokens_decoder()
+    return {i: token.content for i, token in added.items() if token.content.strip()}
+
+  @functools.cached_property
+  def _names(self) -> re.Pattern:
+    """Returns a pattern of the place before each added token."""
+    return re.compile(f"(?={'|'.join(map(re.escape, self._added.values())) or '(?!)'})")
 
   @functools.cached_property
   def _skipped(self) -> set[int]:
