@@ -43,8 +43,8 @@ assert sum(set(answer) <= set("0123456789+-*/() ") for answer in answers) >= len
 SMOLLM2 = dict(
   HOME="home",
   ITERATIONS=2,
-  PROBLEMS=16,
-  CHANGES={"sft.steps": 12, "rl.prompts": 8, "rl.group_size": 4},
+  PROBLEMS=8,
+  CHANGES={"sft.steps": 12, "rl.prompts": 4, "rl.group_size": 4},
 )
 # What a reader downloads, by notebook.
 DOWNLOADS = dict(qwen3_gsm8k=lambda folder: toy_qwen3.write(folder / "toy"))
@@ -120,4 +120,4 @@ def run(name, values, check, directory):
   cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in values.items())])
   notebook.cells.append(new_code_cell(check))
   resources = dict(metadata=dict(path=str(directory)))
-  NotebookClient(notebook, timeout=600, resources=resources).execute()
+  NotebookClient(notebook, timeout=1800, resources=resources).execute()
