@@ -16,7 +16,7 @@ from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL, number, power, 
 
 MAX_DEPTH = 40
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError, ValueError)
-_BASE = re.compile(r"(?:in )?base[ -]?\w+")
+_BASE = re.compile(r"\(?(?:in )?base[ -]?\w+\)?")
 _TRIG = {
   "sin": sp.sin, "cos": sp.cos, "tan": sp.tan, "cot": sp.cot, "sec": sp.sec, "csc": sp.csc,
   "arcsin": sp.asin, "arccos": sp.acos, "arctan": sp.atan, "arccot": sp.acot, "sinh": sp.sinh,

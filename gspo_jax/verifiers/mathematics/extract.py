@@ -28,7 +28,7 @@ _MARKER = re.compile(
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
 # A full stop behind B may belong to a choice: B. 18.
 _SENTENCE = re.compile(
-  r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])(?<!\bMr)(?<!\bMrs)(?<!\bi\.e)[.;](?=\s)|(?<=[a-z])!(?=\s)|[\n。]"
+  r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])(?<!\bMr)(?<!\bMrs)(?<!\bi\.e)[.;](?=\s)|(?<=[a-z])!(?=\s)|[\n。]|\s(?=∴)"
 )
 # Words that may stand before an answer, or before the sentence that states it.
 _LEAD = re.compile(
