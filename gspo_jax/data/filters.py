@@ -25,6 +25,7 @@ ORDER = ("<=", ">=", "<", ">")
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
 _NUMBER = re.compile(r"(?:(?<![^\s(:])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 _WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # text around a number
+_MULTIPLIED = re.compile(r"\d\s?[kKM]\b")
 _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 
 
@@ -138,6 +139,7 @@ def _split(text: str) -> tuple[decimal.Decimal | None, str]:
   """
   match, *others = [*_NUMBER.finditer(text)] or [None]
   words = text if match is None else f"{text[: match.start()]} {text[match.end() :]}"
-  if match is None or others or not _WORDS.fullmatch(words):
+  multiplied = _MULTIPLIED.search(text)  # 2.5k
+  if match is None or others or multiplied or not _WORDS.fullmatch(words):
     return None, words
   return _number(match[0].replace(",", "").replace("−", "-")), " ".join(words.split())

@@ -43,6 +43,7 @@ NUMBERS = {
   "50%": 50, "(4)": 4, "1e3": 1000, "rating 1500.": 1500, " 7 ": 7, "三 3": 3,
 }  # fmt: skip
 WITHOUT = ["Level ?", "hard", "", "3 of 5", "3-5", "1/2", "x=3", "nan", "NaN", r"\frac{1}{2}", "²"]
+WITHOUT += ["2.5k", "1 M"]
 
 
 @pytest.mark.parametrize("text, number", NUMBERS.items())

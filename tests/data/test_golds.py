@@ -6,7 +6,8 @@ from support.data_cases import load, write
 from gspo_jax import rewards
 from gspo_jax.data import sources
 
-NUMINA = ["proof", "notfound", "None", "N/A", r"\text{Unknown}", "Answers may vary.", "Q.E.D.", "idk"]
+NUMINA = ["proof", "notfound", "None", "N/A", r"\text{Unknown}", "Answers may vary."]
+NUMINA += ["Q.E.D.", "idk"]
 
 
 def test_a_gold_answer_that_is_none_is_a_bad_row(tmp_path):

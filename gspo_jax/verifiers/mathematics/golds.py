@@ -23,9 +23,9 @@ _PHRASES = """
   no solution available; no solution found; answers vary; answer varies; various answers
   multiple answers; multiple possible answers; many possible answers; multiple answers possible
   any valid answer; any correct answer; open ended; open ended question; subjective; explanation
-  omitted; answer omitted; skipped; various; varies; depends; it depends; many answers; error; failed
-  parsing error; missing; not sure; i don't know; i do not know; don't know; idk; prove that; show that
-  demonstration; answer; the answer; solution; the solution; q.e.d
+  omitted; answer omitted; skipped; various; varies; depends; it depends; many answers; error
+  failed; parsing error; missing; not sure; i don't know; i do not know; don't know; idk; prove that
+  show that; demonstration; answer; the answer; solution; the solution; q.e.d
   略; 证明略; 证略; 答案略; 解略; 略解; 证明; 證明; 証明; 证明题; 证毕; 未知; 无; 无答案; 没有答案
   暂无; 暂无答案; 未找到; 不适用
   доказательство; доказано; нет ответа; ответа нет; не найдено; неизвестно; beweis; preuve
