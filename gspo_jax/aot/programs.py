@@ -230,7 +230,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,
-        tuple(block.attention_norm.shape[0] for block in params.blocks),
+        params.depths,
         size,
         stop_ids=len(workload.stop_ids),
         dtype=engine.cache_dtype,

@@ -62,6 +62,13 @@ def head_logits(
     out=P(BATCH, None, "tensor"),
     dtype=jnp.float32,
   )
+  return bounded(logits_BTV, config)
+
+
+def bounded(logits_BTV: jax.Array, config: ModelConfig) -> jax.Array:
+  """Divides logits by their multiplier and applies their soft bound."""
+  divisor = config.multipliers.logits
+  logits_BTV = logits_BTV if divisor == 1 else logits_BTV / divisor
   return softcap(logits_BTV, config.final_logit_softcapping)
 
 
@@ -102,7 +109,7 @@ def token_logp(
     @jax.checkpoint
     def chunk(hidden_BtD, targets_Bt, support_BtX):
       logits_BtV = project(hidden_BtD, *head)
-      logits_BtV = softcap(logits_BtV, config.final_logit_softcapping) / temperature
+      logits_BtV = bounded(logits_BtV, config) / temperature
       return _logp_of_logits(logits_BtV, targets_Bt, support_BtX, first)
 
     return _over_chunks(chunk, (hidden_BTD, targets_BT, support_BTX), compute.logits_chunk)

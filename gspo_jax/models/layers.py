@@ -1,6 +1,5 @@
-"""Common parts of layers, and the record of functions of a family."""
+"""Common parts of layers."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,33 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.attention import attention, pages
+from gspo_jax.models.attention import attention, pages, positions
 from gspo_jax.models.attention import cache as kv_cache
-from gspo_jax.models.attention.attention import Paths, Scores, Tree, rotate
+from gspo_jax.models.attention.attention import Paths, Scores, Tree
 from gspo_jax.models.weights import Attention, Dense, InStack, Weight
-from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> like x
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """Functions that differ between families of models; `transformer` has the rest.
-
-  block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
-    for a run of layers, stacked on l. It has a field `attention_norm`.
-  layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
-    None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
-    weights of a MoE layer)` are bound to the pass: positions, cache, precision.
-  norm: norm of queries and keys, of each layer and of the last hidden states.
-  embed_scale: (config) -> factor on rows of the embedding.
-  """
-
-  block_table: Callable[[ModelConfig, bool, int], Any]
-  layer: Callable[..., tuple[jax.Array, Any, jax.Array | None, Any]]
-  norm: Norm
-  embed_scale: Callable[[ModelConfig], float]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -80,6 +60,12 @@ def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Arra
   return sharding.shard_map(combine, (split, sharding.spec_of(weight)), split)(x, weight)
 
 
+def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+  """x + m y, for the residual multiplier m."""
+  m = config.multipliers.residual
+  return x_BTD + (y_BTD if m == 1 else y_BTD * jnp.asarray(m, y_BTD.dtype))
+
+
 def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
   """(activation(x gate) · (x up)) down."""
   split = P(BATCH, None, "tensor")
@@ -119,7 +105,7 @@ def attend(
   *,
   config: ModelConfig,
   compute: ComputeConfig,
-  local: bool,
+  kind: Kind,
   positions_BT: jax.Array,
   segments_BT: jax.Array,
   tree: Tree | Paths | None,
@@ -130,7 +116,7 @@ def attend(
   Args:
     kv: cache of all layers of the run, from `block` of a cache, or None.
     layer: number of the layer in the run, and in `kv`.
-    local: whether the layer has the sliding window.
+    kind: kind of the layer.
     from_start: nothing in the cache is older than these tokens.
   """
   heads = P(BATCH, None, "tensor", None)
@@ -143,10 +129,12 @@ def attend(
   if w.q_norm is not None:
     q = norm(q, w.q_norm, config.rms_norm_eps)
     k = norm(k, w.k_norm, config.rms_norm_eps)
-  theta = config.local_rope_theta if local else config.rope_theta
-  q, k = rotate(q, positions_BT, theta), rotate(k, positions_BT, theta)
+  if kind.rotary:
+    rotation = positions.rotation_of(config, kind.local)
+    q, k = (positions.rotate(x, positions_BT, rotation) for x in (q, k))
+  q = positions.scale_queries(q, positions_BT, config.rope)
   tree, paths = (None, tree) if isinstance(tree, Paths) else (tree, None)
-  run = _on_each_device(compute, scores_of(config, local), kv, tree, from_start)
+  run = _on_each_device(compute, scores_of(config, kind.local), kv, tree, from_start)
   y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT, paths)
   # Heads as one axis: otherwise XLA may transpose the weight at every step.
   B, T, N, H = y_BTNH.shape
@@ -158,7 +146,7 @@ def attend(
 def scores_of(config: ModelConfig, local: bool) -> Scores:
   """Returns the scores of a global or a local layer."""
   return Scores(
-    scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+    scale=config.scores.scale or (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,
     cap=config.attn_logit_softcapping,
   )

@@ -1,7 +1,7 @@
 """The Transformer of a config, as pure functions over a pytree of parameters.
 
-One `forward` serves training, scoring, prefill and decoding. Families of models differ in the
-functions of `FAMILIES`; `config.family` chooses.
+One `forward` serves training, scoring, prefill and decoding. Families of models differ in their
+declarations (`families`); `config.family` chooses.
 """
 
 import functools
@@ -14,27 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import gemma, head, layers, lora, qwen3, remat, weights
+from gspo_jax.models import head, layers, lora, remat, weights
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.attention.cache import Cache
 from gspo_jax.models.attention.pages import Pages
 from gspo_jax.models.experts import moe
 from gspo_jax.models.experts.moe import ExpertWeights, RouterStats
+from gspo_jax.models.families.lookup import family
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
 from gspo_jax.models.weights import InStack, Params
-from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
 
-FAMILIES = dict(qwen3=qwen3.FAMILY, gemma=gemma.FAMILY)
 UNROLLED = 8  # Maximum of layers unrolled on CPU.
-
-
-def family(config: ModelConfig) -> layers.Family:
-  """Returns the functions of the model's family."""
-  if config.family not in FAMILIES:
-    raise ValueError(f"model.family={config.family!r} is not one of {', '.join(FAMILIES)}")
-  return FAMILIES[config.family]
 
 
 def table(config: ModelConfig) -> Params:
@@ -42,11 +35,10 @@ def table(config: ModelConfig) -> Params:
   w = weights.weight_factory(config)
   block_table = family(config).block_table
   blocks = tuple(block_table(config, kind.moe, number) for kind, number in config.runs())
-  norm = blocks[0].attention_norm
   return Params(
     embed=w("VD", fan_in="D"),
     blocks=blocks,
-    final_norm=w("D", constant=norm.constant, wide=norm.wide),
+    final_norm=family(config).final_norm(w),
     head=None if config.tie_word_embeddings else w("DV", fan_in="D"),
   )
 
@@ -107,7 +99,8 @@ def unstack(params: Params) -> Params:
   On CPU a loop over layers would copy each layer's weights out of the stack: decoding is faster
   without it.
   """
-  layers = [(block, i) for block in params.blocks for i in range(len(block.attention_norm))]
+  depths = zip(params.blocks, params.depths)
+  layers = [(block, i) for block, number in depths for i in range(number)]
   return params.replace(blocks=tuple(_layer_of(block, i) for block, i in layers))
 
 
@@ -157,20 +150,20 @@ def forward(
   positions, segments, tokens_BT = (
     sharding.reshard(jnp.asarray(x), P(BATCH)) for x in (positions, segments, tokens_BT)
   )
-  dtype, kind = jnp.dtype(compute.dtype), family(config)
+  dtype = jnp.dtype(compute.dtype)
   x_BTD = _embed(params, config, tokens_BT, dtype)
   setting = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
   policy = remat_of(config, compute, B * T)
 
   caches, experts, stats, first, moe_layers = [], [], [], 0, 0
-  for i, block in enumerate(params.blocks):
-    number, replayed_experts = block.attention_norm.shape[0], None
+  for i, (block, number) in enumerate(zip(params.blocks, params.depths)):
+    replayed_experts = None
     if routing is not None and config.is_moe(first):
       replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + number])
       moe_layers += number
     kv = None if cache is None else cache.block(i)
     x_BTD, kv, block_experts, block_stats = _apply_block(
-      x_BTD, kv, block, replayed_experts, first, policy, config, compute, **setting
+      x_BTD, kv, block, replayed_experts, (first, number), policy, config, compute, **setting
     )
     caches.append(kv)
     first += number
@@ -180,7 +173,7 @@ def forward(
 
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
-    hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
+    hidden_BTD=family(config).norm(x_BTD, final_norm, config.rms_norm_eps),
     cache=None if cache is None else cache.with_blocks(caches),
     routing_lBTk=jnp.concatenate(experts) if experts else None,
     stats=jax.tree.map(lambda *xs: jnp.concatenate(xs), *stats) if stats else None,
@@ -200,7 +193,7 @@ def _apply_block(
   kv,
   block,
   replayed_experts_lBTk,
-  first: int,
+  place: tuple[int, int],
   policy: str,
   config: ModelConfig,
   compute: ComputeConfig,
@@ -213,23 +206,22 @@ def _apply_block(
   Args:
     kv: cache of the block's layers. None without a cache.
     replayed_experts_lBTk: replaces the router's choice. None means no replay.
-    first: index of the block's first layer.
+    place: index of the block's first layer, and number of its layers.
     policy: remat policy; unused with a cache.
     setting: keyword arguments of `layers.attend`.
   """
-  number, is_moe, kind = block.attention_norm.shape[0], config.is_moe(first), family(config)
-  layer = functools.partial(
-    _layer, config=config, compute=compute, is_moe=is_moe, local=config.is_local(first), **setting
-  )
+  (first, number), block_table = place, family(config).block_table
+  kind = config.kind(first)
+  layer = functools.partial(_layer, config=config, compute=compute, kind=kind, **setting)
   if policy != "none" and kv is None:
     layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
   if kv is not None:
-    block, layer = _experts_in_stack(kind.block_table(config, is_moe, 1), block, layer)
+    block, layer = _experts_in_stack(block_table(config, kind.moe, 1), block, layer)
   # The cache of all layers is carried, and written in place: as input and output of the scan it
   # would exist twice.
   carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts_lBTk)
-  if compute.prefetch and kv is None and number > 1 and is_moe:
-    declared = kind.block_table(config, True, 1)
+  if compute.prefetch and kv is None and number > 1 and kind.moe:
+    declared = block_table(config, True, 1)
     stack, thin = _experts_of(declared, block), _without_experts(declared, block)
     layer, gathered, following = _prefetch_experts(layer, stack, compute)
     carry, inputs = (*carry, gathered), (np.arange(number), thin, replayed_experts_lBTk, following)
@@ -308,7 +300,7 @@ def _layer(
   *,
   config: ModelConfig,
   compute,
-  is_moe,
+  kind: Kind,
   **setting,
 ):
   """Computes one layer of the family.
@@ -327,14 +319,14 @@ def _layer(
     return y_BTD, experts_BTk, stats
 
   attend = functools.partial(
-    layers.attend, kv=kv, layer=number, config=config, compute=compute, **setting
+    layers.attend, kv=kv, layer=number, config=config, compute=compute, kind=kind, **setting
   )
-  kind = family(config)
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
-  block = layers.gather(kind.block_table(config, is_moe, 1), lora.dithered(block), x_BTD.dtype)
-  x_BTD, kv, experts_BTk, stats = kind.layer(x_BTD, block, config, attend, experts)
+  declared = family(config).block_table(config, kind.moe, 1)
+  block = layers.gather(declared, lora.dithered(block), x_BTD.dtype)
+  x_BTD, kv, experts_BTk, stats = family(config).layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (experts_BTk, stats)
 
 

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.models import qwen3, transformer
-from gspo_jax.models.weights import Dense, Params
+from gspo_jax.models import transformer
+from gspo_jax.models.families.declaration import pre_norm_table
+from gspo_jax.models.families.lookup import family
+from gspo_jax.models.weights import Dense, Moe, Params
 from gspo_jax.settings.model import ModelConfig
 
 
@@ -26,7 +28,7 @@ def upcycle(
   ε ~ N(0, 1): equal experts would get equal gradients except for their gates.
 
   Args:
-    params, config: a dense model of the family qwen3 (Qwen2, Qwen3, Llama).
+    params, config: a dense model with norms before its parts (Qwen2, Qwen3, Llama).
     key: random key of the router and the noise.
     experts, per_token: E and k.
 
@@ -36,10 +38,10 @@ def upcycle(
   Raises:
     ValueError: the model already has experts, or is of another family.
   """
-  if config.num_experts or config.family != "qwen3":
+  if config.num_experts or family(config).block_table is not pre_norm_table:
     raise ValueError(
-      f"a dense model of the family qwen3 is upcycled, and this one has {config.num_experts} "
-      f"experts and family={config.family!r}"
+      "a dense model with norms before its parts is upcycled, and this one has "
+      f"{config.num_experts} experts and family={config.family!r}"
     )
   sparse = dataclasses.replace(
     config,
@@ -56,10 +58,10 @@ def upcycle(
       return w_lE
     return w_lE * (1 + noise * jax.random.normal(key, w_lE.shape, w_lE.dtype))
 
-  def moe(dense: Dense, table: qwen3.Moe, key: jax.Array) -> qwen3.Moe:
+  def moe(dense: Dense, table: Moe, key: jax.Array) -> Moe:
     router_key, *keys = jax.random.split(key, 4)
     router = table.router.init(router_key, jnp.float32)
-    return qwen3.Moe(router, *map(copies, (dense.gate, dense.up, dense.down), keys))
+    return Moe(router, *map(copies, (dense.gate, dense.up, dense.down), keys))
 
   keys = jax.random.split(key, len(params.blocks))
   blocks = [

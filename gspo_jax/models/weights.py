@@ -24,6 +24,11 @@ class Params:
   final_norm: Any  # D
   head: Any  # D V. None means the transposed embedding.
 
+  @property
+  def depths(self) -> tuple[int, ...]:
+    """Returns the number of layers of each block."""
+    return tuple(jax.tree.leaves(block)[0].shape[0] for block in self.blocks)
+
 
 @flax.struct.dataclass
 class Attention:
@@ -43,6 +48,14 @@ class Dense:
   gate: Any  # l D F
   up: Any  # l D F
   down: Any  # l F D
+
+
+@flax.struct.dataclass
+class Moe:
+  router: Any  # l D E
+  gate: Any  # l E D F
+  up: Any  # l E D F
+  down: Any  # l E F D
 
 
 class InStack(NamedTuple):
@@ -123,6 +136,17 @@ def attention_table(
 def dense_table(w: functools.partial) -> Dense:
   """Declares a gated feed-forward layer."""
   return Dense(gate=w("lDF", fan_in="D"), up=w("lDF", fan_in="D"), down=w("lFD", fan_in="F"))
+
+
+def moe_table(w: functools.partial) -> Moe:
+  """Declares a router and gated experts."""
+  return Moe(
+    # Rounding would change the chosen experts; every device routes its own tokens.
+    router=w("lDE", fan_in="D", wide=True, whole=True),
+    gate=w("lEDF", fan_in="D"),
+    up=w("lEDF", fan_in="D"),
+    down=w("lEFD", fan_in="F"),
+  )
 
 
 def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:

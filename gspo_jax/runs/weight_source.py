@@ -21,9 +21,10 @@ from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.models import finite, lora, transformer
+from gspo_jax.models.families.lookup import relatives
 from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import checkpoint, integrity, mirror, provenance
-from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
@@ -66,7 +67,7 @@ class RunCheckpoint:
   def model_config(self) -> ModelConfig:
     """Returns the model's configuration. Raises ValueError if config.json has none."""
     try:
-      return ModelConfig(**self.model)
+      return from_json(self.model)
     except (TypeError, ValueError) as error:
       raise ValueError(
         f"{self.key}={self.path}: the config.json of that run does not say of which model it is: "
@@ -211,6 +212,9 @@ class WeightSource:
       )
       stored = dataclasses.asdict(self.published_model(named, alternatives))
     expected = dataclasses.asdict(model)
+    if model.family in relatives(stored.get("family")):
+      stored = stored | dict(family=model.family)
+    stored, expected = _flat(stored), _flat(expected)
     pairs = [(key, stored[key], expected[key]) for key in stored if key in expected]
     changed = [
       f"model.{key}={new!r} and not {old!r}"
@@ -367,6 +371,14 @@ def _read_config(directory: epath.Path) -> dict[str, Any]:
 def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
   """Converts lists in a section from JSON back to tuples."""
   return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
+
+
+def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+  """Returns the keys of a section, dotted in groups, with tuples instead of lists."""
+  values = {}
+  for key, value in _with_tuples(section).items():
+    values |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+  return values
 
 
 def _rounded(a: Any, b: Any) -> bool:

@@ -1,7 +1,8 @@
 """Hyper-parameters of a model, its precision and formulations, and named sizes."""
 
 import dataclasses
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import (
@@ -23,6 +24,61 @@ class Kind(NamedTuple):
 
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.
+  rotary: bool  # Rotary positions.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """Rotary positions beyond `rope_theta` (models/attention/positions.py)."""
+
+  rule: Literal["default", "linear", "llama3", "yarn"] = key("default", "scaling of frequencies")
+  factor: Annotated[float, Range(1, 1e6)] = key(1.0, "longer context over the original one")
+  original_length: Annotated[int, Range(0, INT32)] = key(0, "original context (llama3, yarn)")
+  low_freq_factor: NonNegativeFloat = key(1.0, "llama3: original_length over the longest wave")
+  high_freq_factor: NonNegativeFloat = key(4.0, "llama3: original_length over an unscaled wave")
+  beta_fast: NonNegativeFloat = key(32.0, "yarn: turns in original_length of an unscaled wave")
+  beta_slow: NonNegativeFloat = key(1.0, "yarn: turns in original_length of a scaled wave")
+  attention_factor: NonNegativeFloat = key(0.0, "yarn: factor on queries and keys; 0: by mscale")
+  mscale: NonNegativeFloat = key(0.0, "yarn: growth of that factor; 0: 1")
+  mscale_all_dim: NonNegativeFloat = key(0.0, "yarn: growth of its divisor; 0: no divisor")
+  truncate: bool = key(True, "yarn: bounds of the ramp are whole numbers")
+  share: ranges.PositiveFraction = key(1.0, "rotated share of a head")
+  local: bool = key(False, "the rule is for local layers too, not for global ones alone")
+  layers_without: tuple[NonNegativeInt, ...] = key((), "layers without positions (SmolLM3)")
+  query_beta: NonNegativeFloat = key(
+    0.0, "queries times 1 + β log(1 + ⌊position / original_length⌋) (Ministral 3)"
+  )
+
+  def __post_init__(self):
+    ranges.check(self, "model.rope")
+    lengths = self.rule in ("llama3", "yarn") or self.query_beta
+    wrong = [
+      (lengths and not self.original_length, "{rule}, {query_beta} need {original_length} above 0"),
+      (
+        self.high_freq_factor <= self.low_freq_factor,
+        "{high_freq_factor} must be above {low_freq_factor}",
+      ),
+    ]
+    ranges.refuse(self, "model.rope", wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoresConfig:
+  """Attention scores beyond `query_pre_attn_scalar`, softcap and window."""
+
+  scale: NonNegativeFloat = key(0.0, "factor on q kᵀ (Granite); 0: by query_pre_attn_scalar")
+  local_layers: tuple[NonNegativeInt, ...] = key(
+    (), "layers with the sliding window; (): by sliding_window_pattern"
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultipliersConfig:
+  """Factors on activations (Granite)."""
+
+  embedding: ranges.PositiveFloat = key(1.0, "on rows of the embedding")
+  residual: ranges.PositiveFloat = key(1.0, "on what attention and feed-forward layers add")
+  logits: ranges.PositiveFloat = key(1.0, "divisor of logits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +89,8 @@ class ModelConfig:
   The defaults are a dense model with full attention.
   """
 
-  family: Literal["qwen3", "gemma"] = required(
-    "qwen3: and Qwen2, Llama, Mixtral | gemma: Gemma 2 and 3"
+  family: Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma"] = required(
+    "file of gspo_jax/models/families"
   )
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"
@@ -67,16 +123,20 @@ class ModelConfig:
   sliding_window: NonNegativeInt = key(0, "window of a local layer; 0: all positions")
   sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
+  rope: RopeConfig = RopeConfig()
+  scores: ScoresConfig = ScoresConfig()
+  multipliers: MultipliersConfig = MultipliersConfig()
 
   def __post_init__(self):
     ranges.check(self, "model")
     experts, dense = self.num_experts, max(self.mlp_only_layers, default=0)
+    by_pattern = not self.scores.local_layers
     wrong = [
       (self.num_heads % self.num_kv_heads, "{num_heads} is not a multiple of {num_kv_heads}"),
       (self.head_dim % 2, "{head_dim} must be even: RoPE turns pairs"),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
-        (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
+        by_pattern and (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
         "{sliding_window} and {sliding_window_pattern}: a window takes a pattern of 2 or more, "
         "every n-th layer being global; without one they are 0 and 1",
       ),
@@ -106,18 +166,37 @@ class ModelConfig:
 
   def is_local(self, layer: int) -> bool:
     """Whether a layer has the sliding window."""
+    if self.scores.local_layers:
+      return self.sliding_window > 0 and layer in self.scores.local_layers
     return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
+
+  def kind(self, layer: int) -> Kind:
+    """Returns the kind of a layer."""
+    rotary = layer not in self.rope.layers_without
+    return Kind(self.is_moe(layer), self.is_local(layer), rotary)
 
   def runs(self) -> list[tuple[Kind, int]]:
     """Consecutive layers of one kind, with their number; each is a scan."""
     runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
-      kind = Kind(self.is_moe(layer), self.is_local(layer))
+      kind = self.kind(layer)
       if runs and runs[-1][0] == kind:
         runs[-1] = (kind, runs[-1][1] + 1)
       else:
         runs.append((kind, 1))
     return runs
+
+
+def from_json(values: Mapping[str, Any]) -> ModelConfig:
+  """Builds a model from the JSON of a run; absent groups have their defaults."""
+  kinds = ranges.kinds(ModelConfig)
+
+  def convert(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping) and name in kinds:
+      return kinds[name](**{key: convert("", entry) for key, entry in value.items()})
+    return tuple(value) if isinstance(value, list) else value
+
+  return ModelConfig(**{name: convert(name, value) for name, value in values.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +285,8 @@ def _published() -> dict[str, ModelConfig]:
     "gemma-3-1b-pt": _model(1152, 26, 4, 1, 6912, **gemma),
   }
   smollm2 = _model(
-    576, 30, 9, 3, 1536, vocab_size=49_152, head_dim=64, qk_norm=False, rope_theta=1e5,
-    rms_norm_eps=1e-5, max_position_embeddings=8192, **tied,
+    576, 30, 9, 3, 1536, family="llama", vocab_size=49_152, head_dim=64, qk_norm=False,
+    rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=8192, **tied,
   )  # fmt: skip
   models["SmolLM2-135M"] = smollm2
   models["SmolLM2-135M-Instruct"] = smollm2

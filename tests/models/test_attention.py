@@ -12,7 +12,7 @@ from jax.extend import core
 
 from gspo_jax import sharding
 from gspo_jax.models import remat, transformer
-from gspo_jax.models.attention import attention
+from gspo_jax.models.attention import attention, positions
 from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
 from gspo_jax.settings.mesh import MeshConfig
@@ -47,10 +47,11 @@ def values_and_gradients(attend, q, k, v, real):
 def test_heads_turn_on_tpu_as_elsewhere(dtype, monkeypatch):
   """There a product swaps their halves; no remat policy saves it."""
   x, position_BT = inputs(H=32, dtype=dtype)[0], jnp.arange(37)[None] + jnp.array([[0], [1000]])
+  rotation = positions.Rotation(1 / positions.waves(16, 1e6))
 
   def turned(x, policy=None):
     def turn(x):
-      return jnp.sin(attention.rotate(x, position_BT, 1e6).astype(jnp.float32))
+      return jnp.sin(positions.rotate(x, position_BT, rotation).astype(jnp.float32))
 
     return jax.checkpoint(turn, policy=policy)(x)
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from gspo_jax.models import hf, transformer  # noqa: E402, after the skip
-from gspo_jax.models.attention.attention import rotate  # noqa: E402
+from gspo_jax.models.attention import positions as rotary  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
@@ -262,7 +262,8 @@ def test_rotary_positions_of_a_long_context(theta):
   )
   heads_first = torch.tensor(x).transpose(1, 2)
   expected = modeling_qwen3.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)[0]
-  turned = jax.jit(rotate, static_argnums=2)(x, positions, theta)
+  rotation = rotary.Rotation(1 / rotary.waves(64, theta))
+  turned = jax.jit(lambda x, p: rotary.rotate(x, p, rotation))(x, positions)
   error = np.abs(turned - expected.transpose(1, 2).numpy())
   # torch's own power is a last bit off for at most one frequency in 64.
   assert (error.max(axis=(0, 1, 2)) > 1e-4).sum() <= 2

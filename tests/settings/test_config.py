@@ -18,7 +18,7 @@ from support.configs import VARIANTS, values_of
 
 from configs import common, tiny_tools
 from gspo_jax import train
-from gspo_jax.models import transformer
+from gspo_jax.models.families import lookup
 from gspo_jax.settings import ranges, rules
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
@@ -139,8 +139,8 @@ def test_declared_numbers_need_a_range():
     ranges.Range(0)
 
 
-def test_declared_families_are_those_of_the_transformer():
-  assert typing.get_args(KINDS["model.family"]) == (*transformer.FAMILIES,)
+def test_declared_families_are_those_of_the_lookup():
+  assert typing.get_args(KINDS["model.family"]) == (*lookup.FAMILIES,)
 
 
 def test_ranges_describe_their_values():

@@ -9,7 +9,13 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.sampling import generate
-from gspo_jax.settings.model import PUBLISHED, ModelConfig
+from gspo_jax.settings.model import (
+  PUBLISHED,
+  ModelConfig,
+  MultipliersConfig,
+  RopeConfig,
+  ScoresConfig,
+)
 
 # Model: parameters, active ones, without embedding and head. The exact totals are those of the
 # published files; the rounded figures (in billions) those of the papers and model cards.
@@ -123,6 +129,9 @@ CHANGED = dict(
   sliding_window=3,
   sliding_window_pattern=3,
   local_rope_theta=10.0,
+  rope=RopeConfig(layers_without=(0,)),
+  scores=ScoresConfig(scale=0.7),
+  multipliers=MultipliersConfig(residual=0.5),
 )
 
 
@@ -154,7 +163,9 @@ def test_every_field_has_an_effect(field, params):
       generate(params, CONFIG, [[1] * 21], **options)
     return
   if field == "family":  # tests/models/test_fidelity.py compares their outputs.
-    with pytest.raises(ValueError, match=r"model\.family='gpt' is not one of qwen3, gemma"):
+    with pytest.raises(
+      ValueError, match=r"model\.family='gpt' is not one of llama, qwen2, qwen3, mistral, mixtral, "
+    ):
       shapes(dataclasses.replace(CONFIG, family="gpt"))
     with pytest.raises(ValueError, match=r"model\.family='gemma' has no experts"):
       shapes(dataclasses.replace(CONFIG, family="gemma"))

@@ -1,4 +1,4 @@
-"""Rotary positions and grouped-query attention.
+"""Grouped-query attention.
 
 Four formulations of one sum, chosen by `ComputeConfig.attention`:
 
@@ -30,43 +30,6 @@ from gspo_jax.system import accelerators
 
 PLAIN = 128  # Queries up to which kernels bring no gain; blocks, up to twice as many.
 SLAB = 64  # Queries per product in `plain`: skips about half of the scores.
-
-
-def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
-  """Rotary embedding, Hugging Face's half-split convention; angles in float32.
-
-  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two halves of H, with angle
-  position · theta^(-2i/H).  RoFormer, arXiv:2104.09864, eq. 34.
-  """
-  half = x_BTNH.shape[-1] // 2
-  # NumPy rounds like Hugging Face, independently of the device's power function: at position 30,000
-  # the last bit of a frequency is a visible angle.
-  exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
-  frequency_h = np.float32(1) / np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
-  position_BT11 = position_BT.astype(jnp.float32)[..., None, None]
-  if sharding.platform() == "tpu":
-    signed_H = np.concatenate([-frequency_h, frequency_h])
-    angle_BT1H = position_BT11 * signed_H[None, None, None]
-    swapped_BTNH = _swap_halves(x_BTNH)
-    turned = x_BTNH.astype(jnp.float32) * jnp.cos(angle_BT1H) + swapped_BTNH * jnp.sin(angle_BT1H)
-    return turned.astype(x_BTNH.dtype)
-  angle_BT1h = position_BT11 * frequency_h[None, None, None]
-  cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
-  x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
-
-
-def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
-  """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
-
-  The product with zeros and ones is exact and fused into its reader. Slices of 128 lanes would go
-  through float32 copies in memory on TPUs.
-  """
-  H = x_BTNH.shape[-1]
-  swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
-  wide = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-  return jnp.einsum("BTNH,Hh->BTNh", x_BTNH, swap_HH, **wide)
 
 
 def choose(

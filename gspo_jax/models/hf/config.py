@@ -3,15 +3,29 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
+from gspo_jax.models.families.declaration import Architecture
+from gspo_jax.models.hf import ropes
+from gspo_jax.models.hf.architectures import ARCHITECTURES, FAMILY_OF, FIXED, relatives
+from gspo_jax.models.hf.ropes import GLOBAL, LOCAL
 from gspo_jax.settings import ranges
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.system import hub, jsons
 
-TYPES = {field: ranges.plain(kind) for field, kind in ranges.kinds(ModelConfig).items()}
+
+def _types_of(section: type, path: str = "") -> dict[str, type]:
+  """Returns the types of a section's fields, dotted in groups."""
+  types = {}
+  for field, kind in ranges.kinds(section).items():
+    group = dataclasses.is_dataclass(kind)
+    types |= _types_of(kind, f"{field}.") if group else {path + field: ranges.plain(kind)}
+  return types
+
+
+TYPES = _types_of(ModelConfig)
 
 
 class CheckpointError(ValueError):
@@ -50,87 +64,83 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
 
 
 def _from_hf(raw: dict[str, Any]) -> ModelConfig:
-  architecture = ARCHITECTURES.get(raw.get("model_type"))
+  model_type = raw.get("model_type")
+  architecture = ARCHITECTURES.get(model_type)
   if architecture is None:
-    supported = ", ".join(ARCHITECTURES)
-    raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {supported}")
-  _check_supported(raw, architecture)
+    raise ValueError(f"model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}")
+  for key, value in (FIXED | dict(architecture.fixed)).items():
+    if raw.get(key) not in (None, value) and key not in architecture.fields.values():
+      raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   heads = raw.get("num_attention_heads")  # transformers' meaning of null.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
+  null |= dict(sliding_window=0)
   raw = {key: null.get(key) if value is None else value for key, value in raw.items()}
-  whole, local = _ropes(raw, architecture)
-  raw["rope_theta"] = _one_of("rope_theta", raw, *whole)
-  raw["rope_local_base_freq"] = _one_of(
-    "rope_local_base_freq", raw, dict(rope_local_base_freq=local.get("rope_theta"))
+  raw |= ropes.read(raw, architecture)
+  raw["num_experts"] = ropes.one_of(
+    "num_experts", raw, dict(num_experts=raw.get("num_local_experts"))
   )
-  raw["num_experts"] = _one_of("num_experts", raw, dict(num_experts=raw.get("num_local_experts")))
   defaults = dict(tie_word_embeddings=False, num_key_value_heads=heads) | architecture.defaults
   raw = defaults | {key: value for key, value in raw.items() if value is not None}
   if "head_dim" not in raw:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
+  if architecture.ropes_by_kind:
+    raw.setdefault("rope_local_base_freq", raw.get("rope_theta"))
+  if "rope.share" in architecture.fields and raw["rope"].share != 1:
+    raw["partial_rotary_factor"] = raw["rope"].share
 
-  values = {field: _take(raw, key, TYPES[field]) for field, key in architecture.fields.items()}
-  config = ModelConfig(**(values | dict(architecture.implied)))
+  values = dict(architecture.implied) | dict(family=FAMILY_OF[model_type], rope=raw["rope"])
+  for field, key in architecture.fields.items():
+    if field not in _BY_LAYER and field != "rope.query_beta":
+      values[field] = _take(raw, key, TYPES[field])
+  values |= _windows(raw, architecture, _take(raw, "num_hidden_layers", int))
+  return _grouped(values | architecture.read(raw))
+
+
+def _grouped(values: dict[str, Any]) -> ModelConfig:
+  """Builds a model from fields, dotted in groups."""
+  flat = {field: value for field, value in values.items() if "." not in field}
+  for field in values.keys() - flat.keys():
+    group, _, name = field.partition(".")
+    default = flat.get(group, getattr(ModelConfig, group))
+    flat[group] = dataclasses.replace(default, **{name: values[field]})
+  return ModelConfig(**flat)
+
+
+_BY_LAYER = ("sliding_window", "sliding_window_pattern")
+_GROUPS = ("rope", "scores", "multipliers")
+
+
+def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
+  """Returns fields of sliding windows, by pattern if there is one."""
   types = raw.get("layer_types")
-  if types is None or types == layer_types(config):
-    return config
-  # An unusual pattern of layers.
-  first = types.index(_GLOBAL) if _GLOBAL in types else len(types)
-  if "sliding_window_pattern" in values:
-    window = config.sliding_window if first else 0  # 0: every layer is global.
-    changes = dict(sliding_window=window, sliding_window_pattern=first + 1)
-    config = dataclasses.replace(config, **changes)
-  if "sliding_window_pattern" not in values or types != layer_types(config):
-    allowed = f"every n-th {_GLOBAL}" if "sliding_window_pattern" in values else f"only {_GLOBAL}"
-    raise ValueError(f"layer_types={types} is not supported, {allowed}")
-  return config
+  if types is not None and (len(types) != layers or not {*types} <= {LOCAL, GLOBAL}):
+    raise ValueError(f"layer_types={types}: {layers} layers are {LOCAL} or {GLOBAL}")
+  if architecture.pattern is None:
+    if types is not None and LOCAL in types:
+      raise ValueError(f"layer_types={types} is not supported, only {GLOBAL}")
+    return {}
+  pattern = raw.get("sliding_window_pattern") or architecture.pattern or layers + 1
+  window = _take(raw, "sliding_window", int)
+  by_pattern = _types(range(layers), lambda layer: (layer + 1) % pattern != 0)
+  if types is None or types == by_pattern:
+    return dict(sliding_window=window, sliding_window_pattern=pattern if window else 1)
+  first = types.index(GLOBAL) + 1 if GLOBAL in types else layers + 1
+  if first == 1 and LOCAL not in types:
+    return {}
+  fields = dict(sliding_window=window, sliding_window_pattern=max(first, 2) if window else 1)
+  if types != _types(range(layers), lambda layer: (layer + 1) % first != 0):
+    local = tuple(layer for layer, kind in enumerate(types) if kind == LOCAL)
+    fields["scores.local_layers"] = local if window else ()
+  return fields
 
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+def _types(layers: Iterable[int], is_local: Callable[[int], bool]) -> list[str]:
+  return [LOCAL if is_local(layer) else GLOBAL for layer in layers]
 
 
 def layer_types(config: ModelConfig) -> list[str]:
   """Returns the kind of attention of each layer, in words of config.json."""
-  return [_LOCAL if config.is_local(layer) else _GLOBAL for layer in range(config.num_layers)]
-
-
-def _ropes(
-  raw: dict[str, Any], architecture: Architecture
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-  """Returns rotary parameters of global layers, by place, and local ones.
-
-  If local layers have separate ones, transformers reads them by kind of layer only.
-  """
-  whole, local = raw.get("rope_parameters") or {}, {}
-  if "rope_local_base_freq" in architecture.defaults:
-    whole, local = whole.get(_GLOBAL) or {}, whole.get(_LOCAL) or {}
-  return [whole, raw.get("rope_scaling") or {}], local
-
-
-def _check_supported(raw: dict[str, Any], architecture: Architecture) -> None:
-  for key, value in (FIXED | dict(architecture.fixed)).items():
-    if raw.get(key) not in (None, value):
-      raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
-  (parameters, scaling), local = _ropes(raw, architecture)
-  flat = {k: v for k, v in (raw.get("rope_parameters") or {}).items() if k not in (_LOCAL, _GLOBAL)}
-  ropes = [("rope_scaling", scaling), *(("rope_parameters", r) for r in (parameters, local, flat))]
-  for key, rope in ropes:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-      raise ValueError(f"{key}.rope_type={kind!r} is not supported, only default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-      raise ValueError(f"{key}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1")
-    unknown = set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if unknown:
-      raise ValueError(f"{key}.{min(unknown)} is not supported")
-
-
-def _one_of(key: str, *places: dict[str, Any]) -> Any:
-  """Returns the value of a key with two spellings; None if missing."""
-  values = {place[key] for place in places if place.get(key) is not None}
-  if len(values) > 1:
-    raise ValueError(f"{key} is given twice, as {' and as '.join(map(str, sorted(values)))}")
-  return values.pop() if values else None
+  return _types(range(config.num_layers), config.is_local)
 
 
 def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
@@ -150,16 +160,8 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
   Raises:
     ValueError: no supported architecture has this combination of features.
   """
-  if config.family == "gemma" and not config.query_pre_attn_scalar:  # Hugging Face divides by it.
-    config = dataclasses.replace(config, query_pre_attn_scalar=config.head_dim)
-  # Qwen3-MoE comes first and would also take models without experts.
-  for model_type, architecture in reversed(ARCHITECTURES.items()):
-    content = _write(config, model_type, architecture, dtype)
-    try:
-      if _from_hf(content) != config:
-        continue
-    except ValueError:
-      continue
+  config = published(config)
+  for model_type, content in _candidates(config, dtype):
     if model_type == "llama" and config.hidden_size % config.num_heads:
       raise ValueError(
         f"Hugging Face's Llama needs hidden_size={config.hidden_size} to be a multiple of "
@@ -168,25 +170,55 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return content
   features = """num_experts family qk_norm attention_bias sliding_window sliding_window_pattern
     local_rope_theta query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"""
-  values = ", ".join(f"{field}={getattr(config, field)!r}" for field in features.split())
+  unusual = [f for f in _GROUPS if getattr(config, f) != getattr(ModelConfig, f)]
+  values = ", ".join(f"{f}={getattr(config, f)!r}" for f in features.split() + unusual)
   raise ValueError(f"no Hugging Face architecture has {values} together")
+
+
+def published(config: ModelConfig) -> ModelConfig:
+  """Returns the model under the family of its published files, if there are any.
+
+  Families with equal layers take each other's configurations: Qwen3 without q/k norms is a Llama.
+  """
+  scaled = dataclasses.replace(
+    config, query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_dim
+  )
+  for family in relatives(config.family):
+    for like in (scaled, config):  # Hugging Face's Gemma divides by the scale.
+      renamed = dataclasses.replace(like, family=family)
+      if any(_candidates(renamed, "float32")):
+        return renamed
+  return config
+
+
+def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields architectures of the family with all features of a model, as config.json."""
+  for model_type, architecture in ARCHITECTURES.items():
+    if FAMILY_OF[model_type] != config.family:
+      continue
+    content = _write(config, model_type, architecture, dtype)
+    try:
+      equal = _from_hf(content) == config
+    except ValueError:
+      continue
+    if equal:
+      yield model_type, content
 
 
 def _write(
   config: ModelConfig, model_type: str, architecture: Architecture, dtype: str
 ) -> dict[str, Any]:
-  values = {key: getattr(config, field) for field, key in architecture.fields.items()}
-  if "mlp_only_layers" in values:
-    values["mlp_only_layers"] = list(config.mlp_only_layers)
-  if "sliding_window" in values:
+  values = {key: ranges.look_up(config, field) for field, key in architecture.fields.items()}
+  values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+  if architecture.pattern is not None:
     values["layer_types"] = layer_types(config)
   content = dict(
     architectures=[architecture.name],
     model_type=model_type,
     **{key: None if key.endswith("softcapping") and not v else v for key, v in values.items()},
     attention_dropout=0.0,
-    rope_scaling=None,
     torch_dtype=dtype,
     use_cache=True,
   )
-  return content | dict(architecture.fixed)
+  content |= ropes.write(config, architecture)
+  return content | dict(architecture.fixed) | architecture.write(config)

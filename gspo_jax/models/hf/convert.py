@@ -4,8 +4,7 @@ One table has the layout of each parameter in the files, for both `load` and `sa
 `load` copies slices of memory-mapped files straight into each device's part of a parameter, `save`
 writes one tensor after the other.
 
-Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Mixtral, Gemma 2 and 3 (text), as published and as
-written by transformers 5.
+The architectures of `models/families`, as published and as written by transformers 5.
 """
 
 import collections
@@ -274,6 +273,7 @@ def save(
       combination of features; or a value is NaN or infinite, in `dtype` too.
   """
   directory = Path(directory)
+  model_config = hf_config.published(model_config)
   leaves = leaves_of(model_config, architectures.names(model_config))
   arrays = _checked(_merged(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]

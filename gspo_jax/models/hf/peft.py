@@ -22,7 +22,7 @@ from gspo_jax.models import lora, transformer
 from gspo_jax.models.hf import convert, files
 from gspo_jax.models.hf import leaves as hf_leaves
 from gspo_jax.models.hf.architectures import names
-from gspo_jax.models.hf.config import CheckpointError, read_json
+from gspo_jax.models.hf.config import CheckpointError, published, read_json
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
@@ -166,7 +166,7 @@ def _modules(model: ModelConfig) -> dict[str, str]:
   """Maps modules of Hugging Face's architecture to their names in `LoraConfig.matrices`."""
   every = lora.table(transformer.table(model), LoraConfig(rank=1))
   weights = jax.tree.leaves(every, is_leaf=lora.is_adapted)
-  leaves = hf_leaves.leaves_of(model, names(model))
+  leaves = hf_leaves.leaves_of(model, names(published(model)))
   return {
     leaf.name.split(".")[-2]: f"{leaf.key.split('.')[-1]}_proj"
     for leaf, w in zip(leaves, weights, strict=True)
@@ -186,7 +186,7 @@ def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   adapters = lora.table(transformer.table(model), config)
   weights = jax.tree.leaves(adapters, is_leaf=lora.is_adapted)
   leaves = []
-  for leaf, w in zip(hf_leaves.leaves_of(model, names(model)), weights, strict=True):
+  for leaf, w in zip(hf_leaves.leaves_of(model, names(published(model))), weights, strict=True):
     if lora.is_adapted(w):
       stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
       for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):

@@ -79,7 +79,7 @@ class Scheduler:
     )
     self._state = new_state(
       model,
-      tuple(len(block.attention_norm) for block in params.blocks),
+      params.depths,
       size,
       stop_ids=self._stop_width,
       dtype=config.cache_dtype,

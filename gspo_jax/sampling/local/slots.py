@@ -340,4 +340,4 @@ def _on_each_device(f, *arguments, like):
 
 
 def _layers(params: transformer.Params) -> tuple[int, ...]:
-  return tuple(block.attention_norm.shape[0] for block in params.blocks)
+  return params.depths

@@ -26,10 +26,15 @@ DENSE = dataclasses.replace(
   sizes.tiny_dense(64), **SMALL | dict(moe_intermediate_size=0), num_layers=2, intermediate_size=40
 )
 TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
-QWEN2 = dataclasses.replace(TIED, qk_norm=False, attention_bias=True)
-LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+QWEN2 = dataclasses.replace(TIED, family="qwen2", qk_norm=False, attention_bias=True)
+LLAMA = dataclasses.replace(DENSE, family="llama", qk_norm=False)
 MIXTRAL = dataclasses.replace(
-  MOE, qk_norm=False, mlp_only_layers=(), intermediate_size=24, norm_topk_prob=True
+  MOE,
+  family="mixtral",
+  qk_norm=False,
+  mlp_only_layers=(),
+  intermediate_size=24,
+  norm_topk_prob=True,
 )
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -17,10 +17,16 @@ from gspo_jax.settings.reading import from_dict
 
 MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
 DENSE = sizes.tiny_dense(64)
-QWEN2 = dataclasses.replace(DENSE, qk_norm=False, attention_bias=True, tie_word_embeddings=True)
-LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+QWEN2 = dataclasses.replace(
+  DENSE, family="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=True
+)
+LLAMA = dataclasses.replace(DENSE, family="llama", qk_norm=False)
 MIXTRAL = dataclasses.replace(
-  sizes.tiny_moe(64), qk_norm=False, intermediate_size=48, moe_intermediate_size=48
+  sizes.tiny_moe(64),
+  family="mixtral",
+  qk_norm=False,
+  intermediate_size=48,
+  moe_intermediate_size=48,
 )
 GEMMA3 = dataclasses.replace(sizes.tiny_gemma(64), num_layers=7)
 GEMMA2 = dataclasses.replace(
@@ -44,7 +50,11 @@ def write(directory, config, **changes):
 @pytest.mark.parametrize(
   "config, changes, message",
   [
-    (DENSE, dict(model_type="gpt2"), "model_type='gpt2' is not one of qwen3_moe, mixtral, qwen3"),
+    (
+      DENSE,
+      dict(model_type="gpt2"),
+      "model_type='gpt2' is not one of llama, qwen2, qwen3, qwen3_moe",
+    ),
     (DENSE, dict(model_type=...), "model_type=None"),
     (DENSE, dict(hidden_size=...), "no hidden_size"),
     (DENSE, dict(rope_theta=...), "no rope_theta"),
@@ -59,18 +69,23 @@ def write(directory, config, **changes):
     (DENSE, dict(attention_bias=True), "attention_bias=True"),
     (LLAMA, dict(mlp_bias=True), "mlp_bias=True"),
     (DENSE, dict(quantization_config={"bits": 4}), "quantization_config"),
-    (DENSE, dict(rope_scaling={"type": "yarn"}), "rope_scaling.rope_type='yarn'"),
-    (DENSE, dict(rope_scaling={"rope_type": "llama3"}), "rope_scaling.rope_type='llama3'"),
+    (DENSE, dict(rope_scaling={"type": "longrope"}), "rope_scaling.rope_type='longrope'"),
+    (DENSE, dict(rope_scaling={"type": "yarn"}), "no rope_scaling.factor"),
+    (DENSE, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "no .*low_freq_factor"),
+    (DENSE, dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor='2' is not of type"),
+    (DENSE, dict(rope_scaling={"rope_type": "linear", "factor": 0.5}), "rope.factor=0.5 must be"),
+    (DENSE, dict(rope_scaling=dict(rope_type="yarn", factor=2, beta=1)), "rope_scaling.beta is"),
     (DENSE, dict(rope_parameters={"factor": 2.0}), "rope_parameters.factor"),
     (DENSE, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
     (DENSE, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta is given twice"),
     (MOE, dict(num_local_experts=4), "num_experts is given twice, as 4 and as 8"),
-    (GEMMA3, dict(layer_types=[LOCAL, GLOBAL, GLOBAL, *[LOCAL] * 4]), "every n-th full_attention"),
+    (GEMMA3, dict(layer_types=[LOCAL, GLOBAL]), "layer_types=.*7 layers are sliding_attention or"),
+    (GEMMA3, dict(layer_types=["chunked_attention"] * 7), "7 layers are sliding_attention or"),
     (GEMMA3, dict(hidden_activation="gelu"), "hidden_activation='gelu'"),
     (GEMMA3, dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
     # transformers reads it and leaves it out of what Gemma 3 computes.
     (GEMMA3, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
-    (GEMMA3, dict(rope_scaling=dict(rope_type="linear", factor=8.0)), "rope_type='linear'"),
+    (GEMMA3, dict(rope_scaling=dict(rope_type="dynamic", factor=8.0)), "rope_type='dynamic'"),
     (GEMMA3, dict(rope_parameters={LOCAL: {"factor": 8.0}}), "rope_parameters.factor"),
     (GEMMA2, dict(sliding_window=...), "no sliding_window"),
   ],

@@ -1,0 +1,113 @@
+"""Gemma 2 and 3: norms before and after each part of a layer, GeGLU, a scaled embedding.
+
+https://arxiv.org/abs/2503.19786
+
+Sliding windows, their rotary base, the scale of queries and soft bounds are fields of
+`ModelConfig`, read by attention and head for every family.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+
+from gspo_jax.models import weights
+from gspo_jax.models.families.declaration import (
+  FIELDS,
+  LAYER,
+  NO_BIAS,
+  Architecture,
+  Family,
+  keys,
+)
+from gspo_jax.models.layers import add, feed_forward, rms_norm_around_one
+from gspo_jax.models.weights import Attention, Dense
+from gspo_jax.settings.model import ModelConfig
+
+
+@flax.struct.dataclass
+class Block:
+  attention_norm: Any  # l D
+  attention: Attention
+  attention_post_norm: Any  # l D
+  ffn_norm: Any  # l D
+  ffn: Dense
+  ffn_post_norm: Any  # l D
+
+
+def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
+  """Declares the weights of `layers` layers, stacked; ValueError for experts."""
+  if is_moe:
+    raise ValueError(f"model.num_experts={c.num_experts}: model.family='gemma' has no experts")
+  w = weights.weight_factory(c, l=layers, F=c.intermediate_size)
+  norm = w("lD", constant=0.0, wide=True)  # Scales are 1 + weight, in float32.
+  return Block(
+    attention_norm=norm,
+    attention=weights.attention_table(c, w, norm=0.0, wide_norm=True),
+    attention_post_norm=norm,
+    ffn_norm=norm,
+    ffn=weights.dense_table(w),
+    ffn_post_norm=norm,
+  )
+
+
+def layer(x_BTD: jax.Array, block: Block, config: ModelConfig, attend: Callable, experts: Callable):
+  """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))); see `Family`."""
+  norm = functools.partial(rms_norm_around_one, eps=config.rms_norm_eps)
+  y_BTD, cache = attend(norm(x_BTD, block.attention_norm), block.attention, rms_norm_around_one)
+  x_BTD = add(x_BTD, norm(y_BTD, block.attention_post_norm), config)
+  gelu = functools.partial(jax.nn.gelu, approximate=True)  # The tanh form.
+  y_BTD = feed_forward(norm(x_BTD, block.ffn_norm), block.ffn, gelu)
+  return add(x_BTD, norm(y_BTD, block.ffn_post_norm), config), cache, None, None
+
+
+def embed_scale(config: ModelConfig) -> float:
+  return math.sqrt(config.hidden_size) * config.multipliers.embedding
+
+
+GELU = "gelu_pytorch_tanh"
+WINDOWED = FIELDS | keys(
+  "query_pre_attn_scalar final_logit_softcapping sliding_window sliding_window_pattern"
+)
+DEFAULTS = dict(num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
+FIXED = NO_BIAS | dict(hidden_activation=GELU, hidden_act=GELU)
+POST_NORMS = {
+  "attention_post_norm": (LAYER + "post_attention_layernorm.weight", "D"),
+  "ffn_norm": (LAYER + "pre_feedforward_layernorm.weight", "D"),
+  "ffn_post_norm": (LAYER + "post_feedforward_layernorm.weight", "D"),
+}
+
+FAMILY = Family(
+  block_table,
+  layer,
+  dict(
+    gemma2=Architecture(
+      "Gemma2ForCausalLM",
+      WINDOWED | keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
+      implied=dict(qk_norm=False),
+      # Its class reads the pattern from layer_types only.
+      fixed=FIXED | dict(sliding_window_pattern=2),
+      defaults=DEFAULTS
+      | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, rope_theta=1e4),
+      pattern=2,
+    ),
+    gemma3_text=Architecture(
+      "Gemma3ForCausalLM",
+      WINDOWED | dict(local_rope_theta="rope_local_base_freq"),
+      implied=dict(qk_norm=True),
+      # transformers reads a bound on scores and ignores it.
+      fixed=FIXED | dict(attn_logit_softcapping=None),
+      defaults=DEFAULTS
+      | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4),
+      pattern=6,
+      ropes_by_kind=True,
+    ),
+  ),
+  POST_NORMS,
+  norm=rms_norm_around_one,
+  final_norm=lambda w: w("D", constant=0.0, wide=True),
+  embed_scale=embed_scale,
+)
