@@ -6,6 +6,7 @@ import numpy as np
 from support.configs import config_of
 
 from configs import tiny
+from gspo_jax import objectives
 from gspo_jax.rollouts import advantages
 from gspo_jax.rollouts.advantages import Judged
 from gspo_jax.rollouts.multipliers import Constraints
@@ -54,3 +55,13 @@ def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
   np.testing.assert_allclose(actual, combined / combined.std(ddof=1), rtol=1e-5)
   assert result.response_PG[1, 2] == 0
   assert result.metrics["constraint/extra/reward"] == np.float32(length.reshape(-1)[stopped].mean())
+
+
+def test_options_of_a_loss_reach_its_estimator():
+  """SPO's are both used: another soft value shifts all advantages."""
+  changes = dict(objective__name="spo", objective__beta=0.5, objective__soft_value=0.25)
+  config = config_of(tiny.get_config, **changes).objective
+  valid_PG = np.ones(REWARDS.shape, bool)
+  expected = objectives.soft_advantages(REWARDS, 0.5, 0.25, valid_PG=valid_PG)
+  actual = advantages.advantages(config, REWARDS, valid_PG)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
