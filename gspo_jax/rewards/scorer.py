@@ -322,6 +322,7 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
   if total and len(reasons) == total:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
-      f"the verifier came to no verdict on any of {total} responses ({times} times: {reason}). "
-      f"They are in {place}; correct reward.name, the gold answers or the machine"
+      f"there is no verdict on any of {total} responses ({times} times: {reason}). They are in "
+      f"{place}. Correct reward.name or environment.name, the gold answers, the machine or a "
+      "service; the same command then goes on from the last checkpoint"
     )
