@@ -127,8 +127,8 @@ def attend(
     biases = (w.q_bias, w.k_bias, w.v_bias)
     q, k, v = (_with_each_token(jnp.add, x, b[None, None]) for x, b in zip((q, k, v), biases))
   if w.q_norm is not None:
-    q = norm(q, w.q_norm, config.rms_norm_eps)
-    k = norm(k, w.k_norm, config.rms_norm_eps)
+    q = norm_heads(norm, q, w.q_norm, config.rms_norm_eps)
+    k = norm_heads(norm, k, w.k_norm, config.rms_norm_eps)
   if kind.rotary:
     rotation = positions.rotation_of(config, kind.local)
     q, k = (positions.rotate(x, positions_BT, rotation) for x in (q, k))
@@ -141,6 +141,17 @@ def attend(
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
   return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
+
+
+def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """Normalises each head, or with a scale [N, H] all heads of a token together."""
+  if scale.ndim == 1:
+    return norm(x_BTNH, scale, eps)
+  B, T, N, H = x_BTNH.shape
+  x_BTX = sharding.reshape(x_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
+  scale_X = sharding.reshape(scale, (N * H,), P("tensor"))
+  y_BTX = norm(x_BTX, scale_X, eps)
+  return sharding.reshape(y_BTX, (B, T, N, H), P(BATCH, None, "tensor", None))
 
 
 def scores_of(config: ModelConfig, local: bool) -> Scores:

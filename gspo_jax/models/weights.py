@@ -36,8 +36,8 @@ class Attention:
   k: Any  # l D K H
   v: Any  # l D K H
   o: Any  # l N H D
-  q_norm: Any  # l H, with qk_norm
-  k_norm: Any  # l H, with qk_norm
+  q_norm: Any  # l H, or l N H over all heads, with qk_norm
+  k_norm: Any  # l H, or l K H over all heads, with qk_norm
   q_bias: Any  # l N H, with attention_bias
   k_bias: Any  # l K H, with attention_bias
   v_bias: Any  # l K H, with attention_bias
@@ -116,17 +116,29 @@ def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
 
 
 def attention_table(
-  c: ModelConfig, w: functools.partial, norm: float, wide_norm: bool = False
+  c: ModelConfig,
+  w: functools.partial,
+  norm: float,
+  wide_norm: bool = False,
+  norm_heads: bool = False,
 ) -> Attention:
-  """Declares projections of grouped-query attention; norm scales start at `norm`."""
-  scale = w("lH", constant=norm, wide=wide_norm) if c.qk_norm else None
+  """Declares projections of grouped-query attention; norm scales start at `norm`.
+
+  wide_norm: whether passes read norm scales in float32.
+  norm_heads: whether q/k norms are over all heads together.
+  """
+
+  def scale(heads: str) -> Weight | None:
+    letters = f"l{heads}H" if norm_heads else "lH"
+    return w(letters, constant=norm, wide=wide_norm) if c.qk_norm else None
+
   return Attention(
     q=w("lDNH", fan_in="D"),
     k=w("lDKH", fan_in="D"),
     v=w("lDKH", fan_in="D"),
     o=w("lNHD", fan_in="NH"),
-    q_norm=scale,
-    k_norm=scale,
+    q_norm=scale("N"),
+    k_norm=scale("K"),
     q_bias=w("lNH") if c.attention_bias else None,
     k_bias=w("lKH") if c.attention_bias else None,
     v_bias=w("lKH") if c.attention_bias else None,

@@ -89,9 +89,9 @@ class ModelConfig:
   The defaults are a dense model with full attention.
   """
 
-  family: Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma"] = required(
-    "file of gspo_jax/models/families"
-  )
+  family: Literal[
+    "llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma", "smollm3", "granite", "olmo"
+  ] = required("file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"
   )

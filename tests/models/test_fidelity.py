@@ -1,7 +1,6 @@
 """The model computes what Hugging Face's transformers computes, from the directories it writes.
 
-Random weights, float32, CPU. Every kind of weight is drawn wide, norm scales and biases too: at
-transformers' own initialisation (scales 1, biases 0) a forgotten one would not show.
+Random weights, float32, CPU. test_families.py has a row for each family, this page further forms.
 """
 
 import contextlib
@@ -15,11 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from gspo_jax.models import hf, transformer  # noqa: E402, after the skip
+from support.hf_models import random_model  # noqa: E402, after the skip
+
+from gspo_jax.models import hf, transformer  # noqa: E402
 from gspo_jax.models.attention import positions as rotary  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
-
-torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 
 BASE = dict(
   vocab_size=128,
@@ -96,28 +95,6 @@ SAVE = dict(  # other ways in which transformers writes a directory
   moe_mlp_only_gqa8=dict(max_shard_size="20KB"),
   mixtral_fused_gqa8=dict(save_original_format=False),
 )
-
-
-def random_model(hf_config, seed=4):
-  """A random transformers model with all weights in effect and activations near 1.
-
-  The seed is one with which no two best next tokens of a greedy continuation come nearer than 5e-4:
-  a choice between equals would be round-off's.
-  """
-  model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
-  generator = torch.Generator().manual_seed(seed)
-  for name, p in model.named_parameters():
-    noise = torch.randn(p.shape, generator=generator)
-    if name.endswith("norm.weight"):
-      p.data = 0.3 * noise + (0 if "gemma" in hf_config.model_type else 1)  # theirs adds 1 itself
-    elif name.endswith(".bias"):
-      p.data = 0.5 * noise
-    elif name.endswith("embed_tokens.weight"):
-      # Tied, a wide embedding would make each token its own best successor, for ever.
-      p.data = noise * (0.1 if hf_config.tie_word_embeddings else 1)
-    else:
-      p.data = noise * p.shape[-1] ** -0.5
-  return model
 
 
 def hf_logits(model, tokens):

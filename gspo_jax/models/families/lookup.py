@@ -1,6 +1,16 @@
 """All families of models by name."""
 
-from gspo_jax.models.families import gemma, llama, mistral, mixtral, qwen2, qwen3
+from gspo_jax.models.families import (
+  gemma,
+  granite,
+  llama,
+  mistral,
+  mixtral,
+  olmo,
+  qwen2,
+  qwen3,
+  smollm3,
+)
 from gspo_jax.models.families.declaration import NAMES, Family
 from gspo_jax.settings.model import ModelConfig
 
@@ -11,6 +21,9 @@ FAMILIES: dict[str, Family] = dict(
   mistral=mistral.FAMILY,
   mixtral=mixtral.FAMILY,
   gemma=gemma.FAMILY,
+  smollm3=smollm3.FAMILY,
+  granite=granite.FAMILY,
+  olmo=olmo.FAMILY,
 )
 
 

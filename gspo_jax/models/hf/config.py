@@ -90,8 +90,10 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
 
   values = dict(architecture.implied) | dict(family=FAMILY_OF[model_type], rope=raw["rope"])
   for field, key in architecture.fields.items():
-    if field not in _BY_LAYER and field != "rope.query_beta":
+    if field not in _ELSEWHERE:
       values[field] = _take(raw, key, TYPES[field])
+  if architecture.ropes_by_kind:
+    values["local_rope_theta"] = raw["rope_local_base_freq"]
   values |= _windows(raw, architecture, _take(raw, "num_hidden_layers", int))
   return _grouped(values | architecture.read(raw))
 
@@ -106,7 +108,8 @@ def _grouped(values: dict[str, Any]) -> ModelConfig:
   return ModelConfig(**flat)
 
 
-_BY_LAYER = ("sliding_window", "sliding_window_pattern")
+# Fields with a reader of their own: `_windows`, `ropes.read`.
+_ELSEWHERE = ("sliding_window", "sliding_window_pattern", "rope.query_beta")
 _GROUPS = ("rope", "scores", "multipliers")
 
 
@@ -210,7 +213,10 @@ def _write(
 ) -> dict[str, Any]:
   values = {key: ranges.look_up(config, field) for field, key in architecture.fields.items()}
   values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-  if architecture.pattern is not None:
+  values.pop(ropes.BETA, None)
+  if architecture.pattern == 0:  # With layer_types, transformers takes a Mistral for another.
+    values["sliding_window"] = config.sliding_window or None
+  elif architecture.pattern:
     values["layer_types"] = layer_types(config)
   content = dict(
     architectures=[architecture.name],

@@ -12,7 +12,8 @@ from gspo_jax.models.families.declaration import Architecture
 from gspo_jax.settings.model import ModelConfig, RopeConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-_KEYS = dict(original_length="original_max_position_embeddings", query_beta="llama_4_scaling_beta")
+BETA = "llama_4_scaling_beta"
+_KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
 _SHARED = "rope_type type rope_theta partial_rotary_factor max_position_embeddings".split()
 # Keys of each rule: required ones, and optional ones.
 RULES = dict(

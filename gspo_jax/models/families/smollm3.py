@@ -1,0 +1,49 @@
+"""SmolLM3, with layers without positions: https://huggingface.co/blog/smollm3"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_jax.models.families.declaration import (
+  FIELDS,
+  NO_BIAS,
+  SILU,
+  Architecture,
+  Family,
+  pre_norm,
+  pre_norm_table,
+)
+from gspo_jax.settings.model import ModelConfig
+
+
+def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the layers without positions, listed or every n-th."""
+  rotary, layers = raw.get("no_rope_layers"), raw["num_hidden_layers"]
+  if rotary is None:
+    interval = raw.get("no_rope_layer_interval", 4)
+    rotary = [(layer + 1) % interval for layer in range(layers)]
+  if len(rotary) < layers:
+    raise ValueError(f"no_rope_layers={rotary} is shorter than num_hidden_layers={layers}")
+  without = (layer for layer in range(layers) if not rotary[layer])
+  return {"rope.layers_without": tuple(without)}
+
+
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+  rotary = [int(config.kind(layer).rotary) for layer in range(config.num_layers)]
+  return dict(no_rope_layers=rotary)
+
+
+FAMILY = Family(
+  pre_norm_table,
+  pre_norm,
+  dict(
+    smollm3=Architecture(
+      "SmolLM3ForCausalLM",
+      FIELDS,
+      implied=dict(qk_norm=False),
+      fixed=SILU | NO_BIAS | dict(mlp_bias=False, use_sliding_window=False),
+      defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
+      read=read_layers,
+      write=write_layers,
+    )
+  ),
+)

@@ -1,0 +1,200 @@
+"""Every family computes what transformers computes, from the directories that transformers writes.
+
+A row is a tiny model that stresses its family: one key/value head, windows shorter than a prompt,
+rows beyond the original context. `pytest -m families` has the rest: meshes, packing, replay.
+"""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file  # noqa: E402, after the skip
+from support.hf_models import random_model  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+
+from gspo_jax.models import hf, transformer  # noqa: E402
+from gspo_jax.models.attention import positions  # noqa: E402
+from gspo_jax.models.hf import config as hf_config  # noqa: E402
+from gspo_jax.sampling import generate  # noqa: E402
+from gspo_jax.settings.sampling import EngineConfig  # noqa: E402
+
+LENGTH, PROMPT, NEW = 40, 12, 24
+BASE = dict(
+  vocab_size=64,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=1,
+  max_position_embeddings=64,
+  pad_token_id=0,
+  bos_token_id=None,
+  eos_token_id=None,
+)
+WIDE = dict(head_dim=16)  # Not 32 / 4.
+
+
+def rope(kind, theta=1e4, **keys):
+  return dict(rope_parameters=dict(rope_type=kind, rope_theta=theta) | keys)
+
+
+# Rows go well beyond the original context.
+LONGER = dict(factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = rope("llama3", 5e3, low_freq_factor=1.0, high_freq_factor=4.0, **LONGER)
+TYPES = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5)
+MULTIPLIERS = dict(
+  embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=0.5
+)
+CASES = {  # Name: (model_type, keys)
+  "llama3": ("llama", LLAMA3 | dict(tie_word_embeddings=True)),
+  "linear": ("llama", rope("linear", factor=2.5) | dict(num_key_value_heads=2)),
+  "qwen2_yarn": ("qwen2", rope("yarn", **LONGER, beta_fast=4.0, beta_slow=0.5)),
+  "qwen3_yarn": ("qwen3", WIDE | rope("yarn", **LONGER, attention_factor=1.3, truncate=False)),
+  "mistral": ("mistral", WIDE | dict(sliding_window=None)),
+  "mistral_window": ("mistral", dict(sliding_window=5, num_key_value_heads=2)),
+  "ministral3": (
+    "ministral3",
+    WIDE | rope("yarn", 1e3, **LONGER, mscale=1.2, mscale_all_dim=0.7, llama_4_scaling_beta=0.3),
+  ),
+  "smollm3": ("smollm3", dict(no_rope_layers=[1, 0])),
+  "granite": ("granite", MULTIPLIERS),
+  "olmo2": ("olmo2", dict(num_key_value_heads=2)),
+  "olmo3": (
+    "olmo3",
+    TYPES
+    | dict(
+      rope_parameters=dict(
+        full_attention=dict(rope_type="yarn", rope_theta=5e5, **LONGER),
+        sliding_attention=dict(rope_type="default", rope_theta=5e5),
+      )
+    ),
+  ),
+}
+
+
+def config_of(name):
+  model_type, keys = CASES[name]
+  config = transformers.AutoConfig.for_model(model_type, **BASE | keys)
+  config._attn_implementation = "eager"
+  return config
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+  directory = tmp_path_factory.mktemp(request.param)
+  model = random_model(config_of(request.param))
+  model.save_pretrained(directory)
+  params, config = hf.load(directory)
+  tokens = np.random.default_rng(0).integers(1, BASE["vocab_size"], (2, LENGTH))
+  return types.SimpleNamespace(
+    directory=directory, model=model, params=params, config=config, tokens=tokens
+  )
+
+
+def response_logp(logits, tokens, log_softmax):
+  """Sum of the response's log-probabilities."""
+  logp = log_softmax(logits[:, PROMPT - 1 : -1])
+  rows, places = np.arange(len(tokens))[:, None], np.arange(LENGTH - PROMPT)[None]
+  return logp[rows, places, tokens[:, PROMPT:]].sum()
+
+
+def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
+  def loss(params):
+    logits = transformer.logits(params, case.config, jnp.asarray(case.tokens))
+    return response_logp(logits, case.tokens, jax.nn.log_softmax), logits
+
+  (_, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(case.params)
+  expected = case.model(torch.tensor(case.tokens)).logits
+  response_logp(expected, case.tokens, lambda x: torch.log_softmax(x, -1)).backward()
+  expected = expected.detach().numpy()
+  assert np.abs(expected).max() > 1  # Else the tolerance would say nothing.
+  assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+  # Their gradients in a directory have the names of their weights, and are read as these.
+  for p in case.model.parameters():
+    p.data, p.grad = p.grad, None
+  case.model.save_pretrained(tmp_path)
+  theirs, _ = hf.load(tmp_path)
+
+  def assert_close(path, ours, theirs):
+    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    assert error < 1e-4, (jax.tree_util.keystr(path), error)
+
+  jax.tree.map_with_path(assert_close, gradient, theirs)
+
+
+def test_greedy_text_of_pages_is_that_of_transformers(case):
+  """Three responses in two slots."""
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    case.directory, attn_implementation="eager"
+  )
+  prompts = [case.tokens[0, :PROMPT].tolist(), case.tokens[1, :5].tolist(), [7, 9, 3]]
+  engine = EngineConfig(slots=2, cache="paged", page_tokens=8)
+  options = dict(group_size=1, max_new_tokens=NEW, temperature=0)
+  rollout = generate(case.params, case.config, prompts, engine=engine, **options)
+  sampled = set()
+  for row, prompt in enumerate(prompts):
+    response = rollout.response(row)
+    with torch.no_grad():
+      logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    assert response == logits.argmax(-1).tolist() and len(response) == NEW
+    sampled |= {*response}
+  assert len(sampled) > 8  # Else the text would say little.
+
+
+@pytest.mark.parametrize(
+  "size", [(16, 1e4, 64, 4.0), (64, 5e5, 8192, 8.0), (128, 1e6, 32_768, 2.5)]
+)
+@pytest.mark.parametrize(
+  "keys",
+  [
+    dict(rope_type="linear"),
+    dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+    dict(rope_type="llama3", low_freq_factor=0.5, high_freq_factor=8.0),
+    dict(rope_type="yarn"),
+    dict(rope_type="yarn", truncate=False, beta_fast=16.0, beta_slow=2.0),
+    dict(rope_type="yarn", mscale=1.3, mscale_all_dim=0.8),
+    dict(rope_type="yarn", attention_factor=0.7),
+  ],
+  ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_frequencies_are_those_of_transformers(keys, size):
+  head_dim, theta, length, factor = size
+  keys = keys | dict(rope_theta=theta, factor=factor)
+  if keys["rope_type"] != "linear":
+    keys |= dict(original_max_position_embeddings=length)
+  shape = BASE | dict(head_dim=head_dim, max_position_embeddings=4 * length, rms_norm_eps=1e-6)
+  theirs = transformers.LlamaConfig(**shape, rope_parameters=dict(keys))
+  frequency_h, attention = ROPE_INIT_FUNCTIONS[keys["rope_type"]](theirs, device="cpu")
+  raw = theirs.to_dict() | dict(model_type="llama", rope_parameters=dict(keys))
+  rotation = positions.rotation_of(hf_config._from_hf(raw), local=False)
+  np.testing.assert_allclose(rotation.frequency_h, frequency_h.numpy(), rtol=1e-6)
+  assert rotation.factor == pytest.approx(attention, rel=1e-12)
+
+
+def tensors(directory):
+  return {k: v for path in directory.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def test_a_directory_is_written_as_it_was_read(case, tmp_path):
+  hf.save(tmp_path, case.params, case.config)
+  before, after = tensors(case.directory), tensors(tmp_path)
+  assert before.keys() == after.keys()
+  for name, array in before.items():
+    np.testing.assert_array_equal(after[name], array, err_msg=name)
+  assert hf.load_config(tmp_path) == case.config
+  theirs, ours = (
+    transformers.AutoConfig.from_pretrained(x).to_dict() for x in (case.directory, tmp_path)
+  )
+  ropes = [config.pop("rope_parameters") for config in (theirs, ours)]
+  without = {"_name_or_path", "use_cache"} | {key for key in ours if key.endswith("token_id")}
+  assert {k: ours[k] for k in theirs if k not in without} == {
+    k: v for k, v in theirs.items() if k not in without
+  }
+  for kind, rope in ropes[1].items():  # Defaults are left out.
+    assert rope == ropes[0][kind] or rope.items() <= ropes[0][kind].items()
