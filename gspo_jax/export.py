@@ -78,7 +78,7 @@ def export(
     else:
       # float16 ends at 65504: `save` looks for larger values.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
-      hf.save(directory, loaded, model, dtype=dtype, more=ids)
+      hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"
   if tokenizer != "bytes":
     tokenizers.copy(hub.directory(tokenizer), directory)
@@ -88,10 +88,15 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint) -> str:
-  """Names the published base; "" without one."""
-  name = checkpoint.config["provenance"].get("start", {}).get("directory", "")
+  """Names the adapters' published base; "" without one."""
   if checkpoint.config["job"] == "sft+rl":  # The base is the cold start's result.
     return ""
+  return _published(checkpoint)
+
+
+def _published(checkpoint: RunCheckpoint) -> str:
+  """Names the published model at the run's start; "" without one."""
+  name = checkpoint.config.get("provenance", {}).get("start", {}).get("directory", "")
   return os.path.abspath(name) if os.path.isdir(name) else name
 
 

@@ -4,6 +4,7 @@ A row is a tiny model that stresses its family: one key/value head, windows shor
 rows beyond the original context. `pytest -m families` has the rest: meshes, packing, replay.
 """
 
+import json
 import types
 
 import jax
@@ -198,3 +199,65 @@ def test_a_directory_is_written_as_it_was_read(case, tmp_path):
   }
   for kind, rope in ropes[1].items():  # Defaults are left out.
     assert rope == ropes[0][kind] or rope.items() <= ropes[0][kind].items()
+
+
+VISION = dict(
+  hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=14,
+  patch_size=7,
+)  # fmt: skip
+NESTED = {  # Outer model_type: (model_type, keys of the language model, keys of the outer model)
+  "gemma3": (
+    "gemma3_text",
+    WIDE
+    | TYPES
+    | dict(
+      query_pre_attn_scalar=20,
+      rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+      ),
+    ),
+    dict(vision_config=VISION, mm_tokens_per_image=4),
+  ),
+  "mistral3": (
+    "mistral",
+    WIDE | dict(sliding_window=None),
+    dict(vision_config=VISION | dict(model_type="pixtral"), tie_word_embeddings=False),
+  ),
+}
+
+
+@pytest.mark.parametrize("outer", NESTED)
+def test_a_language_model_inside_another_model(outer, tmp_path):
+  model_type, keys, more = NESTED[outer]
+  text = BASE | keys | dict(model_type=model_type)
+  theirs = transformers.AutoConfig.for_model(outer, text_config=text, **more)
+  theirs._attn_implementation = "eager"
+  model = random_model(theirs, kind=transformers.AutoModelForImageTextToText)
+  model.save_pretrained(tmp_path / "in")
+  params, config = hf.load(tmp_path / "in")
+  tokens = np.random.default_rng(0).integers(1, BASE["vocab_size"], (2, LENGTH))
+  with torch.no_grad():
+    expected = model(input_ids=torch.tensor(tokens)).logits.numpy()
+  logits = transformer.logits(params, config, jnp.asarray(tokens))
+  assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+  hf.save(tmp_path / "out", params, config, like=str(tmp_path / "in"))
+  before, after = (tensors(tmp_path / name) for name in ("in", "out"))
+  assert before.keys() == after.keys() and any("vision" in name for name in before)
+  for name, array in before.items():
+    np.testing.assert_array_equal(after[name], array, err_msg=name)
+  configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out"))
+  assert next(configs) == next(configs)
+  hf.save(tmp_path / "alone", params, config)
+  assert hf.load_config(tmp_path / "alone") == config
+
+
+def test_nested_models_are_refused_by_name(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gemma3")))
+  with pytest.raises(hf.CheckpointError, match="model_type='gemma3' has no text_config"):
+    hf.load_config(tmp_path)
+  text = dict(model_type="gemma3_text", hidden_activation="gelu")
+  content = dict(model_type="gemma3", text_config=text)
+  (tmp_path / "config.json").write_text(json.dumps(content))
+  with pytest.raises(hf.CheckpointError, match="hidden_activation='gelu'"):
+    hf.load_config(tmp_path)

@@ -6,7 +6,7 @@ import transformers
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 
 
-def random_model(hf_config, seed=4):
+def random_model(hf_config, seed=4, kind=transformers.AutoModelForCausalLM):
   """A random transformers model with all weights in effect and activations near 1.
 
   Every kind of weight is drawn wide, norm scales and biases too: at transformers' own
@@ -14,7 +14,7 @@ def random_model(hf_config, seed=4):
   two best next tokens of a greedy continuation come nearer than 5e-4: a choice between equals would
   be round-off's.
   """
-  model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+  model = kind.from_config(hf_config, dtype=torch.float32).eval()
   generator = torch.Generator().manual_seed(seed)
   for name, p in model.named_parameters():
     noise = torch.randn(p.shape, generator=generator)

@@ -101,9 +101,20 @@ FAMILY = Family(
       # transformers reads a bound on scores and ignores it.
       fixed=FIXED | dict(attn_logit_softcapping=None),
       defaults=DEFAULTS
-      | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4),
+      | dict(
+        final_logit_softcapping=0.0,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        # Missing in the text_config of gemma-3-4b.
+        num_attention_heads=8,
+        vocab_size=262_208,
+        max_position_embeddings=131_072,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+      ),
       pattern=6,
       ropes_by_kind=True,
+      outer="gemma3",
     ),
   ),
   POST_NORMS,

@@ -23,6 +23,7 @@ FAMILY = Family(
       fixed=SILU,
       defaults=dict(num_key_value_heads=8, rope_theta=1e4, sliding_window=4096),
       pattern=0,
+      outer="mistral3",
     ),
     ministral3=Architecture(
       "Ministral3ForCausalLM",
@@ -30,6 +31,7 @@ FAMILY = Family(
       implied=dict(qk_norm=False),
       fixed=SILU | dict(sliding_window=None),
       defaults=dict(num_key_value_heads=8, head_dim=128),
+      outer="mistral3",
     ),
   ),
 )

@@ -1,11 +1,16 @@
 """Architectures of Hugging Face, looked up in the families of models."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from gspo_jax.models.families.declaration import LAYER, NAMES
 from gspo_jax.models.families.lookup import FAMILIES, names, relatives
 
-__all__ = ["ARCHITECTURES", "FAMILY_OF", "names", "relatives"]
+__all__ = ["ARCHITECTURES", "FAMILY_OF", "OUTER", "language_model", "names", "relatives"]
 
 ARCHITECTURES = {key: value for f in FAMILIES.values() for key, value in f.architectures.items()}
+# Model_type of another model with a language model in its text_config -> that of the latter.
+OUTER = {a.outer: key for key, a in reversed(ARCHITECTURES.items()) if a.outer}
 FAMILY_OF = {key: name for name, f in FAMILIES.items() for key in f.architectures}
 
 # Keys of any architecture that would change the computation, with their neutral values.
@@ -18,6 +23,18 @@ FIXED = dict(
   quantization_config=None,
 )
 
+
+def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns config.json of the language model, `raw` itself without another model."""
+  if raw.get("model_type") not in OUTER:
+    return dict(raw)
+  text = raw.get("text_config")
+  if not isinstance(text, dict):
+    raise ValueError(f"model_type={raw['model_type']!r} has no text_config")
+  shared = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+  return dict(model_type=OUTER[raw["model_type"]]) | text | shared
+
+
 # Experts in memory in transformers 5, and in its files on request (save_original_format=False): one
 # tensor per layer, gate and up as the halves of one axis, "2".
 FUSED = {
@@ -26,4 +43,3 @@ FUSED = {
   "Moe.up": (LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.down": (LAYER + "mlp.experts.down_proj", "E D F"),
 }
-EMBED, HEAD = NAMES["embed"][0], NAMES["head"][0]

@@ -9,7 +9,13 @@ from typing import Any
 
 from gspo_jax.models.families.declaration import Architecture
 from gspo_jax.models.hf import ropes
-from gspo_jax.models.hf.architectures import ARCHITECTURES, FAMILY_OF, FIXED, relatives
+from gspo_jax.models.hf.architectures import (
+  ARCHITECTURES,
+  FAMILY_OF,
+  FIXED,
+  language_model,
+  relatives,
+)
 from gspo_jax.models.hf.ropes import GLOBAL, LOCAL
 from gspo_jax.settings import ranges
 from gspo_jax.settings.model import ModelConfig
@@ -56,7 +62,7 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
   path = hub.directory(os.fspath(directory)) / "config.json"
   raw = read_json(path)
   try:
-    return _from_hf(raw)
+    return _from_hf(language_model(raw))
   except ValueError as error:
     raise CheckpointError(f"{path}: {error}") from error
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -71,7 +77,8 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   for key, value in (FIXED | dict(architecture.fixed)).items():
     if raw.get(key) not in (None, value) and key not in architecture.fields.values():
       raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
-  heads = raw.get("num_attention_heads")  # transformers' meaning of null.
+  heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))
+  # transformers' meaning of null.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
   null |= dict(sliding_window=0)
   raw = {key: null.get(key) if value is None else value for key, value in raw.items()}

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from gspo_jax import sharding
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.hf import architectures
+from gspo_jax.models.hf import architectures, nested
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.config import CheckpointError, load_config
@@ -124,10 +124,12 @@ def _plan(
   files = hf_files.Files(name)
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
   names = architectures.names(config) | (architectures.FUSED if fused else {})
-  twin = None  # Second copy of a tied embedding.
-  if config.tie_word_embeddings and architectures.HEAD in files.file_of:
-    if architectures.EMBED in files.file_of:
-      twin = architectures.HEAD
+  other_model = nested.Other(name, files)
+  names = other_model.rename(names)
+  twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
+  if config.tie_word_embeddings and head in files.file_of:
+    if embed in files.file_of:
+      twin = head  # Second copy of a tied embedding.
     else:
       names = names | {"embed": names["head"]}
   leaves = leaves_of(config, names)
@@ -137,8 +139,8 @@ def _plan(
     for position in leaf.positions(whole(leaf))
   }
   if twin:
-    shapes[twin] = shapes[architectures.EMBED]
-  files.check_names(shapes)
+    shapes[twin] = shapes[embed]
+  files.check_names(shapes, other_model.names)
   return config, files, leaves, shapes, twin
 
 
@@ -190,7 +192,8 @@ def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int
     for box in boxes:
       for position in leaf.positions(box):
         needed[leaf.tensor(position)] += len(box[first]) * row
-  return needed | ({twin: needed[architectures.EMBED]} if twin else {})
+  embed = next(leaf.name for leaf in leaves if leaf.key == "embed")
+  return needed | ({twin: needed[embed]} if twin else {})
 
 
 def read(
@@ -255,6 +258,7 @@ def save(
   dtype: Any = None,
   shard_size_bytes: int = 5 * 10**9,
   more: Mapping[str, Any] | None = None,
+  like: str = "",
 ) -> None:
   """Writes config.json and safetensors for transformers' `from_pretrained`.
 
@@ -267,6 +271,8 @@ def save(
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
     shard_size_bytes: maximum size of a file; several files have model.safetensors.index.json.
     more: further keys of config.json, without effect on the model. None adds none.
+    like: directory with this language model inside another model, which is written too; "" for
+      none.
 
   Raises:
     ValueError: parameters do not match `model_config`, or no Hugging Face architecture has this
@@ -274,20 +280,23 @@ def save(
   """
   directory = Path(directory)
   model_config = hf_config.published(model_config)
-  leaves = leaves_of(model_config, architectures.names(model_config))
+  names, other_model = architectures.names(model_config), nested.Other(like)
+  if other_model.raw and load_config(like) != model_config:
+    raise ValueError(f"{like} holds another model than model_config")
+  leaves = leaves_of(model_config, other_model.rename(names))
   arrays = _checked(_merged(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
-  config |= more or {}
+  config = other_model.around(config) | dict(more or {})
   require_finite(directory, leaves, arrays, kinds)
   plan = by_layer(leaves)
-  parts = hf_files.shards(
-    (hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan),
-    shard_size_bytes,
-  )
-  tensors = tensors_of(leaves, arrays, plan)
+  entries = [
+    hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan
+  ]
+  parts = hf_files.shards(entries + other_model.entries, shard_size_bytes)
+  tensors = itertools.chain(tensors_of(leaves, arrays, plan), other_model.tensors())
   writes = jax.process_index() == 0  # The others take part in gathering.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)

@@ -110,12 +110,17 @@ class Files:
     if whole:
       self._repository.download(path.name for path in whole)
 
+  def entry(self, name: str) -> "Entry":
+    """Describes a tensor."""
+    header = self._open(self.file_of[name]).get_slice(name)
+    return Entry(name, tuple(header.get_shape()), np.dtype(DTYPES[header.get_dtype()]))
+
   def size_of(self, needed: Mapping[str, int]) -> int:
     """Returns the bytes of the needed elements."""
     return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
 
   def _itemsize(self, name: str) -> int:
-    return np.dtype(DTYPES[self._open(self.file_of[name]).get_slice(name).get_dtype()]).itemsize
+    return self.entry(name).dtype.itemsize
 
   def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
     """Calls `work` with each of the arguments, concurrently for remote files."""
@@ -129,13 +134,16 @@ class Files:
     """Reads part of a tensor; from remote files whole rows."""
     return self._open(self.file_of[name]).get_slice(name)[slices]
 
-  def check_names(self, shapes: Shapes) -> None:
-    """Raises CheckpointError for missing or superfluous tensors."""
+  def check_names(self, shapes: Shapes, others: Iterable[str] = ()) -> None:
+    """Raises CheckpointError for missing or superfluous tensors.
+
+    others: tensors of other models, to be ignored.
+    """
     missing = [name for name in shapes if name not in self.file_of]
     leftover = [
       f"{name} ({path.name})"
       for name, path in self.file_of.items()
-      if name not in shapes and not name.endswith(IGNORED)
+      if name not in {*shapes, *others} and not name.endswith(IGNORED)
     ]
     problems = []
     if missing:

@@ -1,0 +1,72 @@
+"""Directories with a language model inside another model: Gemma 3 from 4B on, Mistral 3.
+
+`load` leaves tensors of the other parts where they are, and `save` copies them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.models.hf.architectures import OUTER
+from gspo_jax.models.hf.config import CheckpointError, read_json
+from gspo_jax.models.hf.files import Entry, Files
+from gspo_jax.system import hub
+
+# Start of the layers' names -> start of the head's name.
+PREFIXES = {"model.language_model.": "", "language_model.model.": "language_model."}
+_INSIDE = ("lm_head.", "language_model.", "model.language_model.")
+
+Names = dict[str, tuple[str, str]]
+
+
+class Other:
+  """The model around a language model; empty for most directories."""
+
+  def __init__(self, directory: str, files: Files | None = None):
+    """Finds the other model.
+
+    Args:
+      directory: a path or a repository, perhaps without this file; "" for none.
+      files: its files, if they are open.
+    """
+    self.raw: dict[str, Any] = {}
+    self.names: list[str] = []
+    path = hub.directory(directory) / "config.json" if directory else None
+    raw = read_json(path) if path and path.is_file() else {}
+    if raw.get("model_type") not in OUTER:
+      return
+    self.raw, self._files = raw, files or Files(directory)
+    self.names = sorted(x for x in self._files.file_of if not x.startswith(_INSIDE))
+
+  def rename(self, names: Names) -> Names:
+    """Returns the names of the language model's tensors in the directory."""
+    if not self.raw:
+      return names
+    tensors = self._files.file_of
+    for prefix, outer in PREFIXES.items():
+      if any(tensor.startswith(prefix) for tensor in tensors):
+        starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}
+        return {key: (_moved(name, starts), axes) for key, (name, axes) in names.items()}
+    raise CheckpointError(f"{self._files.name}: no tensor begins with {' or '.join(PREFIXES)}")
+
+  def around(self, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of the whole model, for that of the language model."""
+    if not self.raw:
+      return config
+    dtype = config["torch_dtype"]
+    return self.raw | {key: dtype for key in ("torch_dtype", "dtype") if key in self.raw}
+
+  @property
+  def entries(self) -> list[Entry]:
+    return [self._files.entry(name) for name in self.names]
+
+  def tensors(self) -> Iterator[np.ndarray]:
+    """Yields the tensors outside the language model, in the order of `entries`."""
+    for entry in self.entries:
+      yield self._files.read(entry.name, tuple(slice(0, size) for size in entry.shape))
+
+
+def _moved(name: str, starts: dict[str, str]) -> str:
+  start = next(start for start in starts if name.startswith(start))
+  return starts[start] + name.removeprefix(start)
