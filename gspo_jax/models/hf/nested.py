@@ -51,7 +51,7 @@ class Other:
     raise CheckpointError(f"{self._files.name}: no tensor begins with {' or '.join(PREFIXES)}")
 
   def around(self, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json of the whole model, for that of the language model."""
+    """Returns config.json of the whole model."""
     if not self.raw:
       return config
     dtype = config["torch_dtype"]
