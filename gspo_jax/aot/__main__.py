@@ -1,7 +1,8 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
-Compiles every program of a run for a TPU topology on a machine without TPUs, and prints memory and
-lower bounds of the time of each. Needs libtpu: `pip install -e '.[tpu]'`. Exits with an error if a
+Compiles every program of a run for TPUs or GPUs on a machine without them, and prints memory and
+traffic of each; for TPUs also lower bounds of its time. Needs the compiler: for TPUs
+`pip install -e '.[tpu]'`, for GPUs (--topology=h100:8) `'.[aot-cuda]'`. Exits with an error if a
 program does not fit.
 """
 
@@ -33,7 +34,12 @@ from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
 flags.adopt_module_key_flags(config_flag)
-_TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
+_TOPOLOGY = flags.DEFINE_string(
+  "topology",
+  "v5p:4x4x4",
+  "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x; or GPU:N, GPU:HOSTSxN, of a100, h100, h200, b200.",
+)
+_TARGET = flags.DEFINE_string("target", "", "File with another text of the GPU for its compiler.")
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology; mesh.data splits over them.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
@@ -116,8 +122,10 @@ def search(
   """Searches settings of updates ("train") and sampling ("decode"); returns compiled rows.
 
   Raises:
-    ValueError: `names` has neither.
+    ValueError: `names` has neither, or the chips are GPUs.
   """
+  if chips.parse(topology)[0].cuda:
+    raise ValueError(f"--search ranks by time, which is unknown on GPUs: {topology}")
   if not {"train", "decode"} & {*names}:
     raise ValueError(
       f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
@@ -145,7 +153,8 @@ def search(
 
 def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
   """Compiles the named programs; prints and returns a row for each."""
-  mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices))
+  target = Path(_TARGET.value).read_text() if _TARGET.value else ""
+  mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices, target))
   chip, number = chips.mesh_chips(topology, mesh)
   check(case, mesh)
   case = resolved(case, mesh)
@@ -155,7 +164,7 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
     for name, program in programs(case, mesh, names):
       compiled = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | compiled.row
-      if "bound_s" in row:
+      if "hbm_bytes" in row:
         least = estimate.needed(name, case, mesh) * chip.devices
         row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
       print_row(row, header=not rows)

@@ -1,28 +1,33 @@
-"""Topologies of TPU chips, and lower bounds of a program's time on one."""
+"""Topologies of TPUs and GPUs, and lower bounds of a program's time on one."""
 
 import math
 import re
 
 import jax
 
-from gspo_jax.system.accelerators import CHIPS, Chip
+from gspo_jax.system.accelerators import CHIPS, GPUS, Chip
 
 
 def sides(topology: str) -> tuple[int, ...]:
-  """Returns the chips along each axis of e.g. "v5p:4x4x4"."""
+  """Returns the chips along each axis of e.g. "v5p:4x4x4"; hosts and GPUs of "h100:2x8"."""
   return tuple(int(n) for n in topology.partition(":")[2].split("x"))
 
 
 def parse(topology: str) -> tuple[Chip, int]:
-  """Returns chip and number of chips of e.g. "v5p:4x4x4".
+  """Returns chip and number of chips of e.g. "v5p:4x4x4" or "h100:2x8".
 
   Raises:
     ValueError: lists the supported chips and the format.
   """
   name, _, shape = topology.partition(":")
-  if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
-    raise ValueError(f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}")
-  return CHIPS[name], math.prod(sides(topology))
+  tpu = name in CHIPS and re.fullmatch(r"\d+(x\d+){1,2}", shape)
+  gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
+  if not tpu and not gpu:
+    raise ValueError(
+      f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}, or GPU:N or "
+      f"GPU:HOSTSxN, GPU of {list(GPUS)}"
+    )
+  return (CHIPS | GPUS)[name], math.prod(sides(topology))
 
 
 def mesh_chips(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:

@@ -1,4 +1,4 @@
-"""Compiles programs for a TPU topology on a machine without TPUs, and reports their needs."""
+"""Compiles programs for a topology on a machine without its chips, and reports their needs."""
 
 import dataclasses
 import os
@@ -10,20 +10,26 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, hlo_costs, links
+from gspo_jax.aot import chips, cuda, hlo_costs, links, operations
 from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
-from gspo_jax.system.accelerators import GIB
+from gspo_jax.system.accelerators import GIB, Chip
 
 
-def devices_of(topology: str, slices: int = 1) -> list:
+def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
   """Returns descriptions of the devices of one or several slices.
 
+  target: text of a GPU for its compiler; "" for the card's.
+
   Raises:
-    ValueError: libtpu is missing, or the topology has no such name.
+    ValueError: the compiler is missing, or the topology has no such name.
   """
   chip, number = chips.parse(topology)
+  if chip.cuda:
+    if slices > 1:
+      raise ValueError(f"--slices={slices} is for TPUs: give hosts of GPUs as {topology[:4]}:2x8")
+    return cuda.devices_of(topology, target)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -72,7 +78,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   chip, _ = chips.mesh_chips(topology, mesh)
   started = time.perf_counter()
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
-  row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB, slices=slices)
+  row: dict[str, Any] = dict(fits=False, hbm_gib=chip.usable / GIB, slices=slices)
   try:
     compiled = program.function.trace(*program.arguments).lower().compile()
   except jax.errors.JaxRuntimeError as error:
@@ -80,6 +86,13 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
       raise
     row |= too_little(str(error)) | dict(compile_s=time.perf_counter() - started)
     return Compiled(row)
+  except RuntimeError as error:
+    if "cuDNN" not in str(error):
+      raise
+    raise ValueError(
+      f"--topology={topology}: {error} Attention needs it there: pip install -e '.[aot-cuda]', or "
+      "set compute.attention to blockwise"
+    ) from error
   memory, text = compiled.memory_analysis(), compiled.as_text()
   costs = hlo_costs.costs(text, program.rates, links.torus_of(topology, mesh), chip)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
@@ -89,22 +102,50 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   row["fits"] = total <= row["hbm_gib"]
   if not row["fits"]:
     row["error"] = f"needs {total:.1f} GiB a chip of {row['hbm_gib']:.0f}"
-  row |= dict(compile_s=time.perf_counter() - started) | _time_bounds(
-    program, costs, topology, mesh, remat
-  )
+  row |= dict(compile_s=time.perf_counter() - started) | _traffic(program, costs, chip, mesh, remat)
+  if chip.cuda:
+    row["product_flops"] = operations.products(text, program.rates) * mesh.size / program.turns
+  else:
+    row |= _time_bounds(program, costs, topology, mesh, remat)
   return Compiled(row, costs, text)
+
+
+def _work(program: Program, remat: str) -> tuple[float, float]:
+  """Returns operations of one turn, as counted for utilisation, and with recomputation."""
+  if not program.work:
+    return 0.0, 0.0
+  useful = program.work.training() if program.trains else program.work.forward()
+  needed = program.work.executed(remat) if program.trains else useful
+  return useful / program.turns, needed / program.turns
+
+
+def _traffic(
+  program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
+) -> dict[str, Any]:
+  """Returns work and traffic of one turn of a program."""
+  useful, flops = _work(program, remat)
+  scale = chip.devices / program.turns
+  hosts = [device.process_index for device in mesh.devices.flat]
+  return dict(
+    model_flops=useful,
+    executed_flops=flops,
+    hbm_bytes=costs.memory * scale,
+    wire_bytes=costs.wire * scale,
+    hidden_bytes=costs.hidden * scale,
+    network_bytes=costs.network / program.turns * hosts.count(hosts[0]),  # Bytes per host.
+    collectives={
+      kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
+      for kind in sorted(costs.count)
+    },
+  )
 
 
 def _time_bounds(
   program: Program, costs: hlo_costs.Costs, topology: str, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns work, traffic and minimum seconds of one turn of a program."""
+  """Returns minimum seconds of one turn of a program."""
   chip, number = chips.mesh_chips(topology, mesh)
-  useful = flops = 0.0
-  if program.work:
-    useful = program.work.training() if program.trains else program.work.forward()
-    flops = program.work.executed(remat) if program.trains else useful
-  useful, flops = useful / program.turns, flops / program.turns
+  useful, flops = _work(program, remat)
   scale = chip.devices / program.turns
 
   def bound(moved: float) -> dict[str, float | str]:
@@ -120,20 +161,7 @@ def _time_bounds(
       costs.network_hidden * scale,
     )
 
-  hosts = [device.process_index for device in mesh.devices.flat]
-  row = dict(
-    model_flops=useful,
-    executed_flops=flops,
-    hbm_bytes=costs.memory * scale,
-    wire_bytes=costs.wire * scale,
-    hidden_bytes=costs.hidden * scale,
-    network_bytes=costs.network / program.turns * hosts.count(hosts[0]),  # Bytes per host.
-    collectives={
-      kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
-      for kind in sorted(costs.count)
-    },
-    **bound(costs.memory),
-  )
+  row: dict[str, Any] = bound(costs.memory)
   if program.slot_kernel:
     idle = costs.memory - hlo_costs.kernel_bytes(costs, program.slot_kernel)
     row["idle_s"] = bound(idle)["serial_s"]

@@ -7,6 +7,12 @@ import jax
 
 from gspo_jax.aot import chips
 from gspo_jax.aot.programs import Case
+from gspo_jax.system.accelerators import GPU_FRACTION
+
+GPU_NOTE = (
+  f".\nPer GPU, with {GPU_FRACTION:g} of its memory for arrays: set XLA_PYTHON_CLIENT_MEM_FRACTION="
+  f"{GPU_FRACTION:g}. No times: products are compiled untuned, and tuning needs the card"
+)
 
 
 def axes(mesh: jax.sharding.Mesh) -> str:
@@ -18,6 +24,8 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
   if slices > 1:
     speed = chips.parse(topology)[0].network / 1e9
     network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
+  if chips.parse(topology)[0].cuda:
+    network = GPU_NOTE
   return (
     f"{slices_text(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
     f"{case.length} tokens per update in {case.microbatches} micro-batches, "
@@ -32,6 +40,38 @@ def slices_text(topology: str, slices: int) -> str:
 
 
 def print_row(row: dict[str, Any], header: bool) -> None:
+  if "peak_gib" not in row:
+    print_line(f"{row['program']:<22}does not fit: {row['error']}")
+    return
+  if "product_flops" in row:
+    _print_gpu_row(row, header)
+  else:
+    _print_tpu_row(row, header)
+  for kind, moved in row["collectives"].items():
+    print_line(f"    {kind:<20}{moved['count']:>8.0f} times{moved['bytes'] / 1e9:>10.3f} GB a chip")
+  if not row["fits"]:
+    print_line(f"    does not fit: {row['error']}")
+
+
+def _print_gpu_row(row: dict[str, Any], header: bool) -> None:
+  if header:
+    print_line(
+      f"{'program':<12}{'peak GiB':>9}{'+ held':>8}{'of':>7}{'TFLOP needed':>14}{'compiled':>10}"
+      f"{'ratio':>7}{'GB needed':>11}{'compiled':>10}{'ratio':>7}{'NVLink GB':>11}"
+      f"{'network GB':>12}{'compile':>9}"
+    )
+  needed, products = row["executed_flops"] / 1e12, row["product_flops"] / 1e12
+  ratio = f"{products / needed:.2f}" if needed else ""
+  print_line(
+    f"{row['program']:<12}{row['peak_gib']:>9.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>7.1f}"
+    f"{needed:>14,.4g}{products:>10,.4g}{ratio:>7}{_gigabytes(row['needed_bytes']):>11}"
+    f"{_gigabytes(row['hbm_bytes']):>10}{row['moved_over_needed']:>7.2f}"
+    f"{_gigabytes(row['wire_bytes']):>11}{_gigabytes(row['network_bytes']):>12}"
+    f"{row['compile_s']:>8.0f}s"
+  )
+
+
+def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
   several = row["slices"] > 1
   if header:
     network = f"{'DCN GB':>9}{'DCN':>9}" if several else ""
@@ -42,9 +82,6 @@ def print_row(row: dict[str, Any], header: bool) -> None:
       f"  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
-  if "bound_s" not in row:
-    print_line(f"{start}does not fit: {row['error']}")
-    return
   least = f"{'':>15}"
   if "needed_bytes" in row:
     least = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
@@ -58,10 +95,6 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     f"{row['interconnect_s']:>8.3g}{network}  {row['binds']:<13}{row['mfu']:>6.1%}"
     f"{row['compile_s']:>8.0f}s"
   )
-  for kind, moved in row["collectives"].items():
-    print_line(f"    {kind:<20}{moved['count']:>8.0f} times{moved['bytes'] / 1e9:>10.3f} GB a chip")
-  if not row["fits"]:
-    print_line(f"    does not fit: {row['error']}")
 
 
 def print_found(row: dict[str, Any], header: bool) -> None:

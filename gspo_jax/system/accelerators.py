@@ -3,6 +3,20 @@
 import dataclasses
 
 GIB = 2**30
+# Memory of a GPU for arrays, as XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for CUDA, buffers of
+# NCCL, and workspaces of cuDNN and cuBLAS.
+GPU_FRACTION = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+  """Properties of an NVIDIA GPU for its compiler, as CUDA reports them."""
+
+  capability: tuple[int, int]
+  cores: int  # Streaming multiprocessors.
+  lanes: int  # Float32 units of a core.
+  shared_memory: int  # Bytes of a core.
+  cache: int  # Bytes of L2.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +32,12 @@ class Chip:
   kinds: tuple[str, ...]  # JAX's names of a device
   devices: int = 1  # JAX devices of one chip
   vector_memory: int = 16 * 2**20  # default limit of a kernel in its compiler
+  cuda: Cuda | None = None  # None for TPUs.
+
+  @property
+  def usable(self) -> float:
+    """Bytes for arrays."""
+    return self.hbm * GPU_FRACTION if self.cuda else self.hbm
 
   @property
   def ring_speed(self) -> float:
@@ -49,21 +69,43 @@ CHIPS = {
 }  # fmt: skip
 
 
-# Dense bfloat16 without sparsity, per second: data sheets of NVIDIA's SXM modules.
-GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
+_HOPPER = Cuda((9, 0), 132, 128, 228 * 1024, 50 * 2**20)
+_AMPERE = Cuda((8, 0), 108, 64, 164 * 1024, 40 * 2**20)
+_BLACKWELL = Cuda((10, 0), 148, 128, 228 * 1024, 126 * 2**20)
+
+# NVIDIA's data sheets of the SXM modules: dense bfloat16 without sparsity, NVLink as the sum of
+# both directions, and one network adapter per GPU of a DGX (200 Gbit/s of A100, else 400). NVLink
+# joins the GPUs of a host by switches: one axis, without neighbours. The memory is what CUDA
+# reports, a little less than the data sheet's GB.
+GPUS = {
+  "a100": Chip(312e12, 79.2 * GIB, 2.039e12, 600e9, 25e9, 1, 1.41e9, "",
+               ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), cuda=_AMPERE),
+  "a100-40": Chip(312e12, 39.4 * GIB, 1.555e12, 600e9, 25e9, 1, 1.41e9, "",
+                  ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), cuda=_AMPERE),
+  "h100": Chip(989e12, 79.1 * GIB, 3.35e12, 900e9, 50e9, 1, 1.98e9, "",
+               ("NVIDIA H100 80GB HBM3",), cuda=_HOPPER),
+  "h200": Chip(989e12, 139.8 * GIB, 4.8e12, 900e9, 50e9, 1, 1.98e9, "",
+               ("NVIDIA H200",), cuda=_HOPPER),
+  "b200": Chip(2250e12, 178.3 * GIB, 7.7e12, 1800e9, 50e9, 1, 1.965e9, "",
+               ("NVIDIA B200",), cuda=_BLACKWELL),
+}  # fmt: skip
 
 
 def peak_flops(kind: str) -> float | None:
-  """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown."""
-  if chip := _chip(kind):
+  """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown.
+
+  An unlisted board of a GPU has the peak of its SXM module.
+  """
+  if chip := find(kind):
     return chip.flops / chip.devices
-  return next((peak for name, peak in GPUS.items() if kind.startswith(name)), None)
+  boards = (gpu.flops for name, gpu in GPUS.items() if kind.startswith(f"NVIDIA {name.upper()}"))
+  return next(boards, None)
 
 
 def memory(kind: str) -> float | None:
-  """Bytes of one device, as JAX counts devices; None if `kind` is unknown."""
-  chip = _chip(kind)
-  return chip and chip.hbm / chip.devices
+  """Bytes of one device for arrays, as JAX counts devices; None if `kind` is unknown."""
+  chip = find(kind)
+  return chip and chip.usable / chip.devices
 
 
 def vector_memory(kind: str) -> int:
@@ -71,8 +113,10 @@ def vector_memory(kind: str) -> int:
 
   For an unknown `kind` it is the minimum.
   """
-  return (_chip(kind) or Chip).vector_memory
+  return (find(kind) or Chip).vector_memory
 
 
-def _chip(kind: str) -> Chip | None:
-  return next((chip for chip in CHIPS.values() if kind in chip.kinds), None)
+def find(kind: str) -> Chip | None:
+  """Returns the chip of a device; None if its `kind` is unknown."""
+  chips = (*CHIPS.values(), *GPUS.values())
+  return next((chip for chip in chips if kind in chip.kinds), None)
