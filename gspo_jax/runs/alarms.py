@@ -110,7 +110,8 @@ _MISMATCHES = (  # Name, metric, and message with the metric's value and the cli
 def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
   """Returns name and reason of a gradient of 0."""
   dropped = row.get("query_set/dropped")
-  if row.get("masked_responses") and row.get("truncated_fraction") == 1:
+  masked, recorded = row.get("masked_responses"), row.get("recorded/responses")
+  if masked and (row.get("truncated_fraction") == 1 or masked == recorded):
     return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
   if dropped and dropped == row.get("query_set/tried"):
     return "all_dropped", "data.query_set.drop_after has dropped all tried prompts"

@@ -76,11 +76,12 @@ REASONS = {
   "all_masked": {"masked_responses": 12.0, "truncated_fraction": 1.0},
   "no_gradient": {"groups_without_spread": 0.5, "masked_responses": 3.0},
 }
+CASES = [*REASONS.items(), ("all_masked", {"masked_responses": 12.0, "recorded/responses": 12.0})]
 
 
-@pytest.mark.parametrize("name", REASONS)
-def test_no_gradient_is_reported_with_its_reason(name):
-  idle = dict(grad_norm=0.0) | REASONS[name]
+@pytest.mark.parametrize("name, metrics", CASES)
+def test_no_gradient_is_reported_with_its_reason(name, metrics):
+  idle = dict(grad_norm=0.0) | metrics
   steps, printed = run(healthy(s, **(idle if s >= 3 else {})) for s in range(12))
   assert steps == {f"warning/{name}": [7, 8, 9, 10, 11]}
   assert len(printed) == 1 and "gradient was 0 in 5 iterations in a row" in printed[0]
