@@ -36,7 +36,7 @@ from gspo_jax.system import files
 
 
 def replay(directory: epath.Path) -> bool:
-  """Repeats the updates of a dump and prints non-finite values; True if all are finite."""
+  """Repeats the updates of a dump and prints non-finite values. Returns whether all are finite."""
   about, batches = nonfinite.load(directory)
   try:
     config = from_dict(about["config"])
@@ -76,7 +76,7 @@ def replay(directory: epath.Path) -> bool:
 
 
 def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
-  """Makes learner and update of a phase as in train.py and sft.py, with on_nonfinite="skip"."""
+  """Makes learner and update of a phase, with on_nonfinite="skip"."""
   learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
   tx, critic = optimizers(config, phase)
   if phase == "sft":
@@ -85,7 +85,7 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
-  """Returns log-probs [B, T], recomputed and stored in the batch, and the mask."""
+  """Returns log-probs [B, T] and mask. Policy log-probs are recomputed, others from the batch."""
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
@@ -100,7 +100,7 @@ def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]
 
 
 def _counts(params: Any) -> Iterator[tuple[str, int]]:
-  """Yields names of parameters with non-finite values, and the number of such values."""
+  """Yields names and numbers of non-finite values of parameters with any."""
   bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
   for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
     if count:

@@ -16,7 +16,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs import Inputs, Meshes, check
-from gspo_jax.models import lora, publication, transformer
+from gspo_jax.models import lora, publication
 from gspo_jax.rewards import user_source
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
@@ -30,6 +30,7 @@ from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.profiler import Profiler
 from gspo_jax.sampling import Engine, LocalEngine
+from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, hub, lock
 from gspo_jax.system.files import WriteError
@@ -103,7 +104,7 @@ class Run:
       writer=self.writer,
       records=data.recordings,
       signals=self.scoring.signals,
-      shared_prompts=sum(data.shared_problems.values()),
+      shared_prompts=sum(b.shared for b in data.held_out),
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
@@ -121,7 +122,7 @@ class Run:
       stages,
       last,
       batches=self.workdir / "batches",
-      mesh=self.inputs.meshes.sampler if self.config.rollout_mesh.enabled else None,
+      mesh=self.inputs.meshes.sampler if self.inputs.meshes.separate else None,
       publish=self.publishers.copy,
     )
 
@@ -177,7 +178,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
   profiler = Profiler(config.profile, directory / "profile")
   with (
     jax.set_mesh(inputs.meshes.trainer),
-    open_scoring(config, inputs),
+    open_scoring(inputs.rewards, config.constraints, config.reward),
     open_engine(config, _unchanged, inputs.tokenizer, directory, profiler),
   ):
     return inputs
@@ -189,10 +190,10 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
   _fill(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
-  publishers = make_publishers(config, inputs.meshes)
+  publishers = make_publishers(inputs.meshes)
   profiler = Profiler(config.profile, workdir / "profile")
   with (
-    open_scoring(config, inputs) as scoring,
+    open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, publishers.load, inputs.tokenizer, workdir, profiler) as engine,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
@@ -213,21 +214,31 @@ def _fill(workdir: Path, directory: str) -> None:
 
 
 @contextlib.contextmanager
-def open_scoring(config: RunConfig, inputs: Inputs) -> Iterator[Scoring]:
-  """Opens scorers and signals on the first host. Raises ValueError if a verifier cannot start."""
+def open_scoring(
+  sections: Mapping[str, RewardConfig], constraints: ConstraintConfig, reward: RewardConfig
+) -> Iterator[Scoring]:
+  """Opens scorers and signals on the first host.
+
+  Args:
+    sections: section `reward` by verifier.
+    constraints: section with the signals.
+    reward: section `reward` of the run, for the signals.
+
+  Raises:
+    ValueError: a verifier cannot start.
+  """
   with (
-    hosts.enter_on_first_host(rewards.open_scorers(inputs.rewards, "reward.name")) as scorers,
-    hosts.enter_on_first_host(open_signals(config.constraints, config.reward)) as signals,
+    hosts.enter_on_first_host(rewards.open_scorers(sections, "reward.name")) as scorers,
+    hosts.enter_on_first_host(open_signals(constraints, reward)) as signals,
   ):
-    yield Scoring(scorers or dict.fromkeys(inputs.rewards), signals)
+    yield Scoring(scorers or dict.fromkeys(sections), signals)
 
 
-def make_publishers(config: RunConfig, meshes: Meshes) -> Publishers:
+def make_publishers(meshes: Meshes) -> Publishers:
   """Makes the functions from the trainer's parameters to the sampler's parameters."""
-  dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
-  if config.rollout_mesh.enabled:
-    return Publishers(copy=publication.publisher_to(meshes.layout, dtypes, lora.dithered))
-  return Publishers(load=publication.publisher(meshes.layout, dtypes, lora.dithered))
+  if meshes.separate:
+    return Publishers(copy=publication.publisher_to(meshes.layout, meshes.dtypes, lora.dithered))
+  return Publishers(load=publication.publisher(meshes.layout, meshes.dtypes, lora.dithered))
 
 
 def make_evaluator(
@@ -235,11 +246,10 @@ def make_evaluator(
 ) -> Evaluator:
   """Makes the evaluator; `directory` is for its result files."""
   tok, benchmarks = inputs.tokenizer, []
-  for name, benchmark, _ in config.benchmarks():
-    scorer = scoring.scorers[benchmark.reward or config.reward.name]
-    environment = None if benchmark.reward else inputs.environment
-    problems = inputs.data.problems[name]
-    benchmarks.append(Benchmark(name, benchmark, problems, scorer, environment))
+  for b in inputs.data.held_out:
+    scorer = scoring.scorers[b.config.reward or config.reward.name]
+    environment = None if b.config.reward else inputs.environment
+    benchmarks.append(Benchmark(b.name, b.config, b.problems, scorer, environment))
   settings = (
     config.sampler_compute,
     config.reward,

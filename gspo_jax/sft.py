@@ -148,7 +148,7 @@ def finished(run: Run) -> bool:
 
 
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
-  """Returns the last update of a finished cold start; None for an unfinished one."""
+  """Returns the last update of a finished cold start. None for an unfinished one."""
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step

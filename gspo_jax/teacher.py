@@ -51,7 +51,7 @@ def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teache
 def check(
   teacher: Teacher, config: RunConfig, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
 ) -> None:
-  """Raises ValueError if the teacher cannot score the policy's tokens on the mesh."""
+  """Raises ValueError unless the teacher can score the policy's tokens."""
   model, named, other = teacher.model, f"{KEY}={teacher.source.path}", teacher.source.tokenizer
   if model.vocab_size != config.model.vocab_size:
     raise ValueError(

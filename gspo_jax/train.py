@@ -167,7 +167,7 @@ def update(
   minibatches: Sequence[TrainBatch],
   collected: Collected,
 ) -> tuple[TrainState, dict[str, Any], float]:
-  """Runs the updates of an iteration; returns state, metrics row, and seconds."""
+  """Runs an iteration's updates; returns state, metrics row and seconds."""
   c, rollout, start_time, metrics = run.config, collected.rollout, time.perf_counter(), []
   for minibatch in minibatches:
     state, metric = programs.update(state, minibatch)
@@ -256,6 +256,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Snapshots position and totals; returns a function that serializes them to JSON."""
+  """Snapshots position and totals; returns a function to serialize them."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())

@@ -405,7 +405,7 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
   for split, count in ("heldout", 8), ("train", 0):
     changes = {"data.train": f"arithmetic:{split}", "eval.problems": 8}
     with open_run(config_of(tiny.get_config, **changes), tmp_path / split) as opened:
-      assert sum(opened.inputs.data.shared_problems.values()) == count
+      assert sum(b.shared for b in opened.inputs.data.held_out) == count
     warned = [line for line in capsys.readouterr().err.split("\n") if "held-out" in line]
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
 

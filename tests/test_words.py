@@ -40,6 +40,7 @@ CODE = """
   gspo_jax/cli               0.0       0     9.6    0.05       0
   gspo_jax/data              0.0       0     9.2    0.02       2
   gspo_jax/evaluation        0.0       0     9.2    0.00       0
+  gspo_jax/inputs            0.0       0     8.0    0.05       0
   gspo_jax/learner           0.0       0    10.4    0.04       0
   gspo_jax/models            0.0       0    10.2    0.00       0
   gspo_jax/objectives        0.7       0     9.9    0.00       0

@@ -36,7 +36,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   devices = list(inputs.meshes.trainer.devices.flat)
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
-  held_out = sum(map(len, inputs.data.problems.values()))
+  held_out = sum(len(b.problems) for b in inputs.data.held_out)
   text = [
     "configuration, what differs from the defaults (docs/keys.md):",
     *(f"  {line}" for line in differs or ["nothing"]),

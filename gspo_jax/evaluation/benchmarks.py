@@ -13,6 +13,17 @@ from gspo_jax.tasks.environments import Make
 
 
 @dataclasses.dataclass(frozen=True)
+class HeldOut:
+  """Problems of a benchmark; `data.eval` has the name ""."""
+
+  name: str
+  config: BenchmarkConfig
+  key: str  # Configuration key of the data.
+  problems: Sequence[Prompt]
+  shared: int = 0  # Number of problems also in training data.
+
+
+@dataclasses.dataclass(frozen=True)
 class Benchmark:
   """Benchmark with problems and verifier; `data.eval` has the name ""."""
 

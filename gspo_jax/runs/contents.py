@@ -36,7 +36,7 @@ def describe(
   Args:
     config: configuration of the run.
     sources: weights by key.
-    problems: held-out problems by benchmark.
+    problems: held-out problems by configuration key.
     stop_ids: stop tokens of the tokenizer.
   """
   weights = {key: _describe_weights(source) for key, source in sources.items()}
@@ -44,9 +44,7 @@ def describe(
   weights["lora.adapter"] = _describe_directory(adapter, ("adapter_*",)) if adapter else ""
   checksums = {key: user_source.checksum(name) for key, name in _functions(config)}
   lines = weights | {key: f"source {x}" if x else "" for key, x in checksums.items()}
-  for name, _, key in config.benchmarks():
-    if name in problems:
-      lines[key] = _describe_problems(problems[name])
+  lines |= {key: _describe_problems(prompts) for key, prompts in problems.items()}
   lines["tokenizer"] = f"stop tokens {', '.join(map(str, stop_ids))}"
   return {key: line for key, line in lines.items() if line}
 

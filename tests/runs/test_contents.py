@@ -16,7 +16,7 @@ PROBLEM = Prompt("held.jsonl:1", "1+1", "2", (1, 2), info=(("tolerance", "0.1"),
 
 def describe(sources=None, problems=(), stop_ids=(2,), **changes):
   c = config_of(tiny.get_config, **changes)
-  return contents.describe(c, sources or {}, {"": problems}, stop_ids)
+  return contents.describe(c, sources or {}, {"data.eval": problems}, stop_ids)
 
 
 def write_weights(directory, size=100):

@@ -1,0 +1,6 @@
+"""Inputs of a run, read and checked before the first write."""
+
+from gspo_jax.inputs.devices import Meshes
+from gspo_jax.inputs.reading import Inputs, check
+
+__all__ = ["Inputs", "Meshes", "check"]

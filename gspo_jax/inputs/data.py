@@ -1,0 +1,129 @@
+"""Prompts, recorded responses and held-out problems of a run."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from gspo_jax import rewards
+from gspo_jax.data import growing, recorded, sources
+from gspo_jax.data.overlap import shared_prompts
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.evaluation.benchmarks import HeldOut, check_problems, choose
+from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings.rewards import RewardConfig
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.structs import Prompt
+from gspo_jax.tasks import environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Tokenized prompts of a run."""
+
+  train_prompts: Sequence[Prompt]  # [] for a job without training.
+  demonstrations: Sequence[Prompt]  # For the cold start; [] without a cold start.
+  recordings: recorded.Recordings | None  # Responses for job=offline; None for other jobs.
+  held_out: Sequence[HeldOut]  # Problems of each benchmark.
+  evaluations: Sequence[HeldOut]  # Benchmarks of the job's evaluations; [] for job=sft.
+
+  @property
+  def conversation_prompts(self) -> Sequence[Prompt]:
+    """Prompts of conversations in a run with an environment."""
+    problems = [prompt for b in self.held_out if not b.config.reward for prompt in b.problems]
+    return self.train_prompts or problems
+
+
+def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardConfig]) -> Data:
+  """Reads prompts, recorded responses and held-out problems.
+
+  Args:
+    config: configuration of the run.
+    tok: tokenizer of the policy.
+    sections: section `reward` by verifier, from `reward_sections`.
+
+  Raises:
+    ValueError: data or a gold answer is unusable.
+  """
+  # An environment's rewards replace the verifier.
+  verifier = "" if config.environment.name else config.reward.name
+  check_answer = rewards.answer_check(verifier if config.has_iterations else "")
+  recordings = _read_recordings(config, tok) if config.job == "offline" else None
+  trained = [] if recordings is None else [recordings.prompts]
+  if config.samples_prompts:
+    load = growing.load if config.schedule.refresh_every else sources.load
+    trained.insert(0, load(config.data, tok, "train", check_answer))
+  prompts: Sequence[Prompt] = trained[0] if trained else []
+  demonstrations = _read_demonstrations(config, tok, prompts) if "sft" in config.job else []
+  for section in sections.values():
+    rewards.check_lines(section)
+  held_out = _read_held_out(config, tok, verifier, trained)
+  if isinstance(prompts, growing.Growing):
+    prompts.watch([problem for b in held_out for problem in b.problems])
+  parts = [prompts, demonstrations, recordings or (), *(b.problems for b in held_out)]
+  sources.require_same_on_hosts(parts)
+  evaluations = [] if config.job == "sft" else held_out
+  return Data(prompts, demonstrations, recordings, held_out, evaluations)
+
+
+def _read_held_out(
+  config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
+) -> list[HeldOut]:
+  """Reads the problems of each benchmark, and counts those in `trained`."""
+  held_out = []
+  for name, benchmark, key in config.benchmarks():
+    check_gold = rewards.answer_check(benchmark.reward or verifier)
+    source = sources.load_spec(config.data, tok, benchmark.data, key, check_gold)
+    problems = choose(source, benchmark.problems)
+    check_problems(name, benchmark, problems)
+    shared = max((shared_prompts(prompts, source, problems) for prompts in trained), default=0)
+    held_out.append(HeldOut(name, benchmark, key, problems, shared))
+  return held_out
+
+
+def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
+  """Reads the recorded responses of job=offline."""
+  data = config.data
+  limits = recorded.Limits(
+    config.rl.group_size,
+    data.max_prompt_tokens,
+    config.sampling.max_new_tokens,
+    config.model.vocab_size,
+    tuple(config.sampling.stop_strings),
+  )
+  return recorded.load(config.offline.data, tok, data.prompt_template, limits, data.on_error)
+
+
+def _read_demonstrations(
+  config: RunConfig, tok: Tokenizer, prompts: Sequence[Prompt]
+) -> Sequence[Prompt]:
+  """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
+  fitting = sources.fitting(prompts, tok, config.sft.max_tokens, config.data.on_error)
+  if config.sft.target_loss and len(fitting) < 2:
+    raise sources.DataError("sft.target_loss holds out half of fewer than two demonstrations")
+  return fitting
+
+
+def check_environment(
+  environment: environments.Make, tok: Tokenizer, prompt: Prompt, longest: int
+) -> None:
+  """Creates and resets an environment. Raises ValueError if this fails."""
+
+  def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
+    return tok.encode(tok.chat(messages))
+
+  ((first,),) = new_groups([prompt], 1, 0, longest, environment, render, None, tok.vocab_size)
+  if first.failure:
+    raise ValueError(first.failure)
+
+
+def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
+  """Returns section `reward` for each verifier of the run and its benchmarks."""
+  sections = {config.reward.name: config.reward}
+  for name, b, _ in config.benchmarks():
+    if b.reward and b.reward not in sections:
+      try:
+        sections[b.reward] = dataclasses.replace(
+          config.reward, name=b.reward, partial=0.0, per_line=False
+        )
+      except ValueError as error:
+        raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
+  return sections

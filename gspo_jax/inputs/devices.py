@@ -1,0 +1,110 @@
+"""Devices of a run: meshes, and checks of engine and memory on them."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.evaluation.benchmarks import HeldOut
+from gspo_jax.evaluation.evaluator import workload
+from gspo_jax.models import transformer
+from gspo_jax.sampling import Workload, requests
+from gspo_jax.settings import passes, rules
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+  """Devices of the trainer and of the sampler."""
+
+  trainer: jax.sharding.Mesh
+  sampler: jax.sharding.Mesh  # The trainer's mesh unless `rollout_mesh` is set.
+  layout: Any  # Shardings of the sampler's parameters.
+  dtypes: Any  # Dtypes of the sampler's parameters.
+
+  @property
+  def separate(self) -> bool:
+    """Whether the sampler has devices of its own."""
+    return self.sampler is not self.trainer
+
+
+def make_meshes(config: RunConfig) -> Meshes:
+  """Makes the meshes.
+
+  Raises:
+    ValueError: there are too few devices, or batch or model do not fit a mesh.
+  """
+  trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh)
+  rules.check_devices(config, sharding.batch_shards(trainer))
+  transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
+  transformer.check(config.model, config.sampler_compute, shared_prompts=False)
+  transformer.shardings(config.model, sharding.TRAIN, trainer)
+  rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
+  layout = transformer.shardings(config.model, rollout, sampler)
+  dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
+  return Meshes(trainer, sampler, layout, dtypes)
+
+
+def check_engine(
+  config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
+) -> None:
+  """Raises ValueError if the engine cannot run the workloads of training or evaluations."""
+  if config.engine.name == "local":
+    for load in _workloads(config, tok, evaluations):
+      requests.sizes(load, config.engine, sharding.batch_shards(mesh))
+  else:
+    from gspo_jax.models.hf.config import to_hf  # Only this branch needs safetensors.
+
+    to_hf(config.model, "float32")  # Servers load weights in Hugging Face's format.
+
+
+def _workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut]) -> list[Workload]:
+  """Returns the engine's workloads for training and evaluations."""
+  c, stops, loads = config, tuple(tok.stop_ids), []
+  if c.samples:
+    loads.append(requests.workload(c, stops, bool(c.environment.name), tok.vocab_size))
+  for b in evaluations:
+    fields = dict(
+      prompt_length=c.data.max_prompt_tokens,
+      trajectories=len(b.problems) * b.config.samples,
+      group_size=b.config.samples,
+      stop_ids=stops,
+      several_turns=bool(c.environment.name) and not b.config.reward,
+    )
+    loads.append(workload(c.eval, c.eval.temperature, **fields))
+  return loads
+
+
+def check_memory(
+  config: RunConfig, mesh: jax.sharding.Mesh, teacher: ModelConfig | None = None
+) -> None:
+  """Raises ValueError if parameters, gradients and moments exceed the devices' memory."""
+  count, _ = transformer.count(config.model)
+  adapters = config.job in ("rl", "offline") and config.lora.rank
+  trained = config.job != "eval" and not adapters
+  needed = count * (16 if trained else 4)  # Bytes; published weights are read in float32 first.
+  if config.has_iterations and config.critic.name == "model":
+    needed += 16 * count
+  if config.has_iterations:
+    frozen = passes.frozen(config, teacher).values()
+    itemsize = jnp.dtype(config.compute.dtype).itemsize
+    needed += itemsize * sum(transformer.count(model)[0] for model in frozen)
+  limits = [
+    (device.memory_stats() or {}).get("bytes_limit")
+    for device in mesh.devices.flat
+    if device in mesh.local_devices
+  ]
+  if None in limits:  # CPU devices report no limit and share the host's memory.
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  available = sum(limits) * len(mesh.devices.flat) // len(mesh.local_devices)
+  if needed > available:
+    raise ValueError(
+      f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "
+      f"{available / 2**30:,.0f} GiB of the devices; make model.* smaller, or take more devices"
+    )

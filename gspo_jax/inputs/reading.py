@@ -1,0 +1,146 @@
+"""Reads a run's inputs, part by part; cheap checks come before slow ones."""
+
+import dataclasses
+import datetime
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from gspo_jax import teacher as teachers
+from gspo_jax.data import tokenizer
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.inputs import facts
+from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
+from gspo_jax.inputs.devices import Meshes, check_engine, check_memory, make_meshes
+from gspo_jax.learner import compatibility
+from gspo_jax.rewards import shaping
+from gspo_jax.runs import contents, paths, provenance, weight_source
+from gspo_jax.runs.metrics import read_rows
+from gspo_jax.runs.mirror import Mirror
+from gspo_jax.runs.tracking import find_wandb
+from gspo_jax.runs.weight_source import WeightSource
+from gspo_jax.sampling import delimiters
+from gspo_jax.settings import rules
+from gspo_jax.settings.rewards import RewardConfig
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.system import hosts
+from gspo_jax.tasks import environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """Checked inputs of a run."""
+
+  source: WeightSource
+  tokenizer: Tokenizer
+  environment: environments.Make | None  # None for single turns.
+  rewards: Mapping[str, RewardConfig]  # Section `reward` by verifier.
+  data: Data
+  meshes: Meshes
+  teacher: teachers.Teacher | None  # None without distillation.
+  date: datetime.datetime  # First start of the run.
+  contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
+
+
+def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
+  """Reads and checks a run's inputs, and prints warnings. Writes no files. Raises ValueError as
+  `open_run`."""
+  paths.check(config, workdir)
+  if config.distributed:
+    hosts.join()
+  values, home, flag = dataclasses.asdict(config), workdir, "--workdir"
+  if workdir is not None:
+    mirror = Mirror(workdir, config.checkpoint.directory)
+    if hosts.run_on_first_host(mirror.can_fill):  # `open_run` will restore the workdir.
+      home, flag = mirror.target, "--config.checkpoint.directory"
+    provenance.check(home, values, flag)
+  origins = provenance.recorded_origins(home, values)
+  inputs = read(config, origins, provenance.first_start(home))
+
+  def check_on_first_host() -> None:
+    compatibility.check(config, home, inputs.contents, inputs.meshes.trainer)
+    if workdir is not None:
+      read_rows(workdir / "metrics.jsonl")  # Raises ValueError before the first write.
+    if config.wandb:
+      find_wandb(config.wandb)
+
+  hosts.run_on_first_host(check_on_first_host)
+  data, encode = inputs.data, inputs.tokenizer.encode
+  data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
+  lines = rules.warnings(config, data_facts) + facts.warn_of_shared(data.held_out)
+  if hosts.is_first():
+    sys.stderr.writelines(f"warning: {line}\n" for line in lines)
+  return inputs
+
+
+def read(
+  config: RunConfig, origins: Mapping[str, Mapping[str, Any]], date: datetime.datetime
+) -> Inputs:
+  """Reads and checks a run's inputs; cheap checks come before slow ones.
+
+  Args:
+    config: configuration of the run.
+    origins: recorded origins of a resumed run (`provenance.recorded_origins`).
+    date: date of the run's first start, for chat templates.
+  """
+  source = read_model(config, origins["start"])
+  tok = read_tokenizer(config, source, origins["tokenizer"], date)
+  environment = environments.find(config.environment.name, tok)
+  sections = reward_sections(config)
+  data = read_data(config, tok, sections)
+  if environment is not None and (prompts := data.conversation_prompts):
+    check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
+  meshes = make_meshes(config)
+  check_engine(config, tok, meshes.sampler, data.evaluations)
+  teacher = find_teacher(config, tok, meshes.trainer, origins["teacher"])
+  check_memory(config, meshes.trainer, teacher and teacher.model)
+  weights = dict(weights=source) | ({teachers.KEY: teacher.source} if teacher else {})
+  problems = {b.key: b.problems for b in data.held_out}
+  described = hosts.run_on_first_host(
+    lambda: contents.describe(config, weights, problems, tok.stop_ids)
+  )
+  return Inputs(source, tok, environment, sections, data, meshes, teacher, date, described)
+
+
+def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
+  """Resolves the weights. Raises ValueError unless they are a complete model of this shape."""
+  source = weight_source.resolve("weights", config.weights, recorded)
+  source.check_model(config.model, config.weights)
+  return source
+
+
+def read_tokenizer(
+  config: RunConfig,
+  source: WeightSource,
+  recorded: Mapping[str, Any],
+  date: datetime.datetime | None = None,
+) -> Tokenizer:
+  """Reads the tokenizer. Raises ValueError if required texts cannot be decoded."""
+  name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
+  tok = tokenizer.load_for(name, config.model.vocab_size, config.data, date)
+  if config.has_iterations and config.objective.segment_unit == "step":
+    delimiters.choose(config.objective.segment_delimiters, tok)
+  for text in config.sampling.stop_strings:
+    if not tokenizer.shows(tok, text):
+      raise ValueError(
+        f"sampling.stop_strings: no text has {text!r}, since special tokens are left out of it; "
+        "name such a token as eos_token_id in the tokenizer's generation_config.json"
+      )
+  for tag in shaping.TAGS[config.reward.format]:
+    if not tokenizer.shows(tok, tag):
+      raise ValueError(f"reward.format={config.reward.format}: no text of {name} has {tag!r} in it")
+  return tok
+
+
+def find_teacher(
+  config: RunConfig, tok: Tokenizer, mesh: Mesh, recorded: Mapping[str, Any]
+) -> teachers.Teacher | None:
+  """Finds and checks the teacher; None without distillation. Raises ValueError as
+  `teacher.check`."""
+  teacher = teachers.find(config, recorded)
+  if teacher is not None:
+    teachers.check(teacher, config, tok, mesh)
+  return teacher
