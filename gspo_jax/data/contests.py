@@ -17,6 +17,11 @@ _ANY = re.compile(
   | \b(?:several|multiple|(?<!how\ )many|more\ than\ one)\b
     [^.]{{0,40}}\b{_ANSWERS}\b[^.]{{0,80}}\bany\b
   | \bany\b[^.]{{0,60}}\b(?:accept(?:ed|able)|considered\ correct)\b
+  | \b(?:several|multiple|many|more\ than\ one)\b[^.]{{0,60}},[^.]{{0,20}}
+    \b(?:print|output|find|(?:can|may)\ choose)\ (?:any|one|either|whichever)\b
+  | \b(?:print|output|find)\ (?:one|either)\ of\ (?:them|these|those)\b
+  | \border\ of\ (?:the\ )?(?:output|lines|answers?)\ (?:does\ not|doesn't)\ matter\b
+  | \bany\ of\ [^.]{{0,40}}\b(?:can|may)\ be\ (?:printed|output)\b
   | \b(?:print|output|return)\b[^.]{{0,80}}\bin\ (?:any|arbitrary)\ order\b""",
   re.IGNORECASE | re.VERBOSE,
 )

@@ -38,6 +38,11 @@ UNJUDGEABLE = {
   ),
   "any, by the description": (dict(description="Print any two numbers with the sum n."), "several"),
   "any, by the note": (dict(note="Any valid answer will be accepted."), "several answers"),
+  "one of them": (dict(note="If there are many optimal sets, print one of them."), "several"),
+  "whichever": (
+    dict(note="If there are multiple sets, you may print whichever you like."), "several answers"
+  ),
+  "no order": (dict(output_format="The order of the output does not matter."), "several answers"),
   "any order": (dict(output_format="Print the numbers in any order."), "several answers"),
   "input that is cut off": (dict(official_tests=[dict(input="9\n1 2 3...", output="2")]), "test 1"),
   "output that is cut off": (
@@ -66,6 +71,7 @@ def test_problems_that_tests_alone_cannot_judge_are_bad_rows(name, tmp_path):
     dict(description="In how many ways can you choose any two of them?"),
     dict(description="In one operation you may choose any two numbers."),
     dict(output_format="If there are several answers, print the smallest one."),
+    dict(description="If there are several such cells, he chooses one of them."),
     dict(official_tests=[dict(input="2\n#..\n...", output="..#\n...")]),  # a grid
     dict(official_tests_complete=False),
     dict(generated_checker="", interaction_format=" "),
