@@ -227,6 +227,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
   with jax.set_mesh(mesh):
     size = sizes(workload, engine, shards)
+    params = jax.eval_shape(transformer.decoding_params, params)
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,
@@ -236,7 +237,9 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
         dtype=engine.cache_dtype,
       )
     )
-  state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
+  params, state = jax.tree.map(
+    lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), (params, state)
+  )
   if name == "decode":
     step = functools.partial(
       slots.decode,

@@ -8,6 +8,9 @@
 `auto` is the policy with the least recomputation that fits.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +19,18 @@ from gspo_jax.models.attention import attention
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.system import accelerators
 
-_keep = jax.checkpoint_policies.save_only_these_names
+
+def _keep(*names: str) -> Callable[..., bool]:
+  """Policy that saves named values, and cuDNN's own residuals as those of attention."""
+  by_name = jax.checkpoint_policies.save_only_these_names(*names)
+
+  def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
+    fused = attention.RESIDUAL in names and primitive.name == attention.CUDNN
+    return fused or by_name(primitive, *avals, **params)
+
+  return saves
+
+
 POLICIES = dict(
   full=None,
   attention=_keep(attention.RESIDUAL),
@@ -56,7 +70,8 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
   bytes_ = 0.0
   if policy in ("attention", "both"):
-    bytes_ += config.num_layers * (heads * itemsize + config.num_heads * 4)
+    copies = 2 if sharding.platform() == "gpu" else 1  # One per branch of `attend_cudnn`.
+    bytes_ += copies * config.num_layers * (heads * itemsize + config.num_heads * 4)
   if policy in ("dots", "both"):
     bytes_ += config.num_layers * (heads + both_ways) * itemsize
     bytes_ += (config.num_layers - moe_layers) * 2 * config.intermediate_size * itemsize

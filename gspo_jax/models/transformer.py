@@ -93,12 +93,17 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
   return remat.choose(config, compute, sharding.rows_of_a_device(tokens), parameters)
 
 
-def unstack(params: Params) -> Params:
-  """Splits the parameters into blocks of one layer each.
+def decoding_params(params: Params) -> Params:
+  """Arranges the layers for decoding: unstacked, but on TPU.
 
-  On CPU a loop over layers would copy each layer's weights out of the stack: decoding is faster
-  without it.
+  On CPU and GPU a loop over layers would copy each layer's weights out of the stack, and on GPU its
+  part of the cache too, in every decode step.
   """
+  return params if sharding.platform() == "tpu" else unstack(params)
+
+
+def unstack(params: Params) -> Params:
+  """Splits the parameters into blocks of one layer each."""
   depths = zip(params.blocks, params.depths)
   layers = [(block, i) for block, number in depths for i in range(number)]
   return params.replace(blocks=tuple(_layer_of(block, i) for block, i in layers))

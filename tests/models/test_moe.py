@@ -114,7 +114,7 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   assert chosen(1) is chosen(1000) is groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  assert chosen(1) is chosen(1000) is groups.apply_ragged
+  assert chosen(1) is chosen(1000) is blocks.apply_batched
 
 
 @pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])

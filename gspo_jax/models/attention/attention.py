@@ -29,6 +29,7 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 PLAIN = 128  # Queries up to which kernels bring no gain; blocks, up to twice as many.
+CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`: its results are residuals.
 SLAB = 64  # Queries per product in `plain`: skips about half of the scores.
 
 

@@ -6,8 +6,8 @@ chose them, and the sum over devices is scattered back. No buffer depends on the
 token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
 
   blocks    a loop over blocks of rows of one expert: on CPU for many tokens
-  batched   one batched product with some rows of every expert: the fastest on CPU for few tokens
-  ragged    `lax.ragged_dot` on rows sorted by expert
+  batched   one batched product with some rows of every expert: on GPU, and on CPU for few tokens
+  ragged    `lax.ragged_dot` on rows sorted by expert; XLA for GPU multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
 All take x [X, D], gate weights and experts [X, k], and the weights of the E local experts; index E
@@ -121,7 +121,7 @@ def choose(implementation: str, load: float = math.inf):
   """
   if implementation == "auto":
     on_cpu = "batched" if load <= FEW else "blocks"
-    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "ragged")
+    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "batched")
   return FORMS[implementation]
 
 

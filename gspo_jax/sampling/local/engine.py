@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
@@ -45,9 +44,7 @@ class LocalEngine:
 
   def load(self, params: Any, version: int) -> None:
     self.release()
-    params = self._publish(params)
-    # On CPU, a loop over stacked layers would copy each layer's weights in every decode step.
-    self._params = transformer.unstack(params) if sharding.platform() == "cpu" else params
+    self._params = transformer.decoding_params(self._publish(params))
     self._version = version
     jax.block_until_ready(self._params)
 
