@@ -85,9 +85,13 @@ def lacks(
 
 
 def _widest_head() -> int:
-  """Widest head of cuDNN's attention on these devices."""
-  capability = getattr(jax.local_devices()[0], "compute_capability", "0")
-  return 256 if float(capability) >= 9 else 128  # 9 is Hopper.
+  """Widest head of cuDNN's attention on the mesh's devices."""
+  chip = accelerators.find(sharding.device_kind())
+  if chip and chip.cuda:
+    major = chip.cuda.capability[0]
+  else:  # An unlisted board.
+    major = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
+  return 256 if major >= 9 else 128  # 9 is Hopper.
 
 
 def attend_self(

@@ -7,7 +7,7 @@ token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
 
   blocks    a loop over blocks of rows of one expert: on CPU for many tokens
   batched   one batched product with some rows of every expert: on GPU, and on CPU for few tokens
-  ragged    `lax.ragged_dot` on rows sorted by expert; XLA for GPU multiplies all rows by all experts
+  ragged    `lax.ragged_dot` on rows sorted by expert; on GPU all rows are multiplied by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
 All take x [X, D], gate weights and experts [X, k], and the weights of the E local experts; index E
