@@ -21,7 +21,7 @@ from gspo_jax.system import accelerators
 
 
 def _keep(*names: str) -> Callable[..., bool]:
-  """Policy that saves named values, and cuDNN's own residuals as those of attention."""
+  """Returns a policy to save named values; attention's include the residuals of cuDNN."""
   by_name = jax.checkpoint_policies.save_only_these_names(*names)
 
   def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
