@@ -10,7 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, cuda, hlo_costs, links, operations
+from gspo_jax.aot import chips, cuda, hlo_costs, links
 from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
@@ -104,7 +104,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     row["error"] = f"needs {total:.1f} GiB a chip of {row['hbm_gib']:.0f}"
   row |= dict(compile_s=time.perf_counter() - started) | _traffic(program, costs, chip, mesh, remat)
   if chip.cuda:
-    row["product_flops"] = operations.products(text, program.rates) * mesh.size / program.turns
+    row["product_flops"] = costs.products * mesh.size / program.turns
   else:
     row |= _time_bounds(program, costs, topology, mesh, remat)
   return Compiled(row, costs, text)

@@ -77,10 +77,23 @@ class Instruction:
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:
-    """Returns the instructions of a conditional's "false" branch."""
-    listed = re.search(r"branch_computations=\{%([\w.\-]+)", self.attributes)
-    name = listed[1] if listed else self.called("false_computation")
-    return [*self.module.computations[name].values()]
+    """Returns the instructions of a conditional's branch with cuDNN, or of its "false" branch."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+    names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
+    names = names or [self.called("false_computation"), self.called("true_computation")]
+    bodies = [[*self.module.computations.get(name, {}).values()] for name in names]
+    return next((body for body in bodies if any(x.cudnn for x in body)), bodies[0])
+
+  @property
+  def target(self) -> str:
+    """Name of a custom call's implementation, or ""."""
+    match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+    return match[1] if match else ""
+
+  @property
+  def cudnn(self) -> bool:
+    """Whether it is attention by cuDNN."""
+    return self.op == "custom-call" and self.target.startswith("__cudnn$fmha")
 
   @property
   def path(self) -> str:
@@ -91,7 +104,7 @@ class Instruction:
   @property
   def kernel(self) -> bool:
     """Whether it is a Pallas kernel of a TPU."""
-    return self.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
+    return self.op == "custom-call" and self.target == "tpu_custom_call"
 
   @property
   def source(self) -> str:

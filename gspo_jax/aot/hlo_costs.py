@@ -4,16 +4,17 @@ XLA's own cost analysis counts the body of a loop once; here a body counts as of
 implies. A loop with a data-dependent length counts once: here these are the pieces of expert rows,
 usually a single one. `rates` corrects for rarer events: the outermost loop in a `jax.named_scope`
 of that name makes so many turns (`refill` of the sampler), and a kernel of that name moves such a
-fraction of its stated bytes (attention to a partly filled cache). A conditional counts as false:
-ours are true on overflow.
+fraction of its stated bytes (attention to a partly filled cache). A conditional counts as the
+branch with cuDNN's attention, and otherwise as false: ours are true on overflow.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gspo_jax.aot import hlo, links
+from gspo_jax.aot import hlo, links, operations
 from gspo_jax.aot.hlo import Instruction
 from gspo_jax.aot.traffic import COLLECTIVES, DONE, START, carried, free, hbm_bytes
 from gspo_jax.system.accelerators import Chip
@@ -38,6 +39,7 @@ class Sent:
   bytes: float  # Bytes of the result, or of the summands.
   wire: float  # Bytes sent.
   ring: float  # Equivalent bytes around a whole side of the torus.
+  network: float = 0.0  # Bytes sent to GPUs of other hosts.
 
 
 @dataclasses.dataclass
@@ -54,18 +56,19 @@ class Costs:
   # Bytes sent to other slices per device, and the overlapped part.
   network: float = 0.0
   network_hidden: float = 0.0
+  products: float = 0.0  # Floating-point operations of `operations`; GPUs only.
 
 
 def costs(
   text: str,
   rates: Mapping[str, float] | None = None,
-  torus: links.Torus | None = None,
+  torus: links.Links | None = None,
   chip: Chip | None = None,
 ) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
   rates: turns of a scope's loop, or the executed fraction of a kernel, by name.
-  torus: coordinates of the partitions. None assumes rings around whole sides.
+  torus: places of the partitions. None assumes rings around whole sides.
   chip: speeds, to limit the overlap of collectives. None assumes full overlap.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
@@ -77,10 +80,12 @@ def costs(
       total.ring_wire += times * sent.ring
       total.hidden += times * sent.wire * hidden
       total.ring_hidden += times * sent.ring * hidden
+      total.network += times * sent.network
     if instruction.op == "recv":
       received = times * network_bytes(instruction)
       total.network += received
       total.network_hidden += received * hidden
+    total.products += times * operations.products(instruction)
     moved = hbm_bytes(instruction)
     if instruction.kernel:
       moved *= next((n for name, n in rates.items() if _named(instruction, name)), 1)
@@ -93,7 +98,7 @@ def costs(
 def executed(
   module: hlo.Module,
   rates: Mapping[str, float] | None = None,
-  torus: links.Torus | None = None,
+  torus: links.Links | None = None,
   chip: Chip | None = None,
 ) -> Iterator[tuple[Instruction, float, float]]:
   """Yields instructions except control flow, executions, and overlapped fraction of collectives."""
@@ -128,7 +133,7 @@ def kernel_bytes(total: Costs, name: str) -> float:
 
 
 def overlapped(
-  body: Sequence[Instruction], torus: links.Torus | None = None, chip: Chip | None = None
+  body: Sequence[Instruction], torus: links.Links | None = None, chip: Chip | None = None
 ) -> dict[str, float]:
   """Returns the overlapped fraction of each asynchronous collective of a computation.
 
@@ -210,7 +215,7 @@ def _inside(instruction: Instruction) -> Iterator[Instruction]:
     yield from _inside(inner)
 
 
-def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent | None:
+def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent | None:
   """Returns a collective's traffic; None for other instructions or a single device."""
   if not (kind := kind_of(instruction)):
     return None
@@ -235,7 +240,8 @@ def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent
     size = operand
     sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
   share = torus.share(members, one_way=kind == "collective-permute") if torus else 1.0
-  return Sent(kind, size, sent, sent / share)
+  network = size * torus.network(kind, members) if torus else 0.0
+  return Sent(kind, size, sent - network, (sent - network) / share, network)
 
 
 def network_bytes(instruction: Instruction) -> float:
@@ -274,7 +280,14 @@ def trips(loop: Instruction) -> int:
   """Returns a loop's turns: XLA's count, its counter's bound, or 1."""
   if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
     return int(match[1])
-  constants = [x for x in loop.body("condition") if x.op == "constant" and "s32[]" in x.shape]
-  matches = (re.match(r"\d+", x.attributes) for x in constants)
-  bounds = {int(match[0]) for match in matches if match} - {0}
+  condition = loop.body("condition")
+  fused = itertools.chain(*(x.body("calls") for x in condition if x.op == "fusion"))
+  bounds = _bounds(condition) or _bounds(fused)
   return bounds.pop() if len(bounds) == 1 else 1
+
+
+def _bounds(instructions: Iterable[Instruction]) -> set[int]:
+  """Returns the positive constants of a condition."""
+  constants = (x for x in instructions if x.op == "constant" and "s32[]" in x.shape)
+  matches = (re.match(r"\d+", x.attributes) for x in constants)
+  return {int(match[0]) for match in matches if match} - {0}

@@ -9,6 +9,9 @@ Joined ends: all sides of v4, v5p and tpu7x slices of cubes of 4x4x4, none of sm
 (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D torus");
 sides of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori are
 taken to be plain ones.
+
+GPUs of a host are joined by switches: a share of 1 for any of them. Between hosts, equal parts of a
+collective go through the network adapters of its members on each host.
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -48,12 +52,41 @@ class Torus:
     (axis,) = spanned
     return 1.0 if spans[axis] == self.sides[axis] and self.joined[axis] else 0.5
 
+  def network(self, kind: str, members: Sequence[int]) -> float:
+    """Share of a collective's bytes for other hosts: none, a slice has links between them."""
+    return 0.0
 
-def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
-  """Returns the torus of a mesh of a topology's devices, e.g. "v5p:4x4x4".
 
-  Devices without coordinates (not TPUs) count as one chip.
+@dataclasses.dataclass(frozen=True)
+class Switches:
+  """Hosts of a mesh's GPUs, in the order of a program's partitions."""
+
+  hosts: tuple[int, ...]
+
+  def share(self, members: Sequence[int], one_way: bool = False) -> float:
+    """Share of NVLink's speed for a collective."""
+    return 1.0
+
+  def network(self, kind: str, members: Sequence[int]) -> float:
+    """Least bytes per GPU for other hosts, per byte of the collective."""
+    near = [self.hosts[i] for i in members].count(self.hosts[members[0]])
+    outside = 1 - near / len(members)
+    if kind == "collective-permute":
+      return float(outside > 0)
+    factors = {"all-to-all": 1.0, "all-reduce": 2 / near}
+    return outside * factors.get(kind, 1 / near)
+
+
+Links: TypeAlias = Torus | Switches
+
+
+def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Links:
+  """Returns the links of a mesh of a topology's devices, e.g. "v5p:4x4x4".
+
+  Devices without coordinates (simulated ones) count as one chip.
   """
+  if chips.parse(topology)[0].cuda:
+    return Switches(tuple(device.process_index for device in mesh.devices.flat))
   sides = chips.sides(topology)
   nowhere = (0,) * len(sides)
   coords = (getattr(device, "coords", nowhere) for device in mesh.devices.flat)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 
 from gspo_jax.aot import kernels
-from gspo_jax.aot.hlo import Instruction
+from gspo_jax.aot.hlo import Array, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 START, DONE = "async-collective-start", "async-collective-done"
@@ -61,13 +61,15 @@ def hbm_bytes(instruction: Instruction) -> float:
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
       return 0.0
+    if kind == "fusion":
+      return _fusion(inputs[0], instruction.arrays)
     return _sliced(instruction, sources[:1]) if kind in _SLICES else instruction.hbm + _hbm(sources)
   if instruction.op == "fusion":
     if carried(instruction) and instruction.name.startswith(START):
       return _hbm(inputs)
     if carried(instruction) and instruction.name.startswith(DONE):
       return instruction.hbm
-    return _fusion(instruction)
+    return _fusion(instruction, instruction.arrays)
   if instruction.kernel:
     return kernels.hbm_bytes(instruction)
   if instruction.op in _SLICES:
@@ -108,11 +110,11 @@ def _root(body: Sequence[Instruction]) -> Instruction:
   return next(x for x in body if x.root)
 
 
-def _fusion(instruction: Instruction) -> float:
+def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
   """Bytes of a fusion, with only slices of sliced or updated operands."""
   body, inputs = instruction.body("calls"), instruction.inputs
   if not body:
-    return instruction.hbm + _hbm(inputs)
+    return sum(array.hbm for array in results) + _hbm(inputs)
   total = 0.0
   passed = _passed(body) if carried(instruction) else set()
   for inner in body:
@@ -121,7 +123,7 @@ def _fusion(instruction: Instruction) -> float:
       if place < len(inputs) and inputs[place].hbm:
         total += inputs[place].hbm * _read(inner) / max(inner.elements, 1)
   root = _root(body)
-  for array, result in zip(instruction.arrays, root.inputs if root.op == "tuple" else [root]):
+  for array, result in zip(results, root.inputs if root.op == "tuple" else [root]):
     if not array.space and result.name not in passed:
       total += _written(result, array.bytes)
   return total

@@ -1,4 +1,4 @@
-"""Compiling for a TPU without one, by the command line."""
+"""Compiling for TPUs and GPUs without one, by the command line."""
 
 import importlib.util
 import json
@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.expert=2")
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda13_plugin") is None,
+  reason="needs the compiler for GPUs: pip install -e '.[aot-cuda]'",
 )
 
 
