@@ -1,4 +1,4 @@
-"""Common parts of layers."""
+"""Parts of a Transformer layer shared by the families of models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +34,8 @@ def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:
-  wide = x.astype(jnp.float32)
-  return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+  x_float32 = x.astype(jnp.float32)
+  return x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, axis=-1, keepdims=True) + eps)
 
 
 def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -43,13 +43,13 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Sum or product of activations with a weight common to all tokens.
+  """Combines activations with a weight common to all tokens: sum or product.
 
-  Computed in float32 and rounded to the common dtype, with equal results. So the gradient of the
-  weight, a sum over all tokens, adds up in float32 and not in bfloat16.
+  The result is the same in float32, rounded to the common dtype, as in that dtype. But the weight's
+  gradient, a sum over all tokens, then adds up in float32 and not in bfloat16.
   """
-  wide = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
-  return wide.astype(x.dtype)
+  x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
+  return x_float32.astype(x.dtype)
 
 
 def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -77,9 +77,9 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 def gather(table: Any, block: Any, dtype: Any) -> Any:
   """Casts and gathers a layer's weights over D before use (FSDP).
 
-  They stay split over heads and F; the transpose reduces and scatters their gradients. Weights read
-  in float32 are small, and whole on every device. Experts gather theirs at their products, or are
-  not in the block.
+  They stay split over heads and F. The backward pass reduces and scatters their gradients. Weights
+  used in float32 are small, and replicated. Experts' weights, if in the block, are gathered later,
+  at their products.
   """
 
   def read(weight: Weight, w: Any) -> Any:
@@ -89,7 +89,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     if weight.is_expert:
       return w
     gathered = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
-    # Norms and biases are only resharded. So are routers: small gradients, summed in one step.
+    # Norms and biases are only resharded, as are routers: their small gradients are summed at once.
     gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
     return (sharding.gather if gathers else sharding.reshard)(w, gathered)
 
@@ -114,10 +114,10 @@ def attend(
   """Grouped-query attention with projections; [B, T, D] and the new cache.
 
   Args:
-    kv: cache of all layers of the run, from `block` of a cache, or None.
-    layer: number of the layer in the run, and in `kv`.
-    kind: kind of the layer.
-    from_start: nothing in the cache is older than these tokens.
+    kv: cache of the layer's block, from `cache.block(i)`. None without a cache.
+    layer: index of the layer in the block, and in `kv`.
+    kind: whether the layer is local, has experts, and has rotary positions.
+    from_start: whether the cache has no earlier tokens.
   """
   heads = P(BATCH, None, "tensor", None)
   q = sharding.project("BTD,DNH->BTNH", x_BTD, w.q, heads)
@@ -155,7 +155,7 @@ def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> j
 
 
 def scores_of(config: ModelConfig, local: bool) -> Scores:
-  """Returns the scores of a global or a local layer."""
+  """Returns the options of a global or a local layer's scores."""
   return Scores(
     scale=config.scores.scale or (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,
@@ -166,8 +166,7 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
 def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start) -> Callable:
   """Returns attention per device, a function of new queries, keys and values.
 
-  With a cache the new keys and values are written into it first. Prefilling from position 0 reads
-  none of it: there are no other keys.
+  With a cache, new keys and values are written first. Prefilling from position 0 does not read it.
   """
 
   def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT, paths):

@@ -1,4 +1,4 @@
-"""The Transformer of a config, as pure functions over a pytree of parameters.
+"""Transformer language model: pure functions over a pytree of parameters.
 
 One `forward` serves training, scoring, prefill and decoding. Families of models differ in their
 declarations (`families`); `config.family` chooses.
@@ -27,7 +27,7 @@ from gspo_jax.models.weights import InStack, Params
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
 
-UNROLLED = 8  # Maximum of layers unrolled on CPU.
+UNROLLED = 8  # Maximum layers to unroll on CPU.
 
 
 def table(config: ModelConfig) -> Params:
@@ -44,9 +44,9 @@ def table(config: ModelConfig) -> Params:
 
 
 def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
-  """Raises ValueError if attention does not support model or devices.
+  """Raises ValueError if `compute.attention` does not support model or devices.
 
-  shared_prompts: whether updates have `tree`s.
+  shared_prompts: whether responses share the forward pass of their prompt (`Tree`).
   """
   if compute.attention == "cudnn" and sharding.platform() not in ("gpu", "cuda"):
     raise ValueError(
@@ -84,7 +84,7 @@ def count(config: ModelConfig) -> tuple[int, int]:
 
 
 def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
-  """Returns the remat policy of a pass over `tokens` tokens."""
+  """Returns the rematerialisation policy of a pass over `tokens` tokens."""
   parameters, mesh = 0, jax.sharding.get_abstract_mesh()
   if compute.remat == "auto" and not mesh.empty:
     layout = shardings(config, sharding.TRAIN, mesh)
@@ -96,8 +96,8 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
 def decoding_params(params: Params) -> Params:
   """Arranges the layers for decoding: unstacked, but on TPU.
 
-  On CPU and GPU a loop over layers would copy each layer's weights out of the stack, and on GPU its
-  part of the cache too, in every decode step.
+  Decoding is then faster on CPU and GPU: in every step, a loop over layers would copy each layer's
+  weights out of the stack, and on GPU its part of the cache, too.
   """
   return params if sharding.platform() == "tpu" else unstack(params)
 
@@ -119,8 +119,8 @@ def _layer_of(block: Any, i: int) -> Any:
 class Output:
   hidden_BTD: jax.Array  # After the final norm: input of the head.
   cache: Cache | Pages | None
-  routing_lBTk: jax.Array | None  # int32, experts chosen, over the MoE layers
-  stats: RouterStats | None  # stacked over the MoE layers
+  routing_lBTk: jax.Array | None  # int32: chosen experts in each MoE layer.
+  stats: RouterStats | None  # Stacked over the MoE layers.
 
 
 def forward(
@@ -139,16 +139,16 @@ def forward(
 
   Args:
     tokens_BT: int32 token ids.
-    positions: int32 [B, T], default 0..T-1: the rotary position and, with a cache, the slot.
-    segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
+    positions: int32 [B, T], default 0..T-1: rotary positions and, with a cache, slots.
+    segments: int32 [B, T], default 1: tokens attend within their segment; 0 is padding.
     tree: layout of sequences with shared prefixes; needs `positions`. None for plain rows.
-    cache: keys and values of earlier positions; the new ones are written into it and returned.
-      Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
-    routing: int32 [l, B, T, k], replayed experts: instead of the router's choice; -1 leaves it.
-    compute: precision and formulation.
+    cache: keys and values of earlier positions. Returned with the new ones. Several new tokens of a
+      row are consecutive, from the same position in all rows; `Pages` take a single one.
+    routing: int32 [l, B, T, k], experts to replay; -1 means the router's choice.
+    compute: dtypes and implementations.
   """
   B, T = tokens_BT.shape
-  from_start = positions is None  # The cache has no earlier tokens.
+  from_start = positions is None  # Then the cache has no earlier tokens.
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
   segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
@@ -198,7 +198,7 @@ def _apply_block(
   kv,
   block,
   replayed_experts_lBTk,
-  place: tuple[int, int],
+  span: tuple[int, int],
   policy: str,
   config: ModelConfig,
   compute: ComputeConfig,
@@ -211,25 +211,27 @@ def _apply_block(
   Args:
     kv: cache of the block's layers. None without a cache.
     replayed_experts_lBTk: replaces the router's choice. None means no replay.
-    place: index of the block's first layer, and number of its layers.
+    span: index of the block's first layer, and number of layers.
     policy: remat policy; unused with a cache.
     setting: keyword arguments of `layers.attend`.
   """
-  (first, number), block_table = place, family(config).block_table
+  (first, number), block_table = span, family(config).block_table
   kind = config.kind(first)
   layer = functools.partial(_layer, config=config, compute=compute, kind=kind, **setting)
   if policy != "none" and kv is None:
     layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
   if kv is not None:
     block, layer = _experts_in_stack(block_table(config, kind.moe, 1), block, layer)
-  # The cache of all layers is carried, and written in place: as input and output of the scan it
-  # would exist twice.
+  # The cache is carried and written in place: as input and output of the scan it would exist twice.
   carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts_lBTk)
   if compute.prefetch and kv is None and number > 1 and kind.moe:
     declared = block_table(config, True, 1)
-    stack, thin = _experts_of(declared, block), _without_experts(declared, block)
+    stack, other_weights = _experts_of(declared, block), _without_experts(declared, block)
     layer, gathered, following = _prefetch_experts(layer, stack, compute)
-    carry, inputs = (*carry, gathered), (np.arange(number), thin, replayed_experts_lBTk, following)
+    carry, inputs = (
+      (*carry, gathered),
+      (np.arange(number), other_weights, replayed_experts_lBTk, following),
+    )
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
   (x_BTD, kv, *_), (experts, stats) = _over_layers(
     lambda carry, inputs: layer(*carry, *inputs), carry, inputs, unroll
@@ -240,9 +242,9 @@ def _apply_block(
 def _experts_in_stack(table, block, layer):
   """Returns `block` without experts, and `layer` reading them from the stack."""
 
-  def with_experts(x_BTD, kv, number, thin, replayed_experts_BTk):
+  def with_experts(x_BTD, kv, number, other_weights, replayed_experts_BTk):
     whole = jax.tree.map(
-      lambda w, x, stack: InStack(stack, number) if w.is_expert else x, table, thin, block
+      lambda w, x, stack: InStack(stack, number) if w.is_expert else x, table, other_weights, block
     )
     return layer(x_BTD, kv, number, whole, replayed_experts_BTk)
 
@@ -261,12 +263,14 @@ def _experts_of(table, block) -> ExpertWeights:
 
 
 def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
-  """Prefetches experts' weights: a layer gathers the next one's while it computes.
+  """Prefetches experts' weights: each layer gathers the next layer's while it computes.
 
-  Returns the layer, which carries its gathered weights, the gathered weights of layer 0, and the
-  weights to gather in each layer (in the last one those of layer 0 again). In the backward pass,
-  gradients of a layer's experts are scattered during the layer before. The gathered weights of all
-  layers are saved for the backward pass.
+  In the backward pass, each layer scatters the next layer's gradients while it computes. Gathered
+  weights of all layers are saved for the backward pass.
+
+  Returns:
+    The layer with gathered weights in its carry; gathered weights of layer 0; weights to gather in
+    each layer, in the last one layer 0's again.
   """
 
   def gather(w: ExpertWeights) -> moe.Gathered:
@@ -286,8 +290,8 @@ def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
 def _over_layers(layer, carry, inputs, unroll):
   """Scans over layers; calls a single layer directly, without copying its weights.
 
-  The loop stacks residuals, on CPU a tenth to a fifth of an update's time. It is unrolled fully or
-  not at all: JAX has no gradient of partly unrolled loops on a mesh.
+  On CPU, stacking residuals in the loop takes a tenth to a fifth of an update's time: `unroll`
+  avoids it. JAX has no gradient of partly unrolled loops on a mesh.
   """
   if len(inputs[0]) > 1:
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
@@ -310,7 +314,7 @@ def _layer(
 ):
   """Computes one layer of the family.
 
-  gathered: prefetched weights of the experts, missing in `block`. None if `block` has them.
+  gathered: prefetched weights of the experts. None if `block` has the experts' weights.
   """
 
   def experts(y_BTD, w):
@@ -326,7 +330,7 @@ def _layer(
   attend = functools.partial(
     layers.attend, kv=kv, layer=number, config=config, compute=compute, kind=kind, **setting
   )
-  # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
+  # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
   declared = family(config).block_table(config, kind.moe, 1)
@@ -342,5 +346,5 @@ def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Arr
 
 
 def example_tokens(config: ModelConfig, batch: int, length: int, seed: int = 0) -> np.ndarray:
-  """Random token ids, for benchmarks and compile checks."""
+  """Returns random token ids, for benchmarks and compile checks."""
   return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length), np.int32)

@@ -33,7 +33,7 @@ FORMS_AND_CASES = [
   # Kernels are slow to interpret; cases differ in the layout, which the forms share.
   pytest.param(name, case, marks=pytest.mark.long) if (name, case != "mixed") == ("megablox", True)
   else (name, case)
-  for name in moe.FORMS
+  for name in moe.IMPLEMENTATIONS
   for case in CASES
 ]  # fmt: skip
 
@@ -41,7 +41,7 @@ FORMS_AND_CASES = [
 @pytest.mark.parametrize("name, case", FORMS_AND_CASES)
 def test_value_and_gradient_equal_the_plain_sum(name, case):
   x, gate, index, w = expert_inputs(experts=CASES[case])
-  form = moe.FORMS[name]
+  form = moe.IMPLEMENTATIONS[name]
 
   def apply(x, gate, index, w):  # the gradient of the weights goes to the last argument
     return form(x, gate, index, jax.lax.stop_gradient(w), w)
@@ -50,7 +50,7 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
   chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", moe.FORMS)
+@pytest.mark.parametrize("name", moe.IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", [pytest.param("mixed", marks=pytest.mark.long), "all_to_one"])
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
@@ -78,7 +78,7 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = expert_inputs(tokens=256)
   assert groups._pieces(index, 8)[1] == 128
-  got = scalar(lambda *a: moe.FORMS[name](*a, a[-1]), index)(x, gate, w)
+  got = scalar(lambda *a: moe.IMPLEMENTATIONS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain_experts, index)(x, gate, w)[0], rtol=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
 
   x, gate, index, w = expert_inputs(tokens=128, k=4)
   x, gate, w = narrow((x, gate, w))
-  y, vjp = jax.vjp(lambda x, w: moe.FORMS["megablox"](x, gate, index, w, w), x, w)
+  y, vjp = jax.vjp(lambda x, w: moe.IMPLEMENTATIONS["megablox"](x, gate, index, w, w), x, w)
   expected, vjp_of_expected = jax.vjp(
     lambda x, w: plain_experts(x, wide(gate), index, w), *wide((x, w))
   )

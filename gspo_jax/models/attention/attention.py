@@ -1,8 +1,8 @@
 """Grouped-query attention.
 
-Four formulations of one sum, chosen by `ComputeConfig.attention`:
+Four implementations, chosen by `ComputeConfig.attention`:
 
-  plain      stores the [T, S] scores: short sequences, and one query at a time against a cache
+  plain      stores the [T, S] scores: short sequences, and single queries to a cache
   blockwise  online softmax over blocks of keys: anywhere, any length, no [T, S] array
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
   cudnn      the flash attention of cuDNN, through jax.nn.dot_product_attention: GPU, 16 bit
@@ -28,9 +28,9 @@ from gspo_jax.models.attention.blocks import (
 )
 from gspo_jax.system import accelerators
 
-PLAIN = 128  # Queries up to which kernels bring no gain; blocks, up to twice as many.
+PLAIN = 128  # Maximum queries for `plain` where there is a kernel; twice as many elsewhere.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`: its results are residuals.
-SLAB = 64  # Queries per product in `plain`: skips about half of the scores.
+SLAB = 64  # Queries per product in `plain`, to skip later keys: about half of the scores.
 
 
 def choose(
@@ -41,16 +41,16 @@ def choose(
   gaps: bool = False,
   width: int = 128,
 ) -> str:
-  """Returns the named formulation; "auto" depends on length and platform.
+  """Returns the named implementation; "auto" depends on length and platform.
 
   Args:
-    implementation: as `ComputeConfig.attention`.
-    scores: kind of scores. None means without window and soft bound.
+    implementation: value of `ComputeConfig.attention`.
+    scores: window and soft bound. None means neither.
     gaps: whether padding may lie between the keys of a segment.
     width: H, of one head.
 
   Raises:
-    ValueError: the named formulation does not support such scores or heads.
+    ValueError: the named implementation does not support such scores or heads.
   """
   if missing := lacks(implementation, dtype, scores, gaps, width):
     raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
@@ -69,7 +69,7 @@ def lacks(
 ) -> str:
   """Returns the first feature missing in a kernel, or ""."""
   window, cap = (scores.window, scores.cap) if scores else (0, 0.0)
-  if implementation == "splash" and window and gaps:  # Its window counts places in the row.
+  if implementation == "splash" and window and gaps:  # Its window counts padding, too.
     return "sliding window where responses share their prompt"
   if implementation != "cudnn":
     return ""
@@ -80,7 +80,7 @@ def lacks(
   if jnp.dtype(dtype).itemsize > 2:
     return f"{jnp.dtype(dtype).name}, 16-bit types alone"
   if width % 8 or width > _widest_head():
-    return f"heads of {width} here: they are multiples of 8, and {_widest_head()} at most"
+    return f"heads of {width}: it needs multiples of 8, at most {_widest_head()} on this device"
   return ""
 
 
@@ -105,9 +105,9 @@ def attend_self(
 ) -> jax.Array:
   """Causal attention of the last T of S tokens, [B, T, N, H].
 
-  softmax(q kᵀ / √H) v over earlier keys of the query's segment and its own, softmax in float32; N/K
-  queries share each key. `scores` adds scale, window and soft bound. Its window is measured by
-  `position_BS`, or by the place in the row if None.
+  softmax(q kᵀ / √H) v over the query's own key and earlier ones of its segment. Softmax is in
+  float32; N/K query heads share a key head. `scores` sets scale, window and soft bound. Its window
+  is measured by `position_BS`, or by the index in the row if None.
   """
   (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
   scores, first = scores or Scores(H**-0.5), S - T
@@ -125,7 +125,7 @@ def attend_self(
       q_BTNH, k_BSKH, v_BSKH, order_BS[:, first:], segments, scores, positions
     )
   order_S, parts = np.arange(S), []
-  for begin in range(0, T, SLAB):  # Keys after all of a slab's queries are skipped.
+  for begin in range(0, T, SLAB):  # Keys later than all queries of a slab are skipped.
     rows, keys = slice(begin, begin + SLAB), slice(first + begin + SLAB)
     visible = (order_S[first:][rows, None] >= order_S[None, keys])[None]
     visible &= segment_BT[:, rows, None] == segment_BS[:, None, keys]
@@ -136,12 +136,12 @@ def attend_self(
 
 
 class Tree(NamedTuple):
-  """Layout of each `branches` rows read as one, [trunk, branch, branch, ...].
+  """Layout of responses after a shared prompt: [trunk, branch, branch, ...].
 
-  A branch attends to the trunk and itself.
+  It fills `branches` rows, read as one. A branch attends to the trunk and itself.
   """
 
-  trunk: int  # Positions, a multiple of `branches`.
+  trunk: int  # Positions of the trunk, a multiple of `branches`.
   branches: int
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -165,10 +165,10 @@ def attend_tree(
   scores: Scores | None = None,
   position_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """`attend_self` over trunk and branch of every path, [B, T, N, H].
+  """Attends within trunks, and from branches to their trunk and themselves, [B, T, N, H].
 
-  Queries of a trunk attend once; its keys and values are repeated for each branch. A short trunk
-  is padded before its branches: a window needs `position_BT`.
+  A trunk's keys and values are repeated for each branch. Padding may separate trunk and branches,
+  so a window needs `position_BT`.
   """
 
   def path(x_RS, x_BU):
@@ -188,12 +188,12 @@ def attend_tree(
 class Paths(NamedTuple):
   """Layout of packed rows with shared prefixes, per device.
 
-  A path is a prefix and its continuation, contiguous in another row of F positions.
+  A path is a prefix and its continuation. Paths are contiguous in separate rows of F positions.
   """
 
-  read_RF: jax.Array  # int32: source in the flattened rows [R, T]; out of range: none
-  segment_RF: jax.Array  # int32: the path; 0 is padding
-  back_RT: jax.Array  # int32: each token's place in the flattened rows [R, F], in any of its paths
+  read_RF: jax.Array  # int32: index in the flattened rows [R, T]; out of range for padding.
+  segment_RF: jax.Array  # int32: number of the path; 0 is padding.
+  back_RT: jax.Array  # int32: a token's index in the flattened rows [R, F], in any of its paths.
 
 
 def attend_paths(
@@ -204,15 +204,15 @@ def attend_paths(
   implementation: str = "plain",
   scores: Scores | None = None,
 ) -> jax.Array:
-  """`attend_self` over every path; [R, T, N, H].
+  """Attends within every path, [R, T, N, H].
 
-  A path is a segment, so any implementation works. Shared prefixes are repeated for each path, here
-  only.
+  A path is a segment, so any implementation works. Shared prefixes are repeated for each path, in
+  attention only.
   """
 
-  def gather(x_RX: jax.Array, place_RY: jax.Array) -> jax.Array:
+  def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
     x_Z = x_RX.reshape(-1, *x_RX.shape[2:])
-    return x_Z.at[place_RY].get(mode="fill", fill_value=0)
+    return x_Z.at[index_RY].get(mode="fill", fill_value=0)
 
   inputs = (gather(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
   y_RFNH = attend_self(*inputs, paths.segment_RF, implementation, scores)
@@ -226,7 +226,7 @@ def attend_cache(
   position_BT: jax.Array,
   scores: Scores | None = None,
 ) -> jax.Array:
-  """Attends from `position_BT` to earlier slots of a cache, [B, T, N, H]."""
+  """Attends from `position_BT` to slots of a cache up to there, [B, T, N, H]."""
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
   slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
@@ -255,7 +255,7 @@ def attend(
 ) -> jax.Array:
   """softmax(q kᵀ / √H) v over the visible keys.
 
-  Softmax in float32; N/K queries share each key.
+  Softmax is in float32; N/K query heads share a key head.
   """
   B, T, N, H = q_BTNH.shape
   K, scores = k_BSKH.shape[2], scores or Scores(H**-0.5)
@@ -269,9 +269,9 @@ def attend(
 def attend_splash(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """JAX's Pallas kernel for TPU; interpreted on other platforms.
+  """Attends with JAX's Pallas kernel for TPU; interpreted on other platforms.
 
-  T and S are padded to whole blocks, in a separate segment, and H to the hardware's 128 lanes.
+  T and S are padded to whole blocks, in separate segments, and H to the hardware's 128 lanes.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
@@ -307,10 +307,9 @@ def _splash_kernel(
   mask = splash.CausalMask(shape, offset=first)
   if scores.window:
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
-  # Blocks in vector memory; scores exist for one block of keys. All keys are read again for each
-  # block of queries, and vice versa: 32 heads of 32,768 positions on v5p move 22 GB a layer this
-  # way, and 36 with half the size. Larger blocks do not fit there; a kernel with twice the memory
-  # takes twice the size.
+  # Each block of queries reads all keys again, and each block of keys all queries, so blocks are
+  # the largest for the chip's vector memory. 32 heads of 32,768 positions on v5p move 22 GB a
+  # layer, and 36 GB with blocks of half the size.
   (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
@@ -336,12 +335,12 @@ def _splash_kernel(
 def attend_cudnn(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """cuDNN's flash attention, for rows of one segment and padding.
+  """Attends with cuDNN's flash attention, if rows are one segment and padding.
 
-  For these a causal mask suffices: padding comes last and no token sees it. cuDNN needs a [T, T]
-  array for segments, so other rows go through `attend_blockwise`, chosen at run time: packed ones,
-  and short prompts shared by responses. Its causal mask begins with the first key, so fewer queries
-  than keys are padded at the front.
+  These need a causal mask only: padding is last, so no token sees it. Segments would need a [T, T]
+  array, so other batches use `attend_blockwise`, chosen at run time: packed rows, and padded
+  prompts shared by responses. cuDNN's causal mask aligns the first query with the first key, so
+  missing queries are padded at the front.
   """
   missing = k_BSKH.shape[1] - q_BTNH.shape[1]
 

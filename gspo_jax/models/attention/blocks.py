@@ -13,18 +13,18 @@ from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Finite: a query without visible keys gets a mean, not NaN.
 BLOCK = 512  # Queries and keys of a block of scores; the maximum on CPU.
-RESIDUAL = "attention"  # Name of the backward pass's residuals, for rematerialisation policies.
+RESIDUAL = "attention"  # Name of residuals, for rematerialisation policies.
 
 
 class Scores(NamedTuple):
-  """Scores of queries and keys: cap · tanh(q kᵀ · scale / cap), of the last `window` keys."""
+  """Options of the scores cap · tanh(q kᵀ · scale / cap)."""
 
   scale: float  # Usually H^(-1/2).
-  window: int = 0  # Positions, the query's own included; 0: all.
+  window: int = 0  # Visible positions, up to and with the query's; 0: all.
   cap: float = 0.0  # Soft bound on a score; 0: none.
 
 
-_wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_einsum_float32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def softcap(x: jax.Array, cap: float) -> jax.Array:
@@ -43,27 +43,27 @@ def attend_blockwise(
 ) -> jax.Array:
   """Attention of query t to keys s <= order_t of its segment; [B, T, N, H].
 
-  Scores exist for one block of queries and one of keys at a time, forward and backward. Blocks
-  before the first and after the last visible key are skipped. FlashAttention, arXiv:2205.14135,
-  algorithms 1 and 4.
+  Forward and backward, only the scores of one block of queries and one of keys are in memory.
+  Blocks before the first and after the last visible key are skipped. FlashAttention,
+  arXiv:2205.14135, algorithms 1 and 4.
 
   Args:
     segments: of queries [B, T] and keys [B, S].
-    positions: of queries and keys, to measure `scores.window`; needed with a window. Between the
-      keys of a segment there may only be padding (segment 0).
+    positions: of queries and keys, to measure `scores.window`. None without a window. With one,
+      only padding (segment 0) may lie between the keys of a segment.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
   block = block_size(B * N)
   R, C = _even(T, block), _even(S, block)
-  # Padded queries see no block of keys; padded keys have no segment.
+  # Padded queries see no keys, and padded keys match no query's segment.
   segment_BT, segment_BS = segments
   query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))
   key = Keys(pad(segment_BS, C, -2))
   if scores.window:
     padding_BS = jnp.cumsum(segment_BS == 0, axis=1, dtype=jnp.int32)
-    between_BT = jnp.take_along_axis(padding_BS, order_BT, axis=1)
-    first_BT = jnp.maximum(order_BT - (scores.window - 1) - between_BT, 0)
+    padding_BT = jnp.take_along_axis(padding_BS, order_BT, axis=1)
+    first_BT = jnp.maximum(order_BT - (scores.window - 1) - padding_BT, 0)
     query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(positions[0], R))
     key = key._replace(position=pad(positions[1], C))
   q = _blocks(q_BTNH * scores.scale, R).reshape(-1, B, R, K, N // K, H)
@@ -88,13 +88,13 @@ class Keys(NamedTuple):
 def block_size(rows: int) -> int:
   """Returns a block size, a power of two.
 
-  On CPU the scores of `rows` heads then fit a core's cache, about a megabyte: blocks of 512 take
-  twice as long.
+  On CPU a block's scores then fit a core's cache of about a megabyte: blocks of 512 take twice as
+  long. `rows` is the number of rows times heads.
   """
   if sharding.platform() != "cpu":
     return BLOCK
-  fits = math.isqrt(max(2**18 // rows, 64**2))
-  return min(BLOCK, 1 << (fits.bit_length() - 1))
+  largest_size = math.isqrt(max(2**18 // rows, 64**2))
+  return min(BLOCK, 1 << (largest_size.bit_length() - 1))
 
 
 def _even(length: int, block: int) -> int:
@@ -120,11 +120,8 @@ def _slice(j, C, arrays):
 
 
 def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
-  """Scores of a block of queries and block j of keys, masked and unmasked.
-
-  Both are float32 [B, K, n, R, C].
-  """
-  score = _wide("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH)
+  """Returns masked and unmasked scores of queries and key block j, float32 [B, K, n, R, C]."""
+  score = _einsum_float32("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH)
   score, C = softcap(score, scores.cap), k_BCKH.shape[1]
   visible = query.last[:, :, None] >= (j * C + jnp.arange(C))[None, None]
   visible &= query.segment[:, :, None] == key.segment[:, None, :]
@@ -134,7 +131,7 @@ def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
 
 
 def _range(query: Queries, C: int, S: int):
-  """Range of key blocks visible to a block of queries."""
+  """Returns the range of key blocks visible to a block of queries."""
   first = 0 if query.first is None else query.first.min() // C
   return first, jnp.minimum(query.last.max() // C + 1, S // C)
 
@@ -152,23 +149,23 @@ def _flash_forward(q, k, v, query, key, C, scores):
     q_BRKnH, query = block
 
     def body(j, carry):
-      most, total, sum_BKnRH = carry
+      largest, total, sum_BKnRH = carry
       k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
       score, _ = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
-      new = jnp.maximum(most, score.max(-1))
+      new = jnp.maximum(largest, score.max(-1))
       weight = jnp.exp(score - new[..., None])
-      scale = jnp.exp(most - new)
-      part = _wide("BKnRC,BCKH->BKnRH", weight.astype(v.dtype), v_BCKH)
+      scale = jnp.exp(largest - new)
+      part = _einsum_float32("BKnRC,BCKH->BKnRH", weight.astype(v.dtype), v_BCKH)
       total = total * scale + weight.sum(-1)
       return new, total, sum_BKnRH * scale[..., None] + part
 
     zeros = jnp.zeros((B, K, n, R), jnp.float32)
     start = jnp.full_like(zeros, NEGATIVE), zeros, jnp.zeros((B, K, n, R, H), jnp.float32)
     start = sharding.vary(start, AXES)
-    most, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
+    largest, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
     total = jnp.maximum(total, 1e-30)
     y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
-    return y, most + jnp.log(total)
+    return y, largest + jnp.log(total)
 
   y, lse = jax.lax.map(query_block, (q, query))
   y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
@@ -186,16 +183,16 @@ def _flash_backward(C, scores, residuals, dy):
     def body(j, carry):
       dq, dk, dv = carry
       k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
-      score, whole = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
+      score, unmasked = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
       weight = jnp.exp(score - lse_BKnR[..., None])
-      dweight = _wide("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
+      dweight = _einsum_float32("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
       dscore = weight * (dweight - delta_BKnR[..., None])
       if scores.cap:
-        dscore = dscore * (1 - (whole / scores.cap) ** 2)  # tanh' = 1 - tanh²
+        dscore = dscore * (1 - (unmasked / scores.cap) ** 2)  # tanh' = 1 - tanh²
       dscore = dscore.astype(q.dtype)
-      dq = dq + _wide("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
-      dk_BCKH = _wide("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
-      dv_BCKH = _wide("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
+      dq = dq + _einsum_float32("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
+      dk_BCKH = _einsum_float32("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
+      dv_BCKH = _einsum_float32("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
       old = _slice(j, C, (dk, dv))
       dk, dv = (
         jax.lax.dynamic_update_slice_in_dim(total, before + part, j * C, axis=1)

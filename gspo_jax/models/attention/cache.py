@@ -1,6 +1,6 @@
 """Dense key/value cache: one slot per position, one row per sequence.
 
-`pages` has the paged form, for TPUs and for windows larger than memory.
+`pages` has the paged cache.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Cache:
   No lengths are stored: a query at position p reads slots 0..p, and padding of a prefill is
   overwritten before it can be read. Layers are stacked as in the blocks of the parameters.
 
-  One query reads both arrays along their last axis: keys lie across the slots, values along them.
-  On CPU bfloat16 is stored as bits in uint16: XLA would convert a whole array to float32 and back
-  for each partial write.
+  Keys have the slots last, values the head's width: the axes of scores and outputs of one query. On
+  CPU bfloat16 is stored as bits in uint16: otherwise XLA would convert a whole array to float32 and
+  back for each partial write.
   """
 
   k_lBKHS: tuple[jax.Array, ...]
@@ -51,7 +51,7 @@ class Cache:
 def allocate(
   config: ModelConfig, batch: int, length: int, dtype: Any, layers: Sequence[int] | None = None
 ) -> Cache:
-  """An empty cache for `batch` rows of up to `length` positions.
+  """Allocates an empty cache for `batch` rows of up to `length` positions.
 
   layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
@@ -76,9 +76,9 @@ def write(
   v_BTKH: jax.Array,
   position_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes new keys and values of one layer: one per row, or several.
+  """Writes one layer's new keys and values, one or several per row.
 
-  Several are consecutive, from the same position in all rows. For use on each device's part.
+  Several are consecutive, from the same position in all rows. For use inside `shard_map`.
   """
   k_lBKHS, v_lBKSH = block
   k_BTKH, v_BTKH = _encoded(k_BTKH, k_lBKHS.dtype), _encoded(v_BTKH, v_lBKSH.dtype)
@@ -108,7 +108,7 @@ def read(
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """Writes row j of `rows` to row index_j; drops indices out of range.
 
-  `rows` may be shorter. For use on each device's part.
+  `rows` may have fewer slots. For use inside `shard_map`.
   """
   T = rows.v_lBKSH[0].shape[3]
   keys, values = zip(cache.k_lBKHS, rows.k_lBKHS), zip(cache.v_lBKSH, rows.v_lBKSH)
@@ -121,7 +121,7 @@ def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
 def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array) -> Cache:
   """Copies a row of `source` to a row's start, in place.
 
-  `source` may be shorter. For use on each device's part.
+  `source` may have fewer slots. For use inside `shard_map`.
   """
 
   def copy(x, s):
@@ -132,12 +132,12 @@ def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array)
 
 
 def decoded(cache: Cache) -> Cache:
-  """Returns the cache with arrays of its dtype, not bits."""
+  """Returns the cache with bits in uint16 converted to bfloat16."""
   return jax.tree.map(_decoded, cache)
 
 
 def _encoded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Converts numbers to the stored dtype of a cache."""
+  """Converts an array to the stored dtype of a cache."""
   if dtype != jnp.uint16:
     return x.astype(dtype)
   return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)

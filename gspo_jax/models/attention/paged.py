@@ -1,9 +1,9 @@
 """One query per row against its pages of a cache, for TPU: a Pallas kernel.
 
 JAX has two. `ragged_paged_attention` leaves one of the two cores of a v4 or v5p chip idle, reads
-whole blocks of pages, has no cost estimate, and cannot be checked without a TPU: neither of Pallas'
-interpreters supports it (JAX 0.10). `paged_attention` has no windows, and its layout of pages does
-not allow writing a token in place.
+whole blocks of pages, has no cost estimate, and runs in neither of Pallas' interpreters (JAX 0.10),
+so tests would need a TPU. `paged_attention` has no windows, and its layout of pages does not allow
+writing a token in place.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 
-ROWS = 16  # Maximum of batch rows per grid step of one core.
-TILE = 16  # Positions written back together: a tile of the narrowest cache dtype.
+ROWS = 16  # Maximum batch rows per grid step of one core.
+TILE = 16  # Positions written back together: a hardware tile of the narrowest cache dtype.
 
 
 def attend(
@@ -31,8 +31,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """Writes one new key and value per row and attends; [B, N, H] and cache.
 
-  The cache is updated in place. A row's pages up to its position, or in its window, are read once;
-  `TILE` positions of the last one are written back. Pages are prefetched, across rows.
+  The cache is updated in place. A row's pages up to its position, or in its window, are read once.
+  `TILE` positions of the last page are written back. Pages are prefetched, also the next row's.
 
   Args:
     q_BNH: queries, already scaled.
@@ -97,7 +97,7 @@ def _cost(q_BNH: jax.Array, kv_lpK2SH: jax.Array, width: int, scores: Scores) ->
 
 
 def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, width, scores):
-  """Attends from rows of a grid step; `buffer` has current and next page."""
+  """Attends from rows of a grid step; `buffer` has the current and the next page."""
   rows, S = q.shape[0], buffer.shape[-2]
   row0 = pl.program_id(0) * rows
 
@@ -120,11 +120,11 @@ def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, widt
       side, largest, total, sums = carry
       has_more = i < last
       following = jnp.where(has_more, row, row + 1)
-      begin_of_next, _ = pages_of(jnp.minimum(row + 1, rows - 1))
+      next_begin, _ = pages_of(jnp.minimum(row + 1, rows - 1))
 
       @pl.when(following < rows)
       def _():
-        fetch(following, jnp.where(has_more, i + 1, begin_of_next), 1 - side).start()
+        fetch(following, jnp.where(has_more, i + 1, next_begin), 1 - side).start()
 
       fetch(row, i, side).wait()
       tile = pl.multiple_of(jnp.maximum(newest, 0) % S // TILE * TILE, TILE)
@@ -168,9 +168,10 @@ def _insert(buffer, side, tile, new, row, position):
 
 
 def _attend_keys(q_KnH, k_KSH, v_KSH, page, position, scores: Scores, largest):
-  """Attends to one page of a row, for an online softmax.
+  """Computes an online softmax's step for one page of a row.
 
-  Returns the new largest score, the factor of earlier sums, weights, and weighted sum of values.
+  Returns the largest score so far, the factor for earlier sums, the page's unnormalised weights,
+  and their sum of values.
 
   Args:
     page: index of the page in the row.

@@ -1,10 +1,10 @@
 """Paged key/value cache: rows take pages from a pool as they grow.
 
 Memory is needed for positions in use, not for the longest possible rows, and a common prefix is
-stored once. The dense form (cache.py) reads and writes the same numbers.
+stored once. The dense cache (cache.py) has the same contents.
 
-The tables alone say which rows have which pages: a page in no table is free. All functions except
-`allocate` are for use on each device's part, with its own page numbers.
+Only the tables record a row's pages, so a page in no table is free. All functions but `allocate`
+and `no_pages` are for use inside `shard_map`; each device numbers its own pages.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from gspo_jax.models.attention.cache import Cache, decoded, spec
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
-NONE = -1  # no page
+NONE = -1  # No page.
 
 
 @flax.struct.dataclass
 class Pages:
-  """Position s of row b is in page table[b, s // S] at s % S, keys beside values."""
+  """Position s of row b is in page table[b, s // S] at s % S, key and value."""
 
   kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions, stacked like the parameters.
   table_Bn: jax.Array  # int32: pages of a row, in order of positions.
@@ -49,7 +49,7 @@ class Pages:
 
 @flax.struct.dataclass
 class Block:
-  """The pages of one run of layers."""
+  """Pages of one block of layers."""
 
   kv_lpK2SH: jax.Array
   table_Bn: jax.Array
@@ -95,7 +95,9 @@ def free(cache: Pages, *tables: jax.Array) -> jax.Array:
 def insert(
   cache: Pages, rows: Cache, length_r: jax.Array, *tables: jax.Array
 ) -> tuple[Pages, jax.Array, jax.Array]:
-  """Copies dense rows, the first `length` positions of each, into free pages.
+  """Copies the first `length` positions of dense rows into free pages.
+
+  `tables` have further pages in use.
 
   Returns:
     The cache; the rows' table [r, n]; bool [r]: whether there were enough pages for a row.
@@ -109,14 +111,14 @@ def insert(
   index_rn = (end_r - count_r)[:, None] + place_n[None]
   page_rn = order_p[jnp.minimum(index_rn, len(order_p) - 1)]
   table_rn = jnp.where((place_n[None] < count_r[:, None]) & fits_r[:, None], page_rn, NONE)
-  to_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # Out of range: dropped.
+  target_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # Out of range: dropped.
 
   def write(kv_lpK2SH, k_lrKHT, v_lrKTH):
     l, r, K, T, H = v_lrKTH.shape
     new_lrK2TH = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
     new_lrK2XH = jnp.pad(new_lrK2TH, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
     new_lrnK2SH = jnp.moveaxis(new_lrK2XH.reshape(l, r, K, 2, n, S, H), 4, 2)
-    return kv_lpK2SH.at[:, to_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
+    return kv_lpK2SH.at[:, target_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
 
   kv = tuple(map(write, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
   return cache.replace(kv_lpK2SH=kv), table_rn, fits_r
@@ -155,10 +157,10 @@ def attend(
 
   Rows without a page for their position write nothing, and their results are undefined.
 
-  implementation: "kernel" (TPU; interpreted elsewhere) or "plain", with pages collected first.
+  implementation: "kernel" (TPU; interpreted elsewhere), or "plain" on a gathered copy of the pages.
   """
   if q_BTNH.shape[1] != 1:
-    raise ValueError(f"{q_BTNH.shape[1]} queries of a row: pages take one, prefill into dense rows")
+    raise ValueError(f"{q_BTNH.shape[1]} queries per row: pages take one; prefill a dense cache")
   kv, table_Bn = cache.kv_lpK2SH, cache.table_Bn
   p, K, _, S, H = kv.shape[1:]
   position_B, B = position_BT[:, 0], len(q_BTNH)
@@ -178,8 +180,8 @@ def attend(
       interpret=sharding.platform() != "tpu",
     )
     return y_BNH[:, None], cache.replace(kv_lpK2SH=kv)
-  to_B = jnp.where(page_B == NONE, p, page_B)
-  kv = kv.at[layer, to_B, :, :, position_B % S].set(new_BK2H, mode="drop")
+  target_B = jnp.where(page_B == NONE, p, page_B)
+  kv = kv.at[layer, target_B, :, :, position_B % S].set(new_BK2H, mode="drop")
   rows_K2BnSH = jnp.moveaxis(kv[layer, jnp.maximum(table_Bn, 0)], (2, 3), (0, 1))
   rows_K2BXH = rows_K2BnSH.reshape(K, 2, B, -1, H).astype(q_BTNH.dtype)
   k_BKHX = jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2))

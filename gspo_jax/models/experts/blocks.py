@@ -1,7 +1,7 @@
-"""Expert products without a kernel: SwiGLU experts on blocks of rows of one expert.
+"""Expert products without a kernel: rows are grouped in blocks, each of one SwiGLU expert.
 
-`apply_blocks` loops over all blocks; `apply_batched` multiplies C rows of every expert at once and
-loops over the rest. `moe` documents their arguments and results.
+`apply_blocks` loops over all blocks. `apply_batched` multiplies C rows of every expert at once, and
+loops over blocks of the rest. `moe` documents their arguments and results.
 """
 
 import functools
@@ -21,57 +21,58 @@ class ExpertWeights(NamedTuple):
   down: jax.Array  # [E, F, D]
 
 
-def share(experts_Xk: jax.Array, w: ExpertWeights) -> float:
-  """Mean assignments per expert, over this and other devices."""
+def mean_load(experts_Xk: jax.Array, w: ExpertWeights) -> float:
+  """Mean assignments per expert, over the experts of all devices."""
   return experts_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
 
 
 def take(table: jax.Array, rows: jax.Array) -> jax.Array:
+  """Gathers rows; zeros if out of range."""
   return table.at[rows].get(mode="fill", fill_value=0)
 
 
 class Layout(NamedTuple):
-  """Assignments (token, choice) grouped by expert."""
+  """Slots of assignments (pairs of token and chosen expert), grouped by expert."""
 
-  slot_A: jax.Array  # Slot of assignment a; len(choice_Z) without a local expert.
-  choice_Z: jax.Array  # Assignment (token · k + choice) in slot z; A for padding.
+  slot_A: jax.Array  # Slot of assignment a; Z for an expert of another device.
+  assignment_Z: jax.Array  # Assignment (token · k + choice) in slot z; A for padding.
   end_E: jax.Array  # Cumulative number of blocks by expert.
 
 
 def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
   """Lays out assignments: C per expert first, the rest in blocks of R rows.
 
-  Expert e has the slots from e·C on; blocks follow after all of these. Index `num_experts` means an
-  expert of another device. An expert's last block may have a single row, so there are at most
-  A/R + E blocks; at most A/R if C ≥ R, since an expert with blocks has C assignments before them.
+  Expert e has C slots from e·C; the blocks follow. Index `num_experts` means an expert of another
+  device. An expert's last block may have a single row, so there are at most A/R + E blocks. With
+  C ≥ R there are at most A/R, since an expert with blocks has C assignments outside them.
   """
   A, E = experts_Xk.size, num_experts
-  takes_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
-  # With few experts, a running count is several times as fast as sorting.
-  place_AE = jnp.cumsum(takes_AE, axis=0, dtype=jnp.int32)
-  blocks_E = -(-jnp.maximum(place_AE[-1] - C, 0) // R)
+  chosen_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
+  # Rank of each assignment at its expert, from 1. For few experts, sorting is several times slower.
+  rank_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32)
+  blocks_E = -(-jnp.maximum(rank_AE[-1] - C, 0) // R)
   end_E = jnp.cumsum(blocks_E)
-  slot_AE = E * C + ((end_E - blocks_E) * R)[None] + place_AE - 1 - C
+  slot_AE = E * C + ((end_E - blocks_E) * R)[None] + rank_AE - 1 - C
   if C:
-    slot_AE = jnp.where(place_AE <= C, jnp.arange(E)[None] * C + place_AE - 1, slot_AE)
+    slot_AE = jnp.where(rank_AE <= C, jnp.arange(E)[None] * C + rank_AE - 1, slot_AE)
   Z = E * C + (A // R + (0 if C >= R else E)) * R
-  slot_A = jnp.where(takes_AE.any(1), jnp.where(takes_AE, slot_AE, 0).sum(1), Z)
-  empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
-  return Layout(slot_A, empty_Z.at[slot_A].set(number_A, mode="drop"), end_E)
+  slot_A = jnp.where(chosen_AE.any(1), jnp.where(chosen_AE, slot_AE, 0).sum(1), Z)
+  empty_Z, index_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
+  return Layout(slot_A, empty_Z.at[slot_A].set(index_A, mode="drop"), end_E)
 
 
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns rows per block, a power of two.
 
-  They are enough for XLA to compute a product on several cores, but at most half of an expert's
-  mean load, or padding costs more than it gains. The backward pass adds to an expert's whole
-  gradient for every block, so it takes at least 64.
+  Enough for XLA to compute a product on several cores, but at most half of the mean load, to limit
+  padding. In the backward pass, each block adds to a whole expert's gradient, so blocks have at
+  least 64 rows if the load allows.
   """
-  most = 1 << max(3, int(share(experts_Xk, w)).bit_length() - 2)
+  largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
-  if not backward and most * D * F < 2**23:
-    return min(most, 16)  # Small products use one core anyway.
-  return min(most, 1 << max(6 if backward else 3, 24 - (D * F - 1).bit_length()))
+  if not backward and largest * D * F < 2**23:
+    return min(largest, 16)  # Small products use one core anyway.
+  return min(largest, 1 << max(6 if backward else 3, 24 - (D * F - 1).bit_length()))
 
 
 @jax.custom_vjp
@@ -80,25 +81,26 @@ def apply_blocks(
 ) -> jax.Array:
   """Applies SwiGLU experts in turn, looping over their used blocks.
 
-  `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
+  The weights' gradient is returned as the gradient of `sink`, an unread array of w's shapes, in
+  sink's dtype.
   """
   return _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
-  """Scans `expert(carry, first block, end, weights)`; reads each weight once."""
+  """Scans `expert(carry, first block, end block, weights)` over experts."""
   start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
   start = sharding.vary(start, AXES)
   return jax.lax.scan(lambda carry, x: expert(carry, *x), start, (start_E, layout.end_E, w))
 
 
-_times = functools.partial(sharding.product, "...RD,...DF->...RF")
+_multiply = functools.partial(sharding.product, "...RD,...DF->...RF")
 
 
 def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
-  """gate · expert(x) for rows of one expert, or several."""
-  h_RF = jax.nn.silu(_times(x_RD, w.gate)) * _times(x_RD, w.up)
-  return _times(h_RF * gate_R[..., None], w.down)
+  """gate · expert(x), rows of one expert or a batch of experts."""
+  h_RF = jax.nn.silu(_multiply(x_RD, w.gate)) * _multiply(x_RD, w.up)
+  return _multiply(h_RF * gate_R[..., None], w.down)
 
 
 def hidden_gradients(a_RF, u_RF, dh_RF):
@@ -111,22 +113,24 @@ def hidden_gradients(a_RF, u_RF, dh_RF):
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Gradients of `_swiglu` for x, gate and weights, the latter in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
-  gate_R1, dh_RF = gate_R[..., None], _times(dy_RD, w.down.mT)
-  a_RF, u_RF = _times(x_RD, w.gate), _times(x_RD, w.up)
+  gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
+  a_RF, u_RF = _multiply(x_RD, w.gate), _multiply(x_RD, w.up)
   h_RF, da_RF, du_RF = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
   dw = ExpertWeights(*[outer(x.mT, y) for x, y in pairs])
-  return _times(da_RF, w.gate.mT) + _times(du_RF, w.up.mT), dgate_R, dw
+  return _multiply(da_RF, w.gate.mT) + _multiply(du_RF, w.up.mT), dgate_R, dw
 
 
-def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
-  """Gathers rows of assignments' tokens from each array, then gates.
+def _rows(
+  assignment: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Gathers the assignments' rows of each array, and their gate weights.
 
-  Padding is out of range (A // k = X) and gives 0.
+  Padding is out of range (A // k = X), so its rows are 0.
   """
-  rows = (take(a, choice // gate_Xk.shape[1]) for a in arrays_XD)
-  return *rows, take(gate_Xk.reshape(-1), choice)
+  rows = (take(a, assignment // gate_Xk.shape[1]) for a in arrays_XD)
+  return *rows, take(gate_Xk.reshape(-1), assignment)
 
 
 def _sum_choices(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
@@ -149,12 +153,12 @@ def _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink):
 
   def expert(y_ZD, start, end, w):
     def body(i, y_ZD):
-      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
-      return _update_rows(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), i * R)
+      assignment_R = jax.lax.dynamic_slice(layout.assignment_Z, (i * R,), (R,))
+      return _update_rows(y_ZD, _swiglu(*_rows(assignment_R, gate_Xk, x_XD), w), i * R)
 
     return jax.lax.fori_loop(start, end, body, y_ZD), None
 
-  y_ZD = jnp.zeros((len(layout.choice_Z), x_XD.shape[1]), x_XD.dtype)
+  y_ZD = jnp.zeros((len(layout.assignment_Z), x_XD.shape[1]), x_XD.dtype)
   y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
   return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
@@ -163,15 +167,15 @@ def _blocks_backward(residuals, dy_XD):
   x_XD, gate_Xk, experts_Xk, w, sink = residuals
   R = block_rows(experts_Xk, w, backward=True)
   layout = block_layout(experts_Xk, w.gate.shape[0], R)
-  Z = len(layout.choice_Z)
+  Z = len(layout.assignment_Z)
 
   def expert(carry, start, end, w):
     def body(i, carry):
       dx_ZD, dgate_Z, dw = carry
-      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
-      rows = _rows(choice_R, gate_Xk, x_XD, dy_XD)
-      dx_RD, dgate_R, dw_of_rows = _swiglu_gradients(*rows, w, sink.gate.dtype)
-      dw = jax.tree.map(jnp.add, dw, dw_of_rows)
+      assignment_R = jax.lax.dynamic_slice(layout.assignment_Z, (i * R,), (R,))
+      rows = _rows(assignment_R, gate_Xk, x_XD, dy_XD)
+      dx_RD, dgate_R, dw_part = _swiglu_gradients(*rows, w, sink.gate.dtype)
+      dw = jax.tree.map(jnp.add, dw, dw_part)
       return _update_rows(dx_ZD, dx_RD, i * R), _update_rows(dgate_Z, dgate_R, i * R), dw
 
     dw = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), sink)
@@ -187,12 +191,12 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
-  """Returns rows per expert at once, C, and per further block, R ≤ C.
+  """Returns C, slightly above the mean load, and rows of further blocks, R ≤ C.
 
-  C is slightly above the mean load. Larger blocks keep a GPU busy.
+  Larger blocks keep a GPU busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8
-  C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * share(experts_Xk, w)) // 8) * 8))
+  C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))
   return C, min(C, 1 << max(3, min(most, C.bit_length() - 2)))
 
 
@@ -200,7 +204,7 @@ def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
 def apply_batched(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """Applies all SwiGLU experts to C rows each, then further blocks.
+  """Applies all SwiGLU experts to C rows each, then to blocks of further rows.
 
   `sink` as in `apply_blocks`.
   """
@@ -210,22 +214,22 @@ def apply_batched(
 def _each_block(
   layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, step: Callable
 ) -> Any:
-  """Loops `step(carry, first slot, assignments, expert, weights)` over blocks after E·C."""
+  """Loops `step(carry, first slot, assignments, expert, weights)` over further blocks."""
 
   def body(i, carry):
     expert = jnp.sum(layout.end_E <= i)  # The expert of block i.
     start = len(w.gate) * C + i * R
-    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (start,), (R,))
+    assignment_R = jax.lax.dynamic_slice(layout.assignment_Z, (start,), (R,))
     w_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
-    return step(carry, start, choice_R, expert, w_expert)
+    return step(carry, start, assignment_R, expert, w_expert)
 
   return jax.lax.fori_loop(0, layout.end_E[-1], body, carry)
 
 
 def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
-  """Pads the first E·C slots with zeros to [Z, ...]."""
+  """Pads values of the first E·C slots with zeros, [Z, ...]."""
   part = part_EC.reshape(-1, *part_EC.shape[2:])
-  rest = len(layout.choice_Z) - len(part)
+  rest = len(layout.assignment_Z) - len(part)
   return jnp.pad(part, ((0, rest), *[(0, 0)] * (part.ndim - 1)))
 
 
@@ -233,10 +237,10 @@ def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
   E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
   layout = block_layout(experts_Xk, E, R, C)
 
-  def block(y_ZD, start, choice_R, expert, w):
-    return _update_rows(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), start)
+  def block(y_ZD, start, assignment_R, expert, w):
+    return _update_rows(y_ZD, _swiglu(*_rows(assignment_R, gate_Xk, x_XD), w), start)
 
-  y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
+  y_ECD = _swiglu(*_rows(layout.assignment_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
   return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
@@ -246,16 +250,16 @@ def _batched_backward(residuals, dy_XD):
   E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
   layout = block_layout(experts_Xk, E, R, C)
 
-  def gradients(choice, w):
-    return _swiglu_gradients(*_rows(choice, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
+  def gradients(assignment, w):
+    return _swiglu_gradients(*_rows(assignment, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
 
-  def block(carry, start, choice_R, expert, w):
+  def block(carry, start, assignment_R, expert, w):
     dx_ZD, dgate_Z, dw = carry
-    dx_RD, dgate_R, dw_of_rows = gradients(choice_R, w)
-    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, dw_of_rows)
+    dx_RD, dgate_R, dw_part = gradients(assignment_R, w)
+    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, dw_part)
     return _update_rows(dx_ZD, dx_RD, start), _update_rows(dgate_Z, dgate_R, start), dw
 
-  dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
+  dx_ECD, dgate_EC, dw = gradients(layout.assignment_Z[: E * C].reshape(E, C), w)
   carry = _slots(layout, dx_ECD), _slots(layout, dgate_EC), dw
   dx_ZD, dgate_Z, dw = _each_block(layout, C, R, w, carry, block)
   return *_token_gradients(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw

@@ -1,7 +1,7 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
-Reading its experts takes a chip longer than sending the tokens of a decode step between chips. So
-the tokens are sent to all chips with experts; `moe` has the largest number.
+Sending the tokens of a decode step between chips takes less time than reading a chip's experts. So
+all chips with experts gather the tokens, up to `moe.FEW` assignments per expert.
 """
 
 import math
@@ -16,7 +16,7 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-ROWS = 128  # Minimum of rows per expert: fewer take a TPU as long.
+ROWS = 128  # Minimum rows per expert: a TPU takes as long for fewer.
 
 
 def experts_of_few(
@@ -33,12 +33,12 @@ def experts_of_few(
   scatters the sums back.
 
   Args:
-    weights: each an `InStack`, whole over D.
-    apply: as `apply_one_hot`.
+    weights: each an `InStack`, not split over D.
+    apply: like `apply_one_hot` without `load`.
     check: False if `apply` is a Pallas kernel; see `sharding.shard_map`.
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
-  chips = tuple(a for a in AXES if a in over)  # In another order XLA sends twice as much.
+  chips = tuple(a for a in AXES if a in over)  # In any other order, XLA sends twice the bytes.
   split = ExpertWeights(*[P(None, over, None, "tensor")] * 2, P(None, over, "tensor"))
   stacks = jax.tree.map(sharding.reshard, ExpertWeights(*[w.stack for w in weights]), split)
 
@@ -69,17 +69,17 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
 
 
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
-  """Gathers tokens of all devices on `over`, packed in one array.
+  """Gathers tokens over the axes `over`, packed in one array.
 
-  Time depends on the number of collectives. For use inside `shard_map`.
+  Small collectives cost time by their number. For use inside `shard_map`.
   """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk
   dtype, (D, k) = x_XD.dtype, (x_XD.shape[1], experts_Xk.shape[1])
   word = jnp.dtype(f"uint{8 * dtype.itemsize}")
   bits = [jax.lax.bitcast_convert_type(a, word) for a in (x_XD, gate_Xk)]
-  sent = sharding.all_gather(jnp.concatenate([*bits, experts_Xk.astype(word)], axis=1), over)
-  x_XD, gate_Xk, experts_Xk = jnp.split(sent, [D, D + k], axis=1)
+  gathered = sharding.all_gather(jnp.concatenate([*bits, experts_Xk.astype(word)], axis=1), over)
+  x_XD, gate_Xk, experts_Xk = jnp.split(gathered, [D, D + k], axis=1)
   x_XD, gate_Xk = (jax.lax.bitcast_convert_type(a, dtype) for a in (x_XD, gate_Xk))
   return x_XD, gate_Xk, experts_Xk.astype(jnp.int32)
 
@@ -94,27 +94,27 @@ def apply_one_hot(
 ) -> jax.Array:
   """Applies all SwiGLU experts to C rows each, gathered by one-hot products.
 
-  This suits a TPU: sorting and scattering are slow there. If an expert has more than C tokens,
-  there are further rounds, each reading the weights again.
+  For TPUs: sorting and scattering are slow there. If an expert has more than C tokens, further
+  rounds read the weights again.
 
   Args:
     experts_Xk: expert indices; `num_local` means an expert of another device.
     num_local: experts of this device, E.
-    read: returns their weights.
-    load: mean assignments per expert; C is twice as much.
+    read: returns the weights of these experts.
+    load: mean assignments per expert. C is twice as many, rounded up to `ROWS`, or X if less.
   """
   X, dtype = len(x_XD), x_XD.dtype
   chosen_XkE = experts_Xk[..., None] == jnp.arange(num_local)[None, None]
   gate_EX = jnp.where(chosen_XkE, gate_Xk[..., None], 0).sum(1).T
   local_XE = chosen_XkE.any(1)
-  place_XE = jnp.cumsum(local_XE, axis=0, dtype=jnp.int32)
-  place_EX = jnp.where(local_XE, place_XE - 1, -1).T
+  rank_XE = jnp.cumsum(local_XE, axis=0, dtype=jnp.int32)
+  rank_EX = jnp.where(local_XE, rank_XE - 1, -1).T
   C = min(-(-X // 8) * 8, ROWS * max(1, math.ceil(2 * load / ROWS)))
-  exact = dict(precision=jax.lax.Precision.HIGHEST)  # Copies float32 exactly, too.
+  exact = dict(precision=jax.lax.Precision.HIGHEST)  # One-hot products copy float32 exactly, too.
 
   def one_round(i, result=dtype):
     w = read()
-    pick_ECX = place_EX[:, None] == (i * C + jnp.arange(C))[None, :, None]
+    pick_ECX = rank_EX[:, None] == (i * C + jnp.arange(C))[None, :, None]
     one_hot_ECX = pick_ECX.astype(dtype)
     x_ECD = jnp.einsum("ECX,XD->ECD", one_hot_ECX, x_XD, **exact)
     gate_EC = jnp.where(pick_ECX, gate_EX[:, None], 0).sum(-1)
@@ -129,6 +129,6 @@ def apply_one_hot(
 
   if C >= X:
     return one_round(0)
-  # Several rounds add up in float32 through memory; a single one need not.
-  rounds = -(-place_XE[-1].max() // C)
+  # Only several rounds need a float32 sum in memory.
+  rounds = -(-rank_XE[-1].max() // C)
   return jax.lax.cond(rounds > 1, all_rounds, lambda: one_round(0))

@@ -1,4 +1,4 @@
-"""Expert products by grouped kernels: rows sorted by expert, each group times its own matrix.
+"""Grouped kernels: rows are sorted by expert, and each group is multiplied by its own matrix.
 
 `moe` documents the arguments and results of `apply_ragged` and `apply_megablox`.
 """
@@ -16,18 +16,18 @@ from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
 
-ROOM = 1.25  # Rows of a piece relative to a device's mean assignments.
+SLACK = 1.25  # Rows of a piece, relative to the mean assignments per device.
 
 
 class GroupedWeights(NamedTuple):
-  """Weights for the kernels, and structure of their gradients."""
+  """Weights of the experts for the kernels, or their gradients."""
 
-  into: tuple[jax.Array, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
+  gate_up: tuple[jax.Array, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
   down: jax.Array  # [E, F, D]
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
-  """Copies gate and up into one matrix, to read rows once."""
+  """Copies gate and up into one matrix, so a product reads rows once."""
   return GroupedWeights((jnp.concatenate([w.gate, w.up], axis=-1),), w.down)
 
 
@@ -38,7 +38,7 @@ def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 
 def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
   """Adds xᵀ y over the rows of each group to the total, [E, D, F]."""
-  numbers = jax.lax.RaggedDotDimensionNumbers(
+  dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
@@ -47,7 +47,7 @@ def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
   real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
   x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
   product_EDF = jax.lax.ragged_dot_general(
-    x_RD, y_RF, count_E, numbers, preferred_element_type=dtype
+    x_RD, y_RF, count_E, dimensions, preferred_element_type=dtype
   )
   return product_EDF if total is None else total + product_EDF
 
@@ -58,8 +58,8 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   dtype = dtype or x_RD.dtype
   (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
   size, out_size = x_RD.dtype.itemsize, dtype.itemsize
-  tiles, moved = product_tiles(R, inner, outer, len(w_EDF), size, out_size, _vector_memory())
-  with jax.named_scope(f"hbm_bytes={moved}"):
+  tiles, hbm_bytes = product_tiles(R, inner, outer, len(w_EDF), size, out_size, _vector_memory())
+  with jax.named_scope(f"hbm_bytes={hbm_bytes}"):
     return gmm(
       x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
     )
@@ -70,8 +70,8 @@ def _megablox_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
 
   (R, inner), outer, E = x_RD.shape, y_RF.shape[1], len(count_E)
   sizes = x_RD.dtype.itemsize, dtype.itemsize * (1 if total is None else 2)
-  tiles, moved = outer_tiles(inner, R, outer, E, *sizes, _vector_memory())
-  with jax.named_scope(f"hbm_bytes={moved}"):
+  tiles, hbm_bytes = outer_tiles(inner, R, outer, E, *sizes, _vector_memory())
+  with jax.named_scope(f"hbm_bytes={hbm_bytes}"):
     return tgmm(x_RD.T, y_RF, count_E, dtype, tiles, existing_out=total, interpret=_interpreted())
 
 
@@ -87,23 +87,26 @@ def _interpreted() -> bool:
 def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   """Applies experts to rows sorted by expert, in pieces of a fixed size.
 
-  kernels: products of each group's rows with its matrix, and their outer products added to a total.
+  kernels: functions `_ragged` and `_ragged_outer`, or their counterparts for megablox.
   """
   return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 class Pieces(NamedTuple):
-  """Assignments sorted by expert, those of other devices last, padded to whole pieces of R."""
+  """Assignments sorted by expert, padded to whole pieces of R.
 
-  choice_Z: jax.Array  # Assignment (token · k + choice); A for padding.
+  Experts of other devices come last.
+  """
+
+  assignment_Z: jax.Array  # Assignment (token · k + choice); A for padding.
   end_E: jax.Array  # End of each expert's assignments.
 
 
 def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
-  """Returns pieces of R rows, `ROOM` times the mean load: usually one."""
+  """Returns the pieces and R, `SLACK` times the mean load: usually one piece suffices."""
   A = experts_Xk.size
   expert_A = experts_Xk.reshape(A)
-  R = min(A, math.ceil(ROOM * A / sharding.axis_size("expert")))
+  R = min(A, math.ceil(SLACK * A / sharding.axis_size("expert")))
   R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
   count_E = jnp.sum(expert_A[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
   order_A = jnp.argsort(expert_A, stable=True)
@@ -111,17 +114,17 @@ def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
 
 
 def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
-  """Returns tokens (X: none), assignments and rows per expert of piece i."""
+  """Returns tokens (X for padding), assignments and rows per expert of piece i."""
   position_R = i * R + jnp.arange(R)
-  choice_R = jax.lax.dynamic_slice(pieces.choice_Z, (i * R,), (R,))
-  choice_R = jnp.where(position_R < pieces.end_E[-1], choice_R, X * k)
+  assignment_R = jax.lax.dynamic_slice(pieces.assignment_Z, (i * R,), (R,))
+  assignment_R = jnp.where(position_R < pieces.end_E[-1], assignment_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
-  edge_E = edge_E.at[-1].max(1)  # Kernels need a row: padding, with a gate of 0.
-  return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
+  edge_E = edge_E.at[-1].max(1)  # Kernels need at least one row, if only of padding.
+  return assignment_R // k, assignment_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
 def _each_piece(body, number: jax.Array, carry):
-  """Loops over pieces, with the first outside, to overlap collectives."""
+  """Loops over pieces; the first is outside the loop, to overlap collectives."""
   carry = body(0, carry)
 
   def loop(carry):
@@ -131,27 +134,27 @@ def _each_piece(body, number: jax.Array, carry):
 
 
 def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
-  """Gathers rows of the table; arbitrary ones for padding, outside all groups."""
+  """Gathers rows of the table; those of padding, in no group, are arbitrary."""
   return table.at[row_R].get(mode="clip")
 
 
-def _hidden(times, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
-  """Returns x gate and x up."""
-  parts = [times(x_RD, into_EDF, count_E) for into_EDF in w.into]
+def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
+  """Returns the products of x with gate and up."""
+  parts = [multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up]
   return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
 
 
 def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
-  times, _ = kernels
+  multiply, _ = kernels
 
   def body(i, y_XD):
-    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
-    a_RF, u_RF = _hidden(times, _rows(x_XD, row_R), w, count_E)
-    h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, choice_R)[:, None]
-    # Rows beyond the last group are undefined, and are dropped.
-    y_RD = times(h_RF, w.down, count_E, dtype=y_XD.dtype)
+    row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
+    a_RF, u_RF = _hidden(multiply, _rows(x_XD, row_R), w, count_E)
+    h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, assignment_R)[:, None]
+    # Rows beyond the last group are undefined; they are dropped.
+    y_RD = multiply(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
   y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
@@ -163,23 +166,23 @@ def _grouped_backward(kernels, residuals, dy_XD):
   x_XD, gate_Xk, experts_Xk, w, sink = residuals
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
-  times, outer = kernels
+  multiply, outer = kernels
 
   def body(i, carry):
     dx_XD, dgate_A, dw = carry
-    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
-    gate_R1 = gate_A.at[choice_R].get(mode="fill", fill_value=0)[:, None]
+    row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
+    gate_R1 = gate_A.at[assignment_R].get(mode="fill", fill_value=0)[:, None]
     x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
-    dh_RF = times(dy_RD, w.down, count_E, True)
-    h_RF, *hidden = hidden_gradients(*_hidden(times, x_RD, w, count_E), dh_RF * gate_R1)
+    dh_RF = multiply(dy_RD, w.down, count_E, True)
+    h_RF, *hidden = hidden_gradients(*_hidden(multiply, x_RD, w, count_E), dh_RF * gate_R1)
     dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
-    hidden = hidden if len(w.into) == 2 else [jnp.concatenate(hidden, axis=1)]
-    parts = [times(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.into)]
+    hidden = hidden if len(w.gate_up) == 2 else [jnp.concatenate(hidden, axis=1)]
+    parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.gate_up)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
     dw = dw or GroupedWeights((None,) * len(hidden), None)  # The first piece has no total.
-    into = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.into)]
-    dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down))
-    return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw
+    gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.gate_up)]
+    dw = GroupedWeights(tuple(gate_up), outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down))
+    return dx_XD, dgate_A.at[assignment_R].set(dgate_R, mode="drop"), dw
 
   zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
   used, dtype = -(-pieces.end_E[-1] // R), sink.down.dtype

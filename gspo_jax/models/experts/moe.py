@@ -2,17 +2,17 @@
 
 The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
 `expert` axis gather each other's tokens, every device applies its local experts to the tokens that
-chose them, and the sum over devices is scattered back. No buffer depends on the routing, so no
-token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
+chose them, and the sum over devices is scattered back. Buffers fit any routing, so no token is ever
+dropped. The products have four `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows of one expert: on CPU for many tokens
   batched   one batched product with some rows of every expert: on GPU, and on CPU for few tokens
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU all rows are multiplied by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-All take x [X, D], gate weights and experts [X, k], and the weights of the E local experts; index E
-means an expert of another device. They return, in x's dtype, [X, D]:
-Σ_k gate_k · expert_{index_k}(x) over the local experts.
+All take x [X, D], gate weights and expert indices [X, k], and the weights of the E local experts.
+Index E means an expert of another device. They return Σ_k gate_k · expert_{index_k}(x) over the
+local experts, [X, D] in x's dtype.
 """
 
 import functools
@@ -33,25 +33,25 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
-FORMS = dict(
+IMPLEMENTATIONS = dict(
   blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
 )
-FEW = 256  # Assignments per expert up to which all experts are multiplied at once.
+FEW = 256  # Maximum assignments per expert for one batched product of all experts.
 
 
 @flax.struct.dataclass
 class RouterStats:
-  """Sums over the real tokens of a batch, stacked by layer; divided when reported."""
+  """Sums over a batch's tokens without padding, stacked by layer."""
 
   load_E: jax.Array  # Assignments to each expert.
   probability_E: jax.Array  # Router probability of each expert.
   entropy: jax.Array  # Entropy of the router distribution, nats.
   z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
   tokens: jax.Array
-  dropped: jax.Array  # Assignments without a computing expert: 0, since dispatch is dropless.
+  dropped: jax.Array  # Assignments computed by no expert: always 0.
   # None without replay:
-  overridden: jax.Array | None = None  # Share of the router's choices replaced by replay.
-  replayed_tokens: jax.Array | None = None  # Tokens with experts to replay.
+  overridden: jax.Array | None = None  # Share of a token's choices replaced by replay.
+  replayed_tokens: jax.Array | None = None  # Tokens with replayed experts.
 
 
 def route(
@@ -64,10 +64,9 @@ def route(
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
   Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
-  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`,
-  of any integer type, replaces the choice of tokens with experts in it (-1: none). Only indices are
-  replayed. Gate weights always come from the current router's dense probabilities: from its own
-  top-k, those of other experts would be 0 without a gradient.
+  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`, of
+  any integer type, replaces the router's choice, except at tokens with -1. Only indices are
+  replayed: gate weights are the current router's probabilities of these experts, with a gradient.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -78,11 +77,11 @@ def route(
   _, experts_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
   replay_stats = {}
   if replayed_experts_BTk is not None:
-    share_BT, known_BT = routing.changed(experts_BTk, replayed_experts_BTk)
+    share_BT, replayed_BT = routing.changed(experts_BTk, replayed_experts_BTk)
     recorded_BT1 = routing.recorded(replayed_experts_BTk)[..., None]
     experts_BTk = jnp.where(recorded_BT1, replayed_experts_BTk, experts_BTk)
     replay_stats = dict(
-      overridden=(share_BT * valid_BT).sum(), replayed_tokens=(known_BT * valid_BT).sum()
+      overridden=(share_BT * valid_BT).sum(), replayed_tokens=(replayed_BT * valid_BT).sum()
     )
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
@@ -115,22 +114,22 @@ def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
 
 
 def choose(implementation: str, load: float = math.inf):
-  """Returns the named form; "auto" depends on platform and load.
+  """Returns the named implementation; "auto" depends on platform and load.
 
   load: assignments per expert.
   """
   if implementation == "auto":
     on_cpu = "batched" if load <= FEW else "blocks"
     implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "batched")
-  return FORMS[implementation]
+  return IMPLEMENTATIONS[implementation]
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """Returns the form for `experts_of_few`."""
+  """Returns the implementation for `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
-  form = choose(implementation, load)
-  return lambda x_XD, gate_Xk, experts_Xk, num_local, read: form(
+  apply = choose(implementation, load)
+  return lambda x_XD, gate_Xk, experts_Xk, num_local, read: apply(
     x_XD, gate_Xk, experts_Xk, w := read(), w
   )
 
@@ -139,14 +138,14 @@ def choose_for_few(implementation: str, load: float) -> Callable:
 class Gathered:
   """Weights of experts gathered over D, [copies, E, ...].
 
-  Each device of "data" and "fsdp" has its own copy and gradient.
+  Each device on "data" and "fsdp" has a copy, and a gradient for it.
   """
 
   weights: ExpertWeights | GroupedWeights
 
 
 def gather(weights: ExpertWeights, implementation: str) -> Gathered:
-  """Gathers the weights ahead of `experts`; the transpose scatters the gradients."""
+  """Gathers weights before `experts` runs; the backward pass scatters their gradients."""
   split, joins = _layout(weights, implementation)
   layout = _joined_layout(split) if joins else split
 
@@ -174,7 +173,7 @@ def _joined_layout(split: ExpertWeights) -> GroupedWeights:
 
 
 def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
-  """Gathers a device's factors, inside `shard_map`."""
+  """Gathers the weights of a device's experts, inside `shard_map`."""
   if joins:  # Local parts are joined before gathering.
     return jax.tree.map(sharding.whole, joined(weights), _joined_layout(split))
   return jax.tree.map(sharding.whole, weights, split)
@@ -190,13 +189,13 @@ def experts(
 ) -> jax.Array:
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], over a mesh.
 
-  Weights split over D are gathered here, and their gradients scattered, unless `gather` did it.
-  `chunk` tokens of each device are gathered and computed at once (0: all), again in the backward
-  pass. That bounds memory: if every token of every device chooses the experts of one device, that
-  device works longer, in the same buffers.
+  Weights split over D are gathered here, and their gradients scattered, unless they are `Gathered`.
+  Each device gathers and computes `chunk` tokens at a time (0: all), and recomputes them in the
+  backward pass. This bounds memory: if all tokens choose the experts of one device, it works
+  longer, in the same buffers.
 
-  While sampling, weights are `InStack`, perhaps split over more chips than the axis "expert". Few
-  tokens are sent to the weights (`experts_of_few`); for many, the weights are gathered.
+  While sampling, weights are `InStack`, possibly split over more mesh axes than "expert". Few
+  tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are gathered.
   """
   check = choose(implementation) is not apply_megablox
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
@@ -213,10 +212,10 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # Gradients of chunks add up in float32, through an unread copy of the weights. A kernel itself
-    # adds up in float32: the gradient of a single chunk has the dtype of its reduction.
-    once = joins and not 0 < chunk < B * T
-    sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    # The weights' gradient is returned as the gradient of `sink`, an unread copy, in its dtype. It
+    # is the sum over chunks and blocks, so float32; a grouped kernel has its own float32 sum.
+    in_kernel = joins and not 0 < chunk < B * T
+    sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
     def apply(x_XD, gate_Xk, experts_Xk):
@@ -246,7 +245,7 @@ def _gather_and_apply(
 ) -> jax.Array:
   """Gathers tokens, applies a device's experts, and scatters the sums, inside `shard_map`.
 
-  Gradients of the weights go to `sink`.
+  The weights' gradient is returned as the gradient of `sink`.
   """
   num_local = len(weights.down)
   x_XD, gate_Xk, experts_Xk = (
@@ -261,7 +260,7 @@ def _gather_and_apply(
 
 
 def _over_chunks(apply: Callable, tokens: list[jax.Array], chunk: int) -> jax.Array:
-  """Applies experts to `chunk` tokens at once; 0 means all.
+  """Applies experts to `chunk` tokens at a time; 0 means all.
 
   tokens: x [X, D], and gates and experts [X, k].
   """

@@ -1,8 +1,7 @@
 """Chosen experts as data: storage, and the difference between two policies.
 
-The experts of one token in one layer are k indices in any order. -1 in all k places means that none
-are recorded: padding, or a position without a forward pass. (Expert 0 would be replayed as a
-choice.)
+The experts of one token in one layer are k indices in any order. All are -1 if no experts are
+recorded: padding, or a position without a forward pass.
 """
 
 import jax
@@ -15,7 +14,7 @@ Array = jax.Array | np.ndarray
 
 
 def storage_dtype(num_experts: int) -> np.dtype:
-  """Smallest signed integer type for -1 to num_experts - 1."""
+  """Returns the smallest signed integer type for -1 to num_experts - 1."""
   return np.min_scalar_type(-max(num_experts, 1))
 
 
@@ -27,7 +26,7 @@ def recorded(experts_k: Array) -> Array:
 def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
   """Share of a token's experts not among the old ones: 1 - |A ∩ B| / k.
 
-  Shapes: [..., k] ×2 -> float32 [...], 0 unless both are recorded, and bool [...]: both are.
+  Shapes: [..., k] ×2 -> float32 [...], 0 unless both are recorded, and bool [...], both recorded.
   """
   valid = recorded(experts_k) & recorded(old_k)
   k = experts_k.shape[-1]
@@ -39,12 +38,12 @@ def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
 def volatility_sums(
   new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Σ of 1 - |A ∩ B| / k over tokens, and their number, per layer."""
-  share_lBT, known_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
+  """Returns Σ of 1 - |A ∩ B| / k over tokens, and their number, per layer."""
+  difference_lBT, both_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
   if where_BT is not None:
-    known_lBT = known_lBT & (where_BT[None] > 0)
-  number_l = known_lBT.sum((1, 2)).astype(jnp.float32)
-  return jnp.where(known_lBT, share_lBT, 0).sum((1, 2)), number_l
+    both_lBT = both_lBT & (where_BT[None] > 0)
+  number_l = both_lBT.sum((1, 2)).astype(jnp.float32)
+  return jnp.where(both_lBT, difference_lBT, 0).sum((1, 2)), number_l
 
 
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
@@ -55,10 +54,10 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
   for T tokens and the experts A and B activated by two policies for a token. 0: the same experts
   everywhere; 1: no expert in common. Two independent uniform choices of k out of E differ by
   1 - k/E. GSPO, arXiv:2507.18071, §5.3, reports about 0.10 after one gradient update of a 48-layer
-  model; it gives no formula, this is ours.
+  model, without a formula; this one is ours.
 
-  Tokens count if both sides are recorded and `where_BT` is not 0; a layer without such tokens has
-  0.
+  Tokens count if both policies' experts are recorded and `where_BT` is not 0. A layer without such
+  tokens has 0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].
   """
