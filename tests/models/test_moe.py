@@ -136,13 +136,13 @@ def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
   index = expert_inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
   layout = blocks.block_layout(index, 8, R, C)
-  choices = layout.choice_Z[layout.choice_Z < index.size]
-  assert sorted(choices.tolist()) == list(range(index.size))
+  assignments = layout.assignment_Z[layout.assignment_Z < index.size]
+  assert sorted(assignments.tolist()) == list(range(index.size))
   expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
   counts = np.zeros(8, int)
   for a, expert in enumerate(np.ravel(index)):
     slot = int(layout.slot_A[a])
-    assert layout.choice_Z[slot] == a
+    assert layout.assignment_Z[slot] == a
     if counts[expert] < C:
       assert slot == expert * C + counts[expert]
     else:
