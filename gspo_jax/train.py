@@ -45,8 +45,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   """Trains to the end of `rl.iterations` and returns the parameters.
 
   Args:
-    start_params: returns the parameters before the first iteration, of the initial policy and of
-      the KL penalty's reference policy.
+    start_params: returns the parameters before the first iteration. The KL penalty's reference
+      policy has them, too.
 
   Raises:
     Preempted: the machine is about to stop; a checkpoint has been saved.
@@ -103,14 +103,14 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Programs of an iteration, without sampling."""
+  """Trainer's programs of an iteration."""
 
-  segments: batches.Segments | None  # None: one importance ratio per response
-  passes: Sequence[tuple[Pass, Callable]]  # passes before the updates, without gradient
+  segments: batches.Segments | None  # None means one importance ratio per response.
+  passes: Sequence[tuple[Pass, Callable]]  # Forward passes before the updates.
   advantages: advantages.Part
   update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
-  review: Callable[..., dict[str, jax.Array]]  # arrays of the samples log
-  schedule: Mapping[str, float]  # hyperparameters of the optimizer
+  review: Callable[..., dict[str, jax.Array]]  # Arrays of the samples log.
+  schedule: Mapping[str, float]  # Hyperparameters of the optimizer.
 
 
 def programs_of(run: Run) -> Programs:
@@ -150,7 +150,7 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resumed(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """Resumes sampling; returns the totals and the unfinished metrics row.
+  """Resumes sampling; returns the totals and the metrics row not yet reported.
 
   At the start of a run this row has step 0, so metrics begin with an evaluation.
   """
@@ -197,7 +197,7 @@ def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) ->
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
-  """Builds the passes before an iteration's updates, each with its program."""
+  """Builds the forward passes before an iteration's updates, each with its program."""
   c = run.config
   make = dict(
     old_policy=lambda: old_policy,
@@ -209,7 +209,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads the parameters of passes without updates, by name."""
+  """Loads the parameters of the reference policy and the teacher, if used, by name."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
@@ -256,6 +256,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Snapshots position and totals; returns a function to serialize them."""
+  """Snapshots sampling state and totals; returns a function to serialize them."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())

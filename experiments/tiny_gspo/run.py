@@ -125,7 +125,7 @@ def table(results: list[Result]) -> str:
   """Least, median and largest of all seeds, per precision."""
   lines = [
     "| | updates of the cold start | accuracy after it | GSPO iteration 10 | 20 | 40 "
-    "| runs that learned |",
+    f"| ended at {END} or above |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]
   for dtype in COLOURS:

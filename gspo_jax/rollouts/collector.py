@@ -1,8 +1,8 @@
 """Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
-Long responses would delay an iteration. With `rl.extra_prompts`, more groups may start than an
-iteration trains on, and sampling ends once P = `rl.prompts` groups are finished. With
-`rl.token_budget`, sampling also ends after that number of sampled tokens.
+A group is a prompt and its responses. Long responses would delay an iteration, so with
+`rl.extra_prompts` more groups may start than an iteration trains on. Sampling ends once P =
+`rl.prompts` groups are finished, or after `rl.token_budget` sampled tokens, if set.
 
 Unfinished groups are deferred to the next iteration as partial rollouts. Each token keeps its
 log-probability and the version of its sampling weights. On resuming, the prefix is prefilled again
@@ -43,8 +43,8 @@ from gspo_jax.structs import Prompt, Rollout
 from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
-UNKNOWN = "unknown"  # directory of the responses without a verdict
-DESCRIBED = 100  # maximum number of such responses in an iteration's file
+UNKNOWN = "unknown"  # Directory of the log of responses without a verdict.
+MAX_LOGGED = 100  # Maximum number of such responses in an iteration's file.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -53,12 +53,12 @@ class Collected:
   """Training groups of an iteration, and metrics of all its samples."""
 
   groups: list[Group]
-  rollout: Rollout  # `groups` as arrays
-  step: int  # the iteration that trains on `groups`
-  version: int  # last version of the sampling weights; partial rollouts may have older tokens
+  rollout: Rollout  # `groups` as arrays.
+  step: int  # Iteration of the updates on `groups`.
+  version: int  # Last version of the sampling weights; partial rollouts may have older tokens.
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # None unless turns or lines have rewards
-  usage: Usage  # cost of all sampling in this iteration, discarded groups included
+  advantage_BL: np.ndarray | None  # By response token; None unless turns or lines have rewards.
+  usage: Usage  # Cost of all sampling in this iteration, discarded groups included.
   metrics: dict[str, float]
 
   @property
@@ -75,11 +75,11 @@ class Collector:
   """Source of scored groups. Draws prompts and carries groups over between iterations.
 
   Args:
-    score: the verifier of single-turn responses.
-    environment: factory of environments; None: a response is one turn, scored by `score`.
+    score: verifier of single-turn responses.
+    environment: constructor of environments. None means single turns, scored by `score`.
     writer: log of the responses without a verdict.
-    records: recorded responses for job=offline; None: all responses are sampled.
-    shared_prompts: number of held-out problems among the training prompts.
+    records: recorded responses for job=offline. None means that all responses are sampled.
+    shared_prompts: number of prompts in both training and held-out data.
   """
 
   def __init__(
@@ -107,39 +107,39 @@ class Collector:
     )
     if self._buckets != (config.data.max_prompt_tokens,) and hosts.is_first():
       sizes = " or ".join(map(str, self._buckets))
-      sys.stderr.write(f"updates have room for prompts of {sizes} tokens; each compiles once\n")
+      sys.stderr.write(f"updates pad prompts to {sizes} tokens; each length compiles once\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
-    self._fresh = round(config.sampled_share * P)  # sampled groups; the others are recorded
+    self._num_sampled = round(config.sampled_share * P)  # The other groups are recorded.
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
-    # Objects with a state in the checkpoint, besides the groups in flight.
+    # Objects saved in the checkpoint, besides the groups in flight.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:
       seed = config.seed_of("rl", "recorded")
       self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
-    self._under_way: list[Group] = []
-    self._limit = config.sampling.max_new_tokens  # maximum response length in this iteration
-    self._version = 0  # version of the engine's weights
-    # Python ids of the groups finished in an earlier iteration and not yet trained on.
+    self._in_flight: list[Group] = []
+    self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
+    self._version = 0  # Version of the engine's weights.
+    # Python ids of groups finished in an earlier iteration and not yet trained on.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration; some may be recorded.
 
-    Samples one round of groups. Dynamic sampling adds up to `extra_rounds` rounds while fewer than
-    P = `rl.prompts` groups are mixed: their responses have different scores. Mixed groups are
-    selected first. If they are fewer than P, the earliest other groups fill the batch; where
-    `extra_rounds` is set, these have advantage 0, unless they teach by costs (`costs.teaches`).
-    With partial rollouts the batch may have fewer than P groups.
+    A group is mixed if its responses have different scores. Dynamic sampling adds up to
+    `extra_rounds` rounds while fewer than P = `rl.prompts` groups are mixed. Mixed groups are
+    selected first. If they are fewer than P, the earliest other groups fill the batch. With
+    `extra_rounds`, these have advantage 0, unless their costs count (`costs.teaches`). With partial
+    rollouts the batch may have fewer than P groups.
 
     Args:
-      step: the iteration.
+      step: number of the iteration.
       stages: timer; `stages(name)` times the stages "sample" and "score".
-      version: version of the engine's weights; None: `step`.
+      version: version of the engine's weights. None means `step`.
 
     Raises:
       ValueError: a reward is not finite.
@@ -147,22 +147,22 @@ class Collector:
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._version = step if version is None else version
-    renewed = self._begin_again()
-    self._surplus = {id(group) for group in self._under_way if group.finished}
+    renewed = self._restart_stale()
+    self._surplus = {id(group) for group in self._in_flight if group.finished}
     self._filter.readmit(step)
     self._limit, row = schedules.begin(c, self._prompts, step)
-    on_record, sampled, rounds = self._on_record(), [], 0
-    extra = c.data.query_set.extra_rounds if self._fresh else -1
+    on_record, sampled, rounds = self._recorded_groups(), [], 0
+    extra = c.data.query_set.extra_rounds if self._num_sampled else -1
     while rounds <= extra and (not rounds or sum(g.mixed for g in sampled) < c.rl.prompts):
       with stages("sample"):
         groups = self._sample(step, rounds, usage)
       with stages("score"):
-        outcomes.update(self._judge(groups))
+        outcomes.update(self._score_groups(groups))
       sampled += groups
       rounds += 1
       self._require_verdicts(sampled, step)
     self._filter.update(sampled, step)
-    chosen = self._chosen(sampled)
+    chosen = self._select(sampled)
     groups = self._in_minibatches(on_record, chosen)
     rollout = self.rollout(groups)
     judged = advantages.Judged(c, groups, rollout, self._constraints, self._breaks_V)
@@ -173,7 +173,7 @@ class Collector:
     version = self._version
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
-  def _begin_again(self) -> dict[str, float]:
+  def _restart_stale(self) -> dict[str, float]:
     """Restarts responses with tokens older than `rl.max_age` versions.
 
     Returns the number of restarts as a metric.
@@ -181,7 +181,7 @@ class Collector:
     if not self._config.rl.max_age:
       return {}
     oldest, number = self._version - self._config.rl.max_age, 0
-    for group in self._under_way:
+    for group in self._in_flight:
       for g, old in enumerate(group.trajectories):
         if old.oldest is not None and old.oldest < oldest:
           ((new,),) = self._trajectories([group.prompt], 1, old.seed)
@@ -189,16 +189,16 @@ class Collector:
           number += 1
     return {"partial/begun_again": float(number)}
 
-  def _on_record(self) -> list[Group]:
+  def _recorded_groups(self) -> list[Group]:
     """Returns the next recorded groups."""
-    count, c = self._config.rl.prompts - self._fresh, self._config
+    count, c = self._config.rl.prompts - self._num_sampled, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [
       Group.on_record(x, c.rl.group_size, self._tokenizer.decode, c.reward.threshold)
       for x in records
     ]
 
-  def _chosen(self, sampled: list[Group]) -> list[Group]:
+  def _select(self, sampled: list[Group]) -> list[Group]:
     """Selects at most P groups, preferably mixed ones, in sampling order.
 
     Smaller groups get blank responses up to `rl.group_size`.
@@ -235,23 +235,23 @@ class Collector:
     if self._environment:
       row |= metrics.environment_metrics(sampled)
     if c.rl.partial:
-      under_way, surplus = self._under_way, self._surplus
+      under_way, surplus = self._in_flight, self._surplus
       row |= metrics.partial_metrics(sampled, chosen, under_way, surplus, self._version)
     return row
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
-    """Samples one round: until P groups are finished or the token budget is spent.
+    """Samples one round: until N groups are finished or the token budget is spent.
 
-    P is `rl.prompts` less the batch's recorded groups, G is `rl.group_size`. Returns the finished
-    groups, at most P and at least one per mini-batch.
+    N is `rl.prompts` less the batch's recorded groups, G is `rl.group_size`. Returns the finished
+    groups, at most N and at least one per mini-batch.
 
-    At most G · (P − groups finished at the start) responses are in flight. When G of these have
+    At most G · (N − groups finished at the start) responses are in flight. When G of these have
     ended, an extra prompt starts. If all extra prompts started at once, many short groups could
-    finish in one iteration; the groups beyond P would be trained on later, off-policy.
+    finish in one iteration; the groups beyond N would be trained on later, off-policy.
 
-    Surplus groups of earlier iterations come first, up to half of P.
+    Surplus groups of earlier iterations come first, up to half of N.
     """
-    c, engine, P, G = self._config, self._engine, self._fresh, self._config.rl.group_size
+    c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
       engine,
       self._workload,
@@ -261,18 +261,18 @@ class Collector:
       time_limit_s=environments.time_limit(self._environment),
       limit=self._limit,
     )
-    stale = [group for group in self._under_way if id(group) in self._surplus]
-    later = stale[max(1, P // 2) :]
-    groups = [group for group in self._under_way if not any(group is x for x in later)]
-    places = G * (P - sum(group.finished for group in groups))
-    begins = itertools.count()
+    surplus = [group for group in self._in_flight if id(group) in self._surplus]
+    deferred = surplus[max(1, N // 2) :]
+    groups = [group for group in self._in_flight if not any(group is x for x in deferred)]
+    max_in_flight = G * (N - sum(group.finished for group in groups))
+    attempts = itertools.count()
 
     def begin() -> None:
-      """Starts one prompt per G free places, within `rl.extra_prompts`."""
-      room = (places - sum(group.unfinished for group in groups)) // G
-      count = min(room, P + c.rl.extra_prompts - len(later) - len(groups))
+      """Starts one prompt per G free places in flight, within `rl.extra_prompts`."""
+      free = (max_in_flight - sum(group.unfinished for group in groups)) // G
+      count = min(free, N + c.rl.extra_prompts - len(deferred) - len(groups))
       if count > 0:
-        new = self._new_groups(count, step, attempt, next(begins))
+        new = self._new_groups(count, step, attempt, next(attempts))
         for group in new:
           driver.begin(group.trajectories)
         groups.extend(new)
@@ -280,7 +280,7 @@ class Collector:
     def enough() -> bool:
       finished = sum(group.finished for group in groups)
       spent = c.rl.token_budget and engine.usage.tokens >= c.rl.token_budget
-      if finished >= P or (spent and finished >= c.rl.minibatches):
+      if finished >= N or (spent and finished >= c.rl.minibatches):
         return True
       begin()
       return False
@@ -291,20 +291,20 @@ class Collector:
     for _ in driver.run(enough):
       pass
     usage.add(engine.usage)
-    done = [group for group in groups if group.finished][:P]
-    handed_out = {id(group) for group in done}
-    self._under_way = later + [group for group in groups if id(group) not in handed_out]
+    done = [group for group in groups if group.finished][:N]
+    done_ids = {id(group) for group in done}
+    self._in_flight = deferred + [group for group in groups if id(group) not in done_ids]
     return done
 
   def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
     """Draws the next prompts accepted by the filter, as unsampled groups."""
-    c, most = self._config, self._config.rl.group_size
-    # A prompt drawn twice in one iteration gets different PRNG keys.
+    c, max_size = self._config, self._config.rl.group_size
+    # A prompt drawn twice in one iteration has different PRNG keys.
     seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
     prompts = self._batches.take(count, self._filter.wants)
-    least = c.schedule.group_size_min or most
-    tried = map(self._filter.tried, prompts)
-    sizes = [schedules.group_size(n, right, least, most) for n, right in tried]
+    min_size = c.schedule.group_size_min or max_size
+    results = map(self._filter.tried, prompts)
+    sizes = [schedules.group_size(n, right, min_size, max_size) for n, right in results]
     return list(map(Group, prompts, self._trajectories(prompts, sizes, seed)))
 
   def _trajectories(
@@ -317,7 +317,7 @@ class Collector:
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
-  def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
+  def _score_groups(self, groups: Sequence[Group]) -> Mapping[str, int]:
     """Scores finished groups; returns the number of each verifier outcome."""
     for group in groups:
       group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
@@ -340,7 +340,7 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Logs the responses without a verdict. Raises NoVerdictError if none has a verdict."""
+    """Logs the responses without a verdict. Raises NoVerdictError if all are."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -351,7 +351,7 @@ class Collector:
           answer=group.prompt.answer[:1000],  # A program's tests take megabytes.
           unknown=group.unknown[g],
         )
-        for group, g in unknown[:DESCRIBED]
+        for group, g in unknown[:MAX_LOGGED]
       ]
       self._writer.dump_rollouts("rl", step, rows, folder=UNKNOWN)
     reasons, total = [group.unknown[g] for group, g in unknown], len(trajectories_of(sampled))
@@ -361,16 +361,15 @@ class Collector:
     """Assembles the trajectories of training groups as arrays.
 
     Raises:
-      ValueError: more than `rl.prompts` groups, or a group size other than `rl.group_size`; or
-        longer prompts or responses than the configuration's.
+      ValueError: there are more than `rl.prompts` groups, a group has not `rl.group_size`
+        responses, or a prompt or response exceeds the configured length.
     """
     c, trajectories = self._config, trajectories_of(groups)
     sizes = {len(group.trajectories) for group in groups}
     if len(groups) > c.rl.prompts or sizes - {c.rl.group_size}:
       raise ValueError(
-        f"its {len(groups)} groups of {max(sizes)} responses do not go with "
-        f"rl.prompts={c.rl.prompts} and rl.group_size={c.rl.group_size}: set these to what they "
-        "were"
+        f"{len(groups)} groups of {max(sizes)} responses do not fit rl.prompts={c.rl.prompts} and "
+        f"rl.group_size={c.rl.group_size}: set these as in the run that sampled the groups"
       )
     require_lengths(trajectories, c)
     longest = max(len(trajectory.prompt) for trajectory in trajectories)
@@ -381,14 +380,14 @@ class Collector:
   def position(self) -> Callable[[], dict[str, Any]]:
     """Snapshots the sampling state; returns a function that serializes it to JSON."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
-    groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._under_way]
+    groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._in_flight]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; of another job's state, the keys that both jobs have.
+    """Restores a state of `position`; ignores keys of another job.
 
-    Raises ValueError as `groups.restored`.
+    Raises ValueError like `groups.restored`.
     """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
-    self._under_way = restored(state["under_way"], self._config, self._environment)
+    self._in_flight = restored(state["under_way"], self._config, self._environment)

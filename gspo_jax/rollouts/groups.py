@@ -28,14 +28,15 @@ class Group:
   trajectories: list[Trajectory]
   responses: Sequence[str] = ()
   reward_G: np.ndarray | None = None  # float32
-  correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
-  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # reason by response index
-  # float32, by name: further rewards, and costs (rewards/signals.py)
+  correct_G: np.ndarray | None = None  # float32: correctness before reward shaping.
+  # Reasons for missing verdicts, by index of the response.
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  # float32 [G] by name: further rewards, and costs (rewards/signals.py).
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  # float32: the verifier's score, before any shaping; None: `correct_G`
+  # float32: the verifier's score before reward shaping. None if it is `correct_G`.
   value_G: np.ndarray | None = None
-  # Returns of each response's turns or lines, float64 [U], before any shaping; None: whole
-  # responses are compared
+  # Returns of each response's turns or lines, float64 [U], before reward shaping. None if whole
+  # responses are compared.
   returns: Sequence[np.ndarray] | None = None
 
   @property
@@ -49,12 +50,12 @@ class Group:
 
   @property
   def known_G(self) -> np.ndarray:
-    """Mask of responses with a verdict, bool; others are in no statistic."""
+    """Mask of responses with a verdict, bool. Statistics exclude the others."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property
   def mixed(self) -> bool:
-    """Whether scores differ, of responses or of parts, before any shaping."""
+    """Whether scores of responses (or of their turns or lines) differ, before reward shaping."""
     if self.returns is None:
       value_G = self.correct_G if self.value_G is None else self.value_G
       return not alike(value_G[self.known_G])
@@ -64,7 +65,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON; with rewards if the group is scored."""
+    """Returns JSON, with rewards if the group is scored."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -107,8 +108,8 @@ class Group:
   ) -> "Group":
     """Builds a scored group of `size` recorded responses.
 
-    Missing responses become blank rows, without tokens and without a verdict. Responses are right
-    from a reward of `right_from` on.
+    Missing responses become blank rows, without tokens or verdict. A response is correct if its
+    reward is at least `right_from`.
     """
     prompt = record.prompt
     trajectories = [
@@ -128,8 +129,8 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
   A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict, for the
   reason `why`.
   """
-  blanks, nothing = range(len(group.trajectories), size), np.zeros(0, np.int32)
-  rows = [recorded_turn(prompt, g, nothing, False, group.prompt.id) for g in blanks]
+  blanks, no_tokens = range(len(group.trajectories), size), np.zeros(0, np.int32)
+  rows = [recorded_turn(prompt, g, no_tokens, False, group.prompt.id) for g in blanks]
 
   def widen(value_G: np.ndarray) -> np.ndarray:
     return np.pad(value_G, (0, len(blanks)))
@@ -152,8 +153,8 @@ def restored(
 ) -> list[Group]:
   """Restores unscored groups, and resumes their environments.
 
-  Responses longer than `sampling.max_new_tokens`, of another configuration, are cut and unfinished.
-  Environments are on the first host. A failure of one finishes its trajectory.
+  Responses longer than `sampling.max_new_tokens` (sampled under another configuration) are cut, and
+  unfinished. Environments are on the first host; if one fails, its trajectory is finished.
 
   Args:
     make: constructor of environments; None for single turns.
@@ -178,9 +179,9 @@ def restored(
 
 
 def require_lengths(trajectories: Sequence[Trajectory], config: RunConfig) -> None:
-  """Raises ValueError for trajectories longer than the configuration's.
+  """Raises ValueError for prompts or responses beyond the configured lengths.
 
-  Updates would take later tokens' log-probs as 0.
+  Updates would use 0 for the log-probs of tokens beyond.
   """
   limits = (
     ("prompt", "data.max_prompt_tokens", config.data.max_prompt_tokens),

@@ -3,8 +3,8 @@
 Version i is the weights before the updates of iteration i, and `first` is the version at the start
 of the run. With `rl.lag` = L, the responses of iteration j are sampled with version
 max(first, j - L). Batch i + L starts at the beginning of iteration i, right after version i is
-published. So the start of a batch bounds its staleness, and no late batch is discarded. Counts
-alone decide the batch of each update: the same seed gives the same results.
+published. So a batch's staleness is bounded when it starts, and no late batch is discarded. An
+update's batch depends on iteration numbers, not on time: the same seed gives the same results.
 
   one mesh     the main thread collects batch i + L before the updates of iteration i: two threads
                must not start collectives on the same devices, since each could wait for the other
@@ -12,7 +12,7 @@ alone decide the batch of each update: the same seed gives the same results.
                iterations i, i + 1, ...
   servers      a worker thread sends requests to servers. New weights reach the servers at once, and
                responses in flight continue under them: batch j = i + L has tokens of versions i to
-               j, depending on their arrival times
+               j, depending on the weights' arrival times
 
 A batch that depends on arrival times can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
@@ -42,11 +42,11 @@ from gspo_jax.sampling import Engine, SingleTurn, Usage
 from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, hosts, jsons, preemption
 
-POLL_S = 0.1  # seconds between checks of notices and servers during a wait for a batch
+POLL_S = 0.1  # Seconds between checks of preemption and servers while waiting for a batch.
 ARRAYS = "advantage_PG", "advantage_BL"
 
 
-class Ahead(NamedTuple):
+class CollectedBatch(NamedTuple):
   """A batch collected for an iteration, and the collector's position after it."""
 
   collected: Collected
@@ -64,14 +64,15 @@ class Pipeline:
         ...
         sampling.publish(params, version=step + 1)
 
-  An exception during collection is raised again in `next`, `engine` or the function of `position`.
+  An exception in the worker thread is raised again in `next`, `engine` or the function returned by
+  `position`.
 
   Args:
-    last: the last finished iteration.
+    last: last finished iteration.
     batches: directory of recorded batches.
-    mesh: the engine's own mesh; None: the engine shares the trainer's mesh.
-    publish: copies the trainer's parameters into the layout of an engine with its own mesh, in
-      arrays unaffected by later updates.
+    mesh: the engine's separate mesh. None if the engine shares the trainer's mesh.
+    publish: copies the trainer's parameters to an engine with a separate mesh, in arrays unaffected
+      by later updates.
   """
 
   def __init__(
@@ -87,17 +88,18 @@ class Pipeline:
     publish: Callable[[Any], Any] = lambda params: params,
   ):
     self._collector, self._engine, self._stages = collector, engine, stages
-    self._rl, self._begun, self._batches = rl, last, batches
+    self._rl, self._last_started, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
-    # A worker thread queries servers, but the main thread loads weights into them: the probe needs
-    # the trainer's devices.
-    self._beside = rl.lag > 0 and engine.loads_beside_steps
-    self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # ordered
-    self._position = collector.position()  # after the last batch returned by `next`
-    self._published: tuple[Any, int] = None, -1  # weights and their version
-    self._loaded = -1  # version of the engine's weights; the worker's while it has jobs
-    self._worker, self._idle_since, self._ended = None, 0.0, threading.Event()
-    if self._mesh is not None or self._beside:
+    # A worker thread queries servers, but the main thread loads weights into them: probing the
+    # servers with new weights needs the trainer's devices.
+    self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
+    # Batches in flight, by iteration.
+    self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
+    self._position = collector.position()  # After the last batch returned by `next`.
+    self._published: tuple[Any, int] = None, -1  # Weights and their version.
+    self._loaded = -1  # Version of the engine's weights; only the worker changes it during jobs.
+    self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
+    if self._mesh is not None or self._loads_during_steps:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, "sampler")
 
   def __enter__(self) -> "Pipeline":
@@ -105,17 +107,17 @@ class Pipeline:
 
   def __exit__(self, *_: object) -> None:
     """Stops the worker thread and discards its batch."""
-    self._ended.set()
+    self._stop.set()
     if self._worker is not None:
       self._worker.shutdown(cancel_futures=True)
 
   def publish(self, params: Any, version: int) -> None:
     """Publishes the trainer's parameters to the sampler for all later batches.
 
-    A preemption notice interrupts loading without an exception. The next check raises it, once the
-    caller has set the resume point.
+    A preemption notice interrupts loading without an exception. The next check raises Preempted,
+    after the caller has set the resume point.
     """
-    if self._worker is None or self._beside:
+    if self._worker is None or self._loads_during_steps:
       with contextlib.suppress(preemption.Preempted):
         self._engine.load(params, version)
       self._published = None, version
@@ -131,9 +133,9 @@ class Pipeline:
     """Returns the batch of the next iteration; starts batches up to `step + lag`."""
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)
-    while self._begun < min(step + self._rl.lag, self._rl.iterations):
-      self._begun += 1
-      self._jobs.append(self._begin(self._begun))
+    while self._last_started < min(step + self._rl.lag, self._rl.iterations):
+      self._last_started += 1
+      self._jobs.append(self._begin(self._last_started))
     collected, self._position = self._wait(self._jobs.popleft())
     if self._rl.record and hosts.is_first():
       write(self._batches, collected)
@@ -141,14 +143,14 @@ class Pipeline:
 
   @contextlib.contextmanager
   def engine(self) -> Iterator[Engine]:
-    """Yields the engine with the last published weights, after all batches in flight."""
+    """Yields the engine with the last published weights, once all batches in flight are done."""
     if self._worker is None:
       yield self._engine
       return
     for job in self._jobs:
       self._wait(job)
     weights, version = self._published
-    with self._on_its_mesh():
+    with self._engine_mesh():
       self._load(weights, version)
       yield self._engine
 
@@ -172,9 +174,8 @@ class Pipeline:
   def set_position(self, state: Mapping[str, Any]) -> None:
     """Restores a state of `position`.
 
-    All saved batches are trained on, even if the lag has become smaller. If it has become larger,
-    the next call of `next` starts the additional batches. Raises ValueError if a saved batch does
-    not fit the run's configuration.
+    All saved batches are trained on, even if `rl.lag` is smaller now. If it is larger, `next`
+    starts additional batches. Raises ValueError if a saved batch does not fit the configuration.
     """
     self._collector.set_position(state)
     self._position = self._collector.position()
@@ -184,67 +185,67 @@ class Pipeline:
       except ValueError as error:
         reason = f"a batch waits to be trained on in the checkpoint: {error}"
         raise ValueError(f"{reason}, or begin in a new --workdir") from error
-      self._jobs.append(_done(Ahead(collected, self._position)))
-      self._begun += 1
+      self._jobs.append(_done(CollectedBatch(collected, self._position)))
+      self._last_started += 1
 
   def _begin(self, step: int) -> concurrent.futures.Future:
     weights, version = self._published
     if self._worker is not None:
-      return self._worker.submit(self._elsewhere, step, weights, version)
+      return self._worker.submit(self._collect_in_worker, step, weights, version)
     return _done(self._collect(step, version, self._stages))
 
-  def _collect(self, step: int, version: int, stages: Stages) -> Ahead:
+  def _collect(self, step: int, version: int, stages: Stages) -> CollectedBatch:
     collected = self._collector.collect(step, stages, version)
-    return Ahead(collected, self._collector.position())
+    return CollectedBatch(collected, self._collector.position())
 
-  def _elsewhere(self, step: int, weights: Any, version: int) -> Ahead:
+  def _collect_in_worker(self, step: int, weights: Any, version: int) -> CollectedBatch:
     """Collects in the worker thread; records the stages' seconds and the idle time."""
     start_s, stages = time.perf_counter(), Stopwatch()
     waited = start_s - self._idle_since if self._idle_since else 0.0
     try:
-      with self._on_its_mesh(), preemption.checked_by(self._check):
+      with self._engine_mesh(), preemption.checked_by(self._check):
         self._check()
         with stages("load"):
           self._load(weights, version)
         ahead = self._collect(step, version, stages)
     except BaseException:
-      self._ended.set()  # Later batches would differ from an uninterrupted run's.
+      self._stop.set()  # Later batches would differ from those of a run without the error.
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # Names apart from the trainer's stages, whose seconds sum to the iteration's.
-    beside = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
-    ahead.collected.metrics.update(beside)
+    # Separate names: the seconds of the trainer's stages sum to the iteration's.
+    times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
+    ahead.collected.metrics.update(times)
     return ahead
 
   def _check(self) -> None:
-    """Raises Preempted in the worker thread once the pipeline has ended.
+    """Raises Preempted in the worker thread once the pipeline has stopped.
 
-    Before that, preemption notices are handled by the trainer, which saves the batches in flight.
+    Until then, the trainer handles preemption notices, and saves the batches in flight.
     """
-    if self._ended.is_set():
+    if self._stop.is_set():
       raise preemption.Preempted
 
   def _load(self, weights: Any, version: int) -> None:
-    if self._loaded != version and not self._beside:
+    if self._loaded != version and not self._loads_during_steps:
       self._engine.load(weights, version)
       self._loaded = version
 
-  def _wait(self, job: concurrent.futures.Future) -> Ahead:
+  def _wait(self, job: concurrent.futures.Future) -> CollectedBatch:
     if self._worker is None:
       return job.result()
     with self._stages("wait_for_sampler"):
       while not job.done() and not concurrent.futures.wait([job], POLL_S).done:
         preemption.check()
-        if self._beside:
+        if self._loads_during_steps:
           self._engine.revive()
     return job.result()
 
-  def _on_its_mesh(self) -> contextlib.AbstractContextManager:
+  def _engine_mesh(self) -> contextlib.AbstractContextManager:
     return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
 
 
-def _done(ahead: Ahead) -> concurrent.futures.Future:
+def _done(ahead: CollectedBatch) -> concurrent.futures.Future:
   job = concurrent.futures.Future()
   job.set_result(ahead)
   return job
@@ -273,7 +274,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
-  """Returns JSON of a batch without its rollout, rebuilt from the groups on loading."""
+  """Returns a batch as JSON, without its rollout: `from_state` rebuilds it from the groups."""
   file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
   np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(

@@ -1,7 +1,8 @@
 """Host loop of sampling: runs trajectories turn by turn through an engine and environments.
 
-Environments run on the first host only, which broadcasts their checked answers. A finished turn is
-stepped at once and the next one queued, so no decoding slot waits on another trajectory.
+Environments run on the first host only, and their checked answers are broadcast. Each finished turn
+is passed to its environment at once, and the next turn is queued. So no decoding slot waits for
+another trajectory.
 """
 
 import collections
@@ -31,13 +32,13 @@ class Driver:
 
   Args:
     engine: engine with loaded weights.
-    workload: bounds and sampling settings of all requests, such as token limit and stop ids.
+    workload: limits and sampling settings of all requests.
     vocab_size: exclusive upper bound on observation token ids.
     max_turns: policy turns after which a trajectory is truncated.
     workers: threads for the environments' steps; 0 for one thread and a fixed order of steps.
-    time_limit_s: limit of a step, in seconds.
+    time_limit_s: time limit of an environment's step, in seconds.
     limit: maximum tokens after a prompt, observations included; 0 for the workload's
-      `max_new_tokens`. A partial rollout at or beyond this limit gets one more token.
+      `max_new_tokens`. A partial rollout at or beyond this limit samples one more token.
   """
 
   def __init__(
@@ -54,19 +55,21 @@ class Driver:
     self._limit = limit or workload.sampling.max_new_tokens
     self._engine, self._workload, self._max_turns = engine, workload, max_turns
     self._vocab_size = min(vocab_size, workload.vocabulary or vocab_size)
-    self._workers, self._in_order = threads.shared(max(1, workers)), not workers
+    self._workers, self._ordered = threads.shared(max(1, workers)), not workers
     self._time_limit_s = time_limit_s
-    self._failed: list[Trajectory] = []  # Failed and not yet yielded.
-    self._asked: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
+    self._failed: list[Trajectory] = []  # Failed, but not yet yielded.
+    self._environment_calls: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
     engine.start(workload)
 
   def begin(self, group: Sequence[Trajectory]) -> None:
-    """Submits a group's unfinished trajectories. A new group with one common prompt is one request,
-    so the prompt is prefilled once."""
+    """Submits a group's unfinished trajectories.
+
+    A new group with one common prompt is one request, so the prompt is prefilled once.
+    """
     prompt = group[0].prompt
-    alike = all(each.prompt is prompt or each.prompt == prompt for each in group)
+    same_prompt = all(each.prompt is prompt or each.prompt == prompt for each in group)
     self._failed += [each for each in group if each.failure and not each.turn]
-    if alike and not any(each.finished or len(each.tokens) for each in group):
+    if same_prompt and not any(each.finished or len(each.tokens) for each in group):
       self._submit(group)
       return
     for trajectory in group:
@@ -74,34 +77,36 @@ class Driver:
         self._submit([trajectory])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
-    """Yields trajectories as they finish, until none is left or `enough()` is true.
+    """Yields trajectories as they finish, until all have or `enough()` is true.
 
-    A failure of an environment or a response finishes its trajectory and sets `failure`.
+    If an environment or a response fails, its trajectory is finished, with `failure` set.
     Unfinished trajectories keep their tokens; pass them to `begin` to resume.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
     """
-    yield from self._take_failed()
+    yield from self._pop_failed()
     try:
-      while (self._engine.busy or self._asked) and not enough():
+      while (self._engine.busy or self._environment_calls) and not enough():
         for response in self._engine.step() if self._engine.busy else ():
-          self._hand_over(response)
-        if self._asked and not self._engine.busy:  # The devices are idle.
+          self._handle_response(response)
+        if self._environment_calls and not self._engine.busy:  # The devices are idle.
           self._wait(concurrent.futures.FIRST_COMPLETED)
-        yield from self._answered()
+        yield from self._finish_turns()
       for response in self._engine.stop():
-        self._hand_over(response)
+        self._handle_response(response)
       self._wait()
-      yield from self._answered(go_on=False)
+      yield from self._finish_turns(submit_next=False)
     finally:
-      for *_, call in self._asked:
+      for *_, call in self._environment_calls:
         call.cancel()
 
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
-    """Submits one request: new trajectories of one prompt, ordered by `sample`, or one trajectory
-    with tokens."""
-    first, load = trajectories[0], self._workload
+    """Submits one request: new trajectories of one prompt, or one trajectory with tokens.
+
+    New trajectories are ordered by `sample`.
+    """
+    first, workload = trajectories[0], self._workload
     for trajectory in trajectories:
       trajectory.limit = max(self._limit, len(trajectory.tokens) + 1)
     self._engine.submit(
@@ -111,20 +116,20 @@ class Driver:
         samples=len(trajectories),
         first_sample=first.sample,
         seed=first.seed,
-        stop_ids=load.stop_ids,
-        stop_strings=load.stop_strings,
+        stop_ids=workload.stop_ids,
+        stop_strings=workload.stop_strings,
         prior=tuple(first.tokens.tolist()),
         unfinished=len(first.turn_tokens),
         tag=trajectories,
       )
     )
 
-  def _hand_over(self, response: Response) -> None:
+  def _handle_response(self, response: Response) -> None:
     """Appends a response to its trajectory. A finished turn goes to the environment."""
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
-        f"{type(self._engine).__name__} records no candidates of its tokens, and updates would "
-        "take another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
+        f"{type(self._engine).__name__} records no top-k/top-p candidates, and without these "
+        "updates use another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
       )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
@@ -132,9 +137,9 @@ class Driver:
       trajectory.fail(response.failure)
       self._failed.append(trajectory)
     elif response.finished:
-      self._asked.append((trajectory, response, self._step(trajectory, response)))
+      self._environment_calls.append((trajectory, response, self._step(trajectory, response)))
 
-  def _take_failed(self) -> list[Trajectory]:
+  def _pop_failed(self) -> list[Trajectory]:
     failed, self._failed = self._failed, []
     return failed
 
@@ -152,28 +157,28 @@ class Driver:
       vocab_size=self._vocab_size,
       calls=sum(trajectory.calls),
     )
-    submit = self._workers.run if self._in_order else self._workers.submit
+    submit = self._workers.run if self._ordered else self._workers.submit
     return submit(conversations.step, environment, turn, limit_s=self._time_limit_s)
 
   def _wait(self, return_when: str = concurrent.futures.ALL_COMPLETED) -> None:
-    self._workers.wait([call for *_, call in self._asked], return_when)
+    self._workers.wait([call for *_, call in self._environment_calls], return_when)
 
-  def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
+  def _finish_turns(self, submit_next: bool = True) -> Iterator[Trajectory]:
     """Processes finished environment steps: queues the next turn or finishes the trajectory.
 
     Args:
-      go_on: whether to submit requests for next turns.
+      submit_next: whether to submit the next turns.
     """
-    yield from self._take_failed()
+    yield from self._pop_failed()
     self._workers.expire()
-    answered, waiting = [], []
-    for turn in self._asked:  # One `done()` per future: it may change between two calls.
-      (answered if turn[-1].done() else waiting).append(turn)
-    self._asked = waiting
-    answers = [conversations.answer(call) for *_, call in answered]
-    if not all(isinstance(trajectory.environment, SingleTurn) for trajectory, *_ in answered):
+    completed, pending = [], []
+    for turn in self._environment_calls:  # `done()` may change, so each future is asked once.
+      (completed if turn[-1].done() else pending).append(turn)
+    self._environment_calls = pending
+    answers = [conversations.answer(call) for *_, call in completed]
+    if not all(isinstance(trajectory.environment, SingleTurn) for trajectory, *_ in completed):
       answers = hosts.broadcast(answers)
-    for (trajectory, response, _), answer in zip(answered, answers, strict=True):
+    for (trajectory, response, _), answer in zip(completed, answers, strict=True):
       if answer.failure:
         name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
         turn = f"sample {trajectory.sample}, turn {trajectory.turn + 1},"
@@ -186,7 +191,7 @@ class Driver:
         yield trajectory
         continue
       trajectory.observe(answer.observation)
-      if go_on:
+      if submit_next:
         self._submit([trajectory])
 
 
@@ -202,17 +207,17 @@ def new_groups(
 ) -> list[list[Trajectory]]:
   """Creates one group of new trajectories for each prompt.
 
-  Groups with the same prompt tokens share one sample numbering, so no two trajectories share a PRNG
-  key. A trajectory is finished, with a `failure` and no tokens, if its environment cannot begin.
+  Samples of equal prompts are numbered across groups, so no two trajectories share a PRNG key. If
+  an environment cannot begin, its trajectory is finished, with a `failure` and no tokens.
 
   Args:
     prompts: prompts, one for each group.
     size: trajectories in a group, for all prompts or for each prompt.
     seed: seed of the PRNG keys.
     longest: maximum number of tokens of a prompt.
-    make: constructor of a trajectory's environment; None for single turns.
-    render: function from messages to token ids, for environments with messages; None without one.
-    tags: labels of the groups, for the caller and for error messages; None for the prompts' ids.
+    make: constructor of a trajectory's environment. None means single turns.
+    render: function from messages to token ids. None if no environment has messages.
+    tags: labels of the groups, for the caller and error messages. None means the prompts' ids.
     vocab_size: exclusive upper bound on token ids of an environment's prompt.
   """
   groups, numbers = [], collections.Counter()  # Next sample number by prompt tokens.
@@ -244,7 +249,7 @@ def _beginnings(
   render: Render | None,
   vocab_size: int,
 ) -> list[Beginning]:
-  """Begins a conversation for each prompt. Environments are None on all hosts but the first."""
+  """Begins a conversation for each prompt; environments are None on all hosts but the first."""
   local: list[Beginning] = []
 
   def begin() -> list[Beginning]:

@@ -258,7 +258,7 @@ ROUNDS = [
 def fill(rounds, extra_rounds):
   collecting, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
   collecting._sample = lambda step, attempt, usage: rounds[attempt]
-  collecting._judge = lambda some: dict(right=int(sum(g.correct_G.sum() for g in some)))
+  collecting._score_groups = lambda some: dict(right=int(sum(g.correct_G.sum() for g in some)))
   out = collecting.collect(1, Stopwatch())
   dynamic = {
     k.removeprefix("dynamic_sampling/"): v

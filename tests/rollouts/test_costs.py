@@ -271,7 +271,7 @@ def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_n
     keys = dict(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
     collecting, _ = collector(environment__name="calculator", environment__call_cost=price, **keys)
     collecting._sample = lambda step, attempt, usage: groups(**shapes)
-    collecting._judge = lambda some: {}
+    collecting._score_groups = lambda some: {}
     return collecting.collect(1, Stopwatch())
 
   out = collect(0.1, extra_rounds=1)

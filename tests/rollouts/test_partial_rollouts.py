@@ -50,7 +50,7 @@ def surplus(count, **options):
     for batch in group.trajectories:
       batch.columns["version"] = np.ones_like(batch.version)
   collecting = collector(**options)
-  collecting[0]._under_way = groups[:count]
+  collecting[0]._in_flight = groups[:count]
   return collecting, [group.prompt.id for group in groups[:count]]
 
 
@@ -75,7 +75,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
     )
     assert sum(newest(group) < step for group in batch.groups) <= P // 2
   assert out[0].metrics["partial/waiting_groups"] >= max(0, count - taken[0])
-  assert not any(group.prompt.id in old for group in first_run._under_way)
+  assert not any(group.prompt.id in old for group in first_run._in_flight)
 
 
 def test_a_run_with_one_prompt_uses_its_surplus_too():
@@ -103,14 +103,14 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
 def test_tokens_are_those_that_the_iteration_has_sampled(kind):
   """Not those of what is trained on: some of them were sampled before, others are discarded."""
   collecting, engine = collector(environment=kind, extra_rounds=2, extra_prompts=6)
-  handed_out, judge = [], collecting._judge
-  collecting._judge = lambda groups: handed_out.extend(groups) or judge(groups)
+  handed_out, judge = [], collecting._score_groups
+  collecting._score_groups = lambda groups: handed_out.extend(groups) or judge(groups)
   for step in range(1, 5):
     engine.load(PARAMS, version=step)
     handed_out.clear()
     out = collecting.collect(step, Stopwatch())
     assert out.version == step and len(handed_out) >= P
-    observed = [*handed_out, *collecting._under_way]
+    observed = [*handed_out, *collecting._in_flight]
     assert out.usage.tokens == sampled_at(step, observed)
     row = out.metrics
     versions = [newest(group) for group in observed if group.finished]
@@ -146,7 +146,7 @@ def test_what_is_too_old_is_begun_again(kind):
   _, collecting = iterate(2, environment=kind, extra_prompts=6, max_age=2)
   aside = [
     trajectory
-    for group in collecting[0]._under_way
+    for group in collecting[0]._in_flight
     for trajectory in group.trajectories
     if trajectory.length
   ]
@@ -158,9 +158,9 @@ def test_what_is_too_old_is_begun_again(kind):
     trajectory.columns["version"] = np.where(trajectory.turns >= 0, 1, -1).astype(np.int32)
   ids = [
     [(trajectory.sample, trajectory.seed) for trajectory in group.trajectories]
-    for group in collecting[0]._under_way
+    for group in collecting[0]._in_flight
   ]
-  groups = list(collecting[0]._under_way)
+  groups = list(collecting[0]._in_flight)
   (out,), _ = iterate(1, running=collecting, first=3)
   assert out.metrics["partial/begun_again"] == len(old)
   assert [
@@ -181,10 +181,10 @@ def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
   """As sampled with this limit; log-probs of later tokens would be 0 in the updates."""
   options, limit = dict(environment=kind, extra_prompts=6), 10
   out, (first_run, _) = iterate(2, **options)
-  before = [x for group in first_run._under_way for x in group.trajectories]
+  before = [x for group in first_run._in_flight for x in group.trajectories]
   longer = dict(options, sampling__max_new_tokens=limit)
   collecting = went_on(first_run.position(), **longer)
-  after = [x for group in collecting[0]._under_way for x in group.trajectories]
+  after = [x for group in collecting[0]._in_flight for x in group.trajectories]
   number = 0
   for old, new in zip(before, after, strict=True):
     count = len(new.tokens)

@@ -196,7 +196,7 @@ def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
   collecting = again._collector
   rl = dataclasses.replace(collecting._config.rl, **wrong)
   collecting._config = dataclasses.replace(collecting._config, rl=rl)
-  message = r"its 4 groups of 3 responses do not go with rl\.prompts=\d and rl\.group_size=\d: set"
+  message = r"4 groups of 3 responses do not fit rl\.prompts=\d and rl\.group_size=\d: set"
   with pytest.raises(ValueError, match=f"waits to be trained on in the checkpoint: {message}"):
     again.set_position(state)
   with pytest.raises(ValueError, match=rf"rl\.replay: \S*1\.json is no .* run: {message}"):
@@ -272,7 +272,7 @@ def sampler_threads():
 
 def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():
   collecting, engine = collector(**WHOLE)
-  judge, steps = collecting._judge, []
+  judge, steps = collecting._score_groups, []
 
   def fails(groups):
     steps.append(len(steps) + 1)
@@ -280,7 +280,7 @@ def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():
       raise ValueError("the third batch is broken")
     return judge(groups)
 
-  collecting._judge = fails
+  collecting._score_groups = fails
   with opened(2, elsewhere, (collecting, engine)) as sampling:
     assert [batch.step for batch in train(sampling, last=2)] == [1, 2]
     with pytest.raises(ValueError, match="the third batch is broken"):

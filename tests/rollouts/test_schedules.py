@@ -95,7 +95,7 @@ def test_what_is_longer_than_a_new_limit_is_cut_off():
   options = dict(extra_prompts=4, token_budget=40)
   _, (collecting, _) = iterate(2, **options)
   longest = max(
-    len(t.tokens) for g in collecting._under_way for t in g.trajectories if not t.finished
+    len(t.tokens) for g in collecting._in_flight for t in g.trajectories if not t.finished
   )
   assert longest > 3
   again = collector(schedule__new_tokens="1:3,9:24", **options)

@@ -191,5 +191,7 @@ def test_an_engine_that_keeps_none_is_refused():
   load = Workload(config(4), prompt_length=2, trajectories=1, support=4)
   driver = Driver(Silent(), load)
   driver.begin([Trajectory((5,), 0, 0, SingleTurn((5,)))])
-  with pytest.raises(ValueError, match=r"Silent records no candidates .*: set sampling\.top_k"):
+  with pytest.raises(
+    ValueError, match=r"Silent records no top-k/top-p candidates, .*: set sampling\.top_k"
+  ):
     list(driver.run())
