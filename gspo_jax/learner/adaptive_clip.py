@@ -11,17 +11,17 @@ from gspo_jax.objectives import adapted_factor
 from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainState
 
-METRIC = "clip_fraction/token"  # one value for all updates of an iteration
+METRIC = "clip_fraction/token"  # One value for all updates of an iteration.
 RANGES = ("clip_low", "clip_high", "clip_range")
 
 
 def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
-  """Adds a factor of the clip ranges, 1, if they are adaptive."""
+  """Adds a factor of 1 for the clip ranges, if they are adaptive."""
   return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
 
 
 def in_force(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
-  """Scales the clip ranges by `factor`; None: the configured ranges."""
+  """Scales the clip ranges by `factor`; None leaves them unchanged."""
   if factor is None:
     return hyperparameters
   return {key: n * factor if key in RANGES else n for key, n in hyperparameters.items()}
@@ -50,5 +50,5 @@ def adapted(
 
 @functools.partial(jax.jit, static_argnames="stop")
 def _adapted(factor, clipped, grad_norm, skipped, hyperparameters, *, stop):
-  sound = jnp.isfinite(clipped) & (grad_norm != 0) & ((skipped == 0) | (not stop))
-  return jnp.where(sound, adapted_factor(factor, clipped, **hyperparameters), factor)
+  usable = jnp.isfinite(clipped) & (grad_norm != 0) & ((skipped == 0) | (not stop))
+  return jnp.where(usable, adapted_factor(factor, clipped, **hyperparameters), factor)

@@ -23,22 +23,22 @@ from gspo_jax.structs import AdvantageInputs, TrainBatch
 # Mini-batches of an iteration with advantages, and metrics.
 Filled = tuple[list[TrainBatch], dict[str, jax.Array]]
 Part = Callable[[Sequence[TrainBatch]], Filled]
-EPSILON = 1e-6  # added to the standard deviation of advantages
+EPSILON = 1e-6  # Added to the standard deviation of advantages.
 
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
   """Builds the configured estimator, with metrics of advantages.
 
-  It passes mini-batches through unchanged if the host has computed their advantages.
+  It leaves mini-batches unchanged if the host has computed their advantages.
   """
   make_part, by_token = PARTS.get(c.estimator.name), c.objective.loss.by_token
   part = make_part(c, critic) if make_part else lambda batches: (list(batches), {})
 
-  def described(batches: Sequence[TrainBatch]) -> Filled:
+  def with_metrics(batches: Sequence[TrainBatch]) -> Filled:
     batches, row = part(batches)
-    return batches, _described(batches, by_token) | row
+    return batches, _advantage_metrics(batches, by_token) | row
 
-  return described
+  return with_metrics
 
 
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
@@ -50,7 +50,7 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   for turns.
 
   `value/explained_variance` compares values with the observed returns Σ γ^k r_{t+k}. (GAE's returns
-  include the values themselves, and would overstate the fit.)
+  include the values, so the fit would look too good.)
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -58,18 +58,18 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   def batch_advantages(
     batch: TrainBatch, coefficients: Mapping[str, Any]
   ) -> tuple[TrainBatch, jax.Array, dict[str, Any]]:
-    mask_BT, needed, metrics = batch.mask_BT, batch.advantage_inputs, {}
-    reward_BT, old_value_BT = needed.reward_BT, batch.critic_targets.old_value_BT
+    mask_BT, inputs, metrics = batch.mask_BT, batch.advantage_inputs, {}
+    reward_BT, old_value_BT = inputs.reward_BT, batch.critic_targets.old_value_BT
     if config.kl_coef:
       tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
       reward_BT = reward_BT - coefficients["kl_coef"] * tokens_BT
       responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
       metrics["reward/kl_penalty"] = Mean(coefficients["kl_coef"] * tokens_BT.sum(), responses)
     gamma, last_B, estimate = coefficients["discount"], None, O.gae
-    if needed.cut_off_B is not None:
-      last_B = jnp.where(needed.cut_off_B, needed.last_value_B, 0)
-    if needed.turn_BT is not None:
-      estimate = functools.partial(O.turn_gae, turn_BT=needed.turn_BT)
+    if inputs.cut_off_B is not None:
+      last_B = jnp.where(inputs.cut_off_B, inputs.last_value_B, 0)
+    if inputs.turn_BT is not None:
+      estimate = functools.partial(O.turn_gae, turn_BT=inputs.turn_BT)
     advantage_BT, return_BT = estimate(
       reward_BT,
       old_value_BT,
@@ -86,13 +86,13 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   def advantages(batches: Sequence[TrainBatch], coefficients: Mapping[str, Any]) -> Any:
     batches, outcomes, metrics = zip(*(batch_advantages(batch, coefficients) for batch in batches))
     masks = [batch.mask_BT for batch in batches]
-    described = _moments([batch.advantage_BT for batch in batches], masks)
-    row = O.compute(functools.reduce(merge, metrics)) | described
+    with_metrics = _moments([batch.advantage_BT for batch in batches], masks)
+    row = O.compute(functools.reduce(merge, metrics)) | with_metrics
     # Centred first: squares of values and returns far from 0 would cancel.
-    about = [
-      _about_mean(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
+    centred = [
+      _centre(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
     ]
-    explained = map(O.explained_variance.sums, *about, masks)
+    explained = map(O.explained_variance.sums, *centred, masks)
     row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
       mean, std = row["advantage/mean"], row["advantage/std"]
@@ -109,8 +109,8 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
   The configured estimator compares r_i − β Σ_t log π_old/π_ref within a group, with
   β = `reward_kl_coef`.
 
-  The mini-batches must hold `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Responses without a
-  trained token are in no mean.
+  The mini-batches must hold `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Means exclude responses
+  without a trained token.
   """
   estimate = O.ESTIMATORS[config.advantage_kind].of_group
 
@@ -136,10 +136,7 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
 
 
 def _in_groups(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Restores the order before `packing.plan`, on every device.
-
-  Groups may lie on several devices.
-  """
+  """Restores the order before `packing.plan`, on every device: groups may be on several devices."""
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
@@ -153,10 +150,10 @@ def _in_rows(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="by_token")
-def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
-  """Describes the advantages used by the loss.
+def _advantage_metrics(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
+  """Returns metrics of the advantages used by the loss.
 
-  Token advantages count if the loss accepts them and the batch has them, otherwise response
+  These are token advantages if the loss accepts them and the batch has them, otherwise response
   advantages.
   """
   if by_token and batches[0].advantage_BT is not None:
@@ -167,8 +164,8 @@ def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array
 
 def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
   """Returns mean, standard deviation, minimum and maximum over masks; 0 without tokens."""
-  mean, far = _about_mean(values, masks)
-  std = jnp.sqrt(_mean([x**2 for x in far], masks))
+  mean, deviations = _centre(values, masks)
+  std = jnp.sqrt(_mean([x**2 for x in deviations], masks))
   extremes = [
     (O.Min(jnp.where(mask > 0, x, jnp.inf).min()), O.Max(jnp.where(mask > 0, x, -jnp.inf).max()))
     for x, mask in zip(values, masks)
@@ -178,7 +175,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
   return {f"advantage/{name}": value for name, value in row.items()}
 
 
-def _about_mean(
+def _centre(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
   """Returns the mean over all mini-batches, and the centred values [B, T]."""
@@ -209,15 +206,18 @@ def teacher_advantages(config: DistillationConfig) -> Part:
 
 
 @jax.jit
-def _distilled(batches: list[TrainBatch], number: Mapping[str, Any]) -> Filled:
+def _distilled(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT
     if reward_BT is None:
       reward_BT = batch.advantage_B[:, None]
-    gain_BT = number["coef"] * O.distillation_advantages(
-      batch.old_logp_BT, batch.advantage_inputs.teacher_logp_BT, batch.mask_BT, number["discount"]
+    gain_BT = hyperparameters["coef"] * O.distillation_advantages(
+      batch.old_logp_BT,
+      batch.advantage_inputs.teacher_logp_BT,
+      batch.mask_BT,
+      hyperparameters["discount"],
     )
-    reward_BT = jnp.where(batch.mask_BT > 0, number["reward_weight"] * reward_BT, 0)
+    reward_BT = jnp.where(batch.mask_BT > 0, hyperparameters["reward_weight"] * reward_BT, 0)
     return batch.replace(advantage_BT=reward_BT + gain_BT, advantage_inputs=AdvantageInputs())
 
   divergences = [

@@ -27,11 +27,11 @@ class Scored(Protocol):
   """A rollout with its rewards and advantages (`rollouts.collector.Collected`)."""
 
   rollout: Rollout
-  step: int  # iteration, and version of the weights before its updates
+  step: int  # Iteration, and version of the weights before its updates.
   reward_PG: np.ndarray
-  known_B: np.ndarray  # bool: the response has a verdict
+  known_B: np.ndarray  # Mask of responses with a verdict, bool.
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage
+  advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage.
 
 
 def place(
@@ -40,7 +40,7 @@ def place(
   """Returns the mini-batches of an iteration, on the devices.
 
   Args:
-    segments: function returned by `make_segments`; None: one importance ratio per response.
+    segments: function returned by `make_segments`. None means one importance ratio per response.
   """
   rollout, version = scored.rollout, scored.step
   older = has_older(rollout, version)
@@ -71,17 +71,17 @@ def place(
 
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts."""
-  # Conversations may begin differently. Responses of a group may also have prefilled the prompt
-  # under different weights, and so with different experts. A resumed partial rollout re-prefilled
-  # the prompt under newer weights. With a lag, servers may load new weights between two responses.
-  # The rule ignores the kind of engine, so that a replayed run (`rl.replay`) makes the same
-  # updates. Without a lag, older tokens may come from a partial rollout or from a resumed lag.
-  moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
-  return not c.environment.name and not (moved and rollout.routing is not None)
+  # Conversations may begin differently. The prompt's experts may differ, too, if responses of a
+  # group prefilled it under different weights: a resumed partial rollout prefills again, and with a
+  # lag servers may load new weights between two responses. The rule ignores the kind of engine, so
+  # a replayed run (`rl.replay`) has the same updates. Without a lag, older tokens may come from a
+  # partial rollout, or from a run with a lag before resuming.
+  may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
+  return not c.environment.name and not (may_differ and rollout.routing is not None)
 
 
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
-  """Returns the fields of a batch needed by some configurations only."""
+  """Returns the batch fields needed by this configuration only."""
   fields = {}
   if c.kl_by_group:
     fields["mixed_B"] = in_teaching_group(c, scored)
@@ -96,7 +96,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
 
 
 def in_teaching_group(c: RunConfig, scored: Scored) -> np.ndarray:
-  """Whether each response's group has advantages, bool [B]."""
+  """Whether each response's group has a nonzero advantage, bool [B]."""
   nonzero_PG = scored.advantage_PG != 0
   if c.objective.loss.by_token and scored.advantage_BL is not None:
     nonzero_PG = (scored.advantage_BL != 0).any(axis=1).reshape(nonzero_PG.shape)
@@ -104,7 +104,7 @@ def in_teaching_group(c: RunConfig, scored: Scored) -> np.ndarray:
 
 
 def has_older(rollout: Rollout, version: int) -> bool:
-  """Whether weights of another version have sampled some token.
+  """Whether weights of another version sampled some of the tokens.
 
   Without a lag, such tokens occur in recorded batches, and after resuming a run with a lag.
   """
@@ -114,7 +114,7 @@ def has_older(rollout: Rollout, version: int) -> bool:
 def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
   """Masks the responses without a verdict.
 
-  An advantage of 0 would not be enough: the tokens would count in a loss's means and penalties.
+  An advantage of 0 would not suffice: the tokens would count in the loss's means and penalties.
   """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
@@ -131,7 +131,7 @@ def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np
 
 
 def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-  """Puts each reward at the last trained token: float32 [B, L]."""
+  """Places each reward at the response's last trained token: float32 [B, L]."""
   L = mask_BL.shape[1]
   last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
   end_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
@@ -141,7 +141,7 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
   """Builds the function from a rollout to its segments.
 
-  A segment has an importance ratio of its own. None: one ratio per response.
+  Each segment has its own importance ratio. None means one ratio per response.
   """
   unit = objective.segment_unit
   if unit is None:
@@ -187,13 +187,13 @@ def train_batch(
   """Returns the rollout as inputs of an update, on the host.
 
   Args:
-    advantage_BL: advantage of each token; None: one advantage per response.
-    unit_BL: segment number of each token; None: one importance ratio per response.
+    advantage_BL: advantage of each token. None means one advantage per response.
+    unit_BL: segment number of each token. None means one importance ratio per response.
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: the trainer's weight version; tokens of other versions are excluded from comparisons
-      of sampler and trainer. None: all tokens are of one version.
+      of sampler and trainer. None if all tokens are of one version.
     replays_sampler: whether updates replay the sampler's experts, of all versions (R3).
-    mask_truncated: whether truncated responses are left out of the loss.
+    mask_truncated: whether the loss excludes truncated responses.
     ages: whether metrics are split by the age of responses relative to `version`.
   """
   mask_BT = rollout.mask
@@ -247,21 +247,21 @@ def current_tokens(
   if version is None:
     return None
   current_BT = rollout.version == version
-  if replays_sampler:  # A row with an older token replays experts of older weights: none counts.
+  if replays_sampler:  # Rows with an older token replay experts of older weights: excluded.
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)
 
 
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Version of the weights in each token's first forward pass.
+  """Returns the version of the weights in each token's first forward pass.
 
-  int32 [B, L], -1 where no sampled token follows. The forward pass on a token led to the next
-  sampled token, so it ran under that token's version.
+  int32 [B, L], -1 if no sampled token follows. A token's forward pass precedes the next sampled
+  token, so it has the version of the latter.
   """
   length = version_BL.shape[1]
-  place_BL = np.where(version_BL >= 0, np.arange(length), length)
+  index_BL = np.where(version_BL >= 0, np.arange(length), length)
   after_BL = np.minimum.accumulate(
-    np.pad(place_BL, ((0, 0), (0, 1)), constant_values=length)[:, ::-1], 1
+    np.pad(index_BL, ((0, 0), (0, 1)), constant_values=length)[:, ::-1], 1
   )
   after_BL = after_BL[:, ::-1][:, 1:]
   padded_BL = np.pad(version_BL, ((0, 0), (0, 1)), constant_values=-1)
@@ -298,7 +298,8 @@ def minibatches(
 
 def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
   """Appends batch rows of padding."""
-  empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 is valid
+  # Here 0 would be a valid expert, or token.
+  empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
   def widen(path, x):
     widths = ((0, rows), *((0, 0),) * (x.ndim - 1))
@@ -312,12 +313,12 @@ def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
 
   `first_B` is set in the first epoch only: in later epochs, updates have changed the weights.
   """
-  again = [batch.replace(first_B=batch.first_B & False) for batch in batches]
-  return [*batches, *again * (number - 1)]
+  later_epoch = [batch.replace(first_B=batch.first_B & False) for batch in batches]
+  return [*batches, *later_epoch * (number - 1)]
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Indices of rollout rows in batch order, for a rollout of `prompts` groups."""
+  """Returns indices of rollout rows in batch order, for a rollout of `prompts` groups."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
@@ -342,7 +343,7 @@ def sample_arrays(
 ) -> dict[str, np.ndarray]:
   """Fetches the arrays of the samples log, in rollout order.
 
-  reviews: results of the pass `passes.make_review`, one per mini-batch.
+  reviews: results of `passes.make_review`'s pass, one per mini-batch.
   """
   columns = {name: [review[name] for review in reviews] for name in reviews[0]}
   columns["unit_BT"] = [batch.unit_BT for batch in batches]

@@ -1,4 +1,4 @@
-"""Whether a recorded run can go on with a configuration, before it is opened."""
+"""Checks before opening a run: can it resume with the current configuration?"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ def check(
   described: Mapping[str, str],
   mesh: jax.sharding.Mesh,
 ) -> None:
-  """Raises ValueError if a run has other contents, or a checkpoint of another state.
+  """Raises ValueError if a run has other contents, or a checkpoint of another training state.
 
   Args:
-    config: configuration of this start.
-    workdir: directory of the run; None without one.
+    config: current configuration.
+    workdir: directory of the run. None without a directory.
     described: contents from `contents.describe`.
     mesh: the trainer's mesh.
   """
@@ -49,7 +49,7 @@ def _check_state(
   """Raises ValueError, naming keys, if the newest checkpoint has another training state.
 
   Args:
-    config: configuration of this start.
+    config: current configuration.
     workdir: directory of the run.
     mesh: the trainer's mesh.
     changed: lines `key: old -> new` from `provenance.changes`.
@@ -68,5 +68,5 @@ def _check_state(
           f"checkpoint {path} has another training state than the configuration "
           f"({'; '.join(suspects)}): put this back, or use another --workdir"
         )
-    if steps:  # The run goes on from this phase.
+    if steps:  # The run resumes in this phase.
       return

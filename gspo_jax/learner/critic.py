@@ -1,7 +1,7 @@
 """The critic: its values, its loss and its update. GAE from the values is in advantages.py.
 
-V_t is the value of the state before token t, the prompt and the tokens before t. The hidden state
-that predicts token t gives V_t. In [B, T], V_t has the position of token t's log-prob.
+V_t is the value of the state before token t: the prompt and the tokens before t. It is computed
+from the hidden state that predicts token t. In [B, T], V_t has the position of token t's log-prob.
 
 Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
 during the updates. The reward of a response, turn or line is at its last token. The state after a
@@ -30,7 +30,7 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import CriticState, ModelInputs, TrainBatch, TrainState
 
-LOSS = "value/loss"  # name of the metric with the critic's loss
+LOSS = "value/loss"  # Name of the metric with the critic's loss.
 GRAD_NORM = "value/grad_norm"
 
 
@@ -53,7 +53,7 @@ def values(
   """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
-    hidden_RTD: the policy's hidden states; unused by a critic with a trunk of its own.
+    hidden_RTD: the policy's hidden states; unused by a critic with its own trunk.
   """
   return before_next(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
 
@@ -70,9 +70,9 @@ def _after(
   if critic.trunk is not None:
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
-    moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
-    if config.trunk_coef:  # The values stay the same; their gradient is scaled.
-      hidden_RTD += hyperparameters["trunk_coef"] * (moving_RTD - hidden_RTD)
+    differentiable_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
+    if config.trunk_coef:  # Scales the gradient, not the values.
+      hidden_RTD += hyperparameters["trunk_coef"] * (differentiable_RTD - hidden_RTD)
   return head.values(critic, hidden_RTD)
 
 
@@ -98,7 +98,7 @@ def new_critic(
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
 ) -> Callable[[Any, head.Critic, ModelInputs], Any]:
-  """Builds the jitted pass to the values [B, T] of a batch.
+  """Builds the jitted pass for the values [B, T] of a batch.
 
   The pass takes the parameters of policy and critic, and has no gradient. With `bootstrap` it also
   returns the value after the last token, [B]. On the policy's trunk, it replays the sampler's
@@ -128,7 +128,7 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns metrics of the critic, including its loss as an undivided mean over tokens."""
+  """Returns metrics of the critic, including its loss, a mean over tokens not yet divided."""
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,
@@ -148,22 +148,24 @@ def update(
   grads: head.Critic,
   apply: Callable,
   hyperparameters: Mapping[str, Any],
-  changes: jax.Array,
+  has_gradient: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-  """Applies the critic's own update and returns the state and metrics.
+  """Updates the critic; returns the state and metrics.
 
-  The policy and its optimizer keep their old state during the critic's warmup updates, and without
-  a gradient. So does the critic without a gradient.
+  The policy and its optimizer stay unchanged during the critic's warmup, and if the policy has no
+  gradient. The critic stays unchanged if it has no gradient.
 
   Args:
-    changes: whether the policy has a gradient.
+    has_gradient: whether the policy has a gradient.
   """
   params, moments = old.critic.params, old.critic.opt_state
   updates, moments = apply(grads, moments, params, hyperparameters["critic_optimizer"])
   critic, norm = CriticState(optax.apply_updates(params, updates), moments), optax.tree.norm(grads)
-  moves = changes & (old.step >= hyperparameters["critic"]["warmup"])
+  policy_moves = has_gradient & (old.step >= hyperparameters["critic"]["warmup"])
   params, opt_state = jax.tree.map(
-    lambda x, y: jnp.where(moves, x, y), (new.params, new.opt_state), (old.params, old.opt_state)
+    lambda x, y: jnp.where(policy_moves, x, y),
+    (new.params, new.opt_state),
+    (old.params, old.opt_state),
   )
   critic = jax.tree.map(lambda x, y: jnp.where(norm != 0, x, y), critic, old.critic)
   new = new.replace(params=params, opt_state=opt_state, critic=critic)

@@ -1,12 +1,13 @@
 """Arranges a mini-batch's sequences in model rows, and maps results back to sequences.
 
-A model row is one sequence (`plain`), a tree of a group's responses on their shared prompt
-(`trees`), or several sequences placed by `packing.plan` (`packed`). Losses and metrics see [B, T]
-only. A sequence and its model row are on the same device, so nothing moves between devices.
+A model row is one sequence (`plain`), part of a tree of a group's responses on their shared prompt
+(`trees`), or several sequences placed by `packing.plan` (`packed`). Losses and metrics have arrays
+[B, T] of sequences. A sequence and its model row are on the same device, so rearranging needs no
+communication.
 
-The head reads only [B, U], the positions before the U response tokens (`before_responses`; U is the
-maximum response length), since no loss needs the logits of a prompt. In packed rows the head reads
-all positions.
+No loss needs the logits of a prompt. So the head reads only [B, U], the positions before the U
+response tokens (`before_responses`; U is the maximum response length). In packed rows the head
+reads all positions.
 """
 
 import functools
@@ -27,7 +28,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
-EMPTY = dict(  # padding values by field; 0 for other fields
+EMPTY = dict(  # Padding values by field; 0 for other fields.
   old_experts_RTlk=routing.NO_EXPERT,
   sampler_experts_RTlk=routing.NO_EXPERT,
   support_RTX=NO_TOKEN,
@@ -39,18 +40,18 @@ class Rows:
   """Inputs of the model by model row."""
 
   tokens_RT: Array
-  targets_RT: Array  # next token
+  targets_RT: Array  # Next token.
   segments_RT: Array
   old_experts_RTlk: Array | None
   sampler_experts_RTlk: Array | None
-  support_RTX: Array | None  # support of the target
-  # Position of each token in its sequence; None if rows are sequences
+  support_RTX: Array | None  # Support of the target.
+  # Position of each token in its sequence. None if rows are sequences.
   positions_RT: Array | None = None
   # int32 [B, T]: flat index of each token in its device's rows; beyond the end for a token without
-  # a row. None if rows are sequences
+  # a row. None if rows are sequences.
   place_BT: Array | None = None
-  prompt_B: Array | None = None  # prompt length; None: unknown, or in a trunk
-  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: prompts are unknown
+  prompt_B: Array | None = None  # Prompt length. None if unknown, or in a trunk.
+  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0 if prompts are unknown.
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
   paths: Paths | None = None
 
@@ -62,7 +63,7 @@ def forward(
   compute: ComputeConfig,
   replayed_experts_RTlk: Array | None = None,
 ) -> transformer.Output:
-  """Runs the model over rows; `replayed_experts_RTlk` None: without replay."""
+  """Runs the model over rows; `replayed_experts_RTlk` of None means no replay."""
   return transformer.forward(
     params,
     model,
@@ -109,8 +110,7 @@ def trees(
 
   The trunk is the prompt without its last token. The last prompt token begins every branch, since
   its next token differs between responses (as in Prefix Grouper, arXiv:2506.05433). The last token
-  of a response of maximum length predicts nothing and is left out. So a trunk and a branch together
-  are as long as a row of the batch, which may be whole blocks of attention.
+  of a response of maximum length predicts no token and is excluded.
 
   Args:
     inputs: sequences in groups of `group_size` with the same first `prompt_B` tokens.
@@ -129,10 +129,10 @@ def trees(
     in_trunk_BT, after_BT = time_1T < shared_B1, time_1T - shared_B1
     in_branch_BT = trunk + member_B1 * branch + after_BT
     place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, in_branch_BT)
-    nowhere = rows // G * size
+    dropped = rows // G * size
     read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
-    place_BT = jnp.where(read_BT, place_BT, nowhere)
-    written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), nowhere, place_BT)
+    place_BT = jnp.where(read_BT, place_BT, dropped)
+    written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), dropped, place_BT)
     arranged = arrange(sequences, written_BT, (rows, size // G))
     return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)
 
@@ -145,7 +145,7 @@ def packed(
 ) -> Rows:
   """Returns R rows with the sequences placed there by `packing.plan`.
 
-  If sequences share prompts, attention reads longer rows of its own (`packing.with_prompts`).
+  If sequences share prompts, attention has separate, longer rows (`packing.with_prompts`).
   """
   rows = sharding.rows_of_a_device(R)
 
@@ -166,7 +166,7 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    writes_B1 = trunk_B1 + shared_B1 == start_B1  # the first sequence after a trunk writes it
+    writes_B1 = trunk_B1 + shared_B1 == start_B1  # The first sequence after a trunk writes it.
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)
     path_BT = places(path_B[:, None], F)
@@ -185,10 +185,7 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Scatters tokens to their places in the rows of one device.
-
-  The other places are padding.
-  """
+  """Scatters tokens to their places in the rows of one device; other places are padding."""
 
   def scatter(path, x_BT: jax.Array) -> jax.Array:
     return scattered(x_BT, place_BT, shape, EMPTY.get(path[-1].name, 0))
@@ -221,7 +218,7 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Takes the positions before each response token: [R, T, ...] to [B, U, ...].
+  """Selects the positions before each response token: [R, T, ...] to [B, U, ...].
 
   The first position is the prompt's last token. Returns `x_RT` unchanged if prompts are unknown.
   """
@@ -247,9 +244,9 @@ def in_rows(x_BU: jax.Array, rows: Rows) -> jax.Array:
     if rows.tree is not None:
       trees = len(x_BU) // rows.tree.branches
       return rows.tree.join(jnp.zeros((trees, rows.tree.trunk), x_BU.dtype), x_BU)
-    nothing_RT = jnp.zeros(tokens_RT.shape, x_BU.dtype)
+    zeros_RT = jnp.zeros(tokens_RT.shape, x_BU.dtype)
     write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-    return jax.vmap(write)(nothing_RT, x_BU, prompt_B - 1)
+    return jax.vmap(write)(zeros_RT, x_BU, prompt_B - 1)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(x_BU, rows.tokens_RT, rows.prompt_B)

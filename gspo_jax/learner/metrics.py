@@ -1,15 +1,14 @@
 """Metrics of an update by age, length, segment and sampler version, and metrics of routers.
 
-Ages: the age of a token is the number of iterations between its sampling weights and the current
-weights. The age of a response is that of its oldest token. The last class includes all older
-responses.
+Ages: the age of a token is the current weight version less the version that sampled it. The age of
+a response is that of its oldest token. The last class includes all older responses.
 
 Lengths: class limits are powers of two, so their number does not depend on the samples. "le_64"
 counts responses of 33 to 64 tokens. The first class includes all shorter responses.
 
-Segments: each segment has two places in its response. One is its number, "1" to "4". The other is
-the third of the response's segments with its midpoint: "first", "middle" or "last". A response's
-only segment is in its "middle".
+Segments: each segment counts in two classes. One is its number in the response, "1" to "4". The
+other is the third of the response's segments with its midpoint: "first", "middle" or "last". A
+single segment is in the "middle".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +29,14 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import Rollout, TrainBatch
 
 LENGTH_CLASSES = 6
-NUMBERED, THIRDS = 4, ("first", "middle", "last")  # places of segments
+NUMBERED, THIRDS = 4, ("first", "middle", "last")  # Classes of segments.
 VOLATILITY = "router/volatility"
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """Age of each response relative to `version`, int32 [B], on the host.
+  """Returns the age of each response relative to `version`, int32 [B], on the host.
 
-  The age is -1 for responses without a version, recorded responses and padding. They are in no
-  class.
+  The age is -1, in no class, for responses without a version (recorded ones) and padding.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
@@ -51,7 +49,7 @@ def lag_metrics(
   """Returns mean and maximum age of trained tokens, on the host.
 
   Args:
-    trained_B: mask of trained responses; None: all sampled tokens count.
+    trained_B: mask of trained responses. None means that all sampled tokens count.
   """
   trained_BL = rollout.version >= 0
   if trained_B is not None:
@@ -173,10 +171,7 @@ def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -
 
 
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
-  """Differentiates the undivided loss by each token's log-probability, [B, T].
-
-  The undivided loss is the sum over responses.
-  """
+  """Differentiates the loss's numerator by each token's log-probability, [B, T]."""
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
 
@@ -187,10 +182,10 @@ def segment_metrics(
   batch: TrainBatch,
   clipped_BT: jax.Array,
 ) -> Metrics:
-  """Returns metrics of segments by their place in a response.
+  """Returns metrics of segments by their class.
 
   The metrics are the mean number of segments per response, the mean number of tokens per segment,
-  and for the segments in each place:
+  and for the segments of each class:
 
   - clip_fraction: the mean share of clipped tokens;
   - gradient: the mean of Σ_t |∂L/∂ log π_θ(y_t)|, with L not yet divided by the number of
@@ -237,7 +232,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
-  """Marks the segments in each place, bool [B, U]."""
+  """Marks the segments of each class, bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
   # floor(3 (u + ½) / K), in integer arithmetic.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])

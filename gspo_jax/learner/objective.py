@@ -41,7 +41,7 @@ def configured_loss(
 
   Args:
     max_length: maximum response length, the divisor of some aggregations.
-    hyperparameters: replacement for `config.hyperparameters()`; None: no replacement.
+    hyperparameters: replacement for `config.hyperparameters()`. None means no replacement.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
   hyperparameters = config.hyperparameters() if hyperparameters is None else hyperparameters
@@ -50,7 +50,7 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef:
     options["ref_logp_BT"] = batch.ref_logp_BT
-    if options.get("kl") == "k3_weighted":  # Recomputed ones may be of a later policy.
+    if options.get("kl") == "k3_weighted":  # Recomputed old log-probs may be of a later policy.
       options["sampler_logp_BT"] = batch.sampler_logp_BT
     if batch.mixed_B is not None:
       options["kl_mask_BT"] = jnp.broadcast_to(batch.mixed_B[:, None], batch.mask_BT.shape)
@@ -72,8 +72,10 @@ def configured_loss(
   total, loss_metrics, clipped_BT = undivided(**options)
   metrics |= loss_metrics | {"loss/policy": total}
   if config.kl_coef or config.entropy_coef:
-    plain = {key: value for key, value in options.items() if key not in PENALTIES}
-    metrics["loss/policy"] = undivided(**plain)[0]  # The compiler shares nearly all of `total`.
+    without_penalties = {key: value for key, value in options.items() if key not in PENALTIES}
+    metrics["loss/policy"] = undivided(**without_penalties)[
+      0
+    ]  # The compiler shares nearly all of `total`.
   return total, metrics, clipped_BT
 
 
@@ -109,6 +111,6 @@ def _weight(
 
 
 def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
-  """Mean of x [B, T] over tokens, or of x [B] over responses."""
-  live = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
-  return Mean(jnp.where(live, x, 0).sum(dtype=jnp.float32), live.sum(dtype=jnp.float32))
+  """Returns the mean of x [B, T] over tokens, or of x [B] over responses."""
+  valid = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
+  return Mean(jnp.where(valid, x, 0).sum(dtype=jnp.float32), valid.sum(dtype=jnp.float32))

@@ -25,7 +25,7 @@ class Optimizer(NamedTuple):
 
 
 def make(config: OptimizerConfig, updates: int) -> Optimizer:
-  """Makes AdamW with a bound on the norm and a schedule."""
+  """Builds AdamW with a bound on the gradient norm and a schedule."""
   chain = _chain(config.b1, config.b2, bounded=config.clip_norm > 0)
   return Optimizer(*chain, hyperparameters(config, updates))
 
@@ -42,7 +42,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
-    rest=max(1, updates - config.warmup_steps - 1),  # updates from the end of the warmup on
+    rest=max(1, updates - config.warmup_steps - 1),  # Updates after the warmup.
     final=1.0 if config.schedule == "constant" else config.final_fraction,
     cosine=float(config.schedule == "cosine"),
   )
@@ -54,7 +54,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
 def rate(schedule: Mapping[str, Any], count: Any) -> Any:
   """Returns the learning rate after `count` updates.
 
-  Optax's own schedules branch in Python on their numbers, which rules out traced arguments.
+  Optax's own schedules branch in Python on hyperparameters, so these cannot be traced.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
   # The warmup starts at peak/warmup: a learning rate of 0 would waste a rollout.
@@ -66,9 +66,7 @@ def rate(schedule: Mapping[str, Any], count: Any) -> Any:
 
 
 def last_rate(schedule: Mapping[str, Any], opt_state: Any) -> jax.Array:
-  """Rate of the last applied update; 0 before the first.
-
-  The count is that of the optimizer's state, of applied updates.
+  """Returns the learning rate of the last applied update; 0 before the first.
 
   Args:
     schedule: `Optimizer.hyperparameters`.
@@ -88,7 +86,7 @@ def _rate_after(schedule: Mapping[str, Any], count: jax.Array) -> jax.Array:
 
 @functools.cache
 def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
-  """Makes `init` and `update` of an Optimizer."""
+  """Builds `init` and `update` of an Optimizer."""
 
   def transformation(hyperparameters: Mapping[str, Any]) -> optax.GradientTransformation:
     adamw = optax.adamw(

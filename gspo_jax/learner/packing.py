@@ -5,7 +5,7 @@ padding, and padding costs as much as tokens. So the host plans the place of eac
 and the model reads packed rows (`layout.packed`). A sequence is a prompt and its response.
 
 Shapes are fixed. Only the number of micro-batches of R rows varies (`count`), equally on all
-devices. A sequence and its row are on the same device, so nothing moves between devices.
+devices. A sequence and its row are on the same device, so packing needs no communication.
 
 If the maximum prompt length is a third of a row or more (`shares`), the sequences of a group share
 their prompt in a row. Attention then reads longer rows with a prompt copy before each response.
@@ -29,8 +29,8 @@ def plan(
 ) -> TrainBatch:
   """Reorders sequences and assigns each a place in rows, on the host.
 
-  Each of the `shards` devices gets B / shards sequences with about equally many tokens, and packs
-  them independently. Sequences without tokens get no place.
+  Each of the `shards` devices has B / shards sequences with about equally many tokens, packed
+  independently. Sequences without tokens have no place.
 
   Args:
     group_size: number of consecutive sequences with the same prompt.
@@ -38,9 +38,9 @@ def plan(
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
-  placed = places(length_B, T, shards, inputs.prompt_B, group_size, response_tokens)
-  batch = jax.tree.map(lambda x: x[placed.order_B], batch)
-  return batch.replace(inputs=batch.inputs.replace(places=placed))
+  sequence_places = places(length_B, T, shards, inputs.prompt_B, group_size, response_tokens)
+  batch = jax.tree.map(lambda x: x[sequence_places.order_B], batch)
+  return batch.replace(inputs=batch.inputs.replace(places=sequence_places))
 
 
 def places(
@@ -54,33 +54,33 @@ def places(
   """Returns order and places of sequences, as in `plan`.
 
   Args:
-    prompt_B: number of leading tokens shared by a group's sequences; None: nothing is shared.
+    prompt_B: number of leading tokens shared by a group's sequences. None if they share none.
   """
   order_B = balanced_order(length_B, shards)
-  apart = _on_each(
+  separate = _on_each(
     order_B, shards, lambda order_X: Places(order_X, *first_fit(length_B[order_X], T))
   )
-  together = math.gcd(group_size, len(length_B) // shards)
-  if prompt_B is None or not shares(T, response_tokens, together):
-    return apart
+  sharing = math.gcd(group_size, len(length_B) // shards)
+  if prompt_B is None or not shares(T, response_tokens, sharing):
+    return separate
   shared_B = np.clip(prompt_B - 1, 0, length_B)
-  tokens_U = (length_B - shared_B).reshape(-1, together).sum(1)
-  order_U = balanced_order(tokens_U + shared_B.reshape(-1, together).max(1), shards)
-  grouped_B = (order_U[:, None] * together + np.arange(together)).reshape(-1).astype(np.int32)
+  tokens_U = (length_B - shared_B).reshape(-1, sharing).sum(1)
+  order_U = balanced_order(tokens_U + shared_B.reshape(-1, sharing).max(1), shards)
+  grouped_B = (order_U[:, None] * sharing + np.arange(sharing)).reshape(-1).astype(np.int32)
 
   def fill(order_X: np.ndarray) -> Places:
     longest = with_prompts(T, response_tokens)
-    group_X = order_X // together
+    group_X = order_X // sharing
     return Places(
       order_X, *beside_prompts(length_B[order_X], shared_B[order_X], group_X, T, longest)
     )
 
   grouped = _on_each(grouped_B, shards, fill)
-  if grouped.row_B.max() <= apart.row_B.max():
+  if grouped.row_B.max() <= separate.row_B.max():
     return grouped
-  # Groups differ too much to balance the devices, so sequences keep their own prompts.
-  start_B = apart.start_B
-  return Places(order_B, apart.row_B, start_B + shared_B[order_B], start_B, start_B)
+  # Groups differ too much to balance the devices, so each sequence has its own prompt.
+  start_B = separate.start_B
+  return Places(order_B, separate.row_B, start_B + shared_B[order_B], start_B, start_B)
 
 
 def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
@@ -113,7 +113,7 @@ def undo(batch: TrainBatch) -> TrainBatch:
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """Restores the order before `plan`; `order_B` None: the order was kept."""
+  """Restores the order before `plan`; None means unchanged order."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 

@@ -29,21 +29,20 @@ from gspo_jax.structs import ModelInputs, TrainBatch
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """Settings of an update, besides its arrays."""
+  """Static settings of an update."""
 
   model: ModelConfig
   compute: ComputeConfig
-  temperature: float  # sampling temperature, and so the policy's
+  temperature: float  # Sampling temperature, also of the trainer's log-probs.
   microbatches: int
   load_balance_coef: float
   # An update with a non-finite loss or gradient is skipped. "skip": later updates are applied as
   # usual. "stop": all later updates are skipped too, so the state stays unchanged.
   on_nonfinite: str = "stop"
-  group_size: int = 1  # number of sequences with the same prompt
-  # Maximum response length; the other positions of T are for the prompt. Some objectives divide by
-  # this length.
+  group_size: int = 1  # Number of sequences with the same prompt.
+  # Maximum response length; the other positions of T are for the prompt. Divisor of some losses.
   response_tokens: int = 0
-  ages: int = 0  # classes of `by_age`; 0: none
+  ages: int = 0  # Number of age classes in the metrics `by_age/...`; 0 means no such metrics.
 
 
 def learner_of(c: RunConfig, phase: str) -> Learner:
@@ -74,15 +73,15 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """Returns log-probs and entropies [B, T], the forward pass and its rows.
 
-  Entry t is log π(token t | tokens before t). It is 0 at position 0 and on the tokens of known
-  prompts. For a token with a recorded support, π is renormalised over the support
-  (`head.token_logp`).
+  Entry t is log π(token t | tokens before t). It is 0 at position 0, and on prompts shared by a
+  group. For a token with a recorded support (the tokens within top-k, top-p and min-p), π is
+  renormalised over the support.
 
-  With `replay`, π is the network of the recorded experts, with gate weights from the router in
-  `params`. Raises ValueError if the batch holds no recorded experts.
+  With `replay`, the recorded experts are used, with gate weights from the router in `params`.
+  Raises ValueError if the batch has no recorded experts.
 
   Args:
-    old_experts_BTlk: experts of the old policy in the trainer; None: unknown.
+    old_experts_BTlk: the trainer's experts under the old policy. None if not recorded.
   """
   rows = rows_of(inputs, learner, old_experts_BTlk)
   replayed_experts_RTlk = experts_to_replay(rows, replay)
@@ -105,10 +104,7 @@ def log_probs(
 
 
 def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Shifts values from each token to the next token, [B, T].
-
-  Position 0 gets 0.
-  """
+  """Shifts values from each token to the next, [B, T], with 0 at position 0."""
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -136,7 +132,7 @@ def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
 
 
 def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Builds the jitted pass to the trainer's log-probs [B, T]."""
+  """Builds the jitted pass for the trainer's log-probs [B, T]."""
 
   def logp(params: Any, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner)[0]
@@ -145,20 +141,19 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
 
 
 class OldPolicy(NamedTuple):
-  """The fields of a batch for its old policy."""
+  """Fields of a batch from its old policy."""
 
   old_logp_BT: jax.Array
-  old_experts_BTlk: jax.Array | None  # None: unused
+  old_experts_BTlk: jax.Array | None  # None if the configuration does not use them.
 
 
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """Builds the jitted pass to the old policy of a batch.
+  """Builds the jitted pass for log-probs and experts of the old policy.
 
-  The pass returns log-probabilities under the trainer's own experts and these experts; with R3,
-  log-probabilities under the sampler's experts. The first mini-batch replays the same experts with
-  the same weights, so its ratio is exactly 1.
+  The trainer's router chooses the experts; with R3 the sampler's are replayed. The update on the
+  first mini-batch has the same weights and experts, so its ratio is 1.
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -185,8 +180,8 @@ def make_review(
   clip ranges. With segments, `gradient_BT` is the derivative of the loss (`token_gradient`).
 
   Args:
-    old_policy: the compiled pass, reused for log-probabilities. Under R2, updates replay other
-      experts, so another pass is compiled.
+    old_policy: compiled pass, reused for log-probs. Under R2, updates replay other experts, so
+      another pass is compiled.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -213,7 +208,7 @@ def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
   def measure(
     logp_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
   ) -> dict[str, Any]:
-    entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
+    entropy_BT = jnp.zeros_like(logp_BT)  # Entropy does not affect clipping.
 
     def loss(logp_BT: jax.Array) -> tuple:
       return configured_loss(objective, logp_BT, entropy_BT, batch, max_length, hyperparameters)
@@ -243,9 +238,9 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """Wraps a function of (*params, inputs) to run by micro-batch if inputs are packed.
+  """Wraps a function of (*params, inputs), to run by micro-batch if inputs are packed.
 
-  The function returns arrays [B, ...]. It then needs no more memory than an update.
+  The function returns arrays [B, ...]. By micro-batch it needs no more memory than an update.
   """
 
   def whole(*arguments: Any) -> Any:
@@ -277,8 +272,8 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function from i to micro-batch i.
 
-  A packed batch counts only micro-batches with tokens, at most `learner.microbatches`. A
-  micro-batch of a packed batch masks the sequences in other rows.
+  A packed batch has only micro-batches with tokens, at most `learner.microbatches`. Each has all
+  sequences, with those in other rows masked.
   """
   number = learner.microbatches
   if batch.inputs.places:
@@ -298,26 +293,28 @@ def parts(
   return number, lambda i: jax.tree.map(lambda x: x[i], stacked)
 
 
-def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
-  """Computes combine(combine(function(0), function(1)), function(2)) and so on.
+def accumulate(
+  function: Callable, number: int | jax.Array, combine: Callable, max_number: int
+) -> Any:
+  """Computes combine(combine(function(0), function(1)), function(2)), and so on.
 
   Args:
     number: number of results, possibly a traced value.
-    most: static upper limit of `number`.
+    max_number: static upper limit of `number`.
   """
-  if most == 1:
+  if max_number == 1:
     return function(0)
   none = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), jax.eval_shape(function, 0)
   )
 
-  def go_on(carry):
+  def unfinished(carry):
     i, _ = carry
-    return (i < number) & (i < most)  # hlo_costs.py counts a loop by a constant
+    return (i < number) & (i < max_number)  # hlo_costs.py needs the constant bound.
 
   def body(carry):
     i, total = carry
     new = function(i)
     return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
 
-  return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
+  return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), none))[1]

@@ -11,7 +11,7 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.settings.model import ComputeConfig
 
-# Undocumented options of libtpu 0.0.42; another version may refuse an option by its name.
+# Undocumented options of libtpu 0.0.42; another version may not know them.
 OPTIONS = dict(
   # Collectives run on SparseCores (v5p, v6e and tpu7x), in parallel to all other work.
   sparsecore=dict(
@@ -26,7 +26,7 @@ OPTIONS = dict(
     xla_tpu_use_tc_device_shape_on_sc=True,
     xla_sc_disable_megacore_partitioning=True,
   ),
-  # A collective is started, carried along by fusions that follow, and waited for.
+  # A collective runs during the fusions between its start and its end.
   fusion=dict(
     xla_tpu_enable_async_collective_fusion=True,
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=True,
@@ -39,10 +39,10 @@ OPTIONS = dict(
 
 
 def options(compute: ComputeConfig) -> dict[str, bool]:
-  """Compiler options for the platform of the current mesh; empty except on TPU."""
+  """Returns compiler options for the platform of the current mesh; empty except on TPU."""
   return OPTIONS[compute.xla] if sharding.platform() == "tpu" else {}
 
 
 def jit(function: Callable, compute: ComputeConfig, **kwargs: Any) -> Callable:
-  """Calls `jax.jit` with the options of `compute.xla`."""
+  """Jits a function with the options of `compute.xla`."""
   return jax.jit(function, compiler_options=options(compute), **kwargs)

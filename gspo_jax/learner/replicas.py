@@ -13,7 +13,7 @@ from gspo_jax.sharding import P
 
 
 def apart(params: Any) -> Any:
-  """Marks parameters so that each replica keeps its own gradient."""
+  """Marks parameters: each replica then keeps its own gradient."""
   if sharding.axis_size("data") == 1:
     return params
   return jax.tree.map(
@@ -24,8 +24,8 @@ def apart(params: Any) -> Any:
 def summed(grads: Any) -> Any:
   """Sums gradients over replicas, unless they are summed already.
 
-  Devices of a replica with the same shard of a weight split its gradient among them. Each sums its
-  piece over replicas, and the sums are gathered within the replica.
+  Within a replica, devices with the same shard of a weight divide its gradient among them. Each
+  device sums its part over replicas, and the sums are gathered within the replica.
   """
   if sharding.axis_size("data") == 1:
     return grads

@@ -57,7 +57,7 @@ def abstract_state(
 ) -> TrainState:
   """Returns shapes and shardings of a training state, for restoring a checkpoint.
 
-  With adapters, the parameters have the type `frozen_dtype`, as passes read them.
+  With adapters, the parameters have dtype `frozen_dtype`, as used in forward passes.
   """
   dtype = frozen_dtype if adapters.rank else jnp.float32
   params = abstract_params(model, mesh, sharding.TRAIN, dtype, adapters)

@@ -37,7 +37,7 @@ from gspo_jax.structs import TrainBatch, TrainState
 class WithHyperparameters(NamedTuple):
   """A jitted function and its last argument, the hyperparameters.
 
-  Hyperparameters are scalars; all values share one program.
+  Hyperparameters are scalars: other values need no compilation.
   """
 
   function: Callable
@@ -59,7 +59,7 @@ class WithHyperparameters(NamedTuple):
 def with_hyperparameters(
   function: Callable, hyperparameters: Mapping[str, Any]
 ) -> WithHyperparameters:
-  """Binds hyperparameters as Python floats, which are weakly typed: bfloat16 stays bfloat16."""
+  """Binds hyperparameters as Python floats: weakly typed, so bfloat16 stays bfloat16."""
   return WithHyperparameters(function, jax.tree.map(float, hyperparameters))
 
 
@@ -75,7 +75,7 @@ def make_rl_step(
   configurations with equal static settings share a program.
 
   Args:
-    critic: settings of a critic trained in the same pass; None: no critic.
+    critic: settings of a critic trained in the same pass. None means no critic.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(
@@ -133,10 +133,8 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def critic_weight(batch, hyperparameters):
-    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)  # The denominator depends on masks alone.
-    total = _loss_at(
-      objective, nothing_BT, batch, learner, hyperparameters["objective"], nothing_BT
-    )
+    zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)  # The denominator depends on masks alone.
+    total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
 
   return _step(learner, numerator, apply, apply_to_critic, critic_weight)
@@ -150,7 +148,7 @@ def _loss_at(
   hyperparameters: Mapping[str, Any],
   logp_BT: jax.Array,
 ) -> Mean:
-  """Returns the undivided loss at `logp_BT`."""
+  """Returns numerator and denominator of the loss at `logp_BT`."""
   longest = learner.response_tokens
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
@@ -168,7 +166,7 @@ def _class_metrics(
 def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch) -> Metrics:
   """Compares trainer and sampler on tokens sampled by the current weights.
 
-  Older weights are another policy, even with an exact sampler.
+  Tokens of older weights would differ even with an exact sampler.
   """
   mask_BT, current_BT = batch.mask_BT, batch.metric_inputs.current_BT
   if current_BT is not None:
@@ -189,12 +187,12 @@ def with_own_logp(
 ) -> tuple[TrainBatch, dict[str, Any]]:
   """Replaces the first mini-batch's old log-probs by those of this pass.
 
-  With `objective.old_logp=recompute` both come from one policy, so the ratio becomes exactly 1.
+  With `objective.old_logp=recompute` both are of the same policy, so the ratio becomes exactly 1.
   Other values leave the batch unchanged.
 
-  The old policy's pass is another program, without gradient, and rounds differently. The metric
-  `mismatch/recomputed` measures the difference as the mean over sequences of |mean Δ|. This
-  difference enters the ratios of all later mini-batches.
+  The old log-probs come from another program, without gradient, and are rounded differently. The
+  metric `mismatch/recomputed` measures the difference Δ, as the mean over sequences of |mean Δ|. It
+  enters the ratios of all later mini-batches.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -266,18 +264,19 @@ def _step(
 ) -> Callable:
   """Jits the gradient of a loss and one optimizer update.
 
-  Returns (state, batch, hyperparameters) -> (state, metrics). Gradients of numerators are summed
-  over micro-batches, denominators are summed, and one division follows. So the number of
-  micro-batches affects memory only. (The load-balance loss is an exception: it is a product of two
-  means per micro-batch.) A gradient of 0 changes no parameter, moment or count, whatever the cause:
-  Adam would follow its momentum. The metric `updates_skipped` counts skipped updates of the run.
+  Returns (state, batch, hyperparameters) -> (state, metrics). Gradients of numerators and
+  denominators are summed over micro-batches, then divided once. So the number of micro-batches
+  affects memory only. (Exception: the load-balance loss is a product of two means per micro-batch.)
+  A gradient of 0 changes no parameter, moment or count; otherwise Adam would follow its momentum.
+  The metric `updates_skipped` counts the run's updates skipped for non-finite values.
 
-  A critic is trained in the same backward pass: the numerator of `critic.LOSS` is its loss.
+  A critic is trained in the same backward pass, with the loss in metric `critic.LOSS`.
 
   Args:
     numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
-    apply: `Optimizer.update` of the policy; `apply_to_critic` is the critic's.
-    critic_weight: function of (batch, hyperparameters), the policy's denominator divided by the
+    apply: `Optimizer.update` of the policy.
+    apply_to_critic: `Optimizer.update` of the critic. None without a critic.
+    critic_weight: function of (batch, hyperparameters) to the policy's denominator over the
       critic's. It multiplies the critic's numerator, so one division normalises both.
   """
   gradient = jax.grad(numerator, has_aux=True)
@@ -297,30 +296,34 @@ def _step(
     differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
     grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    trains = denominator > 0
+    has_tokens = denominator > 0
     grads = replicas.summed(grads)
-    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
+    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(has_tokens, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, policy, hyperparameters["optimizer"])
     params = lora.join(optax.apply_updates(policy, updates), frozen)
     grad_norm = optax.tree.norm(grads)
-    sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":
-      sound &= state.skipped == 0
-    changes = grad_norm != 0
+      finite &= state.skipped == 0
+    has_gradient = grad_norm != 0
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     if state.critic is not None:
-      new, row = critics.update(new, state, critic_grads, apply_to_critic, hyperparameters, changes)
+      new, row = critics.update(
+        new, state, critic_grads, apply_to_critic, hyperparameters, has_gradient
+      )
       metrics, critic_norm = metrics | row, row[critics.GRAD_NORM].value
-      sound, changes = sound & jnp.isfinite(critic_norm), changes | (critic_norm != 0)
-    state = jax.tree.map(lambda new, old: jnp.where(sound & trains & changes, new, old), new, state)
-    state = state.replace(skipped=state.skipped + ~sound)
+      finite, has_gradient = finite & jnp.isfinite(critic_norm), has_gradient | (critic_norm != 0)
+    state = jax.tree.map(
+      lambda new, old: jnp.where(finite & has_tokens & has_gradient, new, old), new, state
+    )
+    state = state.replace(skipped=state.skipped + ~finite)
     return state, metrics | dict(grad_norm=Max(grad_norm), updates_skipped=Last(state.skipped))
 
   return programs.jit(step, learner.compute, donate_argnums=0)
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Marks trained parameters so that their gradients stay on each replica.
+  """Marks trained parameters: each replica keeps its own gradient until all micro-batches are done.
 
   Exception: gradients of adapters are small, and are summed over replicas in every micro-batch.
   """

@@ -8,20 +8,20 @@ import jax
 from gspo_jax.learner.metrics import VOLATILITY
 from gspo_jax.objectives.reductions import compute, merge
 
-# Metrics also reported for each mini-batch.
-APART = (
+# Metrics reported by mini-batch, too.
+BY_MINIBATCH = (
   *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
-# Comparisons that may be empty: no token of the current weights, or no response of an age.
+# Metrics without a value if no token is of the current weights, or no response of an age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
 class Compared(NamedTuple):
-  """A scalar metric, and whether its comparison was empty.
+  """A comparison's scalar, and whether nothing was compared.
 
-  An empty comparison gives no metric: 0 would mean perfect agreement.
+  Then there is no metric: 0 would mean perfect agreement.
   """
 
   value: jax.Array
@@ -36,13 +36,13 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
   """Merges the metrics of an iteration's updates into scalars.
 
   `minibatch/i/...` shows the policy's growing distance from the old policy; on mini-batch 0 the
-  ratio is 1. i continues over epochs. The comparison of sampler and trainer is on mini-batch 0
-  only, before any update. The comparison by version (`version_metrics`) is on all mini-batches,
-  since its log-probs come from a pass before the updates.
+  ratio is 1. i continues over epochs. Sampler and trainer are compared on mini-batch 0 only, before
+  any update. The comparison by version (`version_metrics`) covers all mini-batches, since its
+  log-probs come from a pass before the updates.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, metrics in enumerate(minibatches):
-    scalars = _scalars({k: v for k, v in metrics.items() if k in APART})
+    scalars = _scalars({k: v for k, v in metrics.items() if k in BY_MINIBATCH})
     row |= {f"minibatch/{i}/{name}": value for name, value in scalars.items()}
   all_minibatches = "mismatch/current/", "mismatch/older/"
 
