@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.models.experts.blocks import ExpertWeights
-from gspo_jax.models.experts.moe import FORMS
+from gspo_jax.models.experts.moe import IMPLEMENTATIONS
 
 SHAPES = {  # tokens, D, E, k, F
   "train": (4096, 512, 32, 4, 256),
@@ -28,11 +28,11 @@ SHAPES = {  # tokens, D, E, k, F
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--forms", default=",".join(FORMS))
+  parser.add_argument("--forms", default=",".join(IMPLEMENTATIONS))
   parser.add_argument("--shapes", default=",".join(SHAPES))
   parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
   options = parser.parse_args()
-  forms = {name: FORMS[name] for name in options.forms.split(",")}
+  forms = {name: IMPLEMENTATIONS[name] for name in options.forms.split(",")}
   if jax.default_backend() != "tpu":
     forms.pop("megablox", None)
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -1,7 +1,7 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
 Sending the tokens of a decode step between chips takes less time than reading a chip's experts. So
-all chips with experts gather the tokens, up to `moe.FEW` assignments per expert.
+all chips with experts gather the tokens, if an expert has at most `moe.FEW` assignments.
 """
 
 import math

@@ -36,7 +36,7 @@ from gspo_jax.sharding import BATCH, P
 IMPLEMENTATIONS = dict(
   blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
 )
-FEW = 256  # Maximum assignments per expert for one batched product of all experts.
+FEW = 256  # Maximum assignments per expert for `batched` on CPU, and for `experts_of_few`.
 
 
 @flax.struct.dataclass
