@@ -150,7 +150,7 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resumed(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """Resumes sampling; returns the totals and the metrics row not yet reported.
+  """Resumes sampling; returns totals and the unreported metrics row.
 
   At the start of a run this row has step 0, so metrics begin with an evaluation.
   """
@@ -197,7 +197,7 @@ def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) ->
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
-  """Builds the forward passes before an iteration's updates, each with its program."""
+  """Builds the passes before an iteration's updates, with their programs."""
   c = run.config
   make = dict(
     old_policy=lambda: old_policy,
@@ -209,7 +209,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads the parameters of the reference policy and the teacher, if used, by name."""
+  """Loads the frozen parameters (reference policy, teacher) by name."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),

@@ -136,7 +136,7 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
 
 
 def _in_groups(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Restores the order before `packing.plan`, on every device: groups may be on several devices."""
+  """Restores the order before `packing.plan`, on every device."""
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]

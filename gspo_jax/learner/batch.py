@@ -1,4 +1,4 @@
-"""Turns rollouts into mini-batches on the devices, and maps their arrays back to rollout order."""
+"""Turns rollouts into mini-batches, and maps arrays back to rollout order."""
 
 import dataclasses
 import functools
@@ -131,7 +131,7 @@ def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np
 
 
 def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-  """Places each reward at the response's last trained token: float32 [B, L]."""
+  """Places each reward at the last trained token, [B, L]."""
   L = mask_BL.shape[1]
   last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
   end_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
@@ -318,7 +318,7 @@ def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Returns indices of rollout rows in batch order, for a rollout of `prompts` groups."""
+  """Returns indices of rollout rows in batch order, for `prompts` groups."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 

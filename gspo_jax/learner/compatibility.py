@@ -1,4 +1,4 @@
-"""Checks before opening a run: can it resume with the current configuration?"""
+"""Checks of a recorded run before resuming it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def check(
   described: Mapping[str, str],
   mesh: jax.sharding.Mesh,
 ) -> None:
-  """Raises ValueError if a run has other contents, or a checkpoint of another training state.
+  """Raises ValueError if contents or training state of a run differ.
 
   Args:
     config: current configuration.

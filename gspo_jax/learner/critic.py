@@ -128,7 +128,7 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns metrics of the critic, including its loss, a mean over tokens not yet divided."""
+  """Returns metrics of the critic; `LOSS` is an undivided mean over tokens."""
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,

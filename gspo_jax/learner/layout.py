@@ -185,7 +185,7 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Scatters tokens to their places in the rows of one device; other places are padding."""
+  """Scatters tokens to one device's rows; other places are padding."""
 
   def scatter(path, x_BT: jax.Array) -> jax.Array:
     return scattered(x_BT, place_BT, shape, EMPTY.get(path[-1].name, 0))

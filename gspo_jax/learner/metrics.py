@@ -34,7 +34,7 @@ VOLATILITY = "router/volatility"
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """Returns the age of each response relative to `version`, int32 [B], on the host.
+  """Computes responses' ages relative to `version`, int32 [B], on the host.
 
   The age is -1, in no class, for responses without a version (recorded ones) and padding.
   """

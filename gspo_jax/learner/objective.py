@@ -111,6 +111,6 @@ def _weight(
 
 
 def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
-  """Returns the mean of x [B, T] over tokens, or of x [B] over responses."""
+  """Means of x over tokens [B, T], or over responses [B]."""
   valid = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
   return Mean(jnp.where(valid, x, 0).sum(dtype=jnp.float32), valid.sum(dtype=jnp.float32))

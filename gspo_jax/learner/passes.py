@@ -104,7 +104,7 @@ def log_probs(
 
 
 def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Shifts values from each token to the next, [B, T], with 0 at position 0."""
+  """Shifts values from tokens to next tokens, [B, T]; 0 at position 0."""
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -238,7 +238,7 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """Wraps a function of (*params, inputs), to run by micro-batch if inputs are packed.
+  """Wraps a function of (*params, inputs) to run packed inputs by micro-batch.
 
   The function returns arrays [B, ...]. By micro-batch it needs no more memory than an update.
   """

@@ -270,14 +270,11 @@ def _step(
   A gradient of 0 changes no parameter, moment or count; otherwise Adam would follow its momentum.
   The metric `updates_skipped` counts the run's updates skipped for non-finite values.
 
-  A critic is trained in the same backward pass, with the loss in metric `critic.LOSS`.
-
   Args:
     numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
-    apply: `Optimizer.update` of the policy.
-    apply_to_critic: `Optimizer.update` of the critic. None without a critic.
-    critic_weight: function of (batch, hyperparameters) to the policy's denominator over the
-      critic's. It multiplies the critic's numerator, so one division normalises both.
+    apply, apply_to_critic: `Optimizer.update` of policy and critic.
+    critic_weight: function of (batch, hyperparameters), the policy's denominator over the critic's.
+      It multiplies the critic's numerator, so one division normalises both.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -296,26 +293,23 @@ def _step(
     differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
     grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    has_tokens = denominator > 0
+    nonempty = denominator > 0
     grads = replicas.summed(grads)
-    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(has_tokens, denominator, 1), grads)
+    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(nonempty, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, policy, hyperparameters["optimizer"])
     params = lora.join(optax.apply_updates(policy, updates), frozen)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":
       finite &= state.skipped == 0
-    has_gradient = grad_norm != 0
+    nonzero = grad_norm != 0
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     if state.critic is not None:
-      new, row = critics.update(
-        new, state, critic_grads, apply_to_critic, hyperparameters, has_gradient
-      )
+      new, row = critics.update(new, state, critic_grads, apply_to_critic, hyperparameters, nonzero)
       metrics, critic_norm = metrics | row, row[critics.GRAD_NORM].value
-      finite, has_gradient = finite & jnp.isfinite(critic_norm), has_gradient | (critic_norm != 0)
-    state = jax.tree.map(
-      lambda new, old: jnp.where(finite & has_tokens & has_gradient, new, old), new, state
-    )
+      finite, nonzero = finite & jnp.isfinite(critic_norm), nonzero | (critic_norm != 0)
+    applied = finite & nonempty & nonzero
+    state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~finite)
     return state, metrics | dict(grad_norm=Max(grad_norm), updates_skipped=Last(state.skipped))
 
@@ -323,7 +317,7 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Marks trained parameters: each replica keeps its own gradient until all micro-batches are done.
+  """Marks trained parameters: each replica keeps its own gradient.
 
   Exception: gradients of adapters are small, and are summed over replicas in every micro-batch.
   """

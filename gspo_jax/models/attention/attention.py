@@ -165,7 +165,7 @@ def attend_tree(
   scores: Scores | None = None,
   position_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """Attends within trunks, and from branches to their trunk and themselves, [B, T, N, H].
+  """Attends within trunks, and from branches to trunk and branch.
 
   A trunk's keys and values are repeated for each branch. Padding may separate trunk and branches,
   so a window needs `position_BT`.

@@ -120,7 +120,7 @@ def _slice(j, C, arrays):
 
 
 def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
-  """Returns masked and unmasked scores of queries and key block j, float32 [B, K, n, R, C]."""
+  """Returns masked and unmasked scores for key block j, [B, K, n, R, C]."""
   score = _einsum_float32("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH)
   score, C = softcap(score, scores.cap), k_BCKH.shape[1]
   visible = query.last[:, :, None] >= (j * C + jnp.arange(C))[None, None]

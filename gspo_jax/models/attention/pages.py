@@ -26,7 +26,7 @@ NONE = -1  # No page.
 
 @flax.struct.dataclass
 class Pages:
-  """Position s of row b is in page table[b, s // S] at s % S, key and value."""
+  """Keys and values by page: position s is in page s // S of its row, at s % S."""
 
   kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions, stacked like the parameters.
   table_Bn: jax.Array  # int32: pages of a row, in order of positions.

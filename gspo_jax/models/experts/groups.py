@@ -134,7 +134,7 @@ def _each_piece(body, number: jax.Array, carry):
 
 
 def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
-  """Gathers rows of the table; those of padding, in no group, are arbitrary."""
+  """Gathers rows of the table; padding's rows are arbitrary."""
   return table.at[row_R].get(mode="clip")
 
 
