@@ -129,6 +129,8 @@ def attend(
   if w.q_norm is not None:
     q = norm_heads(norm, q, w.q_norm, config.rms_norm_eps)
     k = norm_heads(norm, k, w.k_norm, config.rms_norm_eps)
+  if bound := config.scores.clip_qkv:
+    q, k, v = (jnp.clip(x, -bound, bound) for x in (q, k, v))
   if kind.rotary:
     rotation = positions.rotation_of(config, kind.local)
     q, k = (positions.rotate(x, positions_BT, rotation) for x in (q, k))

@@ -74,7 +74,8 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
     bytes_ += copies * config.num_layers * (heads * itemsize + config.num_heads * 4)
   if policy in ("dots", "both"):
     bytes_ += config.num_layers * (heads + both_ways) * itemsize
-    bytes_ += (config.num_layers - moe_layers) * 2 * config.intermediate_size * itemsize
+    widths = (config.num_layers - moe_layers) * config.intermediate_size
+    bytes_ += 2 * (widths + moe_layers * config.router.shared_width) * itemsize
   bytes_ /= sharding.axis_size("tensor")
   if policy in ("dots", "both"):
     whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense blocks.

@@ -319,8 +319,9 @@ def _layer(
 
   def experts(y_BTD, w):
     valid_BT = setting["segments_BT"] > 0
+    bias_E = getattr(w, "choice_bias", None)
     gate_BTk, experts_BTk, stats = moe.route(
-      y_BTD, w.router, config, valid_BT, replayed_experts_BTk
+      y_BTD, w.router, config, valid_BT, replayed_experts_BTk, bias_E
     )
     expert_w = gathered or ExpertWeights(w.gate, w.up, w.down)
     chunk = compute.expert_chunk

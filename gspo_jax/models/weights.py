@@ -111,7 +111,7 @@ class Weight:
 def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
   """Returns a constructor of `Weight` with the model's sizes and `further` ones."""
   sizes = dict(V=c.vocab_size, D=c.hidden_size, H=c.head_dim, E=c.num_experts)
-  sizes |= dict(N=c.num_heads, K=c.num_kv_heads) | further
+  sizes |= dict(N=c.num_heads, K=c.num_kv_heads, O=1) | further
   return functools.partial(Weight, sizes=sizes)
 
 

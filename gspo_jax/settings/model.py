@@ -63,10 +63,35 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+  """Choice of experts beyond `experts_per_token` and `norm_topk_prob` (models/experts/moe.py)."""
+
+  scores: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts, from logits")
+  choice_bias: Literal["none", "frozen"] = key(
+    "none",
+    "on scores, for the choice alone | frozen: as published; no gradient reaches it, and RL has "
+    "too few tokens to balance loads anew",
+  )
+  groups: PositiveInt = key(1, "groups of neighbouring experts")
+  groups_per_token: PositiveInt = key(1, "groups chosen per token, by their two best experts")
+  scale: ranges.PositiveFloat = key(1.0, "factor on gate weights")
+  shared_width: NonNegativeInt = key(0, "F of experts for every token together; 0: none")
+  shared_gate: bool = key(False, "a sigmoid gate on them (Qwen2-MoE)")
+
+  def __post_init__(self):
+    ranges.check(self, "model.router")
+    wrong = [
+      (self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}"),
+    ]
+    ranges.refuse(self, "model.router", wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoresConfig:
   """Attention scores beyond `query_pre_attn_scalar`, softcap and window."""
 
   scale: NonNegativeFloat = key(0.0, "factor on q kᵀ (Granite); 0: by query_pre_attn_scalar")
+  clip_qkv: NonNegativeFloat = key(0.0, "bound on queries, keys and values (OLMoE); 0: none")
   local_layers: tuple[NonNegativeInt, ...] = key(
     (), "layers with the sliding window; (): by sliding_window_pattern"
   )
@@ -90,7 +115,18 @@ class ModelConfig:
   """
 
   family: Literal[
-    "llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma", "smollm3", "granite", "olmo"
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "smollm3",
+    "granite",
+    "olmo",
+    "olmoe",
+    "glm4_moe",
+    "minimax_m2",
   ] = required("file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"
@@ -124,6 +160,7 @@ class ModelConfig:
   sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
   rope: RopeConfig = RopeConfig()
+  router: RouterConfig = RouterConfig()
   scores: ScoresConfig = ScoresConfig()
   multipliers: MultipliersConfig = MultipliersConfig()
 
@@ -150,6 +187,10 @@ class ModelConfig:
         (
           not (self.moe_intermediate_size),
           "{moe_intermediate_size}, {num_experts}: experts have a width",
+        ),
+        (
+          experts % (groups := self.router.groups) or groups > max(1, experts // 2),
+          "{num_experts}, {router.groups}: groups have two experts or more, all equally many",
         ),
         (
           not any(map(self.is_moe, range(self.num_layers))),

@@ -14,6 +14,7 @@ from gspo_jax.settings.model import (
   ModelConfig,
   MultipliersConfig,
   RopeConfig,
+  RouterConfig,
   ScoresConfig,
 )
 
@@ -130,6 +131,7 @@ CHANGED = dict(
   sliding_window_pattern=3,
   local_rope_theta=10.0,
   rope=RopeConfig(layers_without=(0,)),
+  router=RouterConfig(scores="sigmoid"),
   scores=ScoresConfig(scale=0.7),
   multipliers=MultipliersConfig(residual=0.5),
 )

@@ -60,21 +60,23 @@ def route(
   config: ModelConfig,
   valid_BT: jax.Array,
   replayed_experts_BTk: jax.Array | None = None,
+  choice_bias_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
-  Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
+  Scores of all experts in float32, top-k, renormalised if `norm_topk_prob`. A softmax over the
+  chosen logits alone (Granite, GPT-OSS) is the same as a renormalised softmax over all.
   Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`, of
   any integer type, replaces the router's choice, except at tokens with -1. Only indices are
-  replayed: gate weights are the current router's probabilities of these experts, with a gradient.
+  replayed: gate weights are the current router's scores of these experts, with a gradient.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
   )
   logit_BTE = checkpoint_name(logit_BTE, sharding.PRODUCT)
-  p_BTE = jax.nn.softmax(logit_BTE, axis=-1)
+  score_BTE = SCORES[config.router.scores](logit_BTE)
   valid_BT = valid_BT.astype(jnp.float32)
-  _, experts_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
+  experts_BTk = choose_experts(score_BTE, config, choice_bias_E)
   replay_stats = {}
   if replayed_experts_BTk is not None:
     share_BT, replayed_BT = routing.changed(experts_BTk, replayed_experts_BTk)
@@ -84,11 +86,17 @@ def route(
       overridden=(share_BT * valid_BT).sum(), replayed_tokens=(replayed_BT * valid_BT).sum()
     )
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
-  gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
+  gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, score_BTE)
   if config.norm_topk_prob:
     # The current router's probabilities of replayed experts may all round to 0.
     gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
 
+  if config.router.scale != 1:
+    gate_BTk = gate_BTk * config.router.scale
+
+  p_BTE = score_BTE
+  if config.router.scores != "softmax":
+    p_BTE = score_BTE / score_BTE.sum(-1, keepdims=True)
   z_BT = jax.nn.logsumexp(logit_BTE, axis=-1) ** 2
   entropy_BT = -jnp.sum(p_BTE * jnp.log(jnp.maximum(p_BTE, 1e-30)), axis=-1)
   stats = RouterStats(
@@ -101,6 +109,29 @@ def route(
     **replay_stats,
   )
   return gate_BTk, experts_BTk.astype(jnp.int32), stats
+
+
+SCORES = dict(softmax=functools.partial(jax.nn.softmax, axis=-1), sigmoid=jax.nn.sigmoid)
+
+
+def choose_experts(
+  score_BTE: jax.Array, config: ModelConfig, bias_E: jax.Array | None = None
+) -> jax.Array:
+  """Returns the experts with the highest scores, in the best groups.
+
+  The bias is for the choice alone. A group's score is the sum of its two highest ones.
+  DeepSeek-V3, arXiv:2412.19437, eq. 16.
+  """
+  router = config.router
+  choice_BTE = score_BTE if bias_E is None else score_BTE + bias_E[None, None]
+  if router.groups_per_token < router.groups:
+    B, T, E = choice_BTE.shape
+    choice_BTge = choice_BTE.reshape(B, T, router.groups, E // router.groups)
+    group_BTg = jax.lax.top_k(choice_BTge, 2)[0].sum(-1)
+    _, best_BTj = jax.lax.top_k(group_BTg, router.groups_per_token)
+    allowed_BTg = jax.nn.one_hot(best_BTj, router.groups).sum(2) > 0
+    choice_BTE = jnp.where(allowed_BTg[..., None], choice_BTge, -jnp.inf).reshape(B, T, E)
+  return jax.lax.top_k(choice_BTE, config.experts_per_token)[1]
 
 
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:

@@ -1,16 +1,19 @@
 """Declaration of a family of models, and the parts that most families share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 
+from gspo_jax import sharding
 from gspo_jax.models import layers, weights
 from gspo_jax.models.layers import Norm, rms_norm
 from gspo_jax.models.weights import Attention, Dense, Moe
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.sharding import BATCH, P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,29 @@ class Family:
 
 
 @flax.struct.dataclass
+class ExtendedMoe(Moe):
+  """A mixture of experts with further parts, each None where it is absent."""
+
+  choice_bias: Any  # l E, with `router.choice_bias`
+  shared: Dense | None  # Of every token, with `router.shared_width`
+  shared_gate: Any  # l D 1
+
+
+def moe_table(c: ModelConfig, w: functools.partial, number: int) -> Moe:
+  """Declares a router, gated experts and the further parts of `model.router`."""
+  moe, width = weights.moe_table(w), c.router.shared_width
+  if c.router.choice_bias == "none" and not width:
+    return moe
+  parts = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
+  return ExtendedMoe(
+    **parts,
+    choice_bias=w("lE", wide=True, whole=True) if c.router.choice_bias != "none" else None,
+    shared=weights.dense_table(weights.weight_factory(c, l=number, F=width)) if width else None,
+    shared_gate=w("lDO", fan_in="D") if width and c.router.shared_gate else None,
+  )
+
+
+@flax.struct.dataclass
 class Block:
   """A layer with norms before its parts."""
 
@@ -69,16 +95,24 @@ class Block:
   ffn: Dense | Moe
 
 
-def pre_norm_table(c: ModelConfig, is_moe: bool, number: int) -> Block:
-  """Declares the weights of `number` layers of one kind, stacked."""
-  w = weights.weight_factory(
-    c, l=number, F=c.moe_intermediate_size if is_moe else c.intermediate_size
-  )
+def pre_norm_table(
+  c: ModelConfig,
+  is_moe: bool,
+  number: int,
+  *,
+  norm_heads: bool = False,
+) -> Block:
+  """Declares the weights of `number` layers of one kind, stacked.
+
+  norm_heads: whether q/k norms are over all heads together.
+  """
+  width = c.moe_intermediate_size if is_moe else c.intermediate_size
+  w = weights.weight_factory(c, l=number, F=width)
   return Block(
     attention_norm=w("lD", constant=1.0),
-    attention=weights.attention_table(c, w, norm=1.0),
+    attention=weights.attention_table(c, w, norm=1.0, norm_heads=norm_heads),
     ffn_norm=w("lD", constant=1.0),
-    ffn=weights.moe_table(w) if is_moe else weights.dense_table(w),
+    ffn=moe_table(c, w, number) if is_moe else weights.dense_table(w),
   )
 
 
@@ -98,7 +132,19 @@ def feed_forward(y_BTD: jax.Array, ffn: Dense | Moe, experts: Callable):
   """SwiGLU of a dense layer or of experts; chosen experts, router statistics."""
   if isinstance(ffn, Dense):
     return layers.feed_forward(y_BTD, ffn, jax.nn.silu), None, None
-  return experts(y_BTD, ffn)
+  z_BTD, experts_BTk, stats = experts(y_BTD, ffn)
+  if isinstance(ffn, ExtendedMoe) and ffn.shared:
+    z_BTD = z_BTD + shared_experts(y_BTD, ffn)
+  return z_BTD, experts_BTk, stats
+
+
+def shared_experts(y_BTD: jax.Array, ffn: ExtendedMoe) -> jax.Array:
+  """SwiGLU for every token, times a sigmoid gate if there is one."""
+  z_BTD = layers.feed_forward(y_BTD, ffn.shared, jax.nn.silu)
+  if ffn.shared_gate is None:
+    return z_BTD
+  gate_BT1 = sharding.project("BTD,DO->BTO", y_BTD, ffn.shared_gate, P(BATCH))
+  return jax.nn.sigmoid(gate_BT1) * z_BTD
 
 
 def keys(alike: str, **renamed: str) -> dict[str, str]:
@@ -139,6 +185,7 @@ NAMES = {
   "Dense.up": (LAYER + "mlp.up_proj.weight", "F D"),
   "Dense.down": (LAYER + "mlp.down_proj.weight", "D F"),
   "Moe.router": (LAYER + "mlp.gate.weight", "E D"),
+  "Moe.choice_bias": (LAYER + "mlp.gate.e_score_correction_bias", "E"),
   "Moe.gate": (LAYER + "mlp.experts.{E}.gate_proj.weight", "F D"),
   "Moe.up": (LAYER + "mlp.experts.{E}.up_proj.weight", "F D"),
   "Moe.down": (LAYER + "mlp.experts.{E}.down_proj.weight", "D F"),

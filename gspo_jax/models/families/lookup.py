@@ -2,11 +2,14 @@
 
 from gspo_jax.models.families import (
   gemma,
+  glm4_moe,
   granite,
   llama,
+  minimax_m2,
   mistral,
   mixtral,
   olmo,
+  olmoe,
   qwen2,
   qwen3,
   smollm3,
@@ -24,6 +27,9 @@ FAMILIES: dict[str, Family] = dict(
   smollm3=smollm3.FAMILY,
   granite=granite.FAMILY,
   olmo=olmo.FAMILY,
+  olmoe=olmoe.FAMILY,
+  glm4_moe=glm4_moe.FAMILY,
+  minimax_m2=minimax_m2.FAMILY,
 )
 
 

@@ -11,6 +11,12 @@ from gspo_jax.models.families.declaration import (
 )
 
 EXPERT = LAYER + "block_sparse_moe.experts.{E}."
+NAMES = {
+  "Moe.router": (LAYER + "block_sparse_moe.gate.weight", "E D"),
+  "Moe.gate": (EXPERT + "w1.weight", "F D"),
+  "Moe.up": (EXPERT + "w3.weight", "F D"),
+  "Moe.down": (EXPERT + "w2.weight", "D F"),
+}
 
 FAMILY = Family(
   pre_norm_table,
@@ -31,10 +37,5 @@ FAMILY = Family(
       ),
     )
   ),
-  names={
-    "Moe.router": (LAYER + "block_sparse_moe.gate.weight", "E D"),
-    "Moe.gate": (EXPERT + "w1.weight", "F D"),
-    "Moe.up": (EXPERT + "w3.weight", "F D"),
-    "Moe.down": (EXPERT + "w2.weight", "D F"),
-  },
+  NAMES,
 )

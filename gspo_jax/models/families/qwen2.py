@@ -1,13 +1,18 @@
-"""Qwen2 and Qwen2.5: https://arxiv.org/abs/2412.15115"""
+"""Qwen2, Qwen2.5 and Qwen2-MoE: https://arxiv.org/abs/2412.15115"""
 
 from gspo_jax.models.families.declaration import (
   FIELDS,
+  LAYER,
+  MOE_FIELDS,
   SILU,
   Architecture,
   Family,
+  keys,
   pre_norm,
   pre_norm_table,
 )
+
+SHARED = LAYER + "mlp.shared_expert."
 
 FAMILY = Family(
   pre_norm_table,
@@ -19,6 +24,24 @@ FAMILY = Family(
       implied=dict(qk_norm=False, attention_bias=True),
       fixed=SILU | dict(use_sliding_window=False),
       defaults=dict(num_key_value_heads=32),
-    )
+    ),
+    qwen2_moe=Architecture(
+      "Qwen2MoeForCausalLM",
+      FIELDS
+      | MOE_FIELDS
+      | keys("decoder_sparse_step mlp_only_layers")
+      | {"router.shared_width": "shared_expert_intermediate_size", "attention_bias": "qkv_bias"},
+      implied={"qk_norm": False, "router.shared_gate": True},
+      fixed=SILU | dict(use_sliding_window=False),
+      defaults=dict(
+        num_key_value_heads=16, decoder_sparse_step=1, mlp_only_layers=[], qkv_bias=True
+      ),
+    ),
   ),
+  {
+    "Moe.shared.gate": (SHARED + "gate_proj.weight", "F D"),
+    "Moe.shared.up": (SHARED + "up_proj.weight", "F D"),
+    "Moe.shared.down": (SHARED + "down_proj.weight", "D F"),
+    "Moe.shared_gate": (LAYER + "mlp.shared_expert_gate.weight", "O D"),
+  },
 )

@@ -80,7 +80,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))
   # transformers' meaning of null.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
-  null |= dict(sliding_window=0)
+  null |= dict(sliding_window=0, clip_qkv=0.0)
   raw = {key: null.get(key) if value is None else value for key, value in raw.items()}
   raw |= ropes.read(raw, architecture)
   raw["num_experts"] = ropes.one_of(
@@ -92,8 +92,6 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
   if architecture.ropes_by_kind:
     raw.setdefault("rope_local_base_freq", raw.get("rope_theta"))
-  if "rope.share" in architecture.fields and raw["rope"].share != 1:
-    raw["partial_rotary_factor"] = raw["rope"].share
 
   values = dict(architecture.implied) | dict(family=FAMILY_OF[model_type], rope=raw["rope"])
   for field, key in architecture.fields.items():
@@ -108,16 +106,19 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
 def _grouped(values: dict[str, Any]) -> ModelConfig:
   """Builds a model from fields, dotted in groups."""
   flat = {field: value for field, value in values.items() if "." not in field}
-  for field in values.keys() - flat.keys():
-    group, _, name = field.partition(".")
-    default = flat.get(group, getattr(ModelConfig, group))
-    flat[group] = dataclasses.replace(default, **{name: values[field]})
+  for group in _GROUPS:
+    changes = {
+      field.removeprefix(f"{group}."): value
+      for field, value in values.items()
+      if field.startswith(f"{group}.")
+    }
+    flat[group] = dataclasses.replace(flat.get(group, getattr(ModelConfig, group)), **changes)
   return ModelConfig(**flat)
 
 
 # Fields with a reader of their own: `_windows`, `ropes.read`.
 _ELSEWHERE = ("sliding_window", "sliding_window_pattern", "rope.query_beta")
-_GROUPS = ("rope", "scores", "multipliers")
+_GROUPS = ("rope", "router", "scores", "multipliers")
 
 
 def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
@@ -215,6 +216,10 @@ def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str
       yield model_type, content
 
 
+# Numbers with null for none.
+_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")
+
+
 def _write(
   config: ModelConfig, model_type: str, architecture: Architecture, dtype: str
 ) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def _write(
   content = dict(
     architectures=[architecture.name],
     model_type=model_type,
-    **{key: None if key.endswith("softcapping") and not v else v for key, v in values.items()},
+    **{key: v or None if key in _OFF else v for key, v in values.items()},
     attention_dropout=0.0,
     torch_dtype=dtype,
     use_cache=True,

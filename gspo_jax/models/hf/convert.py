@@ -239,7 +239,7 @@ def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range])
     outer.append(slice(part[first].start * width, part[first].stop * width))
     shape += [len(part[first]), *sizes]
     inner += [0 if first == "2" else slice(None)]
-    inner += [slice(part[x].start, part[x].stop) for x in merged]
+    inner += [part[x].start if x == "2" else slice(part[x].start, part[x].stop) for x in merged]
   return files.read(name, tuple(outer)).reshape(shape)[tuple(inner)]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.models import finite, transformer
 from gspo_jax.models.hf.config import CheckpointError
+from gspo_jax.models.weights import Dense
 from gspo_jax.settings.model import ModelConfig
 
 
@@ -43,6 +44,18 @@ class Leaf:
     return dict(zip(self.letters, self.shape)) | {"2": 2}
 
   @property
+  def is_half(self) -> bool:
+    """Whether its tensors hold the next leaf too: gate and up in one."""
+    return self.key == "Moe.gate" and any("2" in axis for axis in self.axes)
+
+  def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a tensor of its halves, or of one value."""
+    values, letters = [x.transpose(self.order) for x in values], "".join(self.axes)
+    if "2" in letters:
+      values = [np.stack(values, axis=letters.index("2"))]
+    return values[0].reshape(self.tensor_shape)
+
+  @property
   def tensor_shape(self) -> tuple[int, ...]:
     return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
 
@@ -65,8 +78,9 @@ def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Le
     if path[0].name == "blocks":
       keys, first_layer = path[2:], starts[path[1].idx]
     key = ".".join(k.name for k in keys)
-    if key.startswith("ffn."):
-      key = f"{type(table.blocks[path[1].idx].ffn).__name__}.{keys[-1].name}"
+    if keys[0].name == "ffn":
+      dense = isinstance(table.blocks[path[1].idx].ffn, Dense)
+      key = ("Dense" if dense else "Moe") + key.removeprefix("ffn")
     name, axes = names[key]
     leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
   return leaves
@@ -75,12 +89,14 @@ def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Le
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, leaf, position) of each tensor, ordered by layer.
 
-  In files of bounded size a layer is then in one, or in two neighbours.
+  In files of bounded size a layer is then in one, or in two neighbours. Two halves of a tensor are
+  one entry, of the first.
   """
   return sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
     for i, leaf in enumerate(leaves)
     for position in leaf.positions(whole(leaf))
+    if not (i and leaves[i - 1].is_half)
   )
 
 
@@ -100,6 +116,7 @@ def require_finite(
     kinds: dtypes of the written tensors. None keeps the arrays' own.
   """
   counts = finite.nonfinite(arrays, kinds)
+  counts = [n + (counts[i + 1] if leaves[i].is_half else 0) for i, n in enumerate(counts)]
   plan = [(layer, i, position) for layer, i, position in by_layer(leaves) if counts[i]]
   for (_, i, position), tensor in zip(plan, tensors_of(leaves, arrays, plan)):
     kind = jnp.dtype(arrays[i].dtype if kinds is None else kinds[i])
@@ -112,10 +129,11 @@ def require_finite(
 
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """Yields the tensors of `plan`, with one layer's parameter on the host."""
-  current, host = None, None
+  current, host = None, []
   for layer, i, position in plan:
     leaf = leaves[i]
     if (layer, i) != current:
-      current, host = (layer, i), None  # Frees the previous one before fetching the next.
-      host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
-    yield host[position[1:]].transpose(leaf.order).reshape(leaf.tensor_shape)
+      current, host = (layer, i), []  # Frees the previous one before fetching the next.
+      parts = arrays[i : i + 1 + leaf.is_half]
+      host = [np.asarray(sharding.fetch(x[position[0]] if leaf.stacked else x)) for x in parts]
+    yield leaf.joined([x[position[1:]] for x in host])

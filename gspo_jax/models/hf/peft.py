@@ -188,6 +188,8 @@ def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   leaves = []
   for leaf, w in zip(hf_leaves.leaves_of(model, names(published(model))), weights, strict=True):
     if lora.is_adapted(w):
+      if len(leaf.axes) != 2:
+        raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters of it")
       stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
       for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
         name = f"base_model.model.{stem}.lora_{side}.weight"

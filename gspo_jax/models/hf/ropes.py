@@ -51,6 +51,7 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
   return dict(
     rope=scaled[0],
     rope_theta=one_of("rope_theta", raw, parameters, scaling),
+    partial_rotary_factor=one_of("partial_rotary_factor", raw, parameters, scaling),
     rope_local_base_freq=one_of(
       "rope_local_base_freq", raw, dict(rope_local_base_freq=local.get("rope_theta"))
     ),
@@ -81,10 +82,9 @@ def _rule(
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number if kinds[field] is float else type(value) is kinds[field]):
       raise ValueError(f"{place}.{keys[field]}={value!r} is not of type {kinds[field].__name__}")
-  if (share := rope.get("partial_rotary_factor")) not in (None, 1.0):
-    if "rope.share" not in architecture.fields:
-      raise ValueError(f"{place}.partial_rotary_factor={share}: only 1")
-    values["share"] = share
+  share = rope.get("partial_rotary_factor")
+  if share not in (None, 1.0) and "rope.share" not in architecture.fields:
+    raise ValueError(f"{place}.partial_rotary_factor={share}: only 1")
   return RopeConfig(rule=rule, **{field: kinds[field](value) for field, value in values.items()})
 
 

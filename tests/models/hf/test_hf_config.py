@@ -53,7 +53,7 @@ def write(directory, config, **changes):
     (
       DENSE,
       dict(model_type="gpt2"),
-      "model_type='gpt2' is not one of llama, qwen2, qwen3, qwen3_moe",
+      "model_type='gpt2' is not one of llama, qwen2, qwen2_moe, qwen3, qwen3_moe",
     ),
     (DENSE, dict(model_type=...), "model_type=None"),
     (DENSE, dict(hidden_size=...), "no hidden_size"),
@@ -146,7 +146,8 @@ WITHOUT_EFFECT = """architectures attention_dropout bos_token_id chunk_size_feed
   pad_token_id pretraining_tp problem_type return_dict rope_parameters router_aux_loss_coef
   transformers_version use_cache _name_or_path _sliding_window_pattern""".split()
 # Keys with a reader in their family.
-READ = "no_rope_layers no_rope_layer_interval".split()
+READ = """no_rope_layers no_rope_layer_interval n_shared_experts first_k_dense_replace
+  num_nextn_predict_layers""".split()
 
 
 def as_transformers_computes(content):

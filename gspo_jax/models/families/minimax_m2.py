@@ -1,0 +1,70 @@
+"""MiniMax-M2: sigmoid scores with a bias, q/k norms over the width, half-rotated heads.
+
+https://huggingface.co/MiniMaxAI/MiniMax-M2
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_jax.models.families.declaration import (
+  FIELDS,
+  LAYER,
+  SILU,
+  Architecture,
+  Family,
+  pre_norm,
+  pre_norm_table,
+)
+from gspo_jax.models.families.mixtral import NAMES as MIXTRAL_NAMES
+from gspo_jax.models.families.olmo import WIDE_NORMS
+from gspo_jax.settings.model import ModelConfig
+
+
+def read_share(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the rotated share of a head, published as `rotary_dim`."""
+  if "rotary_dim" not in raw or raw["partial_rotary_factor"] != 1:
+    return {}
+  return {"rope.share": raw["rotary_dim"] / raw["head_dim"]}
+
+
+def write_share(config: ModelConfig) -> dict[str, Any]:
+  return dict(rotary_dim=int(config.head_dim * config.rope.share))
+
+
+FAMILY = Family(
+  functools.partial(pre_norm_table, norm_heads=True),
+  pre_norm,
+  dict(
+    minimax_m2=Architecture(
+      "MiniMaxM2ForCausalLM",
+      FIELDS
+      | {
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "moe_intermediate_size": "intermediate_size",
+        "rope.share": "partial_rotary_factor",
+      },
+      implied={
+        "qk_norm": True,
+        "norm_topk_prob": True,
+        "router.scores": "sigmoid",
+        "router.choice_bias": "frozen",
+      },
+      fixed=SILU | dict(router_jitter_noise=0.0),
+      defaults=dict(
+        rope_theta=5e6,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        partial_rotary_factor=1.0,
+      ),
+      read=read_share,
+      write=write_share,
+    )
+  ),
+  MIXTRAL_NAMES
+  | WIDE_NORMS
+  | {"Moe.choice_bias": (LAYER + "block_sparse_moe.e_score_correction_bias", "E")},
+)
