@@ -146,7 +146,7 @@ def attend(
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """Normalises each head, or with a scale [N, H] all heads of a token together."""
+  """Normalises each head, or with a scale [N, H] all heads together."""
   if scale.ndim == 1:
     return norm(x_BTNH, scale, eps)
   B, T, N, H = x_BTNH.shape

@@ -81,7 +81,7 @@ RULES: dict[str, Callable[[np.ndarray, float, RopeConfig], np.ndarray]] = dict(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-  """Factor on rotated queries and keys; 1 + 0.1 log(factor) for YaRN without its own."""
+  """Factor on rotated queries and keys, for YaRN."""
   if rope.rule != "yarn":
     return 1.0
 
@@ -133,7 +133,7 @@ def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
 
 
 def scale_queries(q_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
-  """Queries times 1 + β log(1 + ⌊position / original length⌋), growing with the position."""
+  """Queries times 1 + β log(1 + ⌊position / original length⌋)."""
   if not rope.query_beta:
     return q_BTNH
   periods_BT = jnp.floor(position_BT.astype(jnp.float32) / rope.original_length)

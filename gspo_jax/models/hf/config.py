@@ -187,7 +187,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def published(config: ModelConfig) -> ModelConfig:
-  """Returns the model under the family of its published files, if there are any.
+  """Returns the model under the family of its published files.
 
   Families with equal layers take each other's configurations: Qwen3 without q/k norms is a Llama.
   """
@@ -203,7 +203,7 @@ def published(config: ModelConfig) -> ModelConfig:
 
 
 def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields architectures of the family with all features of a model, as config.json."""
+  """Yields config.json for each architecture with all features."""
   for model_type, architecture in ARCHITECTURES.items():
     if FAMILY_OF[model_type] != config.family:
       continue

@@ -45,7 +45,7 @@ class Leaf:
 
   @property
   def is_half(self) -> bool:
-    """Whether its tensors hold the next leaf too: gate and up in one."""
+    """Whether a tensor holds the next leaf too: gate and up."""
     return self.key == "Moe.gate" and any("2" in axis for axis in self.axes)
 
   def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
