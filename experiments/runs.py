@@ -14,7 +14,7 @@ from configs import common
 from experiments.definition import Changes, Condition, Experiment
 from experiments.results import Store
 from gspo_jax import main
-from gspo_jax.settings.reading import from_dict, unknown
+from gspo_jax.settings.reading import from_dict, unknown_key_message
 
 ROOT = Path(__file__).parents[1]
 START, TUNING, FINAL = "start", "tuning", "final"  # stages
@@ -201,7 +201,8 @@ def applied(base: str, changes: Changes) -> dict[str, Any]:
       if not isinstance(place, dict):
         raise ValueError(f"{base}: {key!r} is no key of a configuration")
     if last not in place:
-      raise ValueError(f"{base}: {unknown('.'.join([*sections, '']), last, place)}")
+      message = unknown_key_message(".".join([*sections, ""]), last, place)
+      raise ValueError(f"{base}: {message}")
     place[last] = value
   from_dict(values)
   return values

@@ -1,9 +1,9 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
-Compiles every program of a run for TPUs or GPUs on a machine without them, and prints memory and
-traffic of each; for TPUs also lower bounds of its time. Needs the compiler: for TPUs
-`pip install -e '.[tpu]'`, for GPUs (--topology=h100:8) `'.[aot-cuda]'`. Exits with an error if a
-program does not fit.
+Compiles every jitted program of a run for TPUs or GPUs, on a machine without them. Prints the
+memory and traffic of each program, and for TPUs lower bounds of its time. Exits with an error if a
+program does not fit into memory. The compilers are extras: `pip install -e '.[tpu]'` for TPUs,
+`pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from gspo_jax.cli import before_jax
 if __name__ == "__main__":
   before_jax.command("train")
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX with libtpu would look for a TPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Otherwise JAX with libtpu would look for a TPU.
 
 import jax
 from absl import app, flags, logging
@@ -37,32 +37,41 @@ flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   "v5p:4x4x4",
-  "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x; or GPU:N, GPU:HOSTSxN, of a100, h100, h200, b200.",
+  "TPUs as CHIP:AxBxC (v4, v5e, v5p, v6e, tpu7x), or GPUs as GPU:N or GPU:HOSTSxN (a100, h100, "
+  "h200, b200).",
 )
-_TARGET = flags.DEFINE_string("target", "", "File with another text of the GPU for its compiler.")
-_SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology; mesh.data splits over them.")
+_TARGET = flags.DEFINE_string("target", "", "File with another description of the GPU for XLA.")
+_SLICES = flags.DEFINE_integer("slices", 1, "Number of TPU slices; mesh.data splits over them.")
 _SEQUENCES = flags.DEFINE_integer(
-  "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
+  "sequences", 0, "Sequences per update (train, score), in one micro-batch; 0: as configured."
 )
-_LENGTH = flags.DEFINE_integer(
-  "length", 0, "Of train and score: tokens per sequence; 0: as configured."
+_LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence (train, score); 0: as configured.")
+_SLOTS = flags.DEFINE_integer(
+  "slots", 0, "Slots of the sampler, over all devices; 0: as configured."
 )
-_SLOTS = flags.DEFINE_integer("slots", 0, "Of the sampler, over all devices; 0: as configured.")
-_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
+_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Programs to compile.")
 _SEARCH = flags.DEFINE_bool(
-  "search", False, "Find the fastest settings: of updates (train), and on their mesh of sampling."
+  "search",
+  False,
+  "Search the fastest settings for updates (train), then for sampling (decode) on their mesh.",
 )
-_TRIES = flags.DEFINE_integer("tries", 8, "Most programs compiled by each of the two searches.")
+_TRIES = flags.DEFINE_integer(
+  "tries", 8, "Maximum of programs compiled by each of the two searches."
+)
 _MEAN_RESPONSE = flags.DEFINE_integer(
-  "mean_response", 0, "Mean tokens of a response; 0: 8,192, or half of the most if less."
+  "mean_response",
+  0,
+  "Mean tokens of a response; 0: half of sampling.max_new_tokens, at most 8,192.",
 )
 _MEAN_PROMPT = flags.DEFINE_integer(
-  "mean_prompt", 0, "Tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
+  "mean_prompt", 0, "Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
 )
 _EXPLAIN = flags.DEFINE_integer(
-  "explain", 0, "Also print so many source lines of each program, by moved bytes."
+  "explain", 0, "Also print this number of source lines per program, those with the most traffic."
 )
-_TEXT = flags.DEFINE_string("text", "", "Also write the compiled programs into this directory.")
+_TEXT = flags.DEFINE_string(
+  "text", "", "Also write the compiled programs (HLO text) into this directory."
+)
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
@@ -102,17 +111,17 @@ def main(argv: list[str]) -> None:
     config_flag.refuse(error)
   if not any(row["fits"] for row in rows) if _SEARCH.value else not all(r["fits"] for r in rows):
     failed = "; ".join(f"{r['program']} {r['error']}" for r in rows if not r["fits"])
-    failed = failed or "no candidate is worth compiling, for the reasons above"
+    failed = failed or "no candidate was compiled, for the reasons above"
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {failed}")
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh: its devices are outside the topology."""
+  """Raises ValueError for a rollout mesh: all programs are compiled for the trainer's mesh."""
   if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
-      " Set rollout_mesh.fsdp=0, and compile --programs=train,score for the trainer's chips, and "
-      "--programs=prefill,decode with the mesh of the sampler for the others"
+      " Set rollout_mesh.fsdp=0 and compile twice: --programs=train,score with the trainer's mesh, "
+      "and --programs=prefill,decode with the sampler's mesh as mesh"
     )
 
 
@@ -122,14 +131,12 @@ def search(
   """Searches settings of updates ("train") and sampling ("decode"); returns compiled rows.
 
   Raises:
-    ValueError: `names` has neither, or the chips are GPUs.
+    ValueError: `names` has neither program, or the chips are GPUs.
   """
   if chips.parse(topology)[0].cuda:
     raise ValueError(f"--search ranks by time, which is unknown on GPUs: {topology}")
   if not {"train", "decode"} & {*names}:
-    raise ValueError(
-      f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
-    )
+    raise ValueError(f"--programs={','.join(names)}: --search is for train or decode")
   rows, devices = [], devices_of(topology, slices)
   target = slices_text(topology, slices)
   if "train" in names:
@@ -143,7 +150,7 @@ def search(
   if "decode" in names:
     print_line(
       f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
-      f"{case.lengths.most:,}; slots, positions of the cache (0: all windows whole), tokens of a "
+      f"{case.lengths.most:,}; slots, cache positions (0: a full window per slot), tokens of a "
       "prefill, chips that experts are split over"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
@@ -155,7 +162,7 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
   """Compiles the named programs; prints and returns a row for each."""
   target = Path(_TARGET.value).read_text() if _TARGET.value else ""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices, target))
-  chip, number = chips.mesh_chips(topology, mesh)
+  chip, num_chips = chips.mesh_chips(topology, mesh)
   check(case, mesh)
   case = resolved(case, mesh)
   print_line(title(case, topology, mesh, slices))
@@ -165,10 +172,10 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
       compiled = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | compiled.row
       if "hbm_bytes" in row:
-        least = estimate.needed(name, case, mesh) * chip.devices
-        row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
+        minimum = estimate.needed(name, case, mesh) * chip.devices
+        row |= dict(needed_bytes=minimum, moved_over_needed=row["hbm_bytes"] / minimum)
       print_row(row, header=not rows)
-      for line in explain.lines(compiled.costs, _EXPLAIN.value, 1 / program.turns):
+      for line in explain.lines(compiled.costs, _EXPLAIN.value, 1 / program.steps):
         print_line(line)
       if _TEXT.value:
         Path(_TEXT.value).mkdir(parents=True, exist_ok=True)
@@ -176,7 +183,7 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
       rows.append(row)
   by_name = {row["program"]: row for row in rows if "bound_s" in row}
   if by_name.keys() >= set(PROGRAMS):
-    estimated = iteration.estimate(case, mesh, number, by_name)
+    estimated = iteration.estimate(case, mesh, num_chips, by_name)
     for line in iteration.lines(estimated, case):
       print_line(line)
     rows[-1]["iteration"] = dataclasses.asdict(estimated) | dict(

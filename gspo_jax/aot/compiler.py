@@ -1,4 +1,4 @@
-"""Compiles programs for a topology on a machine without its chips, and reports their needs."""
+"""Compiles programs for a topology without its chips, and reports memory and traffic."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ class Compiled:
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Compiles a program; returns memory, work, traffic and minimum seconds per chip.
 
-  The figures of a loop are those of one turn.
+  The figures of a loop are those of one step.
   """
   mesh = jax.sharding.get_mesh()
   chip, _ = chips.mesh_chips(topology, mesh)
@@ -104,27 +104,27 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     row["error"] = f"needs {total:.1f} GiB a chip of {row['hbm_gib']:.0f}"
   row |= dict(compile_s=time.perf_counter() - started) | _traffic(program, costs, chip, mesh, remat)
   if chip.cuda:
-    row["product_flops"] = costs.products * mesh.size / program.turns
+    row["product_flops"] = costs.products * mesh.size / program.steps
   else:
     row |= _time_bounds(program, costs, topology, mesh, remat)
   return Compiled(row, costs, text)
 
 
 def _work(program: Program, remat: str) -> tuple[float, float]:
-  """Returns operations of one turn, as counted for utilisation, and with recomputation."""
+  """Returns operations of one step, as counted for utilisation, and with recomputation."""
   if not program.work:
     return 0.0, 0.0
   useful = program.work.training() if program.trains else program.work.forward()
   needed = program.work.executed(remat) if program.trains else useful
-  return useful / program.turns, needed / program.turns
+  return useful / program.steps, needed / program.steps
 
 
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns work and traffic of one turn of a program."""
+  """Returns work and traffic of one step of a program."""
   useful, flops = _work(program, remat)
-  scale = chip.devices / program.turns
+  scale = chip.devices / program.steps
   hosts = [device.process_index for device in mesh.devices.flat]
   return dict(
     model_flops=useful,
@@ -132,9 +132,9 @@ def _traffic(
     hbm_bytes=costs.memory * scale,
     wire_bytes=costs.wire * scale,
     hidden_bytes=costs.hidden * scale,
-    network_bytes=costs.network / program.turns * hosts.count(hosts[0]),  # Bytes per host.
+    network_bytes=costs.network / program.steps * hosts.count(hosts[0]),  # Bytes per host.
     collectives={
-      kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
+      kind: dict(count=costs.count[kind] / program.steps, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)
     },
   )
@@ -143,10 +143,10 @@ def _traffic(
 def _time_bounds(
   program: Program, costs: hlo_costs.Costs, topology: str, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns minimum seconds of one turn of a program."""
+  """Returns minimum seconds of one step of a program."""
   chip, number = chips.mesh_chips(topology, mesh)
   useful, flops = _work(program, remat)
-  scale = chip.devices / program.turns
+  scale = chip.devices / program.steps
 
   def bound(moved: float) -> dict[str, float | str]:
     return chips.bound(
@@ -171,8 +171,8 @@ def _time_bounds(
 def too_little(error: str) -> dict[str, Any]:
   """Shortens the compiler's message on exhausted memory.
 
-  `of_kernel` is True if a single kernel lacked vector memory: the needs of the whole program remain
-  unknown.
+  `of_kernel` is True if a single kernel exhausted the vector memory. The needs of the whole program
+  are then unknown.
   """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)

@@ -1,19 +1,19 @@
-"""Lower bounds of programs by arithmetic: of an update's time and memory, to skip candidates of a
-search (`update_bound`), and of bytes through HBM, to compare a compiled program with (`needed`).
+"""Lower bounds of programs by arithmetic.
 
-Bytes are per device, and nothing is moved twice:
+`update_bound`: time and memory of an update, to skip candidates of a search. `needed`: HBM traffic,
+to compare with the traffic of the compiled program. Per device, without repeated transfers:
 
   train    state read and written; gradients written and read; in each micro-batch the weights for
            the forward and for the backward pass, the activations saved by `compute.remat` written
            and read, and gradients of gathered weights before they are scattered
-  score    the weights, in each micro-batch; teacher: likewise its own weights
+  score    the weights, in each micro-batch; teacher: its own weights, likewise
   publish  the trainer's weights read, the sampler's written
   prefill  the layers' weights; keys and values of the prompts written
   decode   the layers' weights and the head, with the expected number of chosen experts if all are
            equally likely; the filled part of the cache read, one position of each slot written
 
-Weights sharded over `fsdp` are read in place, written when gathered, and read by the products.
-Embeddings are looked up: no table is read.
+Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
+products. The embedding table is not read: rows are looked up.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from gspo_jax.structs import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-  """Lower bounds per chip; the report's rows have the compiler's figures."""
+  """Lower bounds per chip, by arithmetic."""
 
   memory: float  # bytes
   seconds: dict[str, float]  # resource: seconds
@@ -83,11 +83,12 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 
   torus = links.torus_of(topology, mesh)
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
-  passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)  # The last is for gradients.
+  # Gathers of the forward pass, of the recomputation, and the scatter of gradients.
+  passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)
   with jax.set_mesh(mesh):
     prefetched = remat.prefetched(model, c.compute)
-  again = prefetched * (c.compute.remat != "none")  # Prefetched weights are gathered once.
-  gathered = passes * layers + 2 * weights["head"] - again
+  saved_gather = prefetched * (c.compute.remat != "none")  # Prefetched weights are gathered once.
+  gathered = passes * layers + 2 * weights["head"] - saved_gather
   sent = gathered * _others(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -106,7 +107,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes per token and device saved for the backward pass.
 
-  They are all layers' inputs, saved with any `compute.remat`, and the values that it names.
+  All layers' inputs are saved, and the values named by `compute.remat`.
   """
   c, model = case.config, case.model
   itemsize = jnp.dtype(c.compute.dtype).itemsize

@@ -1,4 +1,4 @@
-"""Lists the instructions of a compiled program that move most bytes through HBM, by source line."""
+"""Lists the source lines of a compiled program with the most HBM traffic."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from gspo_jax.aot.hlo_costs import Costs, Item
 def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
   """Yields source lines with the most bytes and their largest instructions.
 
-  number: maximum of source lines.
+  number: maximum number of source lines.
   scale: factor for bytes and counts, e.g. 1/32 for one of 32 decode steps.
   """
   groups: dict[str, list[Item]] = defaultdict(list)
@@ -33,7 +33,7 @@ def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
 
 
 def _name(item: Item) -> str:
-  """Returns operation and path without generic scopes."""
+  """Returns an instruction's operation and path, without generic scopes such as jit and while."""
   path = item.instruction.path
   generic = r"jit\(.*\)|while|body|closed_call|checkpoint|shard_map|"
   scopes = [part for part in path.split("/") if not re.fullmatch(generic, part)][-3:]

@@ -1,11 +1,11 @@
 """Reads a compiled program: bytes through HBM and through each kind of collective, per device.
 
-XLA's own cost analysis counts the body of a loop once; here a body counts as often as its condition
-implies. A loop with a data-dependent length counts once: here these are the pieces of expert rows,
-usually a single one. `rates` corrects for rarer events: the outermost loop in a `jax.named_scope`
-of that name makes so many turns (`refill` of the sampler), and a kernel of that name moves such a
-fraction of its stated bytes (attention to a partly filled cache). A conditional counts as the
-branch with cuDNN's attention, and otherwise as false: ours are true on overflow.
+XLA's own cost analysis counts the body of a loop once. This one multiplies the body by the loop's
+trip count, or by 1 if that depends on data (chunks of expert rows, usually a single one). `rates`
+replaces such defaults by name. For the outermost loop in a `jax.named_scope` of that name it is the
+trip count (the sampler's `refill`). For a kernel of that name it is the fraction of its stated
+bytes (attention to a partly filled cache). Of a conditional, the branch with cuDNN's attention
+counts, otherwise the "false" branch: in this package "true" means overflow.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Sent:
   kind: str  # one of `COLLECTIVES`
   bytes: float  # Bytes of the result, or of the summands.
   wire: float  # Bytes sent.
-  ring: float  # Equivalent bytes around a whole side of the torus.
+  ring: float  # Bytes over both links of a ring with the same time; see `links`.
   network: float = 0.0  # Bytes sent to GPUs of other hosts.
 
 
@@ -50,7 +50,7 @@ class Costs:
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   wire: float = 0.0  # Bytes sent per device.
   hidden: float = 0.0  # Part of `wire` overlapped with other work.
-  # Equivalent bytes around a whole side of the torus, and the overlapped part.
+  # Sum of `Sent.ring`, and the overlapped part.
   ring_wire: float = 0.0
   ring_hidden: float = 0.0
   # Bytes sent to other slices per device, and the overlapped part.
@@ -67,9 +67,9 @@ def costs(
 ) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
-  rates: turns of a scope's loop, or the executed fraction of a kernel, by name.
-  torus: places of the partitions. None assumes rings around whole sides.
-  chip: speeds, to limit the overlap of collectives. None assumes full overlap.
+  rates: trip count of a scope's loop, or fraction of a kernel's bytes, by name.
+  torus: links between the partitions; None assumes rings around whole sides.
+  chip: speeds, which limit the overlap of collectives; None assumes full overlap.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
   for instruction, times, hidden in executed(module, rates, torus, chip):
@@ -101,7 +101,10 @@ def executed(
   torus: links.Links | None = None,
   chip: Chip | None = None,
 ) -> Iterator[tuple[Instruction, float, float]]:
-  """Yields instructions except control flow, executions, and overlapped fraction of collectives."""
+  """Yields (instruction, executions, overlapped fraction), without control flow.
+
+  The fraction is 0 except for collectives.
+  """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
     """Walks a body; `rates` apply to the outermost loop only."""
@@ -111,9 +114,9 @@ def executed(
       if instruction.op == "while":
         scopes = re.split(r"[/()]", instruction.path)
         rate = next((n for name, n in rates.items() if name in scopes), None)
-        turns = trips(instruction) if rate is None else rate
+        count = trips(instruction) if rate is None else rate
         inner_rates = rates if rate is None else {}
-        yield from walk(instruction.body("body"), times * turns, inner_rates)
+        yield from walk(instruction.body("body"), times * count, inner_rates)
       elif instruction.op == "conditional":
         yield from walk(instruction.branch(), times, rates)
       elif instruction.op == "call":
@@ -144,8 +147,8 @@ def overlapped(
   remaining: dict[str, float] = {}  # Seconds not yet overlapped, by collective.
   pending: dict[str | None, str] = {}  # Collective by channel or waiting instruction.
 
-  def start(waits: str | None, name: str, sent: Sequence[Sent | None]) -> None:
-    pending[waits] = name
+  def start(waiting: str | None, name: str, sent: Sequence[Sent | None]) -> None:
+    pending[waiting] = name
     ring = sum(x.ring for x in sent if x)
     time[name] = remaining[name] = ring / chip.ring_speed if chip and ring else 1.0
 
@@ -174,10 +177,10 @@ def overlapped(
 
 
 def seconds(instruction: Instruction, chip: Chip | None) -> float:
-  """Returns an instruction's seconds without use of the links.
+  """Returns an instruction's seconds; 0 for instructions on the links, such as collectives.
 
-  They are the largest of the compiler's estimate and the minima for its bytes through HBM and for a
-  kernel's operations. If `chip` is None, they are 1 for work and 0 otherwise.
+  The maximum of three figures: the compiler's estimate, the minimum for the HBM traffic, and the
+  minimum for a kernel's operations. If `chip` is None: 1 for any other instruction.
   """
   if instruction.op == "while":
     return trips(instruction) * _total(instruction.body("body"), chip)
@@ -245,9 +248,9 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Bytes per device sent to other slices for a `recv`.
+  """Bytes per device sent to other slices for a `recv`, as part of a collective among slices.
 
-  It is a collective among slices; its parts within a slice are separate collectives.
+  Its parts within a slice are separate collectives.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0
@@ -272,12 +275,12 @@ def kind_of(instruction: Instruction) -> str:
   if inner := carried(instruction):
     kind = inner.op if instruction.name.startswith(START) else ""
   elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
-    kind = "reduce-scatter"  # A form of the TPU compiler.
+    kind = "reduce-scatter"  # The TPU compiler fuses it this way.
   return kind if kind in COLLECTIVES else ""
 
 
 def trips(loop: Instruction) -> int:
-  """Returns a loop's turns: XLA's count, its counter's bound, or 1."""
+  """Returns a loop's trip count: XLA's own, the bound in its condition, or 1."""
   if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
     return int(match[1])
   condition = loop.body("condition")

@@ -1,8 +1,8 @@
-"""Estimates the time of an iteration from its programs: sampling, scoring, updates and publication,
-one after the other.
+"""Estimates the time of an iteration as a sum: sampling, scoring, updates, publication.
 
-Pure arithmetic on assumed lengths (`lengths`). It excludes verification, evaluation, checkpoints
-and the host. A collective without overlap adds to the rest of its program.
+Arithmetic on the bounds of compiled programs and on assumed lengths (`lengths`). It excludes
+verification, evaluation, checkpoints and the host. Collectives without overlap add to the time of
+their program.
 """
 
 import collections
@@ -26,7 +26,7 @@ from gspo_jax.settings.passes import iteration_passes
 @dataclasses.dataclass(frozen=True)
 class Part:
   name: str
-  calls: float  # Calls of its program; steps of decode.
+  calls: float  # Calls of its program; for decode, steps.
   seconds: float
   binds: str  # Binding resource of its program.
 
@@ -54,7 +54,7 @@ class Iteration:
 def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, Any]]) -> Iteration:
   """Estimates a run's iteration from the report's rows by program.
 
-  Updates and scoring passes take time in proportion to the positions read.
+  The time of updates and scoring passes is proportional to their positions, padding included.
   """
   c, shards = case.config, sharding.batch_shards(mesh)
   size, sampled, steps = _steps(case, mesh)
@@ -82,9 +82,9 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the fraction of an update's rows read: below 1 if packed.
+  """Returns the fraction of an update's rows that are processed: below 1 if packed.
 
-  Packed, responses of the assumed lengths fill whole micro-batches.
+  Packed responses of the assumed lengths leave some micro-batches empty, and these are skipped.
   """
   if not case.packed:
     return 1.0
@@ -94,7 +94,7 @@ def share(case: Case, mesh: Any) -> float:
 
 
 def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns steps and seconds of an iteration's sampling; needs `mesh` in use."""
+  """Returns steps and seconds of an iteration's sampling. Call it under `jax.set_mesh(mesh)`."""
   size, sampled, steps = _steps(case, mesh)
   seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
   seconds += _prefill_seconds(case, mesh, topology)
@@ -103,7 +103,7 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
 
 
 def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
-  """Lower bounds of sampling's memory and time; needs `mesh` in use."""
+  """Lower bounds of sampling's memory and time. Call it under `jax.set_mesh(mesh)`."""
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
   size, sampled, steps = _steps(case, mesh)
@@ -112,7 +112,7 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
   memory += positions * position_bytes(case, mesh)
   work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
   moved = steps * needed("decode", case, mesh)
-  if size.pages:  # An idle slot reads none.
+  if size.pages:  # Idle slots read no pages.
     moved -= (steps - sum(sampled) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
@@ -138,9 +138,9 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
-  """Seconds of `steps` decode steps with the tokens of `full` steps of all slots.
+  """Seconds of `steps` decode steps, with as many tokens as `full` steps with all slots in use.
 
-  An idle slot reads nothing from a paged cache; a step without these reads takes `idle_s`.
+  Idle slots read nothing from a paged cache; a step of idle slots takes `idle_s`.
   """
   idle = row.get("idle_s", row["serial_s"])
   return steps * idle + full * (row["serial_s"] - idle)
@@ -149,8 +149,8 @@ def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
 def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
   """Steps to sample all responses in order, each in the first free slot.
 
-  tail: whether the iteration waits for its longest responses. If False, unfinished responses resume
-  in the next iteration and all slots are always in use.
+  tail: whether the iteration waits for its longest responses. False: unfinished responses continue
+  in the next iteration, so all slots are always in use.
   """
   if not tail:
     return -(-sum(lengths) // slots)
@@ -161,7 +161,7 @@ def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
 
 
 def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
-  """Positions read by the updates of an epoch, padding included."""
+  """Positions processed by the updates of an epoch, padding included."""
   rl, window = case.config.rl, case.workload.window
   rows = len(lengths) // rl.minibatches  # Rows of an update without packing.
   if not rl.packed:

@@ -1,7 +1,7 @@
 """Bytes that a Pallas kernel moves between HBM and vector memory.
 
-Operands and results are not enough: a kernel reads blocks again for every block paired with them.
-Supported here is JAX's kernel without a cost estimate.
+Operands and results are not enough: a kernel may read the same block several times. JAX's splash
+attention states no cost estimate, so its formula is here.
 """
 
 import math
@@ -11,10 +11,10 @@ from gspo_jax.aot.hlo import Instruction
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-  """Bytes of a kernel, from the first source available.
+  """Bytes of a kernel, from the first available source.
 
-  Sources in order: the caller's scope, the formula for splash attention, the kernel's own estimate,
-  each operand and result once. `traffic` has the rules.
+  Sources in order: the caller's `named_scope`, the formula for splash attention, the kernel's own
+  estimate, and each operand and result once. See `traffic`.
   """
   if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])

@@ -1,4 +1,4 @@
-"""Assumed lengths of responses: nothing is sampled here."""
+"""Assumed distribution of response lengths, for estimates without a run."""
 
 import dataclasses
 import functools
@@ -8,10 +8,10 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Exponential lengths, truncated at `most`.
+  """Exponential distribution, truncated at `most` tokens.
 
-  A response ends at every token with equal probability, and at the latest at `most`. `mean`
-  includes truncated responses.
+  A response ends with the same probability at each token, and always at `most`. `mean` is the mean
+  with truncation.
   """
 
   mean: float
@@ -26,7 +26,7 @@ class Lengths:
 
   @functools.cached_property
   def rate(self) -> float:
-    """λ of (1 - exp(-λ most)) / λ = mean, per token; 0 if all are truncated."""
+    """Rate λ per token, from (1 - exp(-λ most)) / λ = mean; 0 if all responses are truncated."""
     low, high = 0.0, 1 / self.mean
     for _ in range(100):
       middle = (low + high) / 2
@@ -36,15 +36,16 @@ class Lengths:
 
   @property
   def mean_square(self) -> float:
+    """Mean of the squared length."""
     x = self.rate * self.most
     if x < 1e-6:
       return float(self.most) ** 2
     return 2 / self.rate**2 * (1 - math.exp(-x) * (1 + x))
 
   def filled(self, prompt: float) -> float:
-    """Mean filled positions of a slot over time, with all slots in use.
+    """Mean filled cache positions of a slot over time, with all slots in use.
 
-    It is prompt + E[L²] / (2 E[L]): long responses occupy a slot for longer.
+    prompt + E[L²] / (2 E[L]), since longer responses occupy a slot for longer.
     """
     return prompt + self.mean_square / (2 * self.mean)
 
@@ -59,5 +60,5 @@ class Lengths:
 
 
 def default_mean(most: int) -> float:
-  """Returns 8,192 tokens, typical for competition problems, but at most half of `most`."""
+  """Returns half of `most`, at most 8,192 tokens (typical for competition problems)."""
   return min(8192.0, most / 2)

@@ -1,14 +1,14 @@
 """Chips of a collective, and its share of the speed of a torus axis.
 
-The model: a chip uses the two links of one axis. Around a ring it sends over both: a share of 1. A
-ring is a whole side of the slice with joined ends, or runs to and fro over several sides. A row of
-chips without joined ends has a share of 1/2: everything for the last chip comes through one link.
-The same holds for chips with others between them, and for a permutation: each chip sends one way.
+A chip has two links along each axis. In a ring it sends over both: a share of 1. Rings are whole
+sides of the slice with wraparound links, and groups over several sides. Otherwise the share is 1/2:
+for a row of chips without wraparound (its last chip receives over one link), for a group with other
+chips in between, and for a permutation (each chip sends in one direction).
 
-Joined ends: all sides of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
+Wraparound: all sides of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
 (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D torus");
-sides of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori are
-taken to be plain ones.
+sides of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori count as
+plain ones.
 
 GPUs of a host are joined by switches: a share of 1 for any of them. Between hosts, equal parts of a
 collective go through the network adapters of its members on each host.
@@ -36,7 +36,7 @@ class Torus:
 
   @functools.cached_property
   def joined(self) -> tuple[bool, ...]:
-    """Whether the ends of each side are joined."""
+    """Whether each side has wraparound links."""
     if len(self.sides) == 3:
       return (all(side % 4 == 0 for side in self.sides),) * 3
     return tuple(side == 16 for side in self.sides)
@@ -103,7 +103,7 @@ def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
 def members(text: str) -> list[int]:
   """Returns the partitions of a collective's first group, parsed from its text.
 
-  A permutation returns its first pair, a text without groups [].
+  For a permutation it is the first pair; [] for a text without groups.
   """
   if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
     return [int(n) for n in match[1].split(",")]

@@ -24,10 +24,11 @@ from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
 from gspo_jax.system.text import clock_text
 
-# With these, estimates for SmolLM2 on a CPU and the flagship on TPU are within a fifth of compiled
-# updates.
-ALL = 2  # Activations without remat, relative to `both`.
-COPIES = 3  # Gradients, their sum over micro-batches and the update; logits, softmax and gradient.
+# Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs are within
+# 20 % of compiled updates.
+ALL = 2  # Activations without remat, relative to remat="both".
+# Arrays of the same size at once: gradients, their sum and the update; logits, softmax, gradient.
+COPIES = 3
 
 
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
@@ -38,13 +39,13 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(len(b.problems) for b in inputs.data.held_out)
   text = [
-    "configuration, what differs from the defaults (docs/keys.md):",
+    "configuration, differences from the defaults (docs/keys.md):",
     *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.meshes.trainer)})",
   ]
   if config.rollout_mesh.enabled:
     shape = axes(inputs.meshes.sampler)
-    text.append(f"rollout mesh: {inputs.meshes.sampler.size} further ones ({shape})")
+    text.append(f"rollout mesh: {inputs.meshes.sampler.size} further devices ({shape})")
   text.append(f"model: {count:,} parameters{each}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
@@ -120,7 +121,9 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   for moment, parts in moments.items():
     text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{suffix} GiB"]
     text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
-  text.append("  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need")
+  text.append(
+    "  python -m gspo_jax.aot compiles the programs and prints the compiler's own figures"
+  )
   return text
 
 
@@ -140,16 +143,17 @@ def iteration(
   if peak is None:
     peak = matmul_rate()
     devices = devices[:1] if devices[0].platform == "cpu" else devices  # CPU devices share cores.
-    basis = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
+    basis = f"at {peak:.3g} operations/s, measured with a large matrix product"
   seconds = total / peak / len(devices)
   return [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
     f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
     f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
-    f"{total * rl.iterations:.3g} (evaluations are not in it)",
-    f"time: at least {clock_text(seconds * rl.iterations)} {basis}, if all responses were of full "
-    f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
-    "for the host: both run far below it. A run says what is left from its second iteration on",
+    f"{total * rl.iterations:.3g} (without evaluations)",
+    f"time: at least {clock_text(seconds * rl.iterations)} {basis}, if all responses have full "
+    f"length ({seconds:.3g} s an iteration). Decoding is bound by memory, and small models by the "
+    "host: both are far slower than this peak. A run prints its remaining time from the second "
+    "iteration on",
     *filter(None, [passes.anchor(c)]),
   ]
 

@@ -123,8 +123,9 @@ class Case:
 
   @property
   def workload(self) -> Workload:
-    turns = bool(self.config.environment.name)
-    return workload(self.config, stop_ids=(0,), several_turns=turns)  # A tokenizer may have more.
+    # A tokenizer may have more stop tokens than this one.
+    several_turns = bool(self.config.environment.name)
+    return workload(self.config, stop_ids=(0,), several_turns=several_turns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Program:
   resident: tuple[Any, ...] = ()  # Further arrays of a run on the devices at this time.
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # See `hlo_costs.costs`.
   slot_kernel: str = ""  # Name of a kernel without reads for idle slots.
-  turns: int = 1  # Turns of the program's loop (decode steps); figures are per turn.
+  steps: int = 1  # Steps of the program's loop; figures are per step.
 
 
 def make_case(
@@ -260,7 +261,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
       work,
       rates=rates,
       slot_kernel="paged_attention",
-      turns=engine.steps,
+      steps=engine.steps,
     )
   prompts = size.at_once(size.prompt) * shards
   by_row = shaped((prompts,), jnp.int32, mesh, P(BATCH))

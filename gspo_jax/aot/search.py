@@ -1,7 +1,7 @@
 """Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-A candidate changes one thing of the configuration, and takes a minute or more to compile.
-Arithmetic rules out most; few of the others are compiled, in the order of their lower bounds.
+A candidate changes one aspect of the configuration, such as the mesh. It takes a minute or more to
+compile, so most are ruled out by their lower bounds; few are compiled, smallest bound first.
 """
 
 import dataclasses
@@ -24,9 +24,12 @@ from gspo_jax.system.accelerators import GIB
 
 Row: TypeAlias = dict[str, Any]
 Lists: TypeAlias = Iterable[Iterable[Case]]
-Bound: TypeAlias = Callable[[Case], estimate.Least]  # Raises ValueError if it does not divide.
-Measure: TypeAlias = Callable[[Case], Row]  # Compiles; the row has `fits`, and then `search_s`.
-WORTH = 0.02  # Gain over the best time so far required of a candidate's bound.
+# Raises ValueError if the mesh does not divide the case.
+Bound: TypeAlias = Callable[[Case], estimate.Least]
+# Compiles. The row has `fits`, and `search_s` if it fits.
+Measure: TypeAlias = Callable[[Case], Row]
+# A candidate is compiled if its bound is below (1 - WORTH) times the best time so far.
+WORTH = 0.02
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
 SETTINGS = dict(  # Keys searched for each program.
   train=dict(
@@ -52,10 +55,10 @@ class Search:
   cases: dict[str, Case] = dataclasses.field(default_factory=dict)
   least: dict[str, estimate.Least] = dataclasses.field(default_factory=dict)
   rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Rows of compiled candidates.
-  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons for the others.
+  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons not to compile.
 
   def ranked(self) -> list[str]:
-    """Returns names of fitting candidates, fastest first; memory breaks ties."""
+    """Returns names of fitting candidates, fastest first, ties by memory."""
 
     def rank(name: str) -> tuple[float, float]:
       return float(f"{self.rows[name]['search_s']:.2g}"), self.rows[name]["peak_gib"]
@@ -67,7 +70,7 @@ class Search:
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns the reason if nothing fits."""
+    """Returns an error message, for the case that nothing fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides it")
     if self.rows:
@@ -98,9 +101,9 @@ def compile_best(
 ) -> None:
   """Compiles at most `tries` candidates until `enough` fit.
 
-  The lists take turns, each ordered by lower bounds. Candidates are skipped if they cannot fit or
-  be faster than the best so far. `tensor` sends activations instead of the weights of `fsdp`, and
-  grows last.
+  Candidates come from the lists in turn, each list ordered by lower bounds. Candidates are skipped
+  if they cannot fit, or cannot be faster than the best so far. Small `tensor` axes come first: they
+  send activations, in place of weights over `fsdp`.
   """
 
   def rank(name: str) -> tuple[float, ...]:
@@ -121,7 +124,7 @@ def compile_best(
   for name in filter(None, itertools.chain(*itertools.zip_longest(*ordered))):
     reason = against(search, name)
     if not reason and (len(search.rows) >= tries or len(search.ranked()) == enough):
-      reason = f"takes {search.least[name]} at least; not compiled, since enough others were"
+      reason = f"takes at least {search.least[name]}; not compiled: enough others were"
     if reason:
       search.rejected[name] = reason
     else:
@@ -129,24 +132,24 @@ def compile_best(
 
 
 def against(search: Search, name: str) -> str:
-  """Returns the reason not to compile a candidate, or ""."""
-  case, least, reached = search.cases[name], search.least[name], math.inf
+  """Returns the reason not to compile a candidate; "" without a reason."""
+  case, least, best = search.cases[name], search.least[name], math.inf
   if least.memory > search.hbm:
     too_many = (least.memory - search.hbm) / GIB
-    return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
+    return f"needs at least {least.memory / GIB:.0f} GiB a chip, {too_many:.0f} too many"
   for other, row in search.rows.items():
     compiled = search.cases[other]
     if row["fits"]:
-      reached = min(reached, row["search_s"])
+      best = min(best, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
         return f"sends more than {other}, which fits"
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers more than {other}, which fits"
     elif not row.get("of_kernel") and least.memory >= search.least[other].memory:
-      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
-  if least.bound_s > (1 - WORTH) * reached:
-    return f"takes {least} at least; {reached:.3g} s was reached"
+      return f"needs at least {least.memory / GIB:.1f} GiB, no less than {other}, which did not fit"
+  if least.bound_s > (1 - WORTH) * best:
+    return f"takes at least {least}; the best so far takes {best:.3g} s"
   return ""
 
 
@@ -189,13 +192,13 @@ def find(
 
 
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
-  """Returns candidates for updates: as configured, compiler options, meshes, remats, chunks.
+  """Returns lists of candidates for updates: configuration, XLA options, meshes, remats, chunks.
 
   devices: number of devices over all slices.
   """
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
-  filling = max(1, devices // -math.prod(mesh.values()))  # Size of an axis of -1.
-  case = changed(case, mesh={axis: filling if n == -1 else n for axis, n in mesh.items()})
+  remaining = max(1, devices // -math.prod(mesh.values()))  # Size of an axis of -1.
+  case = changed(case, mesh={axis: remaining if n == -1 else n for axis, n in mesh.items()})
   at_once = dict(logits_chunk=case.length)
   if case.model.num_experts:
     at_once["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
@@ -203,17 +206,17 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
   chunks = [changed(case, compute=size) for size in sizes]
   compilers = [
-    changed(case, compute=dict(xla=word, prefetch=ahead))
-    for ahead in ((True, False) if case.model.num_experts else (False,))
-    for word in learner_programs.OPTIONS
+    changed(case, compute=dict(xla=xla, prefetch=prefetch))
+    for prefetch in ((True, False) if case.model.num_experts else (False,))
+    for xla in learner_programs.OPTIONS
   ]
   return [case], compilers, meshes(case, devices, slices), remats, chunks
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
-  """Yields meshes of fsdp x expert x tensor and micro-batches.
+  """Yields candidates with other meshes (fsdp x expert x tensor) and micro-batches.
 
-  Each slice has a replica. Experts, heads, sequences and micro-batches divide evenly.
+  Each slice is a replica. Experts, heads, sequences and micro-batches divide evenly.
   """
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
@@ -228,11 +231,11 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 
 
 def sampling(case: Case, shards: int) -> Lists:
-  """Returns candidates for sampling: as configured, slots with cache and experts, prefills.
+  """Returns lists of candidates for sampling: configuration, layouts, prefill sizes.
 
-  Slots double from one per device to all responses. Each number comes with a cache for full windows
-  and one for the assumed lengths, with experts on all chips, if they divide, and on those of an
-  `expert` group.
+  The slots of layouts double from one per device to all responses. Each number is combined with two
+  caches, for full windows and for the assumed lengths, and with both values of
+  mesh.rollout_experts, "auto" and "expert".
   """
   most = case.workload.trajectories
   slots = case.engine.slots_for(most)
@@ -276,7 +279,7 @@ def name_of(program: str, case: Case) -> str:
 
 
 def lines(program: str, case: Case) -> str:
-  """Formats a case's settings as lines of a configuration file."""
+  """Formats a case's searched settings as lines of a configuration file."""
 
   def literal(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,12 +1,12 @@
 """Bytes that an instruction of a compiled program moves through HBM.
 
-Rules for the reads and writes of instructions outside fusions:
+Rules:
 
   - An array counts with the padding of its layout, and only if it is in HBM, not in vector memory.
     A copy between memories counts on the side of HBM.
-  - A slice and a gather read the size of their result, anywhere in a fusion.
-  - An update in place (dynamic-update-slice, scatter) writes the update, and a sum reads as much,
-    if its array is an operand. Otherwise the compiler adds a copy, counted separately.
+  - A slice or gather reads as many bytes as its result has, in a fusion too.
+  - An update in place (dynamic-update-slice, scatter) writes the update alone; one that adds also
+    reads as much. The compiler's copy of an array that it cannot update in place counts separately.
   - A Pallas kernel counts by its `pl.CostEstimate(bytes_accessed=...)`: all bytes between HBM and
     vector memory, repeated reads included. `jax.named_scope("hbm_bytes=N")` around the call
     overrides a missing or wrong estimate. Without either: `kernels.hbm_bytes`, or each operand and
@@ -21,7 +21,7 @@ from gspo_jax.aot.hlo import Array, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 START, DONE = "async-collective-start", "async-collective-done"
-# These move nothing; bodies are counted separately.
+# Operations without traffic; bodies of loops and branches are counted separately.
 FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
   "partition-id replica-id opt-barrier recv send-done".split()
@@ -36,7 +36,7 @@ _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sh
 def carried(instruction: Instruction) -> Instruction | None:
   """Returns a fusion's overlapped collective; None for others.
 
-  The fusion starts it, runs beside it or awaits it. The TPU compiler writes these as an option.
+  Such a fusion starts the collective, overlaps it, or waits for it. The TPU compiler makes them.
   """
   if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
     return None
@@ -45,7 +45,7 @@ def carried(instruction: Instruction) -> Instruction | None:
 
 
 def free(instruction: Instruction) -> bool:
-  """Whether an instruction moves nothing and takes no time itself."""
+  """Whether an instruction itself moves no bytes and takes no time."""
   marks = (f'custom_call_target="{mark}' in instruction.attributes for mark in _MARKS)
   return instruction.op in FREE or instruction.op.endswith("-start") or any(marks)
 
@@ -57,7 +57,7 @@ def hbm_bytes(instruction: Instruction) -> float:
     return 0.0
   if instruction.op == "send":
     return _hbm(inputs)
-  if instruction.op.endswith("-done"):  # It has the whole result; the start's result has more.
+  if instruction.op.endswith("-done"):  # Its result is the array; the start's has further values.
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
       return 0.0
@@ -102,7 +102,7 @@ def _update(instruction: Instruction) -> Instruction:
 
 
 def _passes(instruction: Instruction) -> int:
-  """Returns 1 for an update by overwriting, 2 by adding."""
+  """Returns passes over an updated array: 1 to overwrite, 2 to add."""
   return 2 if any(x.root and x.op != "parameter" for x in instruction.body("to_apply")) else 1
 
 
@@ -111,7 +111,7 @@ def _root(body: Sequence[Instruction]) -> Instruction:
 
 
 def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
-  """Bytes of a fusion, with only slices of sliced or updated operands."""
+  """Bytes of a fusion; of sliced or updated operands, only the slices."""
   body, inputs = instruction.body("calls"), instruction.inputs
   if not body:
     return sum(array.hbm for array in results) + _hbm(inputs)
@@ -138,7 +138,7 @@ def _passed(body: Sequence[Instruction]) -> set[str]:
 
 
 def _read(instruction: Instruction, result_elements: float | None = None) -> float:
-  """Counts the elements read of a value in a fusion.
+  """Counts the elements of a value that a fusion reads.
 
   result_elements: elements read of the fusion's result by an enclosing fusion. None means all.
   """

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from gspo_jax.cli import before_jax
 from gspo_jax.settings import ranges
-from gspo_jax.settings.reading import from_dict, kind_of, unknown
+from gspo_jax.settings.reading import from_dict, kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
 
@@ -122,7 +122,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
       if not isinstance(section, Mapping):
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
       if part not in section:
-        raise ValueError(unknown(path, part, section))
+        raise ValueError(unknown_key_message(path, part, section))
       section, path = section[part], f"{path}{part}."
 
 

@@ -1,10 +1,10 @@
-"""Responses after their prompts, as chat templates write them.
+"""Text of a response after its prompt, as the chat template renders it.
 
-Templates may end a prompt within a thought (`<think>`) or after an empty one, write an empty
-thought before a plain answer, or trim the text. A response continues its prompt so that both
-together are the template's text of the conversation, up to the end of the turn. Where the template
-loses part of the response, the response itself is joined to the prompt: an opening mark is never
-written twice, and a plain answer closes an open thought.
+prompt + continuation is the rendered conversation, up to the end of the turn. Templates differ: a
+prompt may end with an open thought (`<think>`) or an empty one (`<think></think>`), an empty
+thought may precede a plain answer, or white space is trimmed. If the template drops part of the
+response, the continuation is the response itself: without a second opening tag, and with a closing
+tag before an answer without a thought.
 """
 
 import re
@@ -13,70 +13,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 
-_MARK = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
-_LAST = re.compile(rf"({_MARK.pattern})(\s*)\Z")
-_TAIL = 200  # characters of a prompt that can hold its last mark
+_TAG = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
+_LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")
+_TAIL = 200  # Characters at the end of a prompt to search for a tag.
 _THOUGHT = re.compile(r"think|thought|reason|reflect", re.IGNORECASE)
 
 
 def continuation(
   tok: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: str, response: str
 ) -> str:
-  """Returns a finished response's text after its prompt.
-
-  The stop token is not part of it.
+  """Returns the text of a finished response after its prompt, without the stop token.
 
   Args:
     tok: tokenizer with the chat template, if any.
     messages: messages of the prompt.
     prompt: rendered prompt, `tok.chat(messages)`.
-    response: text of the response, with or without its thought.
+    response: text of the response, with or without a thought.
   """
-  template, (mark, space) = getattr(tok, "chat_template", ""), _last_mark(prompt)
-  thinks = _THOUGHT.search(mark)
-  if thinks and _closes(mark):  # The prompt has an empty thought already.
-    response = _after_thought(response, mark)
-  for turn in _turns(response) if template else ():
+  template, (tag, space) = getattr(tok, "chat_template", ""), _last_tag(prompt)
+  is_thought_tag = _THOUGHT.search(tag)
+  if is_thought_tag and _closes(tag):  # The prompt ends with an empty thought.
+    response = _after_thought(response, tag)
+  for message in _messages(response) if template else ():
     try:
-      conversation = tok.conversation([*messages, turn])
-    except TokenizerError:  # The template refuses an assistant's turn.
+      conversation = tok.conversation([*messages, message])
+    except TokenizerError:  # The template refuses assistant messages.
       break
-    text = _written(conversation, prompt, response, _stop_texts(tok))
+    text = _continuation_in(conversation, prompt, response, _stop_texts(tok))
     if text is not None:
-      return _as_encoded(tok, prompt, text) if text[:1] == " " != response[:1] else text
-  text = unfinished(prompt, response)
-  if text != response or not thinks or _closes(mark):
+      return _without_added_space(tok, prompt, text) if text[:1] == " " != response[:1] else text
+  text = cut_off(prompt, response)
+  if text != response or not is_thought_tag or _closes(tag):
     return text
-  if any(x in response for x in _closings(mark)):  # The response begins within the thought.
+  if any(x in response for x in _closings(tag)):  # The response closes the thought itself.
     return response
-  closing = next((x for x in _closings(mark) if x in template), _closings(mark)[0])
+  closing = next((x for x in _closings(tag) if x in template), _closings(tag)[0])
   return "\n" * (2 - min(2, space.count("\n"))) + closing + "\n\n" + response.lstrip("\n")
 
 
-def unfinished(prompt: str, response: str) -> str:
-  """Returns a truncated response's text after its prompt.
+def cut_off(prompt: str, response: str) -> str:
+  """Returns the text of a truncated response after its prompt.
 
-  The mark at the prompt's end is not repeated.
+  A tag at the end of the prompt is not repeated.
   """
-  mark, space = _last_mark(prompt)
+  tag, space = _last_tag(prompt)
   text = response.lstrip()
-  if not mark or not text.startswith(mark):
+  if not tag or not text.startswith(tag):
     return response
-  text = text.removeprefix(mark)
+  text = text.removeprefix(tag)
   return text.removeprefix(space) if space else text
 
 
 def whole_text(tok: Tokenizer, ids: Sequence[int]) -> str:
-  """Decodes `ids` with all special tokens."""
+  """Decodes `ids`, special tokens included."""
   if not isinstance(tok, HFTokenizer):
     return tok.decode(ids)
   return tok.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def _turns(response: str) -> Iterator[dict[str, str]]:
-  """Yields a response as an assistant's message.
+def _messages(response: str) -> Iterator[dict[str, str]]:
+  """Yields a response as an assistant message, in up to two forms.
 
-  The second message has the thought in a separate field.
+  The second form has the thought in a field of its own.
   """
   yield dict(role="assistant", content=response)
   thought, close, answer = response.rpartition("</think>")
@@ -85,41 +83,42 @@ def _turns(response: str) -> Iterator[dict[str, str]]:
     yield dict(role="assistant", content=answer.lstrip("\n"), reasoning_content=thought)
 
 
-def _written(conversation: str, prompt: str, response: str, stops: Sequence[str]) -> str | None:
-  """Returns a conversation's text after its prompt.
+def _continuation_in(
+  conversation: str, prompt: str, response: str, stops: Sequence[str]
+) -> str | None:
+  """Returns the text of a rendered conversation after its prompt.
 
-  The result is None if the conversation does not continue the prompt, repeats its opening mark,
-  leaves a thought open, or lacks a part of the response.
+  Returns None if the conversation does not begin with the prompt, repeats its opening tag, leaves a
+  thought open, or lacks part of the response.
   """
-  mark, space = _last_mark(prompt)
-  closings = tuple(_closings(mark)) if _THOUGHT.search(mark) and not _closes(mark) else ()
-  opening, thought = prompt, mark if closings else "<think>"
-  if closings and not conversation.startswith(prompt):  # It may replace the mark by a closing one.
-    opening = prompt[: len(prompt) - len(mark + space)]
-  if not conversation.startswith(opening):
+  tag, space = _last_tag(prompt)
+  closings = tuple(_closings(tag)) if _THOUGHT.search(tag) and not _closes(tag) else ()
+  prefix, thought_tag = prompt, tag if closings else "<think>"
+  if closings and not conversation.startswith(
+    prompt
+  ):  # A template may replace the tag by a closing one.
+    prefix = prompt[: len(prompt) - len(tag + space)]
+  if not conversation.startswith(prefix):
     return None
-  text = _up_to_stop(conversation[len(opening) :], response, stops)
-  if text is None or text.count(thought) + bool(closings) > max(1, response.count(thought)):
+  text = _up_to_stop(conversation[len(prefix) :], response, stops)
+  if text is None or text.count(thought_tag) + bool(closings) > max(1, response.count(thought_tag)):
     return None
-  if opening != prompt and not text.lstrip().startswith(closings):
+  if prefix != prompt and not text.lstrip().startswith(closings):
     return None
   return text if not closings or any(x in text for x in closings) else None
 
 
-def _as_encoded(tok: Tokenizer, prompt: str, text: str) -> str:
-  """Removes a leading space if encoding adds one."""
-  whole, opening = tok.encode(prompt + text), tok.encode(prompt)
+def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
+  """Removes a leading space if the tokenizer adds it anyway."""
+  whole, start = tok.encode(prompt + text), tok.encode(prompt)
   bare = text.removeprefix(" ")
-  return bare if [*opening, *tok.encode(bare)] == whole else text
+  return bare if [*start, *tok.encode(bare)] == whole else text
 
 
 def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
-  """Cuts a turn's text before the stop token.
-
-  The result is None if a part of the response is missing.
-  """
+  """Cuts a rendered response before its stop token; None if part of the response is missing."""
   end = 0
-  for part in filter(None, map(str.strip, _MARK.split(response))):
+  for part in filter(None, map(str.strip, _TAG.split(response))):
     start = text.find(part, end)
     if start < 0:
       return None
@@ -134,26 +133,27 @@ def _stop_texts(tok: Tokenizer) -> list[str]:
   return [text for text in map(tok.tokenizer.id_to_token, tok.stop_ids) if text]
 
 
-def _last_mark(prompt: str) -> tuple[str, str]:
-  """Returns a prompt's last mark and white space.
+def _last_tag(prompt: str) -> tuple[str, str]:
+  """Returns the tag at the end of a prompt and the white space after it.
 
-  Both are empty if the prompt ends otherwise.
+  Both are "" if the prompt does not end with a tag.
   """
   match = _LAST.search(prompt[-_TAIL:])
   return (match[1], match[2]) if match else ("", "")
 
 
-def _closes(mark: str) -> bool:
-  return "/" in mark or "end" in mark.lower()
+def _closes(tag: str) -> bool:
+  """Whether a tag is a closing one."""
+  return "/" in tag or "end" in tag.lower()
 
 
-def _closings(mark: str) -> list[str]:
-  """Returns possible closing marks, the most common one first."""
-  name, pipe = mark[1:-1].strip("|"), "|" if mark[1] == "|" else ""
+def _closings(tag: str) -> list[str]:
+  """Returns possible closing tags of an opening tag, the most common form first."""
+  name, pipe = tag[1:-1].strip("|"), "|" if tag[1] == "|" else ""
   swaps = ("begin", "end"), ("start", "end"), ("BEGIN", "END"), ("START", "END")
   names = [name.replace(old, new) for old, new in swaps if old in name]
   names += [f"/{name}", f"end_{name}", f"end_of_{name}", f"{name}_end"]
-  return [*(f"{mark[0]}{pipe}{x}{pipe}{mark[-1]}" for x in names), f"{mark[0]}/{mark[1:]}"]
+  return [*(f"{tag[0]}{pipe}{x}{pipe}{tag[-1]}" for x in names), f"{tag[0]}/{tag[1:]}"]
 
 
 def _after_thought(response: str, closing: str) -> str:

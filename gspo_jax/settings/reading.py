@@ -1,4 +1,4 @@
-"""Configurations from mappings, as read from a file and flags."""
+"""Builds the configuration from nested dicts, as given by a file and flags."""
 
 import dataclasses
 import difflib
@@ -17,18 +17,19 @@ FLOAT_MAX = sys.float_info.max
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration.
+  """Builds and checks a configuration.
 
   Raises:
-    ValueError: a key is unknown, missing, of a wrong type or out of its range, or a rule is broken.
+    ValueError: a key is unknown, missing, of a wrong type or out of range, or a rule (rules.py) is
+      broken.
   """
-  config = unchecked(values)
+  config = parse(values)
   rules.check(config)
   return config
 
 
-def unchecked(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration without checking relations between its keys."""
+def parse(values: Mapping[str, Any]) -> RunConfig:
+  """Builds a configuration; checks keys, types and ranges, but no rule between keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
     values = dict(values) | dict(objective=effective(section))
@@ -44,26 +45,28 @@ def default() -> RunConfig:
 
 
 def derived(config: RunConfig) -> RunConfig:
-  """Replaces lengths of 0 by lengths derived from other keys."""
+  """Replaces three lengths of 0, meaning "unset", by lengths from other keys."""
   new = config.sampling.max_new_tokens
   window = config.data.max_prompt_tokens + new
 
-  def filled(section: Any, **lengths: int) -> Any:
-    missing = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
-    return dataclasses.replace(section, **missing)
+  def fill(section: Any, **lengths: int) -> Any:
+    unset = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
+    return dataclasses.replace(section, **unset)
 
   return dataclasses.replace(
     config,
-    sft=filled(config.sft, max_tokens=window),
-    reward=filled(config.reward, overlong_max=new),
-    eval=filled(config.eval, max_new_tokens=new),
+    sft=fill(config.sft, max_tokens=window),
+    reward=fill(config.reward, overlong_max=new),
+    eval=fill(config.eval, max_new_tokens=new),
   )
 
 
 def kind_of(key: str) -> Any:
-  """Declared type of a dotted key, None for an unknown key."""
-  kind, tuned = RunConfig, "objective.tuned."  # No field of the dataclass.
-  for part in [key, f"objective.{key.rpartition('.')[2]}"][key.startswith(tuned)].split("."):
+  """Declared type of a dotted key; None for an unknown key."""
+  if key.startswith("objective.tuned."):  # objective.tuned.LOSS.OPTION: the type of the option.
+    key = f"objective.{key.rpartition('.')[2]}"
+  kind = RunConfig
+  for part in key.split("."):
     if typing.get_origin(kind) is dict:
       kind = typing.get_args(kind)[1]
     else:
@@ -71,21 +74,22 @@ def kind_of(key: str) -> Any:
   return kind
 
 
-def unknown(path: str, key: str, keys: Iterable[str]) -> str:
-  """Error message for an unknown key; `path` ends with a dot."""
+def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
+  """Error message for an unknown key; `path` is its section with a dot, or ""."""
   near = difflib.get_close_matches(key, keys, n=1)
   hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(keys) or 'none'}"
   return f"unknown config key {path}{key}; {hint}"
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
+  """Builds a section, recursively; `path` is the prefix of its keys, for messages."""
   kinds = ranges.kinds(cls)
   key = path.rstrip(".")
   if not isinstance(values, Mapping):
     raise ValueError(f"{key or 'the configuration'}={values!r} must be a section")
   for key in values:
     if key not in kinds:
-      raise ValueError(unknown(path, key, kinds))
+      raise ValueError(unknown_key_message(path, key, kinds))
   missing = [f"{path}{name}" for name in kinds if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
@@ -97,14 +101,14 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
     return _build(kind, value, f"{key}.")
-  if origin in (typing.Union, types.UnionType):  # The type and None.
+  if origin in (typing.Union, types.UnionType):  # An optional value.
     return None if value is None else _convert(arguments[0], value, key)
   plain = ranges.plain(kind)
   accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
-  number = not isinstance(value, bool) or plain is bool  # Python's True is an int
-  if not (isinstance(value, accepted) and number):
+  # In Python True is an int, but not here.
+  if not isinstance(value, accepted) or (isinstance(value, bool) and plain is not bool):
     raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
-  if kind is dict:  # Any values of JSON.
+  if kind is dict:  # Any JSON object.
     try:
       return json.loads(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -74,8 +74,8 @@ def test_the_fastest_by_their_bounds_are_compiled_first_and_the_slower_not_at_al
   candidates, compiled = searched(bounds, {2: row(2.5), 3: row(2.2)})
   assert compiled == [2, 3] and best(candidates) == 3
   assert reasons(candidates) == {
-    1: "takes 3 s (compute) at least; 2.2 s was reached",
-    4: "takes 2.6 s (compute) at least; 2.2 s was reached",
+    1: "takes at least 3 s (compute); the best so far takes 2.2 s",
+    4: "takes at least 2.6 s (compute); the best so far takes 2.2 s",
   }
 
 
@@ -83,9 +83,9 @@ def test_what_cannot_fit_or_did_not_fit_with_less_is_not_compiled():
   bounds = {1: least(1.0, gib=14.0), 2: least(1.1, gib=8.0), 3: least(1.2, gib=9.0), 4: least(1.3)}
   candidates, compiled = searched(bounds, {2: row(fits=False), 4: row(1.4)})
   assert compiled == [2, 4] and best(candidates) == 4
-  assert reasons(candidates)[1] == "needs 14 GiB a chip at least, 4 too many"
+  assert reasons(candidates)[1] == "needs at least 14 GiB a chip, 4 too many"
   assert reasons(candidates)[3].startswith(
-    "9.0 GiB at least, not fewer than 1x2x4x1, 1 micro, full 2/16, none"
+    "needs at least 9.0 GiB, no less than 1x2x4x1, 1 micro, full 2/16, none"
   )
 
 
@@ -101,7 +101,7 @@ def test_a_search_compiles_no_more_than_it_may():
   candidates, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists)
   assert compiled == [0, 1, 3] and best(candidates) == 3
   assert reasons(candidates) == {
-    2: "takes 1 s (compute) at least; not compiled, since enough others were"
+    2: "takes at least 1 s (compute); not compiled: enough others were"
   }
   _, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists, enough=1)
   assert compiled == [0]

@@ -198,7 +198,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
     "while it samples: ",
     "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",
     "iterations: 8, each of 32 responses (8 prompts x 4), at most 320 tokens, and 4 updates",
-    "operations/s that this machine does in a large matrix product",
+    "operations/s, measured with a large matrix product",
   ):
     assert line in done.stdout
   assert "rl.minibatches" not in done.stdout, "it is as in the base"
@@ -372,7 +372,7 @@ def test_the_flagship_at_toy_size_has_a_plan():
 def test_a_mesh_that_only_samples_has_its_own_memory():
   shared = printed(common.base, rl__lag=2)
   two = printed(common.base, rl__lag=2, rollout_mesh__fsdp=2, mesh__fsdp=4)
-  assert "devices: 4 x cpu" in two and "rollout mesh: 2 further ones (data 1 x fsdp 2 " in two
+  assert "devices: 4 x cpu" in two and "rollout mesh: 2 further devices (data 1 x fsdp 2 " in two
   assert "of the rollout mesh" in two and "while it samples" not in two
   assert "rollout mesh" not in shared and "while it samples" in shared
   weights = "the sampler's weights"

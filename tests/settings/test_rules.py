@@ -13,7 +13,7 @@ from support.configs import VARIANTS, values_of
 from configs import common, tiny, tiny_offline, tiny_ppo, tiny_tools
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.settings import page, ranges, rules
-from gspo_jax.settings.reading import default, unchecked
+from gspo_jax.settings.reading import default, parse
 from gspo_jax.settings.rewards import VERIFIERS
 
 BASE, TINY, PPO, TOOLS = common.base, tiny.get_config, tiny_ppo.get_config, tiny_tools.get_config
@@ -687,7 +687,7 @@ CONFIGURED = {}  # By configuration and changes: each is built once.
 def configured(get_config, changes):
   key = get_config, repr(changes)
   if key not in CONFIGURED:
-    CONFIGURED[key] = unchecked(values_of(get_config, **changes))
+    CONFIGURED[key] = parse(values_of(get_config, **changes))
   return CONFIGURED[key]
 
 
@@ -731,7 +731,7 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("file, arg", VARIANTS)
 def test_configs_break_no_rule(file, arg):
   values = importlib.import_module(f"configs.{file}").get_config(arg).to_dict()
-  config = unchecked(values)
+  config = parse(values)
   assert not list(rules.invalid(config))
 
 

@@ -65,34 +65,39 @@ _FOR_ALL = re.compile(
 )
 
 
-def read(text: str, tight: bool = True, letters: Letters = "variables", solve: bool = True):
-  r"""The structure of an answer.
+def read(
+  text: str,
+  tight: bool = True,
+  unit_letters: Letters = "variables",
+  solve_inequalities: bool = True,
+):
+  r"""Parses an answer.
 
   Args:
-    tight: 1,234 is one number rather than two.
-    letters: which letters are units where they can be: none; those in \text, behind anything; those
-      behind a number too (12 m).
-    solve: an inequality is a set of numbers, which takes as long as SymPy likes.
+    tight: whether 1,234 is one number and not two.
+    unit_letters: letters to read as units if possible. "variables": none; "text": those in \text;
+      "units": also those after a number (12 m).
+    solve_inequalities: whether SymPy solves an inequality to a set of numbers. Slow.
 
   Raises:
-    Unreadable: if it is no mathematics, or none that is understood here.
+    Unreadable: the text is not mathematics, or of an unsupported kind.
   """
   try:
     text = numerals.to_digits(text)
     choice = _CHOICE.fullmatch(_TYPEFACE.sub(r"\1 ", text))
     if choice:
-      value = read(choice[4], tight, letters, solve) if choice[4] else None
+      value = read(choice[4], tight, unit_letters, solve_inequalities) if choice[4] else None
       return Choice(choice[1] or choice[2] or choice[3], value)
-    tokens = tokenise(_FOR_ALL.sub("", text), tight, letters != "variables")
-    return _Structure(letters, solve).everything(layout.unwrap(tokens))
+    tokens = tokenise(_FOR_ALL.sub("", text), tight, unit_letters != "variables")
+    return _Structure(unit_letters, solve_inequalities).everything(layout.unwrap(tokens))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-  letters: Letters
-  solve: bool
+  unit_letters: Letters
+  solve_inequalities: bool
 
   def everything(self, tokens: list[Token]):
     """A whole answer, or an item of one."""
@@ -144,7 +149,7 @@ class _Structure:
       tokens[0].kind == "word" and is_product(text.split()[0])
     )
     if product and (
-      len(tokens) == 1 or suffixes.unit(tokens, 1, "", self.letters)
+      len(tokens) == 1 or suffixes.unit(tokens, 1, "", self.unit_letters)
     ):  # ab, or x \text{ cm}
       return None
     return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
@@ -235,7 +240,7 @@ class _Structure:
   def inequality(self, operators, members):
     values = [expression.read(member) for member in members]
     symbols = set().union(*(nodes.unknowns(value) for value in values))
-    if len(symbols) != 1 or not self.solve:
+    if len(symbols) != 1 or not self.solve_inequalities:
       return Relation(tuple(operators), tuple(values))
     unknown, x = next(iter(symbols)), sp.Symbol("x", real=True)
     values = [value.xreplace({unknown: x}) for value in values]
@@ -310,7 +315,7 @@ class _Structure:
     if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
       currency, tokens = tokens[0].text, tokens[1:]
     for start in range(max(1, len(tokens) - MAX_UNIT), len(tokens)):
-      unit = suffixes.unit(tokens, start, currency, self.letters)
+      unit = suffixes.unit(tokens, start, currency, self.unit_letters)
       if unit:
         factor, unit = unit
         turned = unit and "angle" in dict(unit.dimensions)
