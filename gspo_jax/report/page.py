@@ -2,8 +2,8 @@
 
 `python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl`
 under DIR and writes DIR/report.html, which opens without a network. With several directories the
-page compares their runs. Its content comes from `data.py`, `figures.py` (the charts) and
-`rollouts.py` (the responses); its looks from the files of `static/`.
+page compares their runs. Charts and tables come from `data.py` and `figures.py`, responses from
+`rollouts.py`, and HTML, CSS and JavaScript from `static/`.
 """
 
 import html
@@ -30,18 +30,19 @@ def write_report(
   """Writes the report of one or several runs atomically; returns its path.
 
   Args:
-    output: the path. None means DIR/report.html, for one run only.
-    max_rollouts: responses on the page.
+    output: path of the report. None means DIR/report.html, for one run only.
+    max_rollouts: maximum number of responses on the page.
 
   Raises:
-    ValueError: too many runs, a repeated run, several runs without `output`, or a malformed file;
-      the error names the row.
+    ValueError: too many runs, a repeated run, several runs without `output`, or a malformed file.
   """
   folders = [Path(workdir) for workdir in workdirs]
   if len(folders) > MAX_RUNS:
     raise ValueError(f"{len(folders)} runs are too many for one page: at most {MAX_RUNS}")
   if len(folders) > 1 and output is None:
-    raise ValueError("several runs belong to no one's directory: say --output=compare.html")
+    raise ValueError(
+      "a report of several runs needs a path: set --output, e.g. --output=compare.html"
+    )
   runs = [
     Run(name, read_metrics(folder / "metrics.jsonl"), provenance.read(folder))
     for folder, name in zip(folders, unique_names(folders))
@@ -53,10 +54,10 @@ def write_report(
 
 
 def read_metrics(path: Path) -> list[Row]:
-  """Reads rows of a phase and numbers.
+  """Reads metrics.jsonl.
 
   Raises:
-    ValueError: names a row with any other value.
+    ValueError: a row has an unknown phase, or a value that is not a number; the message names it.
   """
   rows = metrics.read_rows(path)
   for row in rows:
@@ -73,7 +74,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """Returns each directory's name, with as many parents as make it unique."""
+  """Returns each directory's name, with parent directories until it is unique."""
   parts = [folder.resolve().parts for folder in folders]
   names = []
   for folder, path in zip(folders, parts):
@@ -86,17 +87,17 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def render(report: Row, rollouts: Row) -> str:
-  """Fills the template in one pass: data may look like a marker."""
+  """Fills the page's template, in one pass: inserted data may contain `{{name}}` itself."""
   folder = Path(__file__).parent / "static"
-  filled = {path.stem: path.read_text("utf-8") for path in folder.glob("*.js")}
-  filled |= {
+  values = {path.stem: path.read_text("utf-8") for path in folder.glob("*.js")}
+  values |= {
     "style": (folder / "style.css").read_text("utf-8"),
     "title": html.escape(report["name"]),
     "report_data": _embed(report),
     "rollouts_data": _embed(rollouts),
   }
   template = (folder / "page.html").read_text("utf-8")
-  return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], template)
+  return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def _embed(value: Any) -> str:

@@ -86,9 +86,14 @@ class RunCheckpoint:
     raise ValueError(f"{self.key}={name or str(self.path)!r} is no complete checkpoint; {others}")
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
-    """Loads the parameters in the training layout, in the dtypes for compute dtype `dtype`.
+    """Loads the parameters in the training layout, with adapters merged.
 
-    Adapters are merged with the stored frozen weights as in training: in bfloat16 with dither.
+    The merge is that of training: in bfloat16 the sum is rounded with dither.
+
+    Args:
+      model: configuration of the model.
+      mesh: mesh of the parameters.
+      dtype: compute dtype; some parameters are float32 for every compute dtype.
 
     Raises:
       ValueError: the checkpoint is incomplete or damaged, has other parameters, or values that are
@@ -130,7 +135,7 @@ class RunCheckpoint:
       )
       with checkpoint.readable(self.path):
         restored = jax.block_until_ready(reader.restore(self.path / "state", args=arguments))
-      checkpoint.host_of(self.path, restored)
+      checkpoint.host_of(self.path, restored)  # Raises DamagedError on a wrong checksum.
       self._require_finite(restored["params"])
       return restored["params"]
     except checkpoint.DamagedError as error:
@@ -182,7 +187,7 @@ class WeightSource:
       named: key and name, for the message.
       alternatives: other valid values of the key, for the message.
     """
-    from gspo_jax.models import hf  # Only this branch needs safetensors.
+    from gspo_jax.models import hf  # Imported here: other sources do not need safetensors.
 
     files.located(self.name, self.key)  # Raises ValueError for an unknown file system.
     path = hub.directory(self.name)
@@ -224,7 +229,7 @@ class WeightSource:
     if changed:
       raise ValueError(
         f"--config.{self.key}={configured} holds another model than the configuration, which has "
-        f"{', '.join(changed)}: set these, or name a configuration of this model"
+        f"{', '.join(changed)}: set these to the weights' values, or choose a configuration of this model"
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
@@ -245,7 +250,7 @@ class WeightSource:
       shardings = transformer.shardings(model, sharding.TRAIN, mesh)
       init = jax.jit(lambda key: transformer.init(model, key), out_shardings=shardings)
       return init(jax.random.key(seed))
-    from gspo_jax.models import hf  # Only this branch needs safetensors.
+    from gspo_jax.models import hf  # Imported here: other sources do not need safetensors.
 
     types = jax.tree.map(lambda x: x.dtype, abstract_params(model, mesh, sharding.TRAIN, dtype))
     return hf.load(self.name, dtype=types, mesh=mesh, rules=sharding.TRAIN)[0]
