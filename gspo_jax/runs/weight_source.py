@@ -229,7 +229,7 @@ class WeightSource:
     if changed:
       raise ValueError(
         f"--config.{self.key}={configured} holds another model than the configuration, which has "
-        f"{', '.join(changed)}: set these to the weights' values, or choose a configuration of this model"
+        f"{', '.join(changed)}: set these to the weights' values, or choose another configuration"
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
