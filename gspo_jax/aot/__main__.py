@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh: all programs are compiled for the trainer's mesh."""
+  """Raises ValueError for a rollout mesh: all programs are compiled for one mesh."""
   if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."

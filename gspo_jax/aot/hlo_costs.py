@@ -248,9 +248,9 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Bytes per device sent to other slices for a `recv`, as part of a collective among slices.
+  """Bytes per device sent to other slices for a `recv`.
 
-  Its parts within a slice are separate collectives.
+  It is part of a collective among slices; the parts within a slice are separate collectives.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0

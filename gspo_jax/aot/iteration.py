@@ -82,7 +82,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the fraction of an update's rows that are processed: below 1 if packed.
+  """Returns the processed fraction of an update's rows: below 1 if packed.
 
   Packed responses of the assumed lengths leave some micro-batches empty, and these are skipped.
   """
@@ -94,7 +94,10 @@ def share(case: Case, mesh: Any) -> float:
 
 
 def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns steps and seconds of an iteration's sampling. Call it under `jax.set_mesh(mesh)`."""
+  """Returns steps and seconds of an iteration's sampling.
+
+  Call it under `jax.set_mesh(mesh)`.
+  """
   size, sampled, steps = _steps(case, mesh)
   seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
   seconds += _prefill_seconds(case, mesh, topology)
@@ -103,7 +106,10 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
 
 
 def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
-  """Lower bounds of sampling's memory and time. Call it under `jax.set_mesh(mesh)`."""
+  """Lower bounds of sampling's memory and time.
+
+  Call it under `jax.set_mesh(mesh)`.
+  """
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
   size, sampled, steps = _steps(case, mesh)
@@ -138,9 +144,10 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
-  """Seconds of `steps` decode steps, with as many tokens as `full` steps with all slots in use.
+  """Seconds of `steps` decode steps.
 
-  Idle slots read nothing from a paged cache; a step of idle slots takes `idle_s`.
+  They sample as many tokens as `full` steps with all slots in use. Idle slots
+  read nothing from a paged cache; a step of idle slots takes `idle_s`.
   """
   idle = row.get("idle_s", row["serial_s"])
   return steps * idle + full * (row["serial_s"] - idle)

@@ -70,7 +70,7 @@ class Search:
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns an error message, for the case that nothing fits."""
+    """Returns the error message if nothing fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides it")
     if self.rows:
@@ -192,7 +192,7 @@ def find(
 
 
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
-  """Returns lists of candidates for updates: configuration, XLA options, meshes, remats, chunks.
+  """Returns candidates for updates: configuration, XLA options, meshes, remats, chunks.
 
   devices: number of devices over all slices.
   """
@@ -231,7 +231,7 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 
 
 def sampling(case: Case, shards: int) -> Lists:
-  """Returns lists of candidates for sampling: configuration, layouts, prefill sizes.
+  """Returns candidates for sampling: configuration, layouts, prefill sizes.
 
   The slots of layouts double from one per device to all responses. Each number is combined with two
   caches, for full windows and for the assumed lengths, and with both values of

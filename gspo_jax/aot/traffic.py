@@ -138,7 +138,7 @@ def _passed(body: Sequence[Instruction]) -> set[str]:
 
 
 def _read(instruction: Instruction, result_elements: float | None = None) -> float:
-  """Counts the elements of a value that a fusion reads.
+  """Counts a fusion's reads of a value, in elements.
 
   result_elements: elements read of the fusion's result by an enclosing fusion. None means all.
   """

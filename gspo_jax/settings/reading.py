@@ -1,4 +1,4 @@
-"""Builds the configuration from nested dicts, as given by a file and flags."""
+"""Builds the configuration from nested dicts."""
 
 import dataclasses
 import difflib
@@ -29,7 +29,7 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
-  """Builds a configuration; checks keys, types and ranges, but no rule between keys."""
+  """Builds a configuration, without checking rules between keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
     values = dict(values) | dict(objective=effective(section))
@@ -45,7 +45,7 @@ def default() -> RunConfig:
 
 
 def derived(config: RunConfig) -> RunConfig:
-  """Replaces three lengths of 0, meaning "unset", by lengths from other keys."""
+  """Replaces unset lengths (0) by lengths from other keys."""
   new = config.sampling.max_new_tokens
   window = config.data.max_prompt_tokens + new
 

@@ -40,9 +40,9 @@ OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 
 @contextlib.contextmanager
 def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
-  """Yields a function (responses, prompts, finished) -> (outcomes, None) of a `MathVerifier`.
+  """Yields the verifying function for `gspo_jax.rewards.scorer`.
 
-  This is the interface of `gspo_jax.rewards.scorer`.
+  It maps (responses, prompts, finished) to (outcomes, None).
   """
   with MathVerifier(workers, time_limit_s) as verifier:
 
@@ -59,7 +59,7 @@ def check_answer(text: str) -> None:
 
 
 def word(text: str) -> str | None:
-  """Returns a gold answer made of words, in small letters; None for other answers."""
+  """Returns a gold answer of words, lower-cased; None for others."""
   return golds.word(_gold(text))
 
 
@@ -85,7 +85,7 @@ def verify(response: str, answer: str, finished: bool = True, time_limit_s: floa
 
 
 def shared(time_limit_s: float) -> "MathVerifier":
-  """Returns this process's `MathVerifier` for `verify`; the first call starts it."""
+  """Returns this process's verifier; the first call starts it."""
   with _lock:
     if time_limit_s not in _shared:
       _shared[time_limit_s] = MathVerifier(1, time_limit_s)
@@ -125,7 +125,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def score(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome | pool.Failure]:
-    """Returns one outcome per response, in order; `finished` is False for truncated responses.
+    """Returns one outcome per response; `finished` marks complete responses.
 
     Raises:
       ValueError: the lengths differ, or a gold answer is empty.
@@ -150,7 +150,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def check(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome | pool.Failure]:
-    """Scores like `score`; with an unreadable gold answer, all outcomes but "right" are crashes."""
+    """Scores; an unreadable gold answer makes all but "right" a crash."""
     outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
     return [
       outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
@@ -158,7 +158,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """Returns a failure for each gold answer that cannot be parsed. Results are cached."""
+    """Returns a failure for each unparsable gold answer; results are cached."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
@@ -177,14 +177,14 @@ def boxed(solution: str) -> str | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _gold(answer: str) -> str:
-  """Returns the answer within a gold solution: the boxed one, or the whole of a short text."""
+  """Returns the answer within a gold solution: the boxed one, if any."""
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
   return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
 
 
 def _quick_outcome(candidate: str | None, answer: str) -> Outcome | pool.Failure | None:
-  """Returns a crash for a placeholder as gold answer, otherwise `quick_judge`."""
+  """Returns a crash for a placeholder gold, else `quick_judge`."""
   if golds.placeholder(_gold(answer)):
     return pool.Failure(Outcome.CRASH, PLACEHOLDER.format(answer))
   return quick_judge(candidate, answer)
@@ -248,7 +248,7 @@ def judge(candidate: str, answer: str) -> Outcome:
 
 
 def _judge_pair(pair: list[str | None]) -> str | bool:
-  """Returns the outcome; for candidate None, whether the gold answer can be parsed."""
+  """Returns the outcome; for candidate None, whether the gold answer parses."""
   candidate, answer = pair
   if candidate is not None:
     return judge(candidate, answer).value

@@ -1,4 +1,4 @@
-"""Separates a response's thought from its answer, by `<think>` and `</think>`."""
+"""Separates thoughts (`<think>`) from answers."""
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -14,7 +14,7 @@ def after(response: str) -> str:
 
 
 def with_opening(response: str, thinks: bool) -> str:
-  """Prepends `<think>` to the response to a prompt with that ending.
+  """Prepends `<think>` if the prompt ended with it.
 
   A response with `</think>` is returned unchanged: `after` does not need its opening tag.
   """
