@@ -2,18 +2,23 @@
 
 Command:   python -m benchmarks.aot_table [--only=REGEX] [--again] [--tries=2]
              [--rows=docs/sharding.json] [--docs=benchmarks/results/models.md]
+           python -m benchmarks.aot_table --gpus    the table of docs/one_chip.md: runs on GPUs
 Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
 sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
 is found by compiling larger and larger ones. Nothing runs on a TPU: needs libtpu, and one to five
 minutes a row on two cores. What is finished is kept in the file of rows, so that an interrupted
 command goes on; --again compiles anew what --only names. The table is written between the two
-marks of the page, whenever a row is finished.
+marks of the page, whenever a row is finished. A row of --gpus is a run as configured, of which all
+programs are compiled; it needs the extra aot-cuda.
 """
 
 import argparse
 import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -42,6 +47,22 @@ MODELS = {
   "Qwen3-30B-A3B": ("v5e:16x16", "v5p:4x4x4", "v5p:4x8x8", "v6e:8x8", "v6e:16x16", "tpu7x:4x4x4"),
   "Qwen3-235B-A22B": ("v5p:4x8x8", "v6e:16x16", "tpu7x:4x8x8"),
 }
+GPU_RUNS = {  # Flags of the run by model and topology.
+  "Qwen3-0.6B h100:1": "--config=configs/gsm8k.py:0.6B-h100",
+  "Qwen3-0.6B a100:1": "--config=configs/gsm8k.py:0.6B-h100",
+  "Qwen3-1.7B h100:1": "--config=configs/gsm8k.py:1.7B-h100",
+  "Qwen3-1.7B a100:1": "--config=configs/gsm8k.py:1.7B-h100",
+  "Qwen3-4B h100:1": "--config=configs/gsm8k.py:4B-h100",
+  "Qwen3-4B a100:1": "--config=configs/gsm8k.py:4B-h100",
+  "Qwen3-8B h100:1": "--config=configs/gsm8k.py:8B-h100",
+  "Qwen3-8B a100:1": "--config=configs/gsm8k.py:8B-h100",
+  "Qwen3-8B h100:8": "--config=configs/dense_math.py:Qwen3-8B-Base --config.rl.microbatches=16",
+  "Qwen3-30B-A3B h100:8": "--config=configs/moe_aime.py --config.mesh.fsdp=2 "
+  "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5 --config.engine.slots=64 "
+  "--config.rl.prompts=64 --config.rl.microbatches=32",
+  "Qwen3-30B-A3B h100:2x8": "--config=configs/moe_aime.py --config.mesh.fsdp=4 "
+  "--config.engine.slots=64 --config.rl.prompts=64 --config.rl.microbatches=16",
+}
 MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
 
 
@@ -52,17 +73,22 @@ def main() -> None:
   parser.add_argument("--tries", type=int, default=2, help="most programs compiled for a row")
   parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
   parser.add_argument("--docs", type=Path, default=ROOT / "benchmarks/results/models.md")
+  parser.add_argument("--gpus", action="store_true", help="runs on GPUs, in docs/one_chip.md")
   options = parser.parse_args()
+  if options.gpus:
+    parser.set_defaults(rows=ROOT / "docs/gpus.json", docs=ROOT / "docs/one_chip.md")
+    options = parser.parse_args()
+  make, table = (gpu_row, gpu_markdown) if options.gpus else (tpu_row, markdown)
   rows = json.loads(options.rows.read_text()) if options.rows.exists() else {}
-  for name in names():
+  for name in GPU_RUNS if options.gpus else names():
     if re.search(options.only, name) and (options.again or name not in rows):
       started = time.perf_counter()
-      rows[name] = (smallest if name.endswith(" least") else search_row)(name, options.tries)
-      print(f"{name}: {time.perf_counter() - started:.0f} s, {'; '.join(cells(rows[name]))}")
+      rows[name] = make(name, options.tries)
+      print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
       options.rows.write_text(json.dumps(rows, indent=1) + "\n")
-      replace(options.docs, markdown(rows))
+      replace(options.docs, table(rows))
       jax.clear_caches()
-  replace(options.docs, markdown(rows))
+  replace(options.docs, table(rows))
 
 
 def names() -> list[str]:
@@ -72,6 +98,11 @@ def names() -> list[str]:
     for model, slices in MODELS.items()
     for size in (*(f"{chip} least" for chip in SLICES), *slices)
   ]
+
+
+def tpu_row(name: str, tries: int) -> dict[str, Any]:
+  """Returns the row of a slice, or of a chip's smallest one."""
+  return (smallest if name.endswith(" least") else search_row)(name, tries)
 
 
 def smallest(name: str, tries: int) -> dict[str, Any]:
@@ -145,6 +176,44 @@ def cells(row: dict[str, Any]) -> list[str]:
     f"{row['mfu']:.0%}",
     row.get("below", ""),
   ]
+
+
+def gpu_row(name: str, tries: int) -> dict[str, Any]:
+  """Compiles a run of `GPU_RUNS`; returns its figures."""
+  flags = GPU_RUNS[name].split()
+  with tempfile.TemporaryDirectory() as directory:
+    out = Path(directory, "rows.json")
+    command = ["-m", "gspo_jax.aot", f"--topology={name.split(' ')[1]}", f"--json={out}", *flags]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    if not out.exists():
+      raise ValueError(f"{name}: {done.stderr}")
+    rows = json.loads(out.read_text())
+  columns = ("fits", "peak_gib", "held_gib", "hbm_gib", "executed_flops", "product_flops")
+  columns += ("needed_bytes", "hbm_bytes", "compile_s")
+  return {row["program"]: {key: row[key] for key in columns} for row in rows}
+
+
+def gpu_markdown(rows: dict[str, dict[str, Any]]) -> str:
+  """Formats the runs on GPUs: GiB of each, and ratios to the needs."""
+  lines = [
+    "| model | GPUs | trained | update | between | sampling | of | operations | bytes of a step |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+  ]
+  for name, flags in GPU_RUNS.items():
+    if name not in rows:
+      continue
+    row, (model, topology) = rows[name], name.split(" ")
+    total = {part: program["peak_gib"] + program["held_gib"] for part, program in row.items()}
+    parts = total["train"], max(total["score"], total["publish"])
+    parts += (max(total["prefill"], total["decode"]),)
+    train, decode = row["train"], row["decode"]
+    rank = re.search(r"rank=(\d+)", flags) or re.search(r"[48]B-h100()", flags)
+    ratios = train["product_flops"] / train["executed_flops"]
+    ratios = ratios, decode["hbm_bytes"] / decode["needed_bytes"]
+    values = (model, topology, "adapters" if rank else "all", *(f"{n:.1f}" for n in parts))
+    values += (f"{train['hbm_gib']:.1f}", *(f"{n:.2f}" for n in ratios))
+    lines.append(f"| {' | '.join(values)} |")
+  return "\n".join(lines) + "\n"
 
 
 def replace(page: Path, table: str) -> None:

@@ -1,9 +1,9 @@
-r"""GSPO on Qwen3-0.6B or 1.7B and GSM8K, on one chip.
+r"""GSPO on Qwen3-0.6B to 8B and GSM8K, on one chip.
 
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
              --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB); 0.6B-t4 (16 GB)
+Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB; 4B, 8B); 0.6B-t4
 Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory
 
 Where the float32 moments of all parameters do not fit, adapters are trained (lora.rank).
@@ -15,15 +15,17 @@ two data files only, and its reward stays near 0.
 from gspo_jax.configs import common, dense_math
 
 # Rows of a micro-batch, what the backward pass recomputes, responses decoded at once, positions of
-# all their caches (112 KiB each, of both models), rank of adapters.
+# all their caches (112 KiB each, of 4B and 8B 144), rank of adapters.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
-  "0.6B-h100": (4, "dots", 256, 163_840, 0),
+  "0.6B-h100": (4, "dots", 256, 0, 0),
   "0.6B-t4": (8, "full", 64, 40_960, 32),
   "1.7B-v5e": (2, "dots", 64, 40_960, 32),
   "1.7B-v6e": (4, "dots", 128, 81_920, 32),
-  "1.7B-h100": (2, "dots", 256, 163_840, 0),
+  "1.7B-h100": (2, "dots", 256, 0, 0),
+  "4B-h100": (2, "dots", 192, 0, 32),
+  "8B-h100": (2, "dots", 128, 0, 32),
 }
 
 

@@ -30,6 +30,8 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     if slices > 1:
       raise ValueError(f"--slices={slices} is for TPUs: give hosts of GPUs as {topology[:4]}:2x8")
     return cuda.devices_of(topology, target)
+  if target:
+    raise ValueError(f"--topology={topology}: --target is the text of a GPU")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",

@@ -13,6 +13,7 @@ GPU_NOTE = (
   f".\nPer GPU, with {GPU_FRACTION:g} of its memory for arrays: set XLA_PYTHON_CLIENT_MEM_FRACTION="
   f"{GPU_FRACTION:g}. No times: products are compiled untuned, and tuning needs the card"
 )
+PACKED_NOTE = ". Packed rows attend blockwise, and count as cuDNN's attention"
 
 
 def axes(mesh: jax.sharding.Mesh) -> str:
@@ -25,7 +26,7 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
     speed = chips.parse(topology)[0].network / 1e9
     network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
   if chips.parse(topology)[0].cuda:
-    network = GPU_NOTE
+    network = GPU_NOTE + (PACKED_NOTE if case.config.rl.packed else "")
   return (
     f"{slices_text(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
     f"{case.length} tokens per update in {case.microbatches} micro-batches, "

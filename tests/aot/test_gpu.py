@@ -5,10 +5,13 @@ import pytest
 from jax.experimental import topologies
 from support.aot import compiled, needs_cuda, run
 
+from gspo_jax import sharding
 from gspo_jax.aot import chips, cuda, hlo_costs, links
-from gspo_jax.aot.compiler import devices_of
+from gspo_jax.aot.compiler import devices_of, examine
+from gspo_jax.aot.programs import Program
 from gspo_jax.models import remat
 from gspo_jax.models.attention import attention
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import PUBLISHED, ComputeConfig
 from gspo_jax.sharding import AXES
 from gspo_jax.system import accelerators
@@ -63,9 +66,21 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch):
     devices_of("h100:8")
 
 
-def test_hosts_of_gpus_are_no_slices():
+def test_attention_without_cudnn_names_the_extra():
+  class Unavailable:
+    def trace(self):
+      raise RuntimeError("cuDNN not found.")
+
+  mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"cuDNN not found\. .*'\.\[aot-cuda\]'"):
+    examine(Program(Unavailable(), (), None), "h100:1", "full")
+
+
+def test_flags_of_the_other_kind_of_chip_are_refused():
   with pytest.raises(ValueError, match=r"--slices=2 is for TPUs: .*h100:2x8"):
     devices_of("h100:8", slices=2)
+  with pytest.raises(ValueError, match=r"v5e:1x1: --target is the text of a GPU"):
+    devices_of("v5e:1x1", target="gpu_device_info {}")
 
 
 @pytest.mark.parametrize(

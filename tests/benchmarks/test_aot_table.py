@@ -65,6 +65,19 @@ def test_the_smallest_slice_is_the_first_that_fits(monkeypatch):
   assert not row["fits"] and row["slice"] == "v5p:4x8x8"
 
 
+def test_runs_on_gpus_become_a_table():
+  ratios = dict(executed_flops=4e12, product_flops=5e12, needed_bytes=2e9, hbm_bytes=3e9)
+  row = {
+    name: dict(peak_gib=peak, held_gib=1.0, hbm_gib=72.77, fits=True, **ratios)
+    for name, peak in zip(("train", "score", "publish", "prefill", "decode"), range(10, 15))
+  }
+  names = "Qwen3-8B h100:1", "Qwen3-8B h100:8"
+  assert aot_table.gpu_markdown(dict.fromkeys(names, row)).splitlines()[2:] == [
+    "| Qwen3-8B | h100:1 | adapters | 11.0 | 13.0 | 15.0 | 72.8 | 1.25 | 1.50 |",
+    "| Qwen3-8B | h100:8 | all | 11.0 | 13.0 | 15.0 | 72.8 | 1.25 | 1.50 |",
+  ]
+
+
 def test_only_what_is_between_the_marks_is_replaced(tmp_path):
   page = tmp_path / "page.md"
   first, last = aot_table.MARKS
