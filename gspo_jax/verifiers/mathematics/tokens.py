@@ -82,7 +82,8 @@ _UNIT_TEXT = r"\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?)\s*"
 _RATE = re.compile(rf"\\[dt]?frac\s*\{{{_UNIT_TEXT}\}}\s*\{{{_UNIT_TEXT}\}}")
 # {\rm m}, \rm{m}, \mathrm m
 _ROMAN = re.compile(
-  r"\{\s*\\rm\s+([^{}]*)\}|\\rm\s*\{([^{}]*)\}|\\(?:mathrm|text)\s+([a-zA-Z])(?![a-zA-Z])"
+  r"\{\s*\\rm(?:\s|\\[ ,;:])\s*([^{}]*)\}|\\rm\s*\{([^{}]*)\}"
+  r"|\\(?:mathrm|text)\s+([a-zA-Z])(?![a-zA-Z])"
 )
 _LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"

@@ -17,6 +17,7 @@ time: s 1 sec second; ms 1/1000 millisecond; min 60 minute; h 3600 hr hour; day 
 calendar: month 1; year 12 yr; decade 120; century 1200
 capacity: gallon 1 gal; quart 1/4 qt; pint 1/8 pt; cup 1/16
 length^3: L 1/1000 l liter litre; mL 1/1000000 ml milliliter millilitre
+length^3: dL 1/10000; cL 1/100000; kL 1 kiloliter kilolitre
 angle: degree 1 ° deg
 radian: rad 1 radian
 dollar: $ 1 dollar usd buck; cent 1/100 ¢
