@@ -26,9 +26,9 @@ class Judged:
 
   config: RunConfig
   groups: Sequence[Group]
-  rollout: Rollout  # `groups` as arrays
+  rollout: Rollout  # `groups` as arrays.
   constraints: Constraints | None = None
-  breaks_V: np.ndarray | None = None  # number of line breaks in each token's text
+  breaks_V: np.ndarray | None = None  # Number of line breaks in each token's text.
 
   @property
   def reward_PG(self) -> np.ndarray:
@@ -42,7 +42,7 @@ class Judged:
   def valid_PG(self) -> np.ndarray:
     """Mask of responses in the estimator's means and deviations, bool.
 
-    An estimator over the whole batch also leaves out masked truncated responses.
+    An estimator over the whole batch also excludes masked truncated responses.
     """
     c, known_PG = self.config, self.known_PG
     if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
@@ -52,7 +52,7 @@ class Judged:
 
 class Advantages(NamedTuple):
   response_PG: np.ndarray
-  token_BL: np.ndarray | None  # None: all tokens of a response have its advantage
+  token_BL: np.ndarray | None  # None if all tokens of a response have its advantage.
   metrics: dict[str, float]
 
 
@@ -62,7 +62,7 @@ def make(judged: Judged) -> Advantages:
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
   response_PG, token_BL, metrics = part(judged)
   if c.data.query_set.extra_rounds:
-    # Shaped rewards also differ within groups of equal scores, by response length alone.
+    # Shaped rewards may differ within groups of equal scores, by response length alone.
     teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in judged.groups])
     response_PG = np.where(teaches_P1, response_PG, 0)
     if token_BL is not None:
@@ -120,7 +120,7 @@ def advantages(
   """Computes the advantages of responses, [P, G].
 
   Args:
-    right_from: smallest reward of a right response; None: rewards above 0 may be right.
+    right_from: smallest reward of a right response. None means that rewards above 0 may be right.
   """
   estimator = O.ESTIMATORS[config.advantage_kind]
   options = options_of(config.name) | config.options() | dict(right_from=right_from)
@@ -162,13 +162,13 @@ def part_advantages(
   Args:
     reward_BL: rewards of tokens; the reward of a part is the sum over its tokens.
     part_BL: number of each token's part in its trajectory, 0, 1, ...
-    mask_BL: 1 on sampled tokens; trajectories of only zeros are in no mean.
+    mask_BL: 1 on sampled tokens; means exclude trajectories of only zeros.
   """
   row_X, column_X = np.nonzero(mask_BL > 0)
   part_X = part_BL[row_X, column_X]
   # Rounding up to a power of two limits the number of compiled programs.
   U = 1 << int(part_X.max(initial=0)).bit_length()
-  reward_BU = np.zeros((len(part_BL), U))  # sums in float64
+  reward_BU = np.zeros((len(part_BL), U))  # Sums in float64.
   valid_BU = np.zeros((len(part_BL), U), np.float32)
   np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
   valid_BU[row_X, part_X] = 1

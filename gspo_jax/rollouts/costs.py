@@ -19,8 +19,8 @@ def charge(
 ) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Adds the figures `reward` (without costs) and `cost`. Must be called once per conversation. A
-  conversation with contradictory counts of tool calls becomes a failure.
+  Adds the figures `reward` (without costs) and `cost`. Call it once per conversation. A
+  conversation with contradictory counts of tool calls fails.
 
   Args:
     right_from: smallest reward of right conversations; None: their figure `correct` decides.
@@ -55,8 +55,8 @@ def charge(
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
   """Whether dynamic sampling keeps a group's advantages.
 
-  A group is kept if its scores differ, or if all responses are right and costs are configured. In a
-  group of equally wrong responses, the cheapest wrong response teaches nothing.
+  It does if scores differ, or if all responses are right and costs are configured. In a group of
+  equally wrong responses, the cheapest one would be rewarded for being cheap.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 

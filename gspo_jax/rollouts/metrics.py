@@ -1,4 +1,4 @@
-"""Metrics of groups: rewards, lengths, verifier outcomes, figures of conversations."""
+"""Metrics of groups: rewards, lengths, verifier outcomes, environments."""
 
 import collections
 from collections.abc import Container, Sequence
@@ -87,7 +87,7 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Computes means over conversations.
 
-  Conversations with a failed environment are left out of the figures' means.
+  Means of the environments' figures exclude conversations with a failed environment.
   """
   trajectories = trajectories_of(groups)
   figures = means([x.figures for x in trajectories if not x.failure])
@@ -108,7 +108,7 @@ def partial_metrics(
   """Computes metrics of partial rollouts.
 
   These are the ages of trained tokens relative to `version`, the number of groups finished in this
-  iteration, the number of finished groups left over for later ones, and the tokens carried over.
+  iteration, the number of finished groups deferred to later ones, and the tokens carried over.
 
   Args:
     under_way: groups carried over to the next iteration, finished or not.

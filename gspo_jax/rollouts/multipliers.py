@@ -1,4 +1,4 @@
-"""Several rewards and costs: each is standardised on its own, and costs are held at limits.
+"""Several rewards and costs: each is standardised separately, and costs are kept at limits.
 
 A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k), with Z the standardisation within a group. The
 sign s is 1 for an upper limit of a cost, −1 for a lower limit. After each iteration, each
@@ -7,10 +7,9 @@ multiplier λ is updated from the mean cost of the trained responses:
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
-where σ(C) is the standard deviation within groups. A measures C in this unit, so v is measured in
-it too: the Lagrangian's slope in λ. arXiv:2602.05863 defines the advantages, and multipliers rising
-while a cost is above its limit. This module adds the unit of v, its bounds, and the term with
-`gain` (arXiv:2007.03964).
+where σ(C) is the standard deviation within groups. A measures C in this unit, so v does, too.
+arXiv:2602.05863 defines the advantages, and multipliers rising while a cost is above its limit.
+This module adds the unit of v, its bounds, and the term with `gain` (arXiv:2007.03964).
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from gspo_jax import objectives as O
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
-# Multipliers are arguments of the program: new values compile nothing.
+# Multipliers are arguments of the program: new values need no compilation.
 _combined = jax.jit(O.constrained_advantages)
 
 
@@ -31,8 +30,8 @@ _combined = jax.jit(O.constrained_advantages)
 class Multiplier:
   """Multiplier of one cost in the next iteration."""
 
-  sum: float  # I, the integral of violations
-  value: float  # λ
+  sum: float  # I, the integral of violations.
+  value: float  # Multiplier λ.
 
   def update(self, cost: CostSignal, violation: float) -> None:
     """Updates from the last iteration's violation, in standard deviations."""
@@ -59,7 +58,7 @@ class Constraints:
     """Computes advantages [P, G] and metrics; then updates the multipliers.
 
     Args:
-      valid_PG: mask of counted responses; None: the responses with a verdict.
+      valid_PG: mask of counted responses. None means the responses with a verdict.
       combine: `objectives.constrained_advantages`, or a function of the same arguments.
     """
     c = self._config

@@ -1,8 +1,8 @@
 """Selects prompts worth sampling, by their solve counts.
 
-The verifier's scores count, never the shaped rewards. With a bonus for short answers, the rewards
-of an all-right group differ, though it teaches nothing. A group without a right response but with
-unequal scores does teach, so it is not all wrong. Right is what `reward.right_from` declares.
+The verifier's scores count, not the shaped rewards: with a bonus for short answers, the rewards of
+an all-right group differ, but it has nothing to learn from. A group without a right response but
+with unequal scores is not all wrong. Responses are right from a score of `reward.right_from`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class PromptFilter:
     # By prompt id: number of groups, of responses and of right responses; length of the current run
     # of all-right (above 0) or all-wrong groups (below 0); and the data row's `Prompt.content`.
     self._tried: dict[str, list[Any]] = {}
-    self._dropped: dict[str, int] = {}  # iteration of dropping by prompt id
+    self._dropped: dict[str, int] = {}  # Iteration of dropping by prompt id.
 
   def readmit(self, step: int) -> None:
     """Readmits prompts after `readmit_after` iterations, with zeroed counts."""
@@ -66,11 +66,11 @@ class PromptFilter:
         continue
       tried, responses, right, run, *_ = self._tried.get(name, (0, 0, 0, 0))
       all_wrong = not right_X.any() and not group.mixed
-      kind = int(right_X.all()) - int(all_wrong)  # 1: all right, -1: all wrong
-      goes_on = run * kind > 0
+      kind = int(right_X.all()) - int(all_wrong)  # 1 if all right, -1 if all wrong.
+      same_kind = run * kind > 0
       if known_G.all():
-        run = run + kind if goes_on else kind
-      elif not goes_on:
+        run = run + kind if same_kind else kind
+      elif not same_kind:
         run = 0
       right += int(right_X.sum())
       self._tried[name] = [tried + 1, responses + len(right_X), right, run, group.prompt.content]

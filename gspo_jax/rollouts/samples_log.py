@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_jax.rollouts.collector import Collected
 
-TOKENS = 200_000  # maximum number of tokens with individual entries in one log
+TOKENS = 200_000  # Maximum number of tokens with individual entries in one log.
 
 
 def rollout_records(
@@ -25,7 +25,7 @@ def rollout_records(
   records, written = [], 0
   advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
   for row, used_L in enumerate(used_BL):
-    if not used_L.any():  # a recorded group may have fewer responses
+    if not used_L.any():  # A recorded group may have fewer responses.
       continue
     tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
     advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
@@ -50,7 +50,7 @@ def _summary(
   advantage: float,
   tokens: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-  """Returns texts and figures of one response; `tokens` has its token arrays [X]."""
+  """Returns texts and metrics of one response; `tokens` has its token arrays [X]."""
   group, sample = collected.groups[row // group_size], row % group_size
   verdict = sample not in group.unknown
   record = dict(

@@ -15,10 +15,10 @@ from typing import Any
 from gspo_jax.data.sources import Mixture, Prompts, Source
 from gspo_jax.settings.run import RunConfig
 
-SOLVED = 0.9  # probability of at least one right response in a group
-SHARES = (0.5, 0.9, 1.0)  # share of iterations with all prompts within each bucket
-MULTIPLE = 16  # buckets are multiples of this number of tokens
-WORTH = 1.25  # minimum ratio of two buckets; a smaller ratio is not worth a program
+SOLVED = 0.9  # Probability of at least one right response in a group.
+SHARES = (0.5, 0.9, 1.0)  # Share of iterations with all prompts within each bucket.
+MULTIPLE = 16  # Buckets are multiples of this number of tokens.
+WORTH = 1.25  # Minimum ratio of two buckets; for less, another program is not worth compiling.
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
@@ -26,7 +26,7 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
 
   This is the smallest number with at least one right response at probability SOLVED, clipped to
   [`least`, `most`]. Each response is right with probability (right + 1) / (tried + 2), by Laplace's
-  rule of succession. Untried prompts get `most`.
+  rule of succession. Untried prompts have `most` responses.
   """
   if not tried:
     return most

@@ -1,7 +1,7 @@
 """Verdicts on groups, by a verifier or by environments, and further signals.
 
-Scoring runs on host 0, and the caller broadcasts its verdicts: a time limit may be exceeded on one
-host and not on another.
+Scoring runs on the first host, and the caller broadcasts its verdicts: otherwise a time limit might
+be exceeded on some hosts only.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ class Verdicts:
   """Scores of B responses."""
 
   reward: np.ndarray  # float32 [B]
-  correct: np.ndarray  # float32 [B]: raw correctness, before any shaping
-  unknown: Mapping[int, str]  # reason by index of a response without a verdict
-  outcomes: Mapping[str, int]  # number of responses by the verifier's outcome
+  correct: np.ndarray  # float32 [B]: correctness before reward shaping.
+  unknown: Mapping[int, str]  # Reason by index of a response without a verdict.
+  outcomes: Mapping[str, int]  # Number of responses by the verifier's outcome.
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
-  rewards: Sequence[np.ndarray] | None = None  # rewards of tokens; None: per response
-  figures: Sequence[Mapping[str, float]] | None = None  # figures of conversations
-  failures: Sequence[str] | None = None  # failures of environments; "": no failure
-  values: np.ndarray | None = None  # float32 [B]: scores before any shaping; None: `correct`
-  # Returns of each response's turns or lines, before any shaping; None: not compared.
+  rewards: Sequence[np.ndarray] | None = None  # By token; None if a response has one reward.
+  figures: Sequence[Mapping[str, float]] | None = None  # Metrics of conversations.
+  failures: Sequence[str] | None = None  # Failures of environments; "" without one.
+  values: np.ndarray | None = None  # float32 [B]: scores before shaping; None if as `correct`.
+  # Returns of each response's turns or lines, before shaping. None if not compared.
   returns: Sequence[np.ndarray] | None = None
 
 
@@ -45,8 +45,8 @@ def score_conversations(
   """Collects the environments' verdicts on finished conversations, and charges costs.
 
   Args:
-    right_from: smallest reward of right conversations; None: their figure `correct` decides.
-    compares_parts: whether the same turns of conversations are compared.
+    right_from: smallest reward of right conversations. None: the figure `correct` decides.
+    compares_parts: whether advantages compare turns of equal number.
   """
   trajectories = trajectories_of(groups)
   value_B, right_B = totals(trajectories), right(trajectories, right_from)
@@ -82,8 +82,8 @@ def score_responses(
     longest: length passed to the overlong penalty for a response at its sampling limit; shorter
       responses are shifted equally. 0: actual lengths.
     breaks_V: number of line breaks in each token's text, for rewards of lines.
-    signals: further rewards and costs; None: no signals.
-    discount: γ of the returns of lines; None: whole responses are compared.
+    signals: further rewards and costs. None means none.
+    discount: γ of the returns of lines. None if whole responses are compared.
   """
   trajectories = trajectories_of(groups)
   tokens = [trajectory.tokens for trajectory in trajectories]

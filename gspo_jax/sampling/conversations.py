@@ -1,8 +1,8 @@
 """Calls of environments, and checks of everything that they return.
 
 An environment is user code on arbitrary policy output, and often on outside services: its results
-are hostile input. Whatever a call does (it raises, exits, hangs, or returns something unusable), it
-is a failure of its own conversation. All calls run in threads with a time limit
+are not trusted. If a call raises, exits, hangs or returns an unusable value, only its own
+conversation fails. All calls run in threads with a time limit
 (system/workers.py), and return plain, bounded values.
 """
 
@@ -24,7 +24,7 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import workers
 from gspo_jax.tasks.environments import Make, time_limit
 
-FIGURES = 100  # Maximum number of figures of a conversation.
+FIGURES = 100  # Maximum number of figures (`Environment.figures`) of a conversation.
 NAME = 100  # Maximum characters of a figure's name.
 LARGEST_FIGURE = 1e30  # Largest absolute value; means are float32 on some pages.
 CALLS = 2**31  # Exclusive upper bound on tool calls.
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     done: whether the environment ended the conversation.
     over: whether this was the last turn, for any reason.
     calls: tool calls of the turn.
-    figures: figures after the last turn; {} after other turns.
+    figures: metrics from `Environment.figures` after the last turn; {} after other turns.
     failure: description of a failure; "" without one.
   """
 
@@ -81,7 +81,7 @@ class Beginning(NamedTuple):
 def begin(
   make: Make, prompt: Prompt, longest: int, render: Render | None, vocab_size: int
 ) -> Beginning:
-  """Makes and resets an environment.
+  """Creates and resets an environment.
 
   Args:
     make: constructor of the environment.
@@ -101,7 +101,7 @@ def begin(
 
 
 def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
-  """Makes an environment for a trajectory, and repeats its past turns.
+  """Creates an environment for a trajectory, and repeats its past turns.
 
   Returns a description of the failure, "" without one.
   """

@@ -1,8 +1,8 @@
 """Ends of a response's steps (thoughts, tool calls) by delimiters: `</think>`, `</tool_call>`.
 
 A delimiter may be one token or several, and a token may contain more than the delimiter's end. So
-the search runs over the bytes of the tokens. For any response, the cost is at most the bytes of the
-response times the bytes of the delimiters.
+bytes are searched, not tokens. The cost is at most the bytes of the response times the bytes of the
+delimiters.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 
 
 class ServersGone(Exception):
-  """No server is left, or none serves the requests."""
+  """All servers have failed, or refuse the requests."""
 
 
 class Engine(Protocol):
@@ -22,7 +22,7 @@ class Engine(Protocol):
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Copies the trainer's parameters; `version` is their number."""
+    """Copies the trainer's parameters of version `version`."""
 
   def revive(self) -> None:
     """Restores lost samplers, from the loading thread during `step` in another thread."""

@@ -1,6 +1,6 @@
-"""Segments of trajectories, on the host: turns, steps, lines, or runs of a fixed size.
+"""Segments of trajectories, on the host: turns, steps, lines, or token runs of a fixed size.
 
-Each segment can have an importance ratio and a reward of its own.
+Each segment can have its own importance ratio and reward.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ def segment_ids(
 ) -> np.ndarray:
   """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
 
-  A segment begins at each of these places: a new turn, the token after an end in `ends_BT`, and
-  after `size` sampled tokens of the segment. Observations in between are ignored.
+  A segment begins with a new turn, after a token marked in `ends_BT`, and after `size` sampled
+  tokens of the previous segment. Observations in between are ignored.
 
   Args:
     mask_BT: 1 for sampled tokens.
@@ -65,7 +65,7 @@ def line_rewards(
   """Places each line's reward on the line's last token, float32 [X].
 
   The last token of a line contains the line break; the last line ends with the response. A token
-  with several line breaks gets the sum of the rewards of the lines that end in the token.
+  with several line breaks has the sum of the rewards of all lines ending in it.
 
   Args:
     reward_U: rewards of the response's lines, at most one more than the line breaks.

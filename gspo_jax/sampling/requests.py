@@ -9,12 +9,12 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
-LEAST_PIECE = 64  # Minimum tokens of a piece: each piece is a call that prefills again.
+LEAST_PIECE = 64  # Minimum tokens of a partial response: each call to a server prefills again.
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Bounds on future requests. They decide an engine's slots and compiled programs.
+  """Limits of future requests. They decide an engine's slots and compiled programs.
 
   Equal workloads share compiled programs. All lengths in sampling are derived here.
   """
@@ -32,7 +32,7 @@ class Workload:
   # `sampling.top_k`; 0 to record no support.
   support: int = 0
   vocabulary: int = 0  # Exclusive upper bound on sampled ids: the tokenizer's size; 0 for none.
-  piece: int = 0  # Tokens after which a server returns a partial response; 0 for whole ones.
+  piece: int = 0  # Maximum tokens of a server's partial response; 0 for whole responses.
 
   @property
   def window(self) -> int:
@@ -46,7 +46,7 @@ class Workload:
 
   @property
   def samples(self) -> int:
-    """Responses of a typical request. With several turns, each turn is a request of its own."""
+    """Responses of a typical request. With several turns, each turn is a separate request."""
     return 1 if self.several_turns else self.group_size
 
 
@@ -92,7 +92,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
     window = workload.window  # Padding takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # The queue has one page of its own for each prefix.
+    least = -(-window // S) + 1  # A prefix in the queue has one page that slots cannot share.
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "
@@ -195,7 +195,7 @@ class Response:
   experts: np.ndarray | None
   # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
   support: np.ndarray | None = None
-  failure: str = ""  # Reason to give the response up, with the tokens so far; "" without one.
+  failure: str = ""  # Reason for giving the response up after the tokens so far; "" without one.
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ class Usage:
   slot_steps: int = 0  # Decode steps times slots; `tokens` of these slot steps were useful.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
-  put_aside: int = 0  # Restarts of responses for lack of a free page.
+  put_aside: int = 0  # Responses displaced for lack of a free page, and restarted.
   cache_bytes: int = 0  # Maximum size of the cache, summed over devices.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)  # Metrics; {} for slots.
 

@@ -35,8 +35,8 @@ def generate(
   """Samples `group_size` responses to every prompt.
 
   A response depends only on the weights, `seed`, the prompt's tokens and the sample number, not on
-  other prompts, slots or devices. (Groups of a repeated prompt share one sample numbering, like one
-  larger group.) Under a mesh (`jax.set_mesh`), the slots are split over the mesh's batch axes. Use
+  other prompts, slots or devices. (Groups of a repeated prompt are numbered like one larger group.)
+  Under a mesh (`jax.set_mesh`), the slots are split over the mesh's batch axes. Use
   `sample_rollout` for stop strings, recorded experts or a persistent engine, and `Driver` for
   several turns.
 

@@ -23,7 +23,7 @@ def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def within(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """Sets logits of ids from `vocabulary` on, of padded embeddings, to -inf; 0 changes none."""
+  """Sets logits of ids >= `vocabulary`, of padded embeddings, to -inf; 0 changes none."""
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
   return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocabulary, logits_BV, -jnp.inf)
@@ -37,7 +37,7 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   if config.top_p < 1:
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     p = jax.nn.softmax(descending, axis=-1)
-    # A token is inside if the mass of all likelier tokens is below top_p, as for the likeliest.
+    # A token is inside if the mass of all likelier tokens is below top_p.
     inside = jnp.cumsum(p, axis=-1) - p < config.top_p
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
@@ -50,8 +50,8 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   """Returns tokens within top-k, then top-p, then min-p, as int32 [B, k].
 
-  Tokens are in order of falling probability, padded with NO_TOKEN. At a tie for place k, the first
-  token is kept; `truncate` keeps all tied tokens.
+  Tokens are in order of falling probability, padded with NO_TOKEN. Of tokens tied at rank k, only
+  the first is included; `truncate` includes all.
   """
   kept_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   kept_Bk = truncate(kept_Bk, dataclasses.replace(config, top_k=0))
@@ -65,8 +65,8 @@ def only(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
     B, V = logits_BV.shape
     row_B1 = jnp.arange(B)[:, None]
     kept_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
-    place_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # Index V is dropped below.
-    return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, place_BX].set(kept_BX, mode="drop")
+    index_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # Index V is dropped below.
+    return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, index_BX].set(kept_BX, mode="drop")
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(logits_BV, support_BX)
@@ -114,18 +114,18 @@ def sample(
     noise_BX = noise(keys_B, position_B)
     block_B = jnp.argmax(mass_BJ + noise_BX[:, :J], axis=-1)
     row_BW = _row(kept_BJW, block_B)
-    place_B = jnp.argmax(row_BW + noise_BX[:, J:], axis=-1)
+    column_B = jnp.argmax(row_BW + noise_BX[:, J:], axis=-1)
   else:
     block_B = jnp.argmax(jnp.max(kept_BJW, axis=-1), axis=-1)
     row_BW = _row(kept_BJW, block_B)
-    place_B = jnp.argmax(row_BW, axis=-1)
-  chosen_B = _row(row_BW, place_B)
+    column_B = jnp.argmax(row_BW, axis=-1)
+  chosen_B = _row(row_BW, column_B)
   full_BJ = mass_BJ
   if not config.whole or 0 < vocabulary < logits_BV.shape[-1]:
     full_BJ = jax.nn.logsumexp(_blocks(tempered_BV), axis=-1)
   mass_BJ = full_BJ if config.whole else mass_BJ
   logp_B, full_logp_B = (chosen_B - jax.nn.logsumexp(x_BJ, axis=-1) for x_BJ in (mass_BJ, full_BJ))
-  return (block_B * W + place_B).astype(jnp.int32), logp_B, full_logp_B
+  return (block_B * W + column_B).astype(jnp.int32), logp_B, full_logp_B
 
 
 def _blocks(x_BV: jax.Array) -> jax.Array:

@@ -15,9 +15,9 @@ def end(
 
   Args:
     request: request with the stop strings.
-    tail: `tail` from the previous call, for the tokens before `new`; None at the first call. It
-      holds the last tokens with a text, as many as the longest stop string has bytes. So a call's
-      cost does not grow with the response, and special tokens without a text are ignored.
+    tail: `tail` from the previous call; None at the first call. It has the last tokens with a text
+      before `new`, as many as the longest stop string has bytes. So a call's cost does not grow
+      with the response. Special tokens without a text are ignored.
     new: new tokens of the response.
     detokenize: function from token ids to text; None without stop strings.
 

@@ -19,7 +19,7 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
-MOST_FIGURES = 200  # Names of figures in a row of metrics.
+MOST_FIGURES = 200  # Maximum number of figures' means in a metrics row.
 
 
 class Environment(Protocol):
@@ -27,7 +27,7 @@ class Environment(Protocol):
 
   An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
   every turn with an observation counts as one tool call. Failures of calls, unusable results and
-  calls beyond the time limit (tasks/environments.py) end their own trajectory.
+  calls beyond the time limit (tasks/environments.py) end only their own trajectory.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -48,7 +48,7 @@ class Environment(Protocol):
     ...
 
   def figures(self) -> Mapping[str, float]:
-    """Returns numbers of a finished trajectory, by name (optional method).
+    """Returns metrics of a finished trajectory, by name (optional method).
 
     Means over trajectories are logged by these names. A trajectory is right if `correct` is 1, by
     default if the rewards sum to above 0 (`right`). `tokens`, `tool_calls` and
@@ -96,7 +96,7 @@ class Trajectory:
       [prompt + n - 1, l, k]; None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN;
       only NO_TOKEN for observations and for the whole vocabulary; None if not recorded.
-    figures: numbers of the finished trajectory, from its environment or from the verifier.
+    figures: metrics of the finished trajectory, by name (`Environment.figures`).
     failure: description of the environment's or the response's failure; "" without one. The reward
       of a failed trajectory is unknown.
     columns: arrays [n] by the names of COLUMNS.
@@ -180,15 +180,15 @@ class Trajectory:
     self._begun = len(self.tokens)
 
   def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
-    """Finishes the trajectory; None for no figures of the environment."""
+    """Finishes the trajectory, with the environment's figures. None means no figures."""
     self.finished, self.stopped = True, stopped
     if not isinstance(self.environment, SingleTurn):
       self.figures = self._own_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
 
   def fail(self, failure: str) -> None:
-    """Finishes the trajectory by a failure in or before the current turn.
+    """Finishes the trajectory after a failure in or before the current turn.
 
-    Without tokens it becomes padding, without a prompt.
+    A trajectory without tokens becomes padding: its prompt is removed, too.
     """
     if len(self.tokens) > self._begun:
       self.end_turn(0.0)
@@ -197,10 +197,10 @@ class Trajectory:
     self.finished, self.failure, self.figures = True, failure, self._own_figures(0.0)
 
   def cut(self, limit: int) -> None:
-    """Reduces a trajectory of more than `limit` tokens after the prompt.
+    """Truncates a trajectory of more than `limit` tokens after the prompt.
 
-    It becomes an unfinished trajectory of fewer than `limit` tokens, within a turn. Its tokens are
-    those of a sampler with this limit, so it can be resumed.
+    It becomes an unfinished trajectory of fewer than `limit` tokens, within a turn, to be resumed.
+    A sampler with this limit would have sampled the same tokens.
     """
     if len(self.tokens) <= limit:
       return
@@ -301,7 +301,7 @@ def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.nd
   """Whether each conversation is right, bool [B]; failed ones are not.
 
   Args:
-    right_from: smallest total of right ones; None: their figure `correct`, 1 or more, decides.
+    right_from: smallest total reward of a right one. None means a figure `correct` of 1 or more.
   """
   if right_from is None:
     right_B = np.array([trajectory.figures["correct"] >= 1 for trajectory in trajectories], bool)
@@ -333,7 +333,7 @@ def assemble(
     length: positions of a batch row.
     pad_id: token id of padding.
     support: maximum number of tokens in a support; 0 for no support. Trajectories without a
-      support, of recorded responses, stand for the whole vocabulary.
+      support (recorded responses) have the whole vocabulary as support.
 
   Raises:
     ValueError: a partial rollout has a wider support, from an earlier configuration.

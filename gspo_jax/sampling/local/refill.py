@@ -30,7 +30,7 @@ def refill(state: Any) -> Any:
 
 
 def _take(state):
-  """Gives a free slot the next response of the prefix with the most waiting responses."""
+  """Starts a response in a free slot, of the prefix with the most waiting responses."""
   queue, waiting_R = state.queue, state.waiting_R
   w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
   key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
@@ -49,15 +49,15 @@ def _take(state):
 
 
 def _may_take(state):
-  """Whether a free slot may take a response.
+  """Whether a response may start in a free slot.
 
-  A page must be free beyond the next pages of all growing slots, unless no response is active.
+  More pages must be free than the active slots need next, unless no slot is active.
   """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
-  spare = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
+  surplus = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
   alone = ~(s.left_B > 0).any()
-  return (s.left_B == 0).any() & (state.waiting_R > 0).any() & ((spare > 0) | alone)
+  return (s.left_B == 0).any() & (state.waiting_R > 0).any() & ((surplus > 0) | alone)
 
 
 class _Owners(NamedTuple):
@@ -94,24 +94,24 @@ def release(state: Any) -> Any:
 
 
 def _give_pages(state):
-  """Gives each active slot a page for its next position; displaces owners if pages run out."""
+  """Allocates a page for each slot's next position; displaces others if pages run out."""
   s, S = state.slots, state.cache.page
   row_B = jnp.arange(len(s.left_B))
   sampled_B = s.position_B - s.start_B
 
-  def lacking(owners):
+  def needs_page(owners):
     next_B = owners.table_Bn[row_B, s.position_B // S]
     return (owners.left_B > 0) & (next_B == NONE)
 
   def free(owners):
     return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
-  def unsettled(owners):
+  def lacks_pages(owners):
     stuck = (owners.left_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
-    return lacking(owners).any() | stuck
+    return needs_page(owners).any() | stuck
 
-  def settle(owners):
-    free_p, w = free(owners), jnp.argmax(lacking(owners))
+  def allocate_or_displace(owners):
+    free_p, w = free(owners), jnp.argmax(needs_page(owners))
     any_free = free_p.any()
     page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
     place = (w, s.position_B[w] // S)
@@ -127,4 +127,6 @@ def _give_pages(state):
       left_B=owners.left_B.at[v].set(jnp.where(any_free | waits, owners.left_B[v], 0)),
     ).released()
 
-  return jax.lax.while_loop(unsettled, settle, _Owners.from_state(state)).put_into(state)
+  return jax.lax.while_loop(lacks_pages, allocate_or_displace, _Owners.from_state(state)).put_into(
+    state
+  )

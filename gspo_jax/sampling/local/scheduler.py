@@ -150,19 +150,21 @@ class Scheduler:
   # To the devices.
 
   def _fill_queue(self) -> None:
-    """Prefills prefixes in batches of one padded length. Small batches are delayed while the queue
-    has responses for more than half of the slots."""
+    """Prefills prefixes in batches of one padded length.
+
+    Small batches are delayed while the queue has responses for more than half of the slots.
+    """
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
-      room = sum(min(rows, len(free)) for free in self._free)
+      capacity = sum(min(rows, len(free)) for free in self._free)
       queued = sum(entry.waiting for entry in self._queued.values())
-      enough = min(rows * self._shards, len(self._requests))
-      if not room or (room < enough and queued > self._slots // 2):
+      full_batch = min(rows * self._shards, len(self._requests))
+      if not capacity or (capacity < full_batch and queued > self._slots // 2):
         return
       fitting, waiting = [], collections.deque()
       for entry in self._requests:
-        fits = len(fitting) < room and self._size.bucket(entry[0].prefix_length) == length
+        fits = len(fitting) < capacity and self._size.bucket(entry[0].prefix_length) == length
         (fitting if fits else waiting).append(entry)
       placed = self._place(fitting, rows)
       self._requests = waiting
@@ -228,15 +230,15 @@ class Scheduler:
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
-        if not live.count:  # Else the experts of the first forward pass remain recorded.
+        if not live.count:  # Otherwise the experts of the first forward pass remain recorded.
           live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
       fetched.append((row, len(prefix) - 1, experts))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
-    fed = np.array([request.prefix_length - 1 for request, _ in placed])
-    work = flops.work(self._model, 1, fed, fed)
+    lengths = np.array([request.prefix_length - 1 for request, _ in placed])
+    work = flops.work(self._model, 1, lengths, lengths)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # Prefill computes no logits.
     arrays = _put_arrays((tokens, prefixes, waiting, entries))
     self._state, experts_rTlk = self._prefill(self._params, self._state, *arrays)
@@ -305,21 +307,23 @@ class Scheduler:
       self._pages, self._taken = out.free_d, self._taken - taken
       for _, _, later, _, _ in self._in_flight:
         later -= taken
-      self._ask_again(call, out)
+      self._requeue_displaced(call, out)
     return finished
 
-  def _ask_again(self, call: int, out: Sampled) -> None:
+  def _requeue_displaced(self, call: int, out: Sampled) -> None:
     """Queues displaced responses for a restart, before all other requests."""
-    there = set(out.live_W.tolist())
+    in_flight = set(out.live_W.tolist())
     for entry in self._queued.values():
       if entry.call <= call:
-        there.update(range(entry.end - entry.waiting, entry.end))
-    gone = {i: live for i, live in self._live.items() if live.call <= call and i not in there}
-    for id_, live in gone.items():
+        in_flight.update(range(entry.end - entry.waiting, entry.end))
+    displaced = {
+      i: live for i, live in self._live.items() if live.call <= call and i not in in_flight
+    }
+    for id_, live in displaced.items():
       self._load[live.shard] -= 1
       del self._live[id_]
-    self.usage.put_aside += len(gone)
-    self._requests.extendleft(reversed(list(to_go_on(gone.values()))))
+    self.usage.put_aside += len(displaced)
+    self._requests.extendleft(reversed(list(to_go_on(displaced.values()))))
 
   def _lap(self) -> float:
     before, self._clock = self._clock, time.perf_counter()

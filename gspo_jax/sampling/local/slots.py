@@ -132,7 +132,7 @@ def prefill(
   piece: int,
   record_routing: bool,
 ) -> tuple[State, jax.Array | None]:
-  """Prefills prefixes and puts them into the queue.
+  """Prefills prefixes and adds them to the queue.
 
   Args:
     params: parameters in the sampler's layout.
@@ -162,13 +162,13 @@ def prefill(
     def cut(x_rT):
       return jnp.swapaxes(x_rT.reshape(r, T // piece, piece), 0, 1)
 
-    def go_on(cache, part):
+    def prefill_piece(cache, part):
       tokens, positions, segments = part
       out = run(tokens, positions=positions, segments=segments, cache=cache)
       return out.cache, out.routing_lBTk
 
     parts = (cut(tokens_rT), cut(sharding.reshard(positions_rT, P(BATCH))), cut(real_rT))
-    cache, experts_jlrpk = jax.lax.scan(go_on, cache, parts)
+    cache, experts_jlrpk = jax.lax.scan(prefill_piece, cache, parts)
     experts_lrTk = None
     if record_routing and experts_jlrpk is not None:
       experts_lrTk = jnp.concatenate(list(experts_jlrpk), axis=2)
@@ -181,7 +181,7 @@ def prefill(
 
 
 def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
-  """Puts prefilled prefixes into the queue, on each device."""
+  """Adds prefilled prefixes to the queue, on each device."""
 
   def set_rows(old, new):
     return old.at[entry_r].set(new, mode="drop")
@@ -238,24 +238,24 @@ def decode(
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
   state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
 
-  def by_step(value, dtype, *shape):
+  def full_steps(value, dtype, *shape):
     return sharding.reshard(jnp.full((steps, W, *shape), value, dtype), P(None, BATCH))
 
   out = Sampled(
-    id_nW=by_step(-1, jnp.int32),
-    token_nW=by_step(0, jnp.int32),
-    logp_nW=by_step(0, jnp.float32),
-    full_logp_nW=by_step(0, jnp.float32),
+    id_nW=full_steps(-1, jnp.int32),
+    token_nW=full_steps(0, jnp.int32),
+    logp_nW=full_steps(0, jnp.float32),
+    full_logp_nW=full_steps(0, jnp.float32),
     experts_nWlk=None,
   )
   if record_routing and model.num_experts:
     moe_layers = sum(map(model.is_moe, range(model.num_layers)))
     dtype, shape = routing.storage_dtype(model.num_experts), (moe_layers, model.experts_per_token)
-    out = out.replace(experts_nWlk=by_step(routing.NO_EXPERT, dtype, *shape))
+    out = out.replace(experts_nWlk=full_steps(routing.NO_EXPERT, dtype, *shape))
   if width:
-    out = out.replace(support_nWX=by_step(NO_TOKEN, jnp.int32, width))
+    out = out.replace(support_nWX=full_steps(NO_TOKEN, jnp.int32, width))
 
-  def going_on(carry):
+  def continues(carry):
     i, state, _ = carry
     return (i < steps) & ((state.slots.left_B.max() > 0) | (state.waiting_R.max() > 0))
 
@@ -271,7 +271,7 @@ def decode(
 
     return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, taken)
 
-  i, state, out = jax.lax.while_loop(going_on, step, (jnp.zeros((), jnp.int32), state, out))
+  i, state, out = jax.lax.while_loop(continues, step, (jnp.zeros((), jnp.int32), state, out))
   out = out.replace(steps=i, **_afterwards(state))
   return state, jax.tree.map(lambda x: sharding.reshard(x, P()), out)
 

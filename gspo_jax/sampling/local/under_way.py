@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
   call: int  # Index of the first `decode` call after the prefill.
   waiting: int  # Responses without a slot, at the last report.
-  end: int  # Exclusive upper bound on ids of the prefix's responses; slots go in order of id.
+  end: int  # Exclusive upper bound on ids of the prefix's responses; lower ids start first.
 
 
 @dataclasses.dataclass
@@ -50,9 +50,9 @@ class Live:
   ) -> Response:
     """Returns a Response of the first `count` tokens; None for all tokens."""
     columns = [None if xs[0] is None else np.concatenate(xs)[:count] for xs in zip(*self.parts)]
-    nothing = np.zeros(0, np.float32)
+    no_logp = np.zeros(0, np.float32)
     tokens, logp, full_logp, experts, support = columns or (
-      np.zeros(0, np.int32), nothing, nothing, None, None,
+      np.zeros(0, np.int32), no_logp, no_logp, None, None,
     )  # fmt: skip
     if self.experts:
       experts = np.concatenate([*self.experts, *([] if experts is None else [experts])])
@@ -109,13 +109,13 @@ def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
     return id(live.request), live.sample if live.count else None
 
   for _, group in itertools.groupby(lives, request_key):
-    alike = list(group)
-    first = alike[0]
+    same_request = list(group)
+    first = same_request[0]
     request = dataclasses.replace(
       first.request,
-      samples=len(alike),
+      samples=len(same_request),
       first_sample=first.sample,
       prior=(*first.request.prior, *first.tokens),
       max_new_tokens=first.request.max_new_tokens - first.count,
     )
-    yield request, alike
+    yield request, same_request
