@@ -1,11 +1,10 @@
 """One process of benchmarks/gpu.py, which starts it: this package on one device.
 
 Command:   python benchmarks/gpu_ours.py RESULT.json < SPEC.json
-Tasks: `probe` says what the device is, `count` what a task needs (no device), `train` and `sample`
-measure one.
+Tasks: `probe` says what the device is, `count` what a task needs (no device), `compare` whether
+results are right, `check` what a task's programs take once compiled; `train` and `sample` measure.
 """
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -13,31 +12,47 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gpu_compare
+import gpu_programs
 import jax
 import jax.numpy as jnp
-from scaling_points import ADAMW, init, make_step, random_batch, read_weights
+from gpu_programs import engine_of, mesh_of, model_of, workload_of
+from scaling_points import ADAMW, init, random_batch
 
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import flops, transformer
+from gspo_jax.models import transformer
 from gspo_jax.models.hf import config as hf_config
-from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
-from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED, REFERENCE, ModelConfig
-from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
+from gspo_jax.sampling import LocalEngine, sample_rollout
 from gspo_jax.system import accelerators
-
-# "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
-# again, which is cheap. Logits of 8 sequences take 2.5 GB.
-COMPUTE = dataclasses.replace(REFERENCE, dtype="bfloat16", remat="dots", logits_chunk=512)
 
 
 def probe(_: dict[str, Any]) -> dict[str, Any]:
   device = jax.devices()[0]
-  peak = accelerators.peak_flops(device.device_kind)
-  kind, platform = device.device_kind, device.platform
-  return dict(kind=kind, platform=platform, flops=peak, jax=jax.__version__)
+  kind, chip = device.device_kind, accelerators.find(device.device_kind)
+  return dict(
+    kind=kind,
+    platform=device.platform,
+    flops=accelerators.peak_flops(kind),
+    bandwidth=chip and chip.hbm_speed,
+    jax=jax.__version__,
+  )
+
+
+def compare(_: dict[str, Any]) -> list[dict[str, Any]]:
+  """Compares results with those of float32 and plain sums."""
+  rows = []
+  for row in gpu_compare.rows(mesh_of("")):
+    rows.append(row)
+    mark = "" if row["right"] else "  WRONG"
+    print(f"{row['name']:<34}{row['dtype']:<10}{row['error']:.1e} of {row['limit']:.0e}{mark}")
+    sys.stdout.flush()
+  return rows
+
+
+def check(spec: dict[str, Any]) -> list[dict[str, Any]]:
+  return gpu_programs.check(spec["of"])
 
 
 def count(spec: dict[str, Any]) -> dict[str, Any]:
@@ -47,54 +62,40 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
   total, active = transformer.count(config)
   needed = dict(parameters=total, active=active, hf_config=hf_config.to_hf(config, "bfloat16"))
   if spec["task"] == "train":
-    rows, length = spec["rows"], spec["length"]
-    operations = flops.work(config, rows, length, length).training()
-    return needed | dict(tokens=rows * length, operations=operations)
-  rows = spec["prompts"] * spec["group"]
-  positions = (
-    spec["prompt"] + (spec["new"] - 1) / 2
-  )  # positions of a row, on average over the steps
-  cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * positions
-  return needed | dict(
-    tokens=rows * spec["new"], bytes=2 * (read_weights(config, rows) + cache)
-  )  # Per step.
+    tokens = spec["rows"] * spec["length"]
+    return needed | dict(tokens=tokens, operations=gpu_programs.operations(spec))
+  positions = spec["prompt"] + (spec["new"] - 1) / 2  # Of a row, on average over the steps.
+  tokens = spec["prompts"] * spec["group"] * spec["new"]
+  return needed | dict(tokens=tokens, bytes=gpu_programs.step_bytes(spec, positions))
 
 
 def train(spec: dict[str, Any]) -> dict[str, Any]:
-  config, rows = model_of(spec), spec["rows"]
-  tx = optimizer.make(ADAMW, 1000)
-  state = new_state(init(config, sharding.TRAIN), tx)
-  batch = random_batch(config, rows, spec["length"], 1)
+  spec, step = gpu_programs.fit(spec)
+  config = model_of(spec)
+  state = new_state(init(config, sharding.TRAIN), optimizer.make(ADAMW, 1000))
+  batch = random_batch(config, spec["rows"], spec["length"], 1)
   batch = sharding.put_batch(batch, jax.sharding.get_mesh())
-  compute = dataclasses.replace(COMPUTE, experts=spec["experts"])
-  step = make_step(config, compute, tx, microbatches=rows // spec["at_once"])
-  step = step.compile(state, batch)
   seconds = []
   for _ in range(spec["calls"] + 1):
     started = time.perf_counter()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     seconds.append(time.perf_counter() - started)
-  return dict(seconds=statistics.median(seconds[1:]), peak_bytes=peak_bytes())
+  sizes = dict(model=spec["model"], at_once=spec["at_once"])
+  return dict(seconds=statistics.median(seconds[1:]), peak_bytes=peak_bytes(), sizes=sizes)
 
 
 def sample(spec: dict[str, Any]) -> dict[str, Any]:
   config, rows = model_of(spec), spec["prompts"] * spec["group"]
   layout = transformer.shardings(config, sharding.ROLLOUT, jax.sharding.get_mesh())
   make = jax.jit(transformer.init, static_argnums=(0, 2), out_shardings=layout)
-  params = make(config, jax.random.key(0), jnp.bfloat16)
   prompts = transformer.example_tokens(config, spec["prompts"], spec["prompt"]).tolist()
-  slots = EngineConfig(slots=rows, steps=64, prefill_tokens=8192, cache_dtype="bfloat16")
-
-  compute = dataclasses.replace(COMPUTE, experts=spec["experts"])
-  engine = LocalEngine(config, slots, compute)
-  engine.load(params, version=0)
+  engine = LocalEngine(config, engine_of(spec), gpu_programs.compute_of(spec))
+  engine.load(make(config, jax.random.key(0), jnp.bfloat16), version=0)
 
   def call(new: int, seed: int) -> float:
-    distribution = SamplingConfig(1.0, 0, 1.0, 0.0, new)
-    workload = Workload(distribution, spec["prompt"], rows, spec["group"])
     started = time.perf_counter()
-    sample_rollout(engine, workload, prompts, seed)
+    sample_rollout(engine, workload_of(spec, new), prompts, seed)
     seconds = time.perf_counter() - started
     if engine.usage.tokens != rows * new:
       raise ValueError(f"{engine.usage.tokens} tokens were sampled, not {rows * new}")
@@ -107,19 +108,21 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
   return dict(seconds=seconds, step_seconds=max(step, 0.0), peak_bytes=peak_bytes())
 
 
-def model_of(spec: dict[str, Any]) -> ModelConfig:
-  return dataclasses.replace(PUBLISHED["Qwen3-1.7B-Base"], **spec["model"])
-
-
 def peak_bytes() -> int | None:
   return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+TASKS = dict(probe=probe, compare=compare, check=check, count=count, train=train, sample=sample)
+
+
 def main() -> None:
   spec = json.load(sys.stdin)
-  mesh_config = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
-  with jax.set_mesh(sharding.make_mesh(mesh_config, jax.devices()[:1])):
-    record = dict(probe=probe, count=count, train=train, sample=sample)[spec["task"]](spec)
+  task = TASKS[spec["task"]]
+  if task is compare:  # Its attention and experts run without a mesh.
+    record = compare(spec)
+  else:
+    with jax.set_mesh(mesh_of(spec.get("target", ""))):
+      record = task(spec)
   Path(sys.argv[1]).write_text(json.dumps(record))
 
 

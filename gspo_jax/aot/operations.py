@@ -19,6 +19,8 @@ def products(instruction: Instruction) -> float:
     return _attention(instruction)
   if instruction.target.startswith("__cublas$"):
     return _dot(instruction, r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+  if stated := re.findall(r"flops=(\d+)", instruction.path):  # A Pallas kernel of ours.
+    return float(stated[-1])
   return 0.0
 
 

@@ -248,7 +248,7 @@ class ComputeConfig:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] = key(
     "auto", "auto: by length and platform"
   )
-  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"] = key(
+  experts: Literal["auto", "blocks", "batched", "ragged", "megablox", "triton"] = key(
     "auto", "auto: by platform and load"
   )
   expert_chunk: NonNegativeInt = key(0, "tokens per device in the experts at once; 0: all")

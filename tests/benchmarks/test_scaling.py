@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 import gpu_ours
+import gpu_programs
 import scaling
 import scaling_plot
 import scaling_points
@@ -140,16 +142,54 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
     gpu.main(["--systems=ours"])
 
 
-def test_what_does_not_fit_is_tried_with_less_at_once(monkeypatch, capsys):
-  tried = []
+@pytest.mark.parametrize(
+  "model, tried", [("moe", [(7, 8), (6, 8), (5, 8)]), ("dense", [(28, 8), (28, 4), (28, 2)])]
+)
+def test_sizes_follow_from_the_compilers_count_of_memory(monkeypatch, model, tried):
+  class Program:
+    def __init__(self, spec):
+      self.sizes = spec["model"]["num_layers"], spec["at_once"]
 
-  def process(file, spec, scratch):
-    tried.append(spec["at_once"])
-    if spec["at_once"] > 2:
-      raise RuntimeError("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory")
-    return dict(seconds=1.0)
+    def as_text(self):  # The second one fits, by computing something again.
+      return "%dot.1.remat2 = f32[] dot()" if self.sizes == tried[1] else ""
 
-  monkeypatch.setattr(gpu, "process", process)
-  actual = gpu.measure("ours", gpu.make_spec("moe", "train", toy=False), Path())
-  assert (tried, actual) == ([8, 4, 2], dict(seconds=1.0, at_once=2))
-  assert "2 sequences at once" in capsys.readouterr().out
+  compiled = []
+
+  class Step:
+    def __init__(self, spec):
+      self.function = Program(spec)
+
+    def compile(self):
+      compiled.append(self.function)
+      return self
+
+  monkeypatch.setattr(gpu_programs, "usable_bytes", lambda: 78e9)
+  monkeypatch.setattr(gpu_programs, "update", lambda spec: (Step(spec), ()))
+  peaks = dict(zip(tried, (79e9, 77e9, 70e9)))
+  monkeypatch.setattr(gpu_programs, "peak_bytes", lambda program: peaks[program.sizes])
+  spec, step = gpu_programs.fit(gpu.make_spec(model, "train", toy=False))
+  assert [p.sizes for p in compiled] == tried
+  assert step.function.sizes == (spec["model"]["num_layers"], spec["at_once"]) == tried[-1]
+
+
+def test_a_budget_ends_the_process_and_starts_no_other(tmp_path, capsys):
+  runner = gpu.Runner(tmp_path, time.monotonic() + 0.5)
+  assert runner.attempt("a", "gpu_ours.py", dict(task="probe"), cpu=True) is None  # Imports JAX.
+  assert runner.attempt("b", "gpu_ours.py", dict(task="probe"), cpu=True) is None
+  assert runner.failures == ["a", "b"]
+  assert capsys.readouterr().out.split("\n")[1] == "b: left out, no time left of --budget"
+
+
+def test_rows_are_saved_one_by_one(monkeypatch, tmp_path):
+  saved = tmp_path / "rows.json"
+
+  def compare(runner, options, device):
+    for i in range(2):
+      yield "compare", dict(name=f"row {i}", dtype="float32", right=i == 0)
+      assert len(json.loads(saved.read_text())["compare"]) == i + 1
+
+  device = dict(kind="cpu", platform="cpu", flops=None, bandwidth=None, jax="0")
+  monkeypatch.setattr(gpu, "compare", compare)
+  monkeypatch.setattr(gpu.Runner, "process", lambda *_, **__: device)
+  with pytest.raises(SystemExit, match="wrong results: row 1, float32"):
+    gpu.main(["--toy", "--stages=compare", f"--save={saved}"])

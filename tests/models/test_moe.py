@@ -10,7 +10,7 @@ import pytest
 from support.small_models import SMALLER_MOE, expert_inputs, plain_experts
 
 from gspo_jax import sharding
-from gspo_jax.models.experts import blocks, groups, moe
+from gspo_jax.models.experts import blocks, groups, moe, triton
 from gspo_jax.settings.mesh import MeshConfig
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
@@ -104,6 +104,25 @@ def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
     assert jnp.linalg.norm(a.astype(jnp.float32) - b) < 2**-7 * jnp.linalg.norm(b)
 
 
+@pytest.mark.parametrize("counts", [[100, 0, 3, 120], [256, 0, 0, 0], [0, 0, 0, 1]])
+def test_triton_multiplies_each_groups_rows(counts):
+  """Rows of several tiles, none, and groups that end within a tile."""
+  keys, E = jax.random.split(jax.random.key(0), 3), len(counts)
+  x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys, (64, 32)))
+  w, count = jax.random.normal(keys[2], (E, 64, 32)), jnp.array(counts, jnp.int32)
+  expert = np.repeat(np.arange(E), counts)
+  real = len(expert)
+  expected = jnp.einsum("RD,RDF->RF", x[:real], w[expert])
+  one_hot = jax.nn.one_hot(expert, E)
+  for transposed, matrix in ((False, w), (True, jnp.swapaxes(w, 1, 2))):
+    actual = triton.product(x, matrix, count, transposed, jnp.float32)[:real]
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-4)
+  expected = jnp.einsum("RE,RD,RF->EDF", one_hot, x[:real], y[:real])
+  chex.assert_trees_all_close(
+    triton.outer(x, y, count, jnp.float32), expected, rtol=1e-5, atol=1e-4
+  )
+
+
 def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   def chosen(share):
     return moe.choose("auto", share)
@@ -114,7 +133,9 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   assert chosen(1) is chosen(1000) is groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  assert chosen(1) is chosen(1000) is blocks.apply_batched
+  assert chosen(1) is chosen(1000) is groups.apply_triton
+  monkeypatch.setattr(moe, "choose", lambda name, load: name)
+  assert moe.choose_for_few("auto", 1).__closure__[0].cell_contents == "batched"
 
 
 @pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])

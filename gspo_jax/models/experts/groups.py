@@ -1,6 +1,6 @@
 """Grouped kernels: rows are sorted by expert, and each group is multiplied by its own matrix.
 
-`moe` documents the arguments and results of `apply_ragged` and `apply_megablox`.
+`moe` documents the arguments and results of `apply_ragged`, `apply_megablox` and `apply_triton`.
 """
 
 import functools
@@ -73,6 +73,23 @@ def _megablox_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
   tiles, hbm_bytes = outer_tiles(inner, R, outer, E, *sizes, _vector_memory())
   with jax.named_scope(f"hbm_bytes={hbm_bytes}"):
     return tgmm(x_RD.T, y_RF, count_E, dtype, tiles, existing_out=total, interpret=_interpreted())
+
+
+def _triton(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
+  from gspo_jax.models.experts import triton  # Slow import.
+
+  if not triton.supports(*w_EDF.shape[1:]):
+    return _ragged(x_RD, w_EDF, count_E, transposed, dtype)
+  return triton.product(x_RD, w_EDF, count_E, transposed, dtype or x_RD.dtype)
+
+
+def _triton_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
+  from gspo_jax.models.experts import triton
+
+  if not triton.supports(x_RD.shape[1], y_RF.shape[1]):
+    return _ragged_outer(x_RD, y_RF, count_E, dtype, total)
+  product_EDF = triton.outer(x_RD, y_RF, count_E, dtype)
+  return product_EDF if total is None else total + product_EDF
 
 
 def _vector_memory() -> int:
@@ -202,3 +219,4 @@ def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
 
 apply_ragged = functools.partial(_apply, (_ragged, _ragged_outer))
 apply_megablox = functools.partial(_apply, (_megablox, _megablox_outer))
+apply_triton = functools.partial(_apply, (_triton, _triton_outer))

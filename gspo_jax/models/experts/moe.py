@@ -3,10 +3,11 @@
 The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
 `expert` axis gather each other's tokens, every device applies its local experts to the tokens that
 chose them, and the sum over devices is scattered back. Buffers fit any routing, so no token is ever
-dropped. The products have four `IMPLEMENTATIONS`:
+dropped. The products have five `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows of one expert: on CPU for many tokens
-  batched   one batched product with some rows of every expert: on GPU, and on CPU for few tokens
+  batched   one batched product with some rows of every expert: for few tokens on CPU and GPU
+  triton    Pallas kernels for NVIDIA GPUs on rows sorted by expert (interpreted elsewhere)
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU all rows are multiplied by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
@@ -28,14 +29,25 @@ from gspo_jax import sharding
 from gspo_jax.models.experts import routing
 from gspo_jax.models.experts.blocks import ExpertWeights, apply_batched, apply_blocks
 from gspo_jax.models.experts.decode import apply_one_hot, experts_of_few, experts_over
-from gspo_jax.models.experts.groups import GroupedWeights, apply_megablox, apply_ragged, joined
+from gspo_jax.models.experts.groups import (
+  GroupedWeights,
+  apply_megablox,
+  apply_ragged,
+  apply_triton,
+  joined,
+)
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 IMPLEMENTATIONS = dict(
-  blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
+  blocks=apply_blocks,
+  batched=apply_batched,
+  ragged=apply_ragged,
+  megablox=apply_megablox,
+  triton=apply_triton,
 )
+KERNELS = (apply_megablox, apply_triton)
 FEW = 256  # Maximum assignments per expert for `batched` on CPU, and for `experts_of_few`.
 
 
@@ -151,7 +163,7 @@ def choose(implementation: str, load: float = math.inf):
   """
   if implementation == "auto":
     on_cpu = "batched" if load <= FEW else "blocks"
-    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "batched")
+    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "triton")
   return IMPLEMENTATIONS[implementation]
 
 
@@ -159,6 +171,8 @@ def choose_for_few(implementation: str, load: float) -> Callable:
   """Returns the implementation for `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
+  if implementation == "auto" and sharding.platform() == "gpu":
+    implementation = "batched"
   apply = choose(implementation, load)
   return lambda x_XD, gate_Xk, experts_Xk, num_local, read: apply(
     x_XD, gate_Xk, experts_Xk, w := read(), w
@@ -196,7 +210,7 @@ def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights,
   E, D, _ = sharding.spec_of(weights.gate)  # D is "fsdp" while training.
   E = E or "expert"
   split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
-  return split, D is not None and choose(implementation) in (apply_megablox, apply_ragged)
+  return split, D is not None and choose(implementation) in (apply_ragged, *KERNELS)
 
 
 def _joined_layout(split: ExpertWeights) -> GroupedWeights:
@@ -228,7 +242,7 @@ def experts(
   While sampling, weights are `InStack`, possibly split over more mesh axes than "expert". Few
   tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are gathered.
   """
-  check = choose(implementation) is not apply_megablox
+  check = choose(implementation) not in KERNELS
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
     chips = sharding.axis_size(experts_over(weights.gate))
     load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
