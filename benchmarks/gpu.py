@@ -158,7 +158,7 @@ def specs(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any
 
 
 def check(runner: "Runner", options: argparse.Namespace) -> None:
-  """Compiles everything for a GPU that need not be there; SystemExit if something fails."""
+  """Compiles all programs for a target; SystemExit if one fails."""
   print(f"Compiled for {options.target}, untuned: memory, and work of products or decode steps.")
   for model, task, spec in specs(options):
     spec = dict(task="check", target=options.target, of=spec)
@@ -167,8 +167,8 @@ def check(runner: "Runner", options: argparse.Namespace) -> None:
       text += f"{row['usable'] / 1e9:.1f} GB"
       if row["needed"]:
         unit, name = (1e12, "TFLOP") if row["program"] == "update" else (1e9, "GB")
-        text += f"; {row['made'] / unit:.4g} {name} for {row['needed'] / unit:.4g} needed, "
-        text += f"{row['made'] / row['needed']:.2f} times"
+        text += f"; {row['executed'] / unit:.4g} {name} for {row['needed'] / unit:.4g} needed, "
+        text += f"{row['executed'] / row['needed']:.2f} times"
       print(text, flush=True)
   if runner.failures:
     raise SystemExit(f"does not fit or compile: {'; '.join(runner.failures)}")
@@ -191,8 +191,8 @@ def updates(runner: "Runner", options: argparse.Namespace, device: dict[str, Any
       if needed is None:
         return
       file = dict(ours="gpu_ours.py", transformers="gpu_peers.py")[system]
-      of_system = spec | dict(hf_config=needed.pop("hf_config"))
-      if record := runner.attempt(f"{system}, {model}, {task}", file, of_system):
+      system_spec = spec | dict(hf_config=needed.pop("hf_config"))
+      if record := runner.attempt(f"{system}, {model}, {task}", file, system_spec):
         spec |= record.pop("sizes", {})  # Those that fit; the other system takes them too.
         records[system] = record | dict(at_once=spec.get("at_once"))
     if not records:
@@ -226,11 +226,11 @@ def iterations(runner: "Runner", options: argparse.Namespace, device: dict[str, 
       record = runner.attempt(f"{title}, iteration", "ours", spec)
     if record is None:
       continue
-    begun = record["begun"]
-    seconds = [end - start for start, end in itertools.pairwise(begun)][2:]
+    starts = record["begun"]
+    seconds = [end - start for start, end in itertools.pairwise(starts)][2:]
     row = dict(
       model=model,
-      seconds=statistics.median(seconds or [begun[-1] - begun[-2]]),
+      seconds=statistics.median(seconds or [starts[-1] - starts[-2]]),
       sampling=statistics.median(stage["sample"] for stage in record["stages"][1:]),
       tokens=work["work"]["sampled"],
       grad_norm=record["grad_norms"][-1],
@@ -246,14 +246,14 @@ def iterations(runner: "Runner", options: argparse.Namespace, device: dict[str, 
 
 @dataclasses.dataclass
 class Runner:
-  """Runs processes one after the other, to free the GPU, until a deadline."""
+  """Runs processes in turn, to free the GPU, until a deadline."""
 
   scratch: Path
   deadline: float  # Of `time.monotonic`.
   failures: list[str] = dataclasses.field(default_factory=list)
 
   def attempt(self, name: str, *arguments: Any, **options: Any) -> Any:
-    """Returns a process's result; None, and a failure of that name, without one."""
+    """Returns the result of a process, or None and records its failure."""
     try:
       return self.process(*arguments, **options)
     except RuntimeError as error:
@@ -262,7 +262,7 @@ class Runner:
       return None
 
   def process(self, program: str, spec: dict[str, Any], cpu: bool = False) -> Any:
-    """Runs a process to its end, and shows what it writes.
+    """Runs a process to its end, with its output.
 
     program: a file of this folder, or a system of `iteration_systems`.
 

@@ -1,4 +1,4 @@
-"""Results on a GPU against the same sums in float32, on small arrays; for benchmarks/gpu.py.
+"""Compares results on a GPU with float32 sums, on small arrays.
 
 Each row has a name, a relative error (of norms; of log-probs the largest difference) and its limit.
 """
@@ -38,7 +38,7 @@ def rows(mesh: jax.sharding.Mesh) -> Rows:
 
 
 def attention() -> Rows:
-  """Compares cuDNN's and blockwise attention, values and gradients, with all scores at once."""
+  """Compares attention's values and gradients with plain attention."""
   B, T, N, K, H = 2, 384, 4, 2, 64
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)
@@ -70,7 +70,7 @@ def _attend(segment_BT: jax.Array, weight: jax.Array, form: str, *arrays: jax.Ar
 
 
 def experts() -> Rows:
-  """Compares each form of experts, values and gradients, with a sum over all experts."""
+  """Compares experts' values and gradients with a sum over all experts."""
   X, D, F, E, k = 512, 128, 64, 8, 2
   keys = jax.random.split(jax.random.key(1), 6)
   shapes = (X, D), (E, D, F), (E, D, F), (E, F, D)
@@ -102,7 +102,7 @@ def experts() -> Rows:
 def compare(
   name: str, dtype: str, form: Callable, reference: Callable, arrays: list[jax.Array]
 ) -> dict[str, Any]:
-  """Compares a function and its gradients with a reference in float32 of equal arrays."""
+  """Compares a function and its gradients with a float32 reference."""
 
   def results(function: Callable, arrays: list[jax.Array]) -> list[jax.Array]:
     y, transpose = jax.vjp(function, *arrays)
@@ -120,7 +120,7 @@ def compare(
 
 
 def decoding() -> Rows:
-  """Compares the sampler's log-probs with the trainer's, of a dense model and of experts."""
+  """Compares log-probs of sampler and trainer, dense and MoE."""
   shape = dict(num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
   mixture = dataclasses.replace(tiny_moe(512), **shape)
   none = dict(num_experts=0, experts_per_token=0, moe_intermediate_size=0)

@@ -41,7 +41,7 @@ def probe(_: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(_: dict[str, Any]) -> list[dict[str, Any]]:
-  """Compares results with those of float32 and plain sums."""
+  """Compares results with plain sums in float32."""
   rows = []
   for row in gpu_compare.rows(mesh_of("")):
     rows.append(row)

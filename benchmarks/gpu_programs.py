@@ -1,4 +1,4 @@
-"""Programs of benchmarks/gpu.py, compiled for a GPU that is present or for one that is not.
+"""Programs of benchmarks/gpu.py, compiled for a GPU, present or absent.
 
 `fit` chooses the sizes of an update by the compiler's own count of memory, before anything runs.
 """
@@ -37,7 +37,7 @@ COMPUTE = dataclasses.replace(REFERENCE, dtype="bfloat16", remat="dots", logits_
 
 
 def mesh_of(target: str) -> jax.sharding.Mesh:
-  """Mesh of one device: this process's first, or a `target` such as "h100" without one."""
+  """Mesh of this process's first device, or of a `target` such as "h100"."""
   devices = jax.devices()
   if target:
     devices = cuda.devices_of(f"{target}:1")
@@ -153,7 +153,7 @@ def peak_bytes(program: jax.stages.Compiled) -> float:
 
 
 def fit(spec: dict[str, Any]) -> tuple[dict[str, Any], WithHyperparameters]:
-  """Compiles the largest update that fits; returns its sizes and the update.
+  """Compiles the largest update within memory; returns sizes and update.
 
   It fits if XLA computes nothing again to save memory.
 
@@ -181,7 +181,7 @@ def fit(spec: dict[str, Any]) -> tuple[dict[str, Any], WithHyperparameters]:
 
 
 def first_guess(spec: dict[str, Any], usable: float) -> dict[str, Any]:
-  """Limits a mixture of experts to layers whose state takes 60 % of the memory."""
+  """Limits the layers of experts: their state takes 60 % of the memory."""
   layers, at_most = spec["model"]["num_layers"], remat.ROOM * usable / remat.STATE
   if not spec["model"]["num_experts"]:
     return spec
@@ -203,7 +203,7 @@ def with_layers(spec: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def check(spec: dict[str, Any]) -> list[dict[str, Any]]:
-  """Compiles a task's programs; returns memory, operations and bytes against those needed.
+  """Compiles the programs of a task; returns memory, operations and bytes.
 
   Raises:
     MemoryError: a program does not fit.
@@ -211,16 +211,16 @@ def check(spec: dict[str, Any]) -> list[dict[str, Any]]:
   if spec["task"] == "train":
     spec, step = fit(spec)
     program, text = step.function, step.function.as_text()
-    made = hlo_costs.costs(text).products
+    executed = hlo_costs.costs(text).products
     sizes = f"{spec['model']['num_layers']} layers, {spec['at_once']} sequences at once"
-    return [_row("update", program, sizes) | dict(made=made, needed=operations(spec))]
+    return [_row("update", program, sizes) | dict(executed=executed, needed=operations(spec))]
   rows = []
   for name, (function, arguments) in sampling(spec).items():
     program = compiled(function, arguments)
     row = _row(name, program, f"{spec['model']['num_layers']} layers")
     if name == "decode":
-      made = hlo_costs.costs(program.as_text()).memory
-      row |= dict(made=made, needed=step_bytes(spec, spec["prompt"] + spec["new"]))
+      moved = hlo_costs.costs(program.as_text()).memory
+      row |= dict(executed=moved, needed=step_bytes(spec, spec["prompt"] + spec["new"]))
     rows.append(row)
   return rows
 
@@ -229,4 +229,4 @@ def _row(name: str, program: jax.stages.Compiled, sizes: str) -> dict[str, Any]:
   peak, usable = peak_bytes(program), usable_bytes()
   if peak > usable:
     raise MemoryError(f"{name} needs {peak / 1e9:.1f} GB of {usable / 1e9:.1f}")
-  return dict(program=name, peak=peak, usable=usable, sizes=sizes, made=None, needed=None)
+  return dict(program=name, peak=peak, usable=usable, sizes=sizes, executed=None, needed=None)

@@ -41,7 +41,7 @@ def reward(response: str, answer: str) -> float:
 
 
 class Record:
-  """When iterations began, what they spent on stages, and what shows that the work was done."""
+  """Times of iterations and of their stages, and evidence of the work."""
 
   def __init__(self):
     self.begun: list[float] = []  # seconds since the epoch

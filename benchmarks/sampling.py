@@ -181,7 +181,7 @@ SYSTEMS = dict(ours=ours, transformers=transformers, tunix=tunix)
 
 
 class TokensAsText:
-  """The tokenizer that Tunix's sampler asks for: its texts are lists of tokens."""
+  """Tokenizer for the sampler of Tunix: its texts are lists of tokens."""
 
   encode = staticmethod(list)
   decode = staticmethod(lambda tokens: "")

@@ -93,7 +93,7 @@ def _tiles(count_E: jax.Array, R: int, tm: int) -> tuple[jax.Array, jax.Array, j
 
 
 def _rows(start: jax.Array, end: jax.Array, R: int, tm: int):
-  """Returns a slice of `tm` rows within the array, and the mask [tm, 1] of those in the tile."""
+  """Returns a slice of `tm` rows in bounds, and the tile's mask [tm, 1]."""
   first = jnp.minimum(start, R - tm)
   row = first + jnp.arange(tm)
   return pl.ds(first, tm), ((row >= start) & (row < end))[:, None]
