@@ -136,5 +136,5 @@ def test_a_row_shares_whole_pages_and_copies_the_last(position, shared, copied):
 
 def test_pages_take_one_token_at_a_time():
   q, k, v = (jnp.zeros((B, 2, n, H)) for n in (N, K, K))
-  with pytest.raises(ValueError, match="2 queries of a row"):
+  with pytest.raises(ValueError, match="2 queries per row"):
     pages.attend(q, k, v, filled("float32"), 0, jnp.zeros((B, 2), int), Scores(1.0), "plain")
