@@ -89,7 +89,14 @@ GROUPS = {
     "notebooks/experiment_*",
     "CONTRIBUTING",
   ],
-  "Reference": ["docs/keys", "docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
+  "Reference": [
+    "docs/models",
+    "docs/keys",
+    "docs/objectives",
+    "docs/metrics",
+    "docs/reference/*",
+    "CHANGELOG",
+  ],
   "Explanation": [
     "docs/sampling",
     "docs/engines",

@@ -46,7 +46,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   if config.rollout_mesh.enabled:
     shape = axes(inputs.meshes.sampler)
     text.append(f"rollout mesh: {inputs.meshes.sampler.size} further devices ({shape})")
-  text.append(f"model: {count:,} parameters{each}")
+  text.append(f"model: {count:,} parameters{each}, of the family {config.model.family}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
     model = transformer.table(config.model) if apart else None

@@ -5,6 +5,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from gspo_jax.settings import ranges
+from gspo_jax.settings.model_groups import (
+  MultipliersConfig,
+  RopeConfig,
+  RouterConfig,
+  ScoresConfig,
+)
 from gspo_jax.settings.ranges import (
   INT32,
   NonNegativeFloat,
@@ -25,85 +31,6 @@ class Kind(NamedTuple):
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.
   rotary: bool  # Rotary positions.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-  """Rotary positions beyond `rope_theta` (models/attention/positions.py)."""
-
-  rule: Literal["default", "linear", "llama3", "yarn"] = key("default", "scaling of frequencies")
-  factor: Annotated[float, Range(1, 1e6)] = key(1.0, "longer context over the original one")
-  original_length: Annotated[int, Range(0, INT32)] = key(0, "original context (llama3, yarn)")
-  low_freq_factor: NonNegativeFloat = key(1.0, "llama3: original_length over the longest wave")
-  high_freq_factor: NonNegativeFloat = key(4.0, "llama3: original_length over an unscaled wave")
-  beta_fast: NonNegativeFloat = key(32.0, "yarn: turns in original_length of an unscaled wave")
-  beta_slow: NonNegativeFloat = key(1.0, "yarn: turns in original_length of a scaled wave")
-  attention_factor: NonNegativeFloat = key(0.0, "yarn: factor on queries and keys; 0: by mscale")
-  mscale: NonNegativeFloat = key(0.0, "yarn: growth of that factor; 0: 1")
-  mscale_all_dim: NonNegativeFloat = key(0.0, "yarn: growth of its divisor; 0: no divisor")
-  truncate: bool = key(True, "yarn: bounds of the ramp are whole numbers")
-  share: ranges.PositiveFraction = key(1.0, "rotated share of a head")
-  local: bool = key(False, "the rule is for local layers too, not for global ones alone")
-  layers_without: tuple[NonNegativeInt, ...] = key((), "layers without positions (SmolLM3)")
-  query_beta: NonNegativeFloat = key(
-    0.0, "queries times 1 + β log(1 + ⌊position / original_length⌋) (Ministral 3)"
-  )
-
-  def __post_init__(self):
-    ranges.check(self, "model.rope")
-    lengths = self.rule in ("llama3", "yarn") or self.query_beta
-    wrong = [
-      (lengths and not self.original_length, "{rule}, {query_beta} need {original_length} above 0"),
-      (
-        self.high_freq_factor <= self.low_freq_factor,
-        "{high_freq_factor} must be above {low_freq_factor}",
-      ),
-    ]
-    ranges.refuse(self, "model.rope", wrong)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-  """Choice of experts beyond `experts_per_token` and `norm_topk_prob` (models/experts/moe.py)."""
-
-  scores: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts, from logits")
-  choice_bias: Literal["none", "frozen"] = key(
-    "none",
-    "on scores, for the choice alone | frozen: as published; no gradient reaches it, and RL has "
-    "too few tokens to balance loads anew",
-  )
-  groups: PositiveInt = key(1, "groups of neighbouring experts")
-  groups_per_token: PositiveInt = key(1, "groups chosen per token, by their two best experts")
-  scale: ranges.PositiveFloat = key(1.0, "factor on gate weights")
-  shared_width: NonNegativeInt = key(0, "F of experts for every token together; 0: none")
-  shared_gate: bool = key(False, "a sigmoid gate on them (Qwen2-MoE)")
-
-  def __post_init__(self):
-    ranges.check(self, "model.router")
-    wrong = [
-      (self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}"),
-    ]
-    ranges.refuse(self, "model.router", wrong)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoresConfig:
-  """Attention scores beyond `query_pre_attn_scalar`, softcap and window."""
-
-  scale: NonNegativeFloat = key(0.0, "factor on q kᵀ (Granite); 0: by query_pre_attn_scalar")
-  clip_qkv: NonNegativeFloat = key(0.0, "bound on queries, keys and values (OLMoE); 0: none")
-  local_layers: tuple[NonNegativeInt, ...] = key(
-    (), "layers with the sliding window; (): by sliding_window_pattern"
-  )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MultipliersConfig:
-  """Factors on activations (Granite)."""
-
-  embedding: ranges.PositiveFloat = key(1.0, "on rows of the embedding")
-  residual: ranges.PositiveFloat = key(1.0, "on what attention and feed-forward layers add")
-  logits: ranges.PositiveFloat = key(1.0, "divisor of logits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,12 +262,51 @@ def _published() -> dict[str, ModelConfig]:
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # No Base was published.
       models[f"{name}-Base"] = config
     models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
+  models |= _other_families(tied)
   for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):
     for kind in ("Instruct", "Thinking"):
       models[f"{name}-{kind}-2507"] = dataclasses.replace(
         base[name], rope_theta=theta, max_position_embeddings=262_144
       )
   return models
+
+
+def _other_families(tied: dict[str, bool]) -> dict[str, ModelConfig]:
+  """Published models of families other than Qwen3 and Gemma."""
+
+  def llama(*sizes: int, factor: float, head_dim: int = 128, **more) -> ModelConfig:
+    rope = RopeConfig(rule="llama3", factor=factor, original_length=8192)
+    shared = dict(family="llama", vocab_size=128_256, rope_theta=5e5, rms_norm_eps=1e-5, rope=rope)
+    shared |= dict(qk_norm=False, head_dim=head_dim, max_position_embeddings=131_072)
+    return _model(*sizes, **(shared | more))
+
+  qwen2 = dict(family="qwen2", qk_norm=False, attention_bias=True)
+  return {
+    "Llama-3.2-1B": llama(2048, 16, 32, 8, 8192, factor=32, head_dim=64, **tied),
+    "Llama-3.2-3B": llama(3072, 28, 24, 8, 8192, factor=32, **tied),
+    "Llama-3.1-8B": llama(4096, 32, 32, 8, 14_336, factor=8),
+    "Qwen2.5-0.5B": _model(896, 24, 14, 2, 4864, head_dim=64, **qwen2, **tied),
+    "Qwen2.5-1.5B": _model(1536, 28, 12, 2, 8960, **qwen2, **tied),
+    "Mistral-7B-v0.3": _model(
+      4096, 32, 32, 8, 14_336, family="mistral", vocab_size=32_768, qk_norm=False,
+      rms_norm_eps=1e-5, local_rope_theta=1e6,
+    ),
+    "OLMo-2-0425-1B": _model(
+      2048, 16, 16, 16, 8192, family="olmo", vocab_size=100_352, rope_theta=5e5,
+      max_position_embeddings=4096,
+    ),
+    "OLMoE-1B-7B-0924": _model(
+      2048, 16, 16, 16, 1024, family="olmoe", vocab_size=50_304, rope_theta=1e4,
+      rms_norm_eps=1e-5, max_position_embeddings=4096, num_experts=64, experts_per_token=8,
+      moe_intermediate_size=1024, norm_topk_prob=False,
+    ),
+    "granite-3.1-1b-a400m-base": _model(
+      1024, 24, 16, 8, 512, family="granite", vocab_size=49_155, head_dim=64, qk_norm=False,
+      rope_theta=1.5e6, max_position_embeddings=131_072, num_experts=32, experts_per_token=8,
+      moe_intermediate_size=512, scores=ScoresConfig(scale=0.015625),
+      multipliers=MultipliersConfig(embedding=12.0, residual=0.22, logits=6.0), **tied,
+    ),
+  }  # fmt: skip
 
 
 PUBLISHED = _published()

@@ -7,6 +7,7 @@ rows beyond the original context. `pytest -m families` has the rest: meshes, pac
 import json
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +16,17 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.numpy import load_file  # noqa: E402, after the skip
+from safetensors.numpy import load_file, save_file  # noqa: E402, after the skip
 from support.hf_models import random_model  # noqa: E402
+from support.small_models import forward, next_logp  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
+from gspo_jax import sharding  # noqa: E402
 from gspo_jax.models import hf, transformer  # noqa: E402
 from gspo_jax.models.attention import positions  # noqa: E402
 from gspo_jax.models.hf import config as hf_config  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
+from gspo_jax.settings.mesh import MeshConfig  # noqa: E402
 from gspo_jax.settings.sampling import EngineConfig  # noqa: E402
 
 LENGTH, PROMPT, NEW = 40, 12, 24
@@ -219,6 +223,70 @@ def test_a_directory_is_written_as_it_was_read(case, tmp_path):
     assert rope == ropes[0][kind] or rope.items() <= ropes[0][kind].items()
 
 
+def loss(params, config, tokens, **options):
+  hidden_BTD = transformer.forward(params, config, tokens, **options).hidden_BTD[:, :-1]
+  logp = transformer.token_logp(params, config, hidden_BTD, tokens[:, 1:])[0]
+  return -logp.mean()
+
+
+@pytest.mark.families
+def test_eight_devices_compute_what_one_does(case):
+  config, tokens = case.config, np.tile(case.tokens, (4, 1))
+  step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
+  expected, gradient = step(case.params, jnp.asarray(tokens))
+  tensor = 2 if config.num_kv_heads % 2 == 0 else 1
+  expert = 2 if config.num_experts else 1
+  mesh = sharding.make_mesh(MeshConfig(8 // (2 * tensor * expert), 2, expert, tensor))
+  with jax.set_mesh(mesh):
+    layout = transformer.shardings(config, sharding.TRAIN, mesh)
+    value, sharded = step(jax.device_put(case.params, layout), sharding.put_batch(tokens, mesh))
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
+  chex.assert_trees_all_close(jax.device_get(sharded), gradient, atol=2e-5 * largest, rtol=0)
+
+
+@pytest.mark.families
+def test_packed_segments_are_separate_rows(case):
+  first, second = case.tokens[:, :17], case.tokens[:, 17:]
+  lengths = first.shape[1], second.shape[1]
+  segments, positions = (
+    np.repeat(np.concatenate(x)[None], 2, 0).astype(np.int32)
+    for x in ([np.full(n, i + 1) for i, n in enumerate(lengths)], [np.arange(n) for n in lengths])
+  )
+  packed = forward(
+    case.params, case.config, case.tokens, segments=jnp.asarray(segments),
+    positions=jnp.asarray(positions),
+  ).hidden_BTD  # fmt: skip
+  apart = [forward(case.params, case.config, part).hidden_BTD for part in (first, second)]
+  np.testing.assert_allclose(packed, np.concatenate(apart, 1), atol=2e-5)
+
+
+@pytest.mark.families
+def test_scores_are_the_samplers_log_probs(case):
+  prompts = [case.tokens[0, :PROMPT].tolist(), [7, 9, 3]]
+  engine = EngineConfig(cache="paged", page_tokens=8)
+  rollout = generate(
+    case.params, case.config, prompts, group_size=2, max_new_tokens=NEW, engine=engine
+  )
+  scores = next_logp(case.params, case.config, rollout.tokens)
+  mask = rollout.mask[:, 1:] > 0
+  np.testing.assert_allclose(scores[mask], rollout.logp[:, 1:][mask], atol=2e-5)
+
+
+@pytest.mark.families
+def test_replay_gives_the_gates_of_the_router(case):
+  """The router's own experts change nothing; others change the output, not their choice."""
+  if not case.config.num_experts:
+    pytest.skip("no experts")
+  out = forward(case.params, case.config, case.tokens)
+  again = forward(case.params, case.config, case.tokens, routing=out.routing_lBTk)
+  np.testing.assert_allclose(again.hidden_BTD, out.hidden_BTD, atol=1e-6)
+  others = (out.routing_lBTk + 1) % case.config.num_experts
+  changed = forward(case.params, case.config, case.tokens, routing=others)
+  np.testing.assert_array_equal(changed.routing_lBTk, others)
+  assert np.abs(changed.hidden_BTD - out.hidden_BTD).max() > 0.1
+
+
 VISION = dict(
   hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=14,
   patch_size=7,
@@ -268,6 +336,25 @@ def test_a_language_model_inside_another_model(outer, tmp_path):
   assert next(configs) == next(configs)
   hf.save(tmp_path / "alone", params, config)
   assert hf.load_config(tmp_path / "alone") == config
+
+
+def test_layers_of_multi_token_prediction_are_written_back(tmp_path):
+  model = random_model(config_of("glm4_moe"))
+  model.save_pretrained(tmp_path)
+  path = tmp_path / "model.safetensors"
+  before = load_file(path) | {"model.layers.2.eh_proj.weight": np.arange(6.0).reshape(2, 3)}
+  save_file(before, path)
+  params, config = hf.load(tmp_path)
+  hf.save(tmp_path / "out", params, config, like=str(tmp_path))
+  after = tensors(tmp_path / "out")
+  assert before.keys() == after.keys()
+  np.testing.assert_array_equal(
+    after["model.layers.2.eh_proj.weight"], np.arange(6.0).reshape(2, 3)
+  )
+  assert hf.load(tmp_path / "out")[1] == config
+  with pytest.raises(hf.CheckpointError, match="1 tensors belong to no parameter: model"):
+    save_file(before | {"model.layers.3.eh_proj.weight": np.ones(2)}, path)
+    hf.load(tmp_path)
 
 
 def test_nested_models_are_refused_by_name(tmp_path):

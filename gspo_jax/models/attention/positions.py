@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.settings.model import ModelConfig, RopeConfig
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.model_groups import RopeConfig
 
 
 class Rotation(NamedTuple):

@@ -1,9 +1,10 @@
 """config.json <-> ModelConfig, for supported architectures of Hugging Face."""
 
 import dataclasses
+import difflib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   model_type = raw.get("model_type")
   architecture = ARCHITECTURES.get(model_type)
   if architecture is None:
-    raise ValueError(f"model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}")
+    raise ValueError(
+      f"model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}{_nearest(raw)}"
+    )
   for key, value in (FIXED | dict(architecture.fixed)).items():
     if raw.get(key) not in (None, value) and key not in architecture.fields.values():
       raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
@@ -101,6 +104,20 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     values["local_rope_theta"] = raw["rope_local_base_freq"]
   values |= _windows(raw, architecture, _take(raw, "num_hidden_layers", int))
   return _grouped(values | architecture.read(raw))
+
+
+def _nearest(raw: Mapping[str, Any]) -> str:
+  """Advice for an unknown model_type: a close name, or Llama by another name."""
+  name = raw.get("model_type")
+  close = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.7)
+  advice = f"; the nearest is {close[0]}" if close else ""
+  try:
+    _from_hf(dict(raw) | dict(model_type="llama"))
+  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    return advice
+  return (
+    f"{advice}; its other keys are a Llama's: if it is one by another name, set this key to llama"
+  )
 
 
 def _grouped(values: dict[str, Any]) -> ModelConfig:

@@ -271,8 +271,7 @@ def save(
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
     shard_size_bytes: maximum size of a file; several files have model.safetensors.index.json.
     more: further keys of config.json, without effect on the model. None adds none.
-    like: directory with this language model inside another model, which is written too; "" for
-      none.
+    like: directory of this language model with further parts, which are written too; "" for none.
 
   Raises:
     ValueError: parameters do not match `model_config`, or no Hugging Face architecture has this
@@ -281,7 +280,7 @@ def save(
   directory = Path(directory)
   model_config = hf_config.published(model_config)
   names, other_model = architectures.names(model_config), nested.Other(like)
-  if other_model.raw and load_config(like) != model_config:
+  if other_model.names and load_config(like) != model_config:
     raise ValueError(f"{like} holds another model than model_config")
   leaves = leaves_of(model_config, other_model.rename(names))
   arrays = _checked(_merged(params, dtype), model_config)

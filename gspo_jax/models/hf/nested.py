@@ -1,6 +1,7 @@
-"""Directories with a language model inside another model: Gemma 3 from 4B on, Mistral 3.
+"""Directories with more than a language model: inside another model, or with further layers.
 
-`load` leaves tensors of the other parts where they are, and `save` copies them.
+Gemma 3 from 4B on and Mistral 3 are of the first kind. GLM-4.5 has layers of multi-token prediction
+after the last one. `load` leaves tensors of the other parts where they are, and `save` copies them.
 """
 
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from gspo_jax.system import hub
 PREFIXES = {"model.language_model.": "", "language_model.model.": "language_model."}
 _INSIDE = ("lm_head.", "language_model.", "model.language_model.")
 
+_FURTHER = "num_nextn_predict_layers"
+
 Names = dict[str, tuple[str, str]]
 
 
 class Other:
-  """The model around a language model; empty for most directories."""
+  """The parts of a directory beside the language model; none in most directories."""
 
   def __init__(self, directory: str, files: Files | None = None):
     """Finds the other model.
@@ -31,9 +34,15 @@ class Other:
       files: its files, if they are open.
     """
     self.raw: dict[str, Any] = {}
+    self.keys: dict[str, Any] = {}  # Of config.json, for the other tensors.
     self.names: list[str] = []
     path = hub.directory(directory) / "config.json" if directory else None
     raw = read_json(path) if path and path.is_file() else {}
+    if further := raw.get(_FURTHER):
+      self._files, self.keys = files or Files(directory), {_FURTHER: further}
+      layers = range(raw["num_hidden_layers"], raw["num_hidden_layers"] + further)
+      starts = tuple(f"model.layers.{layer}." for layer in layers)
+      self.names = sorted(x for x in self._files.file_of if x.startswith(starts))
     if raw.get("model_type") not in OUTER:
       return
     self.raw, self._files = raw, files or Files(directory)
@@ -53,7 +62,7 @@ class Other:
   def around(self, config: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json of the whole model."""
     if not self.raw:
-      return config
+      return config | self.keys
     dtype = config["torch_dtype"]
     return self.raw | {key: dtype for key in ("torch_dtype", "dtype") if key in self.raw}
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.models.families.declaration import Architecture
-from gspo_jax.settings.model import ModelConfig, RopeConfig
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.model_groups import RopeConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"

@@ -56,6 +56,12 @@ def write(directory, config, **changes):
       "model_type='gpt2' is not one of llama, qwen2, qwen2_moe, qwen3, qwen3_moe",
     ),
     (DENSE, dict(model_type=...), "model_type=None"),
+    (DENSE, dict(model_type="qwen4"), "model_type='qwen4' is not one .*; the nearest is qwen"),
+    (
+      LLAMA,
+      dict(model_type="yi"),
+      "; its other keys are a Llama's: if it is one by another name, set",
+    ),
     (DENSE, dict(hidden_size=...), "no hidden_size"),
     (DENSE, dict(rope_theta=...), "no rope_theta"),
     (MOE, dict(norm_topk_prob=...), "no norm_topk_prob"),  # transformers' default is not Qwen's

@@ -1,0 +1,45 @@
+r"""GSPO and GRPO on granite-3.1-1b-a400m and GSM8K, on one chip or a machine with 24 GiB.
+
+Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR \
+             --config.weights=ibm-granite/granite-3.1-1b-a400m-base \
+             --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
+           and the same with configs/granite_moe.py:grpo
+Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
+Expected:  not run by us at this size
+
+A small mixture of experts with 32 experts, 8 of them per token: what GSPO is said to do for
+routing can be looked at here. configs/granite_moe.py:tiny has random weights of toy size and the
+byte tokenizer; it needs the two data files only, and its reward stays near 0.
+"""
+
+import dataclasses
+
+from gspo_jax.configs import common, dense_math
+from gspo_jax.settings import model as sizes
+from gspo_jax.settings.model_groups import MultipliersConfig, ScoresConfig
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  name = common.variant(arg, "grpo", "tiny")
+  if name == "tiny":
+    config = dense_math.get_config("tiny")
+    model = dataclasses.replace(
+      sizes.tiny_moe(264),
+      family="granite",
+      qk_norm=False,
+      scores=ScoresConfig(scale=0.05),
+      multipliers=MultipliersConfig(embedding=12.0, residual=0.22, logits=6.0),
+    )
+    config.update(model=common.model(model))
+    return config
+  config = dense_math.get_config("granite-3.1-1b-a400m-base")
+  config.update(
+    compute=dict(remat="full", logits_chunk=128),
+    data=dict(max_prompt_tokens=384),
+    engine=dict(slots=64, cache_tokens=40_960),
+    rl=dict(prompts=16, group_size=8, microbatches=8),
+    objective=dict(volatility=True),  # experts that an update changes
+  )
+  if name == "grpo":
+    config.update(objective=dict(name="grpo", clip_low=0.2, clip_high=0.27))
+  return config

@@ -1,0 +1,37 @@
+r"""GSPO on OLMoE-1B-7B and GSM8K, on a TPU v5e host of eight chips.
+
+Command:   python -m gspo_jax.main --config=configs/olmoe.py --workdir=DIR \
+             --config.weights=allenai/OLMoE-1B-7B-0924 \
+             --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
+Hardware:  v5e-8 (16 GiB a chip); configs/olmoe.py:h100 for one card, which trains adapters
+Expected:  not run by us at this size
+
+configs/olmoe.py:tiny has random weights of toy size and the byte tokenizer; it needs the two data
+files only, and its reward stays near 0.
+"""
+
+import dataclasses
+
+from gspo_jax.configs import common, dense_math
+from gspo_jax.settings import model as sizes
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  name = common.variant(arg, "h100", "tiny")
+  if name == "tiny":
+    config = dense_math.get_config("tiny")
+    model = dataclasses.replace(sizes.tiny_moe(264), family="olmoe", norm_topk_prob=False)
+    config.update(model=common.model(model))
+    return config
+  config = dense_math.get_config("OLMoE-1B-7B-0924")
+  config.update(
+    mesh=dict(expert=1 if name == "h100" else 8, fsdp=1),
+    compute=dict(remat="full", logits_chunk=128),
+    data=dict(max_prompt_tokens=384),
+    engine=dict(slots=64, cache_tokens=81_920),
+    rl=dict(prompts=32, microbatches=8),
+    objective=dict(volatility=True),  # experts that an update changes
+  )
+  if name == "h100":  # Moments of 7 B parameters in float32 would not fit.
+    config.update(lora=dict(rank=32), rl_optimizer=dict(learning_rate=1e-5))
+  return config

@@ -1,0 +1,93 @@
+"""Groups of a model's hyper-parameters, neutral by default: positions, router, scores, factors."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import (
+  INT32,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveInt,
+  Range,
+  key,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """Rotary positions beyond `rope_theta` (models/attention/positions.py)."""
+
+  rule: Literal["default", "linear", "llama3", "yarn"] = key("default", "scaling of frequencies")
+  factor: Annotated[float, Range(1, 1e6)] = key(1.0, "longer context over the original one")
+  original_length: Annotated[int, Range(0, INT32)] = key(0, "original context (llama3, yarn)")
+  low_freq_factor: NonNegativeFloat = key(1.0, "llama3: original_length over the longest wave")
+  high_freq_factor: NonNegativeFloat = key(4.0, "llama3: original_length over an unscaled wave")
+  beta_fast: NonNegativeFloat = key(32.0, "yarn: turns in original_length of an unscaled wave")
+  beta_slow: NonNegativeFloat = key(1.0, "yarn: turns in original_length of a scaled wave")
+  attention_factor: NonNegativeFloat = key(0.0, "yarn: factor on queries and keys; 0: by mscale")
+  mscale: NonNegativeFloat = key(0.0, "yarn: growth of that factor; 0: 1")
+  mscale_all_dim: NonNegativeFloat = key(0.0, "yarn: growth of its divisor; 0: no divisor")
+  truncate: bool = key(True, "yarn: bounds of the ramp are whole numbers")
+  share: ranges.PositiveFraction = key(1.0, "rotated share of a head")
+  local: bool = key(False, "the rule is for local layers too, not for global ones alone")
+  layers_without: tuple[NonNegativeInt, ...] = key((), "layers without positions (SmolLM3)")
+  query_beta: NonNegativeFloat = key(
+    0.0, "queries times 1 + β log(1 + ⌊position / original_length⌋) (Ministral 3)"
+  )
+
+  def __post_init__(self):
+    ranges.check(self, "model.rope")
+    lengths = self.rule in ("llama3", "yarn") or self.query_beta
+    wrong = [
+      (lengths and not self.original_length, "{rule}, {query_beta} need {original_length} above 0"),
+      (
+        self.high_freq_factor <= self.low_freq_factor,
+        "{high_freq_factor} must be above {low_freq_factor}",
+      ),
+    ]
+    ranges.refuse(self, "model.rope", wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+  """Choice of experts beyond `experts_per_token` and `norm_topk_prob` (models/experts/moe.py)."""
+
+  scores: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts, from logits")
+  choice_bias: Literal["none", "frozen"] = key(
+    "none",
+    "on scores, for the choice alone | frozen: as published; no gradient reaches it, and RL has "
+    "too few tokens to balance loads anew",
+  )
+  groups: PositiveInt = key(1, "groups of neighbouring experts")
+  groups_per_token: PositiveInt = key(1, "groups chosen per token, by their two best experts")
+  scale: ranges.PositiveFloat = key(1.0, "factor on gate weights")
+  shared_width: NonNegativeInt = key(0, "F of experts for every token together; 0: none")
+  shared_gate: bool = key(False, "a sigmoid gate on them (Qwen2-MoE)")
+
+  def __post_init__(self):
+    ranges.check(self, "model.router")
+    wrong = [
+      (self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}"),
+    ]
+    ranges.refuse(self, "model.router", wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoresConfig:
+  """Attention scores beyond `query_pre_attn_scalar`, softcap and window."""
+
+  scale: NonNegativeFloat = key(0.0, "factor on q kᵀ (Granite); 0: by query_pre_attn_scalar")
+  clip_qkv: NonNegativeFloat = key(0.0, "bound on queries, keys and values (OLMoE); 0: none")
+  local_layers: tuple[NonNegativeInt, ...] = key(
+    (), "layers with the sliding window; (): by sliding_window_pattern"
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultipliersConfig:
+  """Factors on activations (Granite)."""
+
+  embedding: ranges.PositiveFloat = key(1.0, "on rows of the embedding")
+  residual: ranges.PositiveFloat = key(1.0, "on what attention and feed-forward layers add")
+  logits: ranges.PositiveFloat = key(1.0, "divisor of logits")
