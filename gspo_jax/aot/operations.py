@@ -1,6 +1,7 @@
 """Floating-point operations of a program's products for GPUs, by its compiled text.
 
-Counted are dots, fused or not, products of cuBLAS, and attention of cuDNN.
+Counted are dots, fused or not, products of cuBLAS, attention of cuDNN, and Pallas kernels in a
+`jax.named_scope("flops=N")`.
 """
 
 import math
@@ -19,9 +20,8 @@ def products(instruction: Instruction) -> float:
     return _attention(instruction)
   if instruction.target.startswith("__cublas$"):
     return _dot(instruction, r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-  if stated := re.findall(r"flops=(\d+)", instruction.path):  # A Pallas kernel of ours.
-    return float(stated[-1])
-  return 0.0
+  stated = re.findall(r"flops=(\d+)", instruction.path)  # A Pallas kernel's scope.
+  return float(stated[-1]) if stated and instruction.op == "custom-call" else 0.0
 
 
 def _dot(instruction: Instruction, contracted: str) -> float:
