@@ -15,14 +15,7 @@ import flax.struct
 import jax
 
 from gspo_jax.models import weights
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  NO_BIAS,
-  Architecture,
-  Family,
-  keys,
-)
+from gspo_jax.models.families import declaration as base
 from gspo_jax.models.layers import add, feed_forward, rms_norm_around_one
 from gspo_jax.models.weights import Attention, Dense
 from gspo_jax.settings.model import ModelConfig
@@ -69,24 +62,24 @@ def embed_scale(config: ModelConfig) -> float:
 
 
 GELU = "gelu_pytorch_tanh"
-WINDOWED = FIELDS | keys(
+WINDOWED = base.FIELDS | base.keys(
   "query_pre_attn_scalar final_logit_softcapping sliding_window sliding_window_pattern"
 )
 DEFAULTS = dict(num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
-FIXED = NO_BIAS | dict(hidden_activation=GELU, hidden_act=GELU)
+FIXED = base.NO_BIAS | dict(hidden_activation=GELU, hidden_act=GELU)
 POST_NORMS = {
-  "attention_post_norm": (LAYER + "post_attention_layernorm.weight", "D"),
-  "ffn_norm": (LAYER + "pre_feedforward_layernorm.weight", "D"),
-  "ffn_post_norm": (LAYER + "post_feedforward_layernorm.weight", "D"),
+  "attention_post_norm": (base.LAYER + "post_attention_layernorm.weight", "D"),
+  "ffn_norm": (base.LAYER + "pre_feedforward_layernorm.weight", "D"),
+  "ffn_post_norm": (base.LAYER + "post_feedforward_layernorm.weight", "D"),
 }
 
-FAMILY = Family(
+FAMILY = base.Family(
   block_table,
   layer,
   dict(
-    gemma2=Architecture(
+    gemma2=base.Architecture(
       "Gemma2ForCausalLM",
-      WINDOWED | keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
+      WINDOWED | base.keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
       implied=dict(qk_norm=False),
       # Its class reads the pattern from layer_types only.
       fixed=FIXED | dict(sliding_window_pattern=2),
@@ -94,7 +87,7 @@ FAMILY = Family(
       | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, rope_theta=1e4),
       pattern=2,
     ),
-    gemma3_text=Architecture(
+    gemma3_text=base.Architecture(
       "Gemma3ForCausalLM",
       WINDOWED | dict(local_rope_theta="rope_local_base_freq"),
       implied=dict(qk_norm=True),

@@ -6,17 +6,7 @@ https://arxiv.org/abs/2508.06471
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  MOE_FIELDS,
-  SILU,
-  Architecture,
-  Family,
-  keys,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 from gspo_jax.settings.model import ModelConfig
 
 
@@ -34,17 +24,17 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
   return dict(n_shared_experts=shared, first_k_dense_replace=len(config.mlp_only_layers))
 
 
-SHARED = LAYER + "mlp.shared_experts."
+SHARED = base.LAYER + "mlp.shared_experts."
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    glm4_moe=Architecture(
+    glm4_moe=base.Architecture(
       "Glm4MoeForCausalLM",
-      FIELDS
-      | MOE_FIELDS
-      | keys("attention_bias", num_experts="n_routed_experts", qk_norm="use_qk_norm")
+      base.FIELDS
+      | base.MOE_FIELDS
+      | base.keys("attention_bias", num_experts="n_routed_experts", qk_norm="use_qk_norm")
       | {
         "rope.share": "partial_rotary_factor",
         "router.groups": "n_group",
@@ -52,7 +42,7 @@ FAMILY = Family(
         "router.scale": "routed_scaling_factor",
       },
       implied={"router.scores": "sigmoid", "router.choice_bias": "frozen"},
-      fixed=SILU,
+      fixed=base.SILU,
       defaults=dict(
         num_key_value_heads=8,
         norm_topk_prob=True,

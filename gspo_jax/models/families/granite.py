@@ -1,37 +1,28 @@
 """Granite 3 and Granite-MoE, with four multipliers: https://huggingface.co/ibm-granite"""
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  NO_BIAS,
-  SILU,
-  Architecture,
-  Family,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 
-MULTIPLIED = FIELDS | {
+MULTIPLIED = base.FIELDS | {
   "scores.scale": "attention_multiplier",
   "multipliers.embedding": "embedding_multiplier",
   "multipliers.residual": "residual_multiplier",
   "multipliers.logits": "logits_scaling",
 }
-EXPERTS = LAYER + "block_sparse_moe."
+EXPERTS = base.LAYER + "block_sparse_moe."
 DEFAULTS = dict.fromkeys((key for field, key in MULTIPLIED.items() if "." in field), 1.0)
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    granite=Architecture(
+    granite=base.Architecture(
       "GraniteForCausalLM",
       MULTIPLIED,
       implied=dict(qk_norm=False),
-      fixed=SILU | NO_BIAS | dict(mlp_bias=False),
+      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False),
       defaults=DEFAULTS | dict(rope_theta=1e4),
     ),
-    granitemoe=Architecture(
+    granitemoe=base.Architecture(
       "GraniteMoeForCausalLM",
       MULTIPLIED
       | dict(
@@ -41,7 +32,7 @@ FAMILY = Family(
       ),
       # A softmax over the chosen experts alone.
       implied=dict(qk_norm=False, norm_topk_prob=True),
-      fixed=SILU | NO_BIAS,
+      fixed=base.SILU | base.NO_BIAS,
       defaults=DEFAULTS | dict(rope_theta=1e4, num_local_experts=8, num_experts_per_tok=2),
     ),
   ),

@@ -1,25 +1,17 @@
 """Llama 2 to 3.3, SmolLM2 and others of this form: https://arxiv.org/abs/2407.21783"""
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  NO_BIAS,
-  SILU,
-  Architecture,
-  Family,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    llama=Architecture(
+    llama=base.Architecture(
       "LlamaForCausalLM",
-      FIELDS,
+      base.FIELDS,
       implied=dict(qk_norm=False),
       # With this key the output projection has a bias too, unlike Qwen2's.
-      fixed=SILU | NO_BIAS | dict(mlp_bias=False),
+      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False),
       defaults=dict(rope_theta=1e4),  # Missing in Llama 1 and 2.
     )
   ),

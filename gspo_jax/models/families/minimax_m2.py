@@ -7,15 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  SILU,
-  Architecture,
-  Family,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.mixtral import NAMES as MIXTRAL_NAMES
 from gspo_jax.models.families.olmo import WIDE_NORMS
 from gspo_jax.settings.model import ModelConfig
@@ -32,13 +24,13 @@ def write_share(config: ModelConfig) -> dict[str, Any]:
   return dict(rotary_dim=int(config.head_dim * config.rope.share))
 
 
-FAMILY = Family(
-  functools.partial(pre_norm_table, norm_heads=True),
-  pre_norm,
+FAMILY = base.Family(
+  functools.partial(base.pre_norm_table, norm_heads=True),
+  base.pre_norm,
   dict(
-    minimax_m2=Architecture(
+    minimax_m2=base.Architecture(
       "MiniMaxM2ForCausalLM",
-      FIELDS
+      base.FIELDS
       | {
         "num_experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",
@@ -51,7 +43,7 @@ FAMILY = Family(
         "router.scores": "sigmoid",
         "router.choice_bias": "frozen",
       },
-      fixed=SILU | dict(router_jitter_noise=0.0),
+      fixed=base.SILU | dict(router_jitter_noise=0.0),
       defaults=dict(
         rope_theta=5e6,
         num_key_value_heads=8,
@@ -66,5 +58,5 @@ FAMILY = Family(
   ),
   MIXTRAL_NAMES
   | WIDE_NORMS
-  | {"Moe.choice_bias": (LAYER + "block_sparse_moe.e_score_correction_bias", "E")},
+  | {"Moe.choice_bias": (base.LAYER + "block_sparse_moe.e_score_correction_bias", "E")},
 )

@@ -1,35 +1,27 @@
 """Mistral and Ministral 3: https://arxiv.org/abs/2310.06825"""
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  SILU,
-  Architecture,
-  Family,
-  keys,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 
-WINDOWED = FIELDS | keys("sliding_window", local_rope_theta="rope_theta")
+WINDOWED = base.FIELDS | base.keys("sliding_window", local_rope_theta="rope_theta")
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    mistral=Architecture(
+    mistral=base.Architecture(
       "MistralForCausalLM",
       WINDOWED,
       implied=dict(qk_norm=False),
-      fixed=SILU,
+      fixed=base.SILU,
       defaults=dict(num_key_value_heads=8, rope_theta=1e4, sliding_window=4096),
       pattern=0,
       outer="mistral3",
     ),
-    ministral3=Architecture(
+    ministral3=base.Architecture(
       "Ministral3ForCausalLM",
-      FIELDS | {"rope.query_beta": "llama_4_scaling_beta"},  # Among the rotary parameters.
+      base.FIELDS | {"rope.query_beta": "llama_4_scaling_beta"},  # Among the rotary parameters.
       implied=dict(qk_norm=False),
-      fixed=SILU | dict(sliding_window=None),
+      fixed=base.SILU | dict(sliding_window=None),
       defaults=dict(num_key_value_heads=8, head_dim=128),
       outer="mistral3",
     ),

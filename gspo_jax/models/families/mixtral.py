@@ -1,37 +1,29 @@
 """Mixtral: https://arxiv.org/abs/2401.04088"""
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  SILU,
-  Architecture,
-  Family,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 
-EXPERT = LAYER + "block_sparse_moe.experts.{E}."
+EXPERT = base.LAYER + "block_sparse_moe.experts.{E}."
 NAMES = {
-  "Moe.router": (LAYER + "block_sparse_moe.gate.weight", "E D"),
+  "Moe.router": (base.LAYER + "block_sparse_moe.gate.weight", "E D"),
   "Moe.gate": (EXPERT + "w1.weight", "F D"),
   "Moe.up": (EXPERT + "w3.weight", "F D"),
   "Moe.down": (EXPERT + "w2.weight", "D F"),
 }
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    mixtral=Architecture(
+    mixtral=base.Architecture(
       "MixtralForCausalLM",
-      FIELDS
+      base.FIELDS
       | dict(
         num_experts="num_local_experts",
         experts_per_token="num_experts_per_tok",
         moe_intermediate_size="intermediate_size",
       ),
       implied=dict(qk_norm=False, norm_topk_prob=True),
-      fixed=SILU | dict(sliding_window=None, router_jitter_noise=0.0),
+      fixed=base.SILU | dict(sliding_window=None, router_jitter_noise=0.0),
       defaults=dict(
         rope_theta=1e6, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
       ),

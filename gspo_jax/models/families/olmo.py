@@ -7,16 +7,7 @@ import flax.struct
 import jax
 
 from gspo_jax.models import weights
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  NO_BIAS,
-  SILU,
-  Architecture,
-  Family,
-  feed_forward,
-  keys,
-)
+from gspo_jax.models.families import declaration as base
 from gspo_jax.models.layers import add, rms_norm
 from gspo_jax.models.weights import Attention, Dense
 from gspo_jax.settings.model import ModelConfig
@@ -48,32 +39,32 @@ def layer(x_BTD: jax.Array, block: Block, config: ModelConfig, attend: Callable,
   y_BTD, cache = attend(x_BTD, block.attention, rms_norm)
   y_BTD = rms_norm(y_BTD, block.attention_post_norm, config.rms_norm_eps)
   x_BTD = add(x_BTD, y_BTD, config)
-  y_BTD, experts_BTk, stats = feed_forward(x_BTD, block.ffn, experts)
+  y_BTD, experts_BTk, stats = base.feed_forward(x_BTD, block.ffn, experts)
   y_BTD = rms_norm(y_BTD, block.ffn_post_norm, config.rms_norm_eps)
   return add(x_BTD, y_BTD, config), cache, experts_BTk, stats
 
 
 WIDE_NORMS = {
-  "attention.q_norm": (LAYER + "self_attn.q_norm.weight", "NH"),
-  "attention.k_norm": (LAYER + "self_attn.k_norm.weight", "KH"),
+  "attention.q_norm": (base.LAYER + "self_attn.q_norm.weight", "NH"),
+  "attention.k_norm": (base.LAYER + "self_attn.k_norm.weight", "KH"),
 }
 
-FAMILY = Family(
+FAMILY = base.Family(
   block_table,
   layer,
   dict(
-    olmo2=Architecture(
+    olmo2=base.Architecture(
       "Olmo2ForCausalLM",
-      FIELDS,
+      base.FIELDS,
       implied=dict(qk_norm=True),
-      fixed=SILU | NO_BIAS,
+      fixed=base.SILU | base.NO_BIAS,
       defaults=dict(rope_theta=1e4),
     ),
-    olmo3=Architecture(
+    olmo3=base.Architecture(
       "Olmo3ForCausalLM",
-      FIELDS | keys("sliding_window"),
+      base.FIELDS | base.keys("sliding_window"),
       implied=dict(qk_norm=True),
-      fixed=SILU | NO_BIAS,
+      fixed=base.SILU | base.NO_BIAS,
       defaults=dict(rope_theta=5e5, sliding_window=4096),
       pattern=4,
       ropes_by_kind=True,
@@ -81,7 +72,7 @@ FAMILY = Family(
   ),
   WIDE_NORMS
   | {
-    "attention_post_norm": (LAYER + "post_attention_layernorm.weight", "D"),
-    "ffn_post_norm": (LAYER + "post_feedforward_layernorm.weight", "D"),
+    "attention_post_norm": (base.LAYER + "post_attention_layernorm.weight", "D"),
+    "ffn_post_norm": (base.LAYER + "post_feedforward_layernorm.weight", "D"),
   },
 )

@@ -1,38 +1,28 @@
 """Qwen2, Qwen2.5 and Qwen2-MoE: https://arxiv.org/abs/2412.15115"""
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  LAYER,
-  MOE_FIELDS,
-  SILU,
-  Architecture,
-  Family,
-  keys,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 
-SHARED = LAYER + "mlp.shared_expert."
+SHARED = base.LAYER + "mlp.shared_expert."
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    qwen2=Architecture(
+    qwen2=base.Architecture(
       "Qwen2ForCausalLM",
-      FIELDS,
+      base.FIELDS,
       implied=dict(qk_norm=False, attention_bias=True),
-      fixed=SILU | dict(use_sliding_window=False),
+      fixed=base.SILU | dict(use_sliding_window=False),
       defaults=dict(num_key_value_heads=32),
     ),
-    qwen2_moe=Architecture(
+    qwen2_moe=base.Architecture(
       "Qwen2MoeForCausalLM",
-      FIELDS
-      | MOE_FIELDS
-      | keys("decoder_sparse_step mlp_only_layers")
+      base.FIELDS
+      | base.MOE_FIELDS
+      | base.keys("decoder_sparse_step mlp_only_layers")
       | {"router.shared_width": "shared_expert_intermediate_size", "attention_bias": "qkv_bias"},
       implied={"qk_norm": False, "router.shared_gate": True},
-      fixed=SILU | dict(use_sliding_window=False),
+      fixed=base.SILU | dict(use_sliding_window=False),
       defaults=dict(
         num_key_value_heads=16, decoder_sparse_step=1, mlp_only_layers=[], qkv_bias=True
       ),
@@ -42,6 +32,6 @@ FAMILY = Family(
     "Moe.shared.gate": (SHARED + "gate_proj.weight", "F D"),
     "Moe.shared.up": (SHARED + "up_proj.weight", "F D"),
     "Moe.shared.down": (SHARED + "down_proj.weight", "D F"),
-    "Moe.shared_gate": (LAYER + "mlp.shared_expert_gate.weight", "O D"),
+    "Moe.shared_gate": (base.LAYER + "mlp.shared_expert_gate.weight", "O D"),
   },
 )

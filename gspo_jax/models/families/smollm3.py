@@ -3,15 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_jax.models.families.declaration import (
-  FIELDS,
-  NO_BIAS,
-  SILU,
-  Architecture,
-  Family,
-  pre_norm,
-  pre_norm_table,
-)
+from gspo_jax.models.families import declaration as base
 from gspo_jax.settings.model import ModelConfig
 
 
@@ -32,15 +24,15 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
   return dict(no_rope_layers=rotary)
 
 
-FAMILY = Family(
-  pre_norm_table,
-  pre_norm,
+FAMILY = base.Family(
+  base.pre_norm_table,
+  base.pre_norm,
   dict(
-    smollm3=Architecture(
+    smollm3=base.Architecture(
       "SmolLM3ForCausalLM",
-      FIELDS,
+      base.FIELDS,
       implied=dict(qk_norm=False),
-      fixed=SILU | NO_BIAS | dict(mlp_bias=False, use_sliding_window=False),
+      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False, use_sliding_window=False),
       defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
       read=read_layers,
       write=write_layers,
