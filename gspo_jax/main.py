@@ -34,7 +34,6 @@ from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.passes import anchor
-from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, preemption
 from gspo_jax.system.text import visible
 
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
   garbage_is_rare()
   config, workdir = configured(), _workdir()
   try:
-    with open_run(config, workdir) as run, agreed_stops(config):
+    with open_run(config, workdir) as run, agreed_stops(config.checkpoint.grace_s):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := anchor(config):
@@ -74,12 +73,12 @@ def main(argv: list[str]) -> None:
     sys.exit(stop.code)
 
 
-def agreed_stops(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+def agreed_stops(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes several hosts stop together, at their next common check. A single host ends at once
   outside of phases."""
   if jax.process_count() == 1:
     return contextlib.nullcontext()
-  return preemption.watch(config.checkpoint.grace_s)
+  return preemption.watch(grace_s)
 
 
 def plan() -> None:

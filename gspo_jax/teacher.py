@@ -77,14 +77,14 @@ def check(
     raise ValueError(f"{named}: {error}") from error
 
 
-def abstract(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
+def abstract(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
   """Returns shapes, dtypes and shardings of the weights, in the training layout."""
-  return abstract_params(teacher.model, mesh, sharding.TRAIN, config.compute.dtype)
+  return abstract_params(teacher.model, mesh, sharding.TRAIN, dtype)
 
 
-def load(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
+def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
   """Loads the weights in the layout of `abstract`. Raises ValueError as `WeightSource.load`."""
-  return teacher.source.load(teacher.model, mesh, config.compute.dtype)
+  return teacher.source.load(teacher.model, mesh, dtype)
 
 
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:

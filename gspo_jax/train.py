@@ -213,7 +213,7 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
-    "teacher": lambda: teacher.load(run.teacher, c, run.mesh),
+    "teacher": lambda: teacher.load(run.teacher, c.compute.dtype, run.mesh),
   }
   return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}
 

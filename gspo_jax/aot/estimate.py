@@ -172,7 +172,7 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
   taught = teacher.find(case.config)
-  params = teacher.abstract(taught, case.config, mesh)
+  params = teacher.abstract(taught, case.config.compute.dtype, mesh)
   return case.scored // case.rows * _pass(params, taught.model, case, mesh)
 
 

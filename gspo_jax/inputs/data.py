@@ -11,6 +11,7 @@ from gspo_jax.evaluation.benchmarks import HeldOut, check_problems, choose
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.training import SftConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks import environments
 
@@ -52,7 +53,11 @@ def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardCo
     load = growing.load if config.schedule.refresh_every else sources.load
     trained.insert(0, load(config.data, tok, "train", check_answer))
   prompts: Sequence[Prompt] = trained[0] if trained else []
-  demonstrations = _read_demonstrations(config, tok, prompts) if "sft" in config.job else []
+  demonstrations = (
+    _read_demonstrations(config.sft, config.data.on_error, tok, prompts)
+    if "sft" in config.job
+    else []
+  )
   for section in sections.values():
     rewards.check_lines(section)
   held_out = _read_held_out(config, tok, verifier, trained)
@@ -93,11 +98,11 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 
 
 def _read_demonstrations(
-  config: RunConfig, tok: Tokenizer, prompts: Sequence[Prompt]
+  sft: SftConfig, on_error: str, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
   """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
-  fitting = sources.fitting(prompts, tok, config.sft.max_tokens, config.data.on_error)
-  if config.sft.target_loss and len(fitting) < 2:
+  fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
+  if sft.target_loss and len(fitting) < 2:
     raise sources.DataError("sft.target_loss holds out half of fewer than two demonstrations")
   return fitting
 

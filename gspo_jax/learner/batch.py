@@ -84,7 +84,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
   """Returns the batch fields needed by this configuration only."""
   fields = {}
   if c.kl_by_group:
-    fields["mixed_B"] = in_teaching_group(c, scored)
+    fields["mixed_B"] = in_teaching_group(scored, c.objective.loss.by_token)
   if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages.
     in_parts = scored.advantage_BL is not None
     fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
@@ -95,10 +95,10 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
   return fields
 
 
-def in_teaching_group(c: RunConfig, scored: Scored) -> np.ndarray:
+def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
   """Whether each response's group has a nonzero advantage, bool [B]."""
   nonzero_PG = scored.advantage_PG != 0
-  if c.objective.loss.by_token and scored.advantage_BL is not None:
+  if by_token and scored.advantage_BL is not None:
     nonzero_PG = (scored.advantage_BL != 0).any(axis=1).reshape(nonzero_PG.shape)
   return np.repeat(nonzero_PG.any(axis=1), nonzero_PG.shape[1])
 

@@ -150,7 +150,7 @@ class Collector:
     renewed = self._restart_stale()
     self._surplus = {id(group) for group in self._in_flight if group.finished}
     self._filter.readmit(step)
-    self._limit, row = schedules.begin(c, self._prompts, step)
+    self._limit, row = schedules.begin(c.schedule, self._prompts, step, c.sampling.max_new_tokens)
     on_record, sampled, rounds = self._recorded_groups(), [], 0
     extra = c.data.query_set.extra_rounds if self._num_sampled else -1
     while rounds <= extra and (not rounds or sum(g.mixed for g in sampled) < c.rl.prompts):
@@ -371,7 +371,7 @@ class Collector:
         f"{len(groups)} groups of {max(sizes)} responses do not fit rl.prompts={c.rl.prompts} and "
         f"rl.group_size={c.rl.group_size}: set these as in the run that sampled the groups"
       )
-    require_lengths(trajectories, c)
+    require_lengths(trajectories, c.data.max_prompt_tokens, c.sampling.max_new_tokens)
     longest = max(len(trajectory.prompt) for trajectory in trajectories)
     room = schedules.bucket_length(longest, self._buckets, c.data.max_prompt_tokens)
     window = room + c.sampling.max_new_tokens
@@ -390,4 +390,7 @@ class Collector:
     """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])
-    self._in_flight = restored(state["under_way"], self._config, self._environment)
+    c = self._config
+    self._in_flight = restored(
+      state["under_way"], self._environment, c.data.max_prompt_tokens, c.sampling.max_new_tokens
+    )

@@ -11,7 +11,6 @@ from gspo_jax.objectives import advantages
 from gspo_jax.rewards.shaping import reaches
 from gspo_jax.sampling import SingleTurn, Trajectory, conversations
 from gspo_jax.sampling.trajectory import recorded_turn
-from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.tasks.environments import Make
@@ -149,23 +148,26 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
 
 
 def restored(
-  states: Iterable[Mapping[str, Any]], config: RunConfig, make: Make | None
+  states: Iterable[Mapping[str, Any]], make: Make | None, longest_prompt: int, longest: int
 ) -> list[Group]:
   """Restores unscored groups, and resumes their environments.
 
-  Responses longer than `sampling.max_new_tokens` (sampled under another configuration) are cut, and
-  unfinished. Environments are on the first host; if one fails, its trajectory is finished.
+  Responses longer than `longest` (sampled under another configuration) are cut, and unfinished.
+  Environments are on the first host; if one fails, its trajectory is finished.
 
   Args:
+    states: states of the groups.
     make: constructor of environments; None for single turns.
+    longest_prompt: `data.max_prompt_tokens`.
+    longest: `sampling.max_new_tokens`.
 
   Raises:
-    ValueError: a prompt is longer than `data.max_prompt_tokens`.
+    ValueError: a prompt is longer than `longest_prompt`.
   """
   groups = [Group.from_state(x, lambda p: None if make else SingleTurn(p.tokens)) for x in states]
   for trajectory in trajectories_of(groups):
-    trajectory.cut(config.sampling.max_new_tokens)
-  require_lengths(trajectories_of(groups), config)
+    trajectory.cut(longest)
+  require_lengths(trajectories_of(groups), longest_prompt, longest)
   if make is None:
     return groups
   pairs = [(x, group.prompt) for group in groups for x in group.trajectories if not x.finished]
@@ -178,21 +180,21 @@ def restored(
   return groups
 
 
-def require_lengths(trajectories: Sequence[Trajectory], config: RunConfig) -> None:
+def require_lengths(trajectories: Sequence[Trajectory], longest_prompt: int, longest: int) -> None:
   """Raises ValueError for prompts or responses beyond the configured lengths.
 
   Updates would use 0 for the log-probs of tokens beyond.
   """
   limits = (
-    ("prompt", "data.max_prompt_tokens", config.data.max_prompt_tokens),
-    ("tokens", "sampling.max_new_tokens", config.sampling.max_new_tokens),
+    ("prompt", "data.max_prompt_tokens", longest_prompt),
+    ("tokens", "sampling.max_new_tokens", longest),
   )
   for field, key, limit in limits:
-    longest = max((len(getattr(trajectory, field)) for trajectory in trajectories), default=0)
-    if longest > limit:
+    length = max((len(getattr(trajectory, field)) for trajectory in trajectories), default=0)
+    if length > limit:
       kind = "prompt" if field == "prompt" else "response"
       raise ValueError(
-        f"a {kind} has {longest} tokens, and {key}={limit}: set it to {longest} at least"
+        f"a {kind} has {length} tokens, and {key}={limit}: set it to {length} at least"
       )
 
 

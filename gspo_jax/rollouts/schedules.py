@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_jax.data.sources import Mixture, Prompts, Source
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.training import ScheduleConfig
 
 SOLVED = 0.9  # Probability of at least one right response in a group.
 SHARES = (0.5, 0.9, 1.0)  # Share of iterations with all prompts within each bucket.
@@ -37,10 +38,9 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
   return size
 
 
-def begin(c: RunConfig, prompts: Any, step: int) -> tuple[int, dict[str, float]]:
+def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int, dict[str, float]]:
   """Reads new problems if due; returns the maximum response length and metrics."""
-  s, metrics = c.schedule, {}
-  limit = s.limit(step, c.sampling.max_new_tokens)
+  metrics, limit = {}, s.limit(step, longest)
   if s.stages:
     metrics["sampling/max_new_tokens"] = float(limit)
   if s.refresh_every:

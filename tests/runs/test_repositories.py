@@ -143,11 +143,11 @@ def test_a_run_keeps_its_first_teacher(server, tmp_path):
   first, params = publish(server, tmp_path / "source")
   taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})
   with open_run(taught, tmp_path / "run") as run:
-    assert same(teachers.load(run.teacher, taught, run.mesh), params)
+    assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
   assert provenance_of(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
   publish(server, tmp_path / "source", seed=1)
   with open_run(taught, tmp_path / "run") as run:
-    assert same(teachers.load(run.teacher, taught, run.mesh), params)
+    assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
 
 
 def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
