@@ -20,14 +20,14 @@ from gspo_jax.learner.step import make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.structs import ModelInputs, Prompt, TrainBatch
+from gspo_jax.runs.phase import Phase
+from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
 HELD_OUT = 128  # Held-out demonstrations; at most half of all.
 
 
 def sft(run: Run) -> Any:
-  """Trains for `sft.steps` updates, or down to a held-out loss of `sft.target_loss`. Warns if the
-  loss ends above this target. Returns the parameters.
+  """Trains for `sft.steps` updates, or down to `sft.target_loss`, and returns the parameters.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
@@ -63,9 +63,9 @@ def sft(run: Run) -> Any:
       phase.keep_batches(step, [batch])  # Many batches are kept, so in host memory.
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
-        # The next dispatch blocks if too many are in flight.
         row = dict(step=step, learning_rate=optimizer.last_rate(schedule, state.opt_state))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
+        _wait(phase, state)
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)
       phase.set_resume_point(step, state, position)
@@ -75,6 +75,7 @@ def sft(run: Run) -> Any:
         with phase.stages("update"):  # `report` waits for the previous row.
           phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
       if last or step % c.checkpoint.every == 0 or (reported and phase.is_time()):
+        _wait(phase, state)
         with phase.stages("save"):
           phase.save()
       done = step
@@ -85,6 +86,12 @@ def sft(run: Run) -> Any:
       "sft_optimizer\n"
     )
   return state.params
+
+
+def _wait(phase: Phase, state: TrainState) -> None:
+  """Waits for dispatched updates, timed as `update`."""
+  with phase.stages("update"):
+    jax.block_until_ready(state)
 
 
 def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callable[[Any], float]]:

@@ -103,7 +103,12 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
-      sizes = [sum(y or 0 for y in ys) for part in parts for ys in zip(*(s["y"] for s in part))]
+      sizes = [
+        sum(y or 0 for y in ys)
+        for part in parts
+        for phase in figure.phases
+        for ys in zip(*(s["y"] for s in part if s["phase"] == phase))
+      ]
     common["top"], common["largest"] = _usual_top(sizes), max(sizes, default=0)
   if len(parts) > 1:  # Side by side, on one axis and with the same colours.
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))

@@ -211,6 +211,30 @@ def test_pointing_at_a_chart_reads_all_charts_at_that_step(tab, run_page):
   assert tab.figure("Loss", "f.querySelector('.legend b').textContent") == "−20"
 
 
+def test_phases_of_stacked_bars_are_side_by_side(tab, tmp_path):
+  rows = [
+    {"phase": phase, "step": step, "goodput/update": 0.25 * scale, "goodput/compile": 0.5}
+    for phase, steps, scale in (("sft", 6, 1), ("rl", 3, 2))
+    for step in range(1, steps + 1)
+  ]
+  tab.open(write_report(cases.write(tmp_path / "run", rows)), "#speed")
+  bars = """[...f.querySelectorAll("svg > .bar")].map((bar) => {
+    const box = bar.getBBox();
+    return [box.x, box.x + box.width, box.y, box.y + box.height];
+  })"""
+  drawn = tab.figure("Goodput", bars)
+  assert len(drawn) == 4
+  (_, sft_end, sft_top, low), (rl_start, rl_end, rl_top, _) = (
+    (min(b[0] for b in pair), max(b[1] for b in pair), min(b[2] for b in pair), drawn[0][3])
+    for pair in (drawn[:2], drawn[2:])
+  )
+  assert sft_end < rl_start
+  assert rl_end <= tab.figure("Goodput", "+f.querySelector('svg .base').getAttribute('x2')")
+  assert (low - sft_top) / (low - rl_top) == pytest.approx(0.75, abs=0.01)
+  names = tab.figure("Goodput", "[...f.querySelectorAll('svg text')].map((t) => t.textContent)")
+  assert "100%" in "".join(names).replace(" ", "") and "200" not in "".join(names)
+
+
 def test_warnings_are_on_top(tab, run_page, tmp_path):
   tab.open(run_page)
   assert tab.texts(".warnings li") == ["step 3–5: entropy", "step 9: entropy"]

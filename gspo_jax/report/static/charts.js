@@ -253,19 +253,29 @@ function chart(figure) {
     add("text", place, label);
   }
 
+  // The bars of a phase stack on each other; its edges cut the first and the last one.
   function drawStack() {
-    const steps = drawn[0].x;
-    const part = parts[0];
-    const base = steps.map(() => 0);
-    const apart = (part.x(steps[steps.length - 1]) - part.x(steps[0])) / (steps.length - 1);
-    const wide = (apart || 24) * (steps.length > 60 ? 1.02 : 0.8);
-    for (const s of drawn) {
+    for (const part of parts) {
+      const stacked = drawn.filter((s) => s.phase === part.phase);
+      if (stacked.length) stackPhase(part, stacked);
+    }
+  }
+
+  function stackPhase(part, stacked) {
+    const places = [...new Set(stacked.flatMap((s) => s.x))].sort((a, b) => a - b).map(part.x);
+    const apart = (places[places.length - 1] - places[0]) / (places.length - 1);
+    const wide = (apart || 24) * (places.length > 60 ? 1.02 : 0.8);
+    const tops = new Map();
+    for (const s of stacked) {
       let d = "";
       s.y.forEach((v, i) => {
         if (!v) return;
-        const left = Math.max(part.left - 4, part.x(steps[i]) - wide / 2);
-        d += `M${left.toFixed(1)} ${y(base[i]).toFixed(1)}h${wide.toFixed(2)}V${y(base[i] + v).toFixed(1)}h${(-wide).toFixed(2)}z`;
-        base[i] += v;
+        const x = part.x(s.x[i]);
+        const left = Math.max(part.left - 4, x - wide / 2);
+        const right = Math.min(part.right + 4, x + wide / 2);
+        const base = tops.get(s.x[i]) || 0;
+        tops.set(s.x[i], base + v);
+        d += `M${left.toFixed(1)} ${y(base).toFixed(1)}H${right.toFixed(1)}V${y(base + v).toFixed(1)}H${left.toFixed(1)}z`;
       });
       add("path", { class: "bar", d, style: `fill: ${s.paint}` });
     }
@@ -282,7 +292,7 @@ function chart(figure) {
       const dot = dots[index];
       if (dot) dot.style.visibility = "hidden";
       const ends = drawn.filter((o) => o.run === s.run && o.label === s.label);
-      if (phase ? s.phase !== phase : s !== ends[ends.length - 1]) return;
+      if (phase || stack ? s.phase !== part : s !== ends[ends.length - 1]) return;
       const steps = report.runs[s.run].phases[s.phase];
       // A run that was shorter than another has nothing to read beyond its end.
       if (step != null && (step > steps.to + 0.5 || step < steps.from - 0.5)) return;
