@@ -5,6 +5,7 @@ answered at once.
 """
 
 import ast
+import difflib
 import importlib.util
 import os
 import re
@@ -147,7 +148,9 @@ def missing_file(name: str) -> str:
   path = path_of(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
-  return f"--config={name}: there is no file {path!r}; known by name are {', '.join(installed())}"
+  near = difflib.get_close_matches(path, installed(), n=1)
+  hint = f"did you mean {near[0]}?" if near else f"known by name are {', '.join(installed())}"
+  return f"--config={name}: there is no file {path!r}; {hint}"
 
 
 def greeting(arguments: Sequence[str]) -> str:

@@ -351,4 +351,5 @@ def _require_option(key: str, options: Mapping[str, Any], name: str) -> None:
 
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:
   if value not in allowed:
-    raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{note}")
+    hint = note or ranges.did_you_mean(value, allowed)
+    raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{hint}")

@@ -14,6 +14,7 @@ The first check of a section refuses numbers without a range.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
@@ -121,7 +122,8 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     check_value(arguments[0], value, key)
   words = arguments if origin is Literal else arguments[1] if origin is Annotated else None
   if isinstance(words, tuple | Name) and value not in words:
-    raise ValueError(f"{key}={value!r} is not {describe(kind)}")
+    choices = words.words if isinstance(words, Name) else words
+    raise ValueError(f"{key}={value!r} is not {describe(kind)}{did_you_mean(value, choices)}")
   if isinstance(words, Range) and value not in words:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
     raise ValueError(f"{key}={value!r} must be {words}{as_float32}")
@@ -129,6 +131,12 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     raise ValueError(f"{key}={value!r} must not hold NUL")
   if kind is str and value.encode(errors="replace").decode() != value:
     raise ValueError(f"{key}={value!r} must be UTF-8")
+
+
+def did_you_mean(value: Any, words: Iterable[Any]) -> str:
+  """Returns a hint with the most similar word, or ""."""
+  near = difflib.get_close_matches(str(value), map(str, words), n=1)
+  return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspo_jax.settings import ranges, rules
@@ -14,6 +14,46 @@ from gspo_jax.settings.objective import ObjectiveConfig, effective
 from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
+
+# Keys by their names in TRL (GRPOConfig) and verl.
+OTHER_NAMES = dict(
+  adv_estimator="objective.advantage",
+  batch_size="rl.prompts",
+  beta="objective.kl_coef",
+  clip_ratio_high="objective.clip_high",
+  clip_ratio_low="objective.clip_low",
+  entropy_coeff="objective.entropy_coef",
+  epsilon="objective.clip_low",
+  epsilon_high="objective.clip_high",
+  eval_steps="eval.every",
+  gradient_accumulation_steps="rl.microbatches",
+  gradient_checkpointing="compute.remat",
+  kl_loss_coef="objective.kl_coef",
+  learning_rate="rl_optimizer.learning_rate sft_optimizer.learning_rate",
+  logging_steps="sft.log_every",
+  loss_agg_mode="objective.aggregate",
+  loss_type="objective.name",
+  lr="rl_optimizer.learning_rate sft_optimizer.learning_rate",
+  lr_scheduler_type="rl_optimizer.schedule",
+  mask_truncated_completions="rl.mask_truncated",
+  max_completion_length="sampling.max_new_tokens",
+  max_grad_norm="rl_optimizer.clip_norm",
+  max_prompt_length="data.max_prompt_tokens",
+  max_response_length="sampling.max_new_tokens",
+  max_steps="rl.iterations",
+  model_name_or_path="weights",
+  num_generations="rl.group_size",
+  num_iterations="rl.epochs",
+  num_train_epochs="rl.iterations",
+  per_device_train_batch_size="rl.prompts",
+  ppo_epochs="rl.epochs",
+  ppo_mini_batch_size="rl.minibatches",
+  rollout_n="rl.group_size",
+  save_steps="checkpoint.every",
+  system_prompt="data.system",
+  train_batch_size="rl.prompts",
+  warmup_ratio="rl_optimizer.warmup_steps",
+)
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -75,10 +115,28 @@ def kind_of(key: str) -> Any:
 
 
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
-  """Error message for an unknown key; `path` is its section with a dot, or ""."""
-  near = difflib.get_close_matches(key, keys, n=1)
-  hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(keys) or 'none'}"
+  """Error message for an unknown key, with suggestions.
+
+  These are another library's name, a similar key of the section, or keys of this name elsewhere.
+
+  path: section of the key with a dot, or "".
+  """
+  elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == key]
+  near = [path + name for name in difflib.get_close_matches(key, keys, n=1)]
+  if near := OTHER_NAMES.get(key, "").split() or near or elsewhere:
+    hint = f"did you mean {' or '.join(near)}?"
+  else:
+    hint = f"there are {', '.join(keys) or 'none'}"
   return f"unknown config key {path}{key}; {hint}"
+
+
+def _dotted(section: type, path: str = "") -> Iterator[str]:
+  """Yields the dotted keys of a section."""
+  for key, kind in ranges.kinds(section).items():
+    if dataclasses.is_dataclass(kind):
+      yield from _dotted(kind, f"{path}{key}.")
+    else:
+      yield path + key
 
 
 def _build(cls: type, values: Any, path: str) -> Any:

@@ -19,7 +19,7 @@ from support.configs import VARIANTS, values_of
 from configs import common, tiny_tools
 from gspo_jax import train
 from gspo_jax.models.families import lookup
-from gspo_jax.settings import ranges, rules
+from gspo_jax.settings import ranges, reading, rules
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
@@ -356,3 +356,9 @@ def test_unknown_best_metric_ends_the_first_iteration():
   for best, step, near in ("reward/men", 1, "reward/mean"), ("eval/tool_us", 0, "eval/tool_use"):
     with pytest.raises(ValueError, match=f"best='{best}' is no metric; did you mean {near}"):
       train.check_best(best, {"step": step, near: 0.5}, evaluated=True)
+
+
+def test_other_libraries_names_lead_to_keys():
+  for name, keys in reading.OTHER_NAMES.items():
+    assert all(reading.kind_of(key) for key in keys.split()), name
+    assert f"did you mean {keys.replace(' ', ' or ')}?" in reading.unknown_key_message("", name, ())
