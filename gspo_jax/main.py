@@ -87,7 +87,7 @@ def plan() -> None:
 
   config = configured()
   try:
-    lines = plan.lines(config, rehearse(config, _workdir()))
+    lines = plan.lines(config, *rehearse(config, _workdir()))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:

@@ -169,8 +169,11 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     yield run
 
 
-def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
-  """Runs the checks of `open_run` without writing. Raises ValueError as `open_run`."""
+def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[float]]:
+  """Runs `open_run`'s checks without writing; returns `try_rewards`.
+
+  Raises ValueError as `open_run`.
+  """
   inputs = check(config, workdir)
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
@@ -178,10 +181,22 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
   profiler = Profiler(config.profile, directory / "profile")
   with (
     jax.set_mesh(inputs.meshes.trainer),
-    open_scoring(inputs.rewards, config.constraints, config.reward),
+    open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, _unchanged, inputs.tokenizer, directory, profiler),
   ):
-    return inputs
+    return inputs, try_rewards(config, inputs, scoring)
+
+
+def try_rewards(config: RunConfig, inputs: Inputs, scoring: Scoring) -> list[float]:
+  """Scores the first problem's answer and an empty response.
+
+  Returns [] for environments and for a run without problems. Raises ValueError if the verifier
+  fails on both.
+  """
+  name, prompts = config.reward.name, inputs.data.conversation_prompts
+  if inputs.environment is not None or not prompts or name not in scoring.scorers:
+    return []
+  return hosts.run_on_first_host(lambda: rewards.try_out(scoring.scorers[name], name, prompts[0]))
 
 
 @contextlib.contextmanager
@@ -197,6 +212,7 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
     open_engine(config, publishers.load, inputs.tokenizer, workdir, profiler) as engine,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
+    try_rewards(config, inputs, scoring)
     for scorer in filter(None, scoring.scorers.values()):
       writer.notes |= scorer.notes
     evaluator = make_evaluator(config, inputs, scoring, workdir / "evaluations")

@@ -74,6 +74,10 @@ REFUSED = {
     dict(reward__format="think_answer"),
     r"reward\.format='think_answer': its tags take 25 tokens",
   ),
+  "a reward function of one argument": (
+    dict(reward__name="verifiers_of_a_test:one", reward__workers=1),
+    r"reward\.name='verifiers_of_a_test:one' fails on problem 100\+100, on its answer .*TypeError",
+  ),
   "answers that do not fit": (
     dict(sampling__max_new_tokens=2),
     r"sampling\.max_new_tokens=2.*no answer of a source fits.*'data\.train': 0",
@@ -81,6 +85,8 @@ REFUSED = {
 }
 
 MODULE = """
+def one(response): return 1.0
+
 class Long:
   def __init__(self, prompt, tokenizer): pass
   def reset(self): return [65] * 9

@@ -22,7 +22,7 @@ from gspo_jax.settings.reading import default
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
-from gspo_jax.system.text import clock_text
+from gspo_jax.system.text import clock_text, visible
 
 # Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs are within
 # 20 % of compiled updates.
@@ -31,8 +31,11 @@ ALL = 2  # Activations without remat, relative to remat="both".
 COPIES = 3
 
 
-def lines(config: RunConfig, inputs: Inputs) -> list[str]:
-  """Returns the lines of --dry_run for a checked configuration."""
+def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
+  """Returns the lines of --dry_run for a checked configuration.
+
+  rewards: of the first problem's gold answer and of an empty response; () for none.
+  """
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
   devices = list(inputs.meshes.trainer.devices.flat)
   count, active = transformer.count(config.model)
@@ -57,6 +60,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     number, _ = transformer.count(taught.model)
     text.append(f"teacher: {number:,} parameters, frozen, {taught.source.path}")
   text.append(f"data: {len(inputs.data.train_prompts):,} prompts, {held_out:,} held-out problems")
+  text += first_problem(inputs, rewards)
   text += memory(
     programs.resolved(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
   )
@@ -67,6 +71,23 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
       f"{tokens:,} tokens with padding"
     )
   return text + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
+
+
+def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
+  """Returns lines on the first problem: the prompt as the model reads it, and rewards."""
+  if not (prompts := inputs.data.conversation_prompts):
+    return []
+  first, names = prompts[0], inputs.tokenizer.token_bytes()
+  prompt = b"".join(names[i] for i in first.tokens).decode(errors="replace")
+  text = [
+    f"first problem, {first.id}, a prompt of {len(first.tokens):,} tokens:",
+    *(f"  | {visible(line)}" for line in prompt.split("\n")),
+    f"  its answer: {visible(first.answer):.200}",
+  ]
+  if rewards:
+    gold, empty = ("no verdict" if math.isnan(x) else f"{x:g}" for x in rewards)
+    text.append(f"  reward of this answer as the response: {gold}; of an empty response: {empty}")
+  return text
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:

@@ -11,9 +11,11 @@ from gspo_jax.rewards.scorer import (
   open_scorer,
   open_scorers,
   require_verdicts,
+  try_out,
 )
 
 __all__ = [
   "NoVerdictError", "Scorer", "Scores", "answer_check", "check_importable",
   "check_lines", "frequent_word", "open_scorer", "open_scorers", "require_verdicts",
+  "try_out",
 ]  # fmt: skip

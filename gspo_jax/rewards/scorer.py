@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import types
@@ -94,6 +95,21 @@ class Scorer(Protocol):
       lengths: tokens of each response, for the overlong punishment; None for no punishment.
       finished: False for truncated responses; None if no response was truncated.
     """
+
+
+def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
+  """Scores a prompt's gold answer and an empty response.
+
+  Raises:
+    ValueError: neither has a verdict.
+  """
+  scores = scorer([prompt.answer, ""], [prompt] * 2)
+  if len(scores.unknown) == 2:
+    raise ValueError(
+      f"reward.name={name!r} fails on problem {prompt.id}, on its answer ({scores.unknown[0]}) and "
+      f"on an empty response ({scores.unknown[1]})"
+    )
+  return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:

@@ -145,7 +145,7 @@ def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypa
     before_jax.begin(["main", "--config=tinny:gemma", "--workdir=x"])
   message = capsys.readouterr().err
   assert re.fullmatch(
-    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", message
+    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; did you mean tiny\?\n", message
   )
 
 
@@ -194,6 +194,8 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
     "rl.group_size: 8 -> 4",
     f"model: {parameters(SMALL_MODEL):,} parameters, ",
     "data: 793,893 prompts, 8 held-out problems",
+    "first problem, 100+100, a prompt of 8 tokens:\n  | 100+100=\n  its answer: 200\n"
+    "  reward of this answer as the response: 1; of an empty response: 0\n",
     "in an update: ",
     "while it samples: ",
     "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",

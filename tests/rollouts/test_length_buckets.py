@@ -45,7 +45,7 @@ def test_a_rollout_is_as_long_as_its_prompts_need(capsys):
   """In few lengths, which are named at the start: each is a program of every pass and update."""
   source = of_lengths(*[5] * 60, *[33] * 6)
   out, _ = iterate(5, collector(source, extra_prompts=0, data__max_prompt_tokens=100))
-  assert "room for prompts of 16 or 48 tokens" in capsys.readouterr().err
+  assert "updates pad prompts to 16 or 48 tokens" in capsys.readouterr().err
   observed = set()
   for collected in out:
     rollout = collected.rollout

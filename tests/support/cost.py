@@ -20,7 +20,7 @@ def assert_linear(read, make):
     arguments = make(length)
     bound = 8 * max(last, LEAST)
     current = seconds(read, arguments)
-    for _ in range(4):  # the machine may stutter
+    for _ in range(8):  # The machine may stutter.
       current = min(current, seconds(read, arguments)) if current > bound else current
     assert current <= bound, (
       f"{make(20)}...: length {length} takes {current:.3f} s, a quarter {last:.3f} s"
