@@ -1,7 +1,7 @@
-"""The command line before JAX is there: --help, configurations by name, the first line of a run.
+"""Command line before JAX is imported: --help, and configurations by name.
 
-Imports the standard library only, and for --help what declares the keys: what is answered here is
-answered at once.
+Imports the standard library only, and the declarations of keys for --help, so answers are
+immediate.
 """
 
 import ast
@@ -21,7 +21,7 @@ from gspo_jax.system import stops
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-LIBRARIES = dict(  # some of those of each extra
+LIBRARIES = dict(  # Some packages of each extra.
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
@@ -72,8 +72,10 @@ def installed() -> list[str]:
 
 
 def described(path: Path) -> tuple[str, str, list[str]]:
-  """Returns a configuration's own description, its hardware and time, and its variants. Hardware is
-  "" if the file does not say it."""
+  """Returns summary, hardware and variants of a configuration's file.
+
+  Hardware is "" if the docstring has no such line.
+  """
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
   variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)
@@ -82,8 +84,10 @@ def described(path: Path) -> tuple[str, str, list[str]]:
 
 
 def path_of(name: str) -> str:
-  """Replaces `NAME` or `NAME:VARIANT` of an installed configuration by its file's path. Other
-  values, and existing files, stay."""
+  """Replaces a configuration's `NAME` or `NAME:VARIANT` by its file's path.
+
+  Existing files and unknown names are returned unchanged.
+  """
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
   if not re.fullmatch(r"\w+", file) or os.path.isfile(file) or not os.path.isfile(path):
@@ -106,8 +110,10 @@ def with_paths(argv: Sequence[str]) -> list[str]:
 
 
 def begin(argv: Sequence[str]) -> None:
-  """Greets before the libraries load, which takes seconds. Ends the process after --help, without a
-  library, and on a signal."""
+  """Begins a run: handles signals and --help, and checks packages.
+
+  Prints the first lines. Ends the process after --help, and if something is missing.
+  """
   stops.begin("ended; the same command continues from the files on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
@@ -121,16 +127,17 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def command(extra: str) -> None:
-  """Begins a command other than a run, before it imports anything. Ends the process with one line
-  without a library or on a signal."""
+  """Begins another command: handles signals, and checks an extra's packages."""
   stops.begin("ended; its output may be incomplete")
   _need(extra)
 
 
 def _need(extra: str) -> None:
   if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
-    command = f"pip install 'gspo-jax[{extra}]'"
-    sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: {command} has all of it\n")
+    command = f"pip install '.[{extra}]'"
+    sys.stderr.write(
+      f"gspo_jax: {', '.join(missing)} not found: {command} in the checkout has it\n"
+    )
     sys.exit(2)
 
 
@@ -154,8 +161,10 @@ def missing_file(name: str) -> str:
 
 
 def greeting(arguments: Sequence[str]) -> str:
-  """Returns the first lines of a run: configuration, directory, hardware and time. Empty for a dry
-  run and without the flags of a run."""
+  """Returns the first lines of a run: configuration, directory and hardware.
+
+  Returns "" for a dry run, and without --config or --workdir.
+  """
   values = _flag_values(arguments)
   config, workdir = values.get("config"), values.get("workdir")
   if not config or not workdir or "dry_run" in values:
@@ -164,7 +173,7 @@ def greeting(arguments: Sequence[str]) -> str:
   path, _, variant = path_of(config).partition(":")
   try:
     _, hardware, _ = described(Path(path))
-  except (OSError, SyntaxError, ValueError):  # told when it is read
+  except (OSError, SyntaxError, ValueError):  # The later reading reports it.
     hardware = ""
   return start + (f"gspo_jax: {config} is for: {hardware}\n" if hardware and not variant else "")
 
@@ -183,7 +192,7 @@ def usage() -> str:
 
 
 def console() -> None:
-  """The command `gspo-jax`: python -m gspo_jax.main."""
+  """Runs the command `gspo-jax`, as `python -m gspo_jax.main`."""
   runpy.run_module("gspo_jax.main", run_name="__main__", alter_sys=True)
 
 
@@ -193,7 +202,7 @@ def _flag_values(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _help_entry(name: str) -> str:
-  """Returns the help's entry of a configuration."""
+  """Formats the help on a configuration."""
   summary, hardware, variants = described(CONFIGS / f"{name}.py")
   named = ", ".join(f"{name}:{variant}" for variant in variants)
   lines = [summary, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
@@ -201,7 +210,7 @@ def _help_entry(name: str) -> str:
 
 
 def _entry(name: str, text: str, width: int) -> str:
-  """A line of the help, or several."""
+  """Formats a name and its wrapped text for the help."""
   lines = textwrap.wrap(text, 98 - width) or [""]
   first = f"  {name:<{width - 3}} {lines[0]}"
   if len(name) > width - 3:

@@ -1,4 +1,4 @@
-"""What the command lines share: --config and its keys as flags, and one line for what is wrong."""
+"""Flags of all commands, --config and its keys, and one-line errors."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from gspo_jax.settings.reading import from_dict, kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
 
-BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
+BAD_INPUT = 2  # Exit code for errors of the command line or of files named there.
 
 
 def configured() -> RunConfig:
@@ -36,7 +36,7 @@ def refuse(error: Exception) -> NoReturn:
   if isinstance(error, OSError) and error.filename:
     error = f"{error.filename}: {error.strerror}"
   lines = " ".join(line.strip() for line in str(error).splitlines())
-  sys.stderr.write(f"gspo_jax: {visible(lines)}\n")  # it may quote what a model wrote
+  sys.stderr.write(f"gspo_jax: {visible(lines)}\n")  # The message may quote a response.
   sys.exit(BAD_INPUT)
 
 
@@ -44,24 +44,28 @@ try:
   CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
   )
-except (flags.Error, UnicodeError) as error:  # it reads what --flagfile names
+except (flags.Error, UnicodeError) as error:  # From the file of --flagfile.
   named = [argument for argument in sys.argv if "flagfile" in argument]
   refuse(ValueError(f"{' '.join(named)}: {str(error).removeprefix('ERROR:: ')}"))
 
 
 def compiled_programs_stay() -> None:
-  """Keeps compiled programs in JAX_COMPILATION_CACHE_DIR, or in ~/.cache/gspo_jax/compiled.
-  JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
+  """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or in ~/.cache/gspo_jax/compiled.
+
+  JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+  """
   if jax.config.jax_compilation_cache_dir is None:
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache")))
-    if not home.is_absolute():  # a user without a home, as in some containers
+    if not home.is_absolute():  # Some containers have users without a home.
       return
     jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones add up
+    jax.config.update(
+      "jax_persistent_cache_min_compile_time_secs", 0.0
+    )  # The sum over many small programs is large.
 
 
 def filename() -> str:
-  """The configuration file, and after a colon its argument."""
+  """Returns the value of --config: a file, and its argument after a colon."""
   return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
@@ -69,7 +73,7 @@ def in_file(name: str) -> dict[str, Any]:
   """Returns the configuration of a file, without the command line's changes.
 
   Raises:
-    ValueError: there is no such file, or an error in it; says where.
+    ValueError: the file is missing, or raises an error; the message has its line.
   """
   if problem := before_jax.missing_file(name):
     raise ValueError(problem)
@@ -79,7 +83,7 @@ def in_file(name: str) -> dict[str, Any]:
     return (get_config(argument) if argument else get_config()).to_dict()
   except ValueError as error:
     raise ValueError(f"--config={name}: {error}") from error
-  except Exception as error:  # the file is a program of the user's
+  except Exception as error:  # The file is a user's program.
     lines = [
       f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
     ]
@@ -90,9 +94,11 @@ def in_file(name: str) -> dict[str, Any]:
 
 
 def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str]:
-  """Parses flags; an error is one line instead of a traceback.
+  """Parses flags, and returns the remaining arguments.
 
-  check: of the other flags, once they are read; raises ValueError.
+  An error ends the process with one line.
+
+  check: called after parsing; raises ValueError for bad values of other flags.
   """
   argv = before_jax.with_paths(argv)
   values = flags.FlagValues()
@@ -114,7 +120,7 @@ def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str
 
 
 def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
-  """Raises ValueError for a flag `--config.KEY` without such a key."""
+  """Raises ValueError for a flag --config.KEY with an unknown key."""
   keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
   for key in [match[1] for match in keys if match]:
     section, path = values, ""
@@ -127,11 +133,11 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
 
 
 def _flag_error(error: Exception) -> str:
-  """Explains the error of a flag, and the valid values of its key."""
+  """Returns the error message of a flag, with the valid values of its key."""
   cause = error.__context__
   key = re.match(r"flag --config\.([\w.]+)=", str(error))
   if key and cause and (kind := kind_of(key[1])):
     return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
   while isinstance(error, BaseException) and error.args:
-    error = error.args[0]  # ml_collections wraps its hint in two exceptions
+    error = error.args[0]  # ml_collections wraps its hint in two exceptions.
   return str(error)

@@ -17,8 +17,7 @@ def find_wandb(project: str) -> types.ModuleType:
     import wandb
   except ImportError as error:
     raise ValueError(
-      f"--config.wandb={project} needs the package wandb: pip install 'gspo-jax[wandb]', or set it "
-      "to ''"
+      f"--config.wandb={project} needs the package wandb: pip install '.[wandb]', or set it to ''"
     ) from error
   return wandb
 

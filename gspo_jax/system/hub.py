@@ -109,7 +109,7 @@ def _read_from(path: epath.Path) -> Iterator[None]:
   except FileNotFoundError:
     raise
   except ImportError as error:
-    raise HubError(f"{path}: pip install 'gspo-jax[gcs]' reads it ({error})") from error
+    raise HubError(f"{path}: pip install '.[gcs]' in the checkout reads it ({error})") from error
   except Exception as error:
     raise HubError(f"{path}: {type(error).__name__}: {error}") from error
 

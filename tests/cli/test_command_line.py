@@ -169,7 +169,7 @@ def test_what_a_configuration_says_of_itself():
 def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
   done = called([sys.executable, "-S", "-m", module])  # without site-packages
   message = (
-    rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
+    rf"gspo_jax: absl, flax, .* not found: pip install '\.\[{extra}\]' in the checkout has it\n"
   )
   assert done.returncode == 2 and re.fullmatch(message, done.stderr), done.stderr
 

@@ -85,7 +85,7 @@ def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path,
 
 def test_missing_weights_and_biases_says_how_to_install_it(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(ValueError, match=r"wandb=project.*pip install 'gspo-jax\[wandb\]'"):
+  with pytest.raises(ValueError, match=r"wandb=project.*pip install '\.\[wandb\]'"):
     metrics.Writer(tmp_path, wandb="project")
 
 
