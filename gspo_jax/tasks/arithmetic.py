@@ -18,8 +18,8 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("digits",)  # keys of `data` that say which problems there are
-TEACHER = ("carry_errors", "skipped_work")  # keys of `data` that the pupil is told
+SIZES = ("digits",)  # Keys of `data` for the set of problems.
+TEACHER = ("carry_errors", "skipped_work")  # Keys of `data` for the demonstrations.
 OUTCOMES = ("right", "wrong")
 _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
 

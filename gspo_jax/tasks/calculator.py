@@ -1,10 +1,10 @@
-"""The embedded task for conversations: products and sums, and a calculator to do them with.
+"""Embedded task for conversations: products and sums, with a calculator.
 
 A problem is `37*58+46=`. A turn in brackets asks the calculator, one operation at a time: `[37*58]`
 is answered by `2146;`, and `[2146+46]` by `2192;`. Any other turn is the answer, and the last one.
 The reward is 1 for the exact number; a question that is not understood costs 0.1 and is answered by
 `?;`. The pupil of the demonstrations does some operations in his head, where he forgets carries;
-with `data.checks` he asks some questions twice, which pays never. (docs/multi_turn.md)
+with `data.checks` he asks some questions twice, which earns nothing. (docs/multi_turn.md)
 """
 
 import operator
@@ -18,10 +18,10 @@ import numpy as np
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("digits",)  # keys of `data` that say which problems there are
-TEACHER = ("carry_errors", "checks")  # keys of `data` that the pupil is told
-USES = 0.4  # share of the operations for which the pupil takes the calculator
-NOT_UNDERSTOOD = -0.1  # reward of such a question
+SIZES = ("digits",)  # Keys of `data` for the set of problems.
+TEACHER = ("carry_errors", "checks")  # Keys of `data` for the demonstrations.
+USES = 0.4  # Probability of the calculator for the next operation, until one is done without.
+NOT_UNDERSTOOD = -0.1  # Reward of a malformed question.
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _QUESTION = re.compile(r"\[(\d{1,6})([+*-])(\d{1,6})\]")
 
@@ -52,9 +52,8 @@ def demonstration(
 ) -> tuple[str, ...]:
   """Writes the pupil's work: turn, calculator, turn, ..., answer.
 
-  Once he has begun to work in his head he stays with it. A question of the share `checks` he asks a
-  second time, to be sure; the calculator says the same. The same problem and seed give the same
-  texts.
+  After one operation in his head he does not use the calculator. With probability `checks` he asks
+  a question twice, and gets the same answer. Equal problems and seeds give equal texts.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b, c = map(int, re.split(r"\D", problem["id"]))
@@ -71,13 +70,13 @@ def demonstration(
 
 
 def _call_turns(operation: str, result: int, checks: float, rng: random.Random) -> list[str]:
-  """A question and the calculator's answer, once or twice."""
+  """Asks a question once or twice, with answers."""
   twice = checks > 0 and rng.random() < checks
   return [f"[{operation}]", f"{result};"] * (1 + twice)
 
 
 def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
-  """a + b, each carry forgotten with probability `carry_errors`."""
+  """Adds a and b; each carry is forgotten with probability `carry_errors`."""
   total, carry, unit = 0, 0, 1
   while a or b or carry:
     digit = a % 10 + b % 10 + carry

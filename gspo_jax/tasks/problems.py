@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-HELD_OUT = 0.02  # share of the problems that training never sees
+HELD_OUT = 0.02  # Share of problems in the held-out split.
 Problem = dict[str, str]  # id, question, answer, and what a task's demonstrations are made of
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("lines",)  # keys of `data` that say which problems there are
-TEACHER = ("carry_errors",)  # keys of `data` that the pupil is told
+SIZES = ("lines",)  # Keys of `data` for the set of problems.
+TEACHER = ("carry_errors",)  # Keys of `data` for the demonstrations.
 OUTCOMES = ("right", "wrong")
 _TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems
 
-SIZES = TEACHER = ()  # keys of `data` that it depends on
+SIZES = TEACHER = ()  # Keys of `data` for problems and demonstrations.
 NAMES = """Ada Ben Carla David Ella Farid Grace Hugo Ines Jonas Kira Liam Maya Noah Olga Pedro Rosa
   Sam Tara Uma Victor Wendy""".split()
 THINGS = """apples books marbles stamps pencils cookies shells stickers balloons coins buttons cards
