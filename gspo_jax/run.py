@@ -45,7 +45,8 @@ class Scoring:
   """Scorers and signals. Their processes run on the first host only."""
 
   scorers: Mapping[str, rewards.Scorer | None]  # By verifier; values are None on other hosts.
-  signals: Signals | None = None  # Constraints' rewards and costs; None on other hosts or if unset.
+  # Constraints' rewards and costs. None on other hosts, or without constraints.
+  signals: Signals | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Run:
       name: "sft" or "rl".
       total: number of steps.
       updates: gradient updates per step.
-      keep: number of newest steps with stored mini-batches, for a dump.
+      keep: number of newest steps to keep mini-batches of, for a dump after a non-finite update.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -190,8 +191,8 @@ def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[floa
 def try_rewards(config: RunConfig, inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
-  Returns [] for environments and for a run without problems. Raises ValueError if the verifier
-  fails on both.
+  Returns both scores, NaN without a verdict; [] for environments and runs without problems. Raises
+  ValueError if the verifier fails on both.
   """
   name, prompts = config.reward.name, inputs.data.conversation_prompts
   if inputs.environment is not None or not prompts or name not in scoring.scorers:

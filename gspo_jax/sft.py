@@ -141,7 +141,7 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
 
 
 def finished(run: Run) -> bool:
-  """Whether the cold start of this workdir has ended. Always True if RL has checkpoints."""
+  """Whether the cold start of this workdir has ended; True if RL has checkpoints."""
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
     if rl_started and jax.process_index() == 0:
@@ -164,8 +164,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
-  # The first host may already write the directory before another host looks: the first host's
-  # result counts.
+  # All hosts use the first host's result, since it may create the directory before others look.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:

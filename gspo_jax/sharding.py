@@ -27,14 +27,14 @@ BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# All chips of a slice. In this order an `expert` group has neighbouring experts: gathered over
-# "fsdp", they are the group's experts while training.
+# Mesh axes of experts split over a whole slice. `expert` comes first, so chips with the same
+# `expert` index have neighbouring experts: in training, all of these are on each of the chips.
 SLICE = ("expert", "fsdp")
 
 Axes = str | tuple[str, ...]  # a mesh axis, or several
 Rules = Mapping[str, Axes]
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
-# Decoding reads every weight once per token: whole over D, or each step would gather the model.
+# Weights are whole over D. Otherwise each decode step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
 
@@ -278,8 +278,8 @@ def whole(x: jax.Array, pspec: P) -> jax.Array:
 def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
   """Maps `f` over each device's part; returns `f` itself without a mesh.
 
-  `check=False` for Pallas kernels: JAX's do not declare the axes over which their results vary, a
-  part of every other array's type.
+  Pass `check=False` for JAX's Pallas kernels: the types of their results do not declare the axes
+  over which the results vary.
   """
   if without_mesh():
     return f
@@ -316,7 +316,7 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1: XLA on CPU would copy and transpose parts even then."""
+  """Whether `axis` has size 1. Collectives over it are left out, since XLA on CPU would copy."""
   return axis_size(axis) == 1
 
 

@@ -73,9 +73,9 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """Returns log-probs and entropies [B, T], the forward pass and its rows.
 
-  Entry t is log π(token t | tokens before t). It is 0 at position 0, and on prompts shared by a
-  group. For a token with a recorded support (the tokens within top-k, top-p and min-p), π is
-  renormalised over the support.
+  Entry t is log π(token t | tokens before t), and 0 at position 0. If prompt lengths are known
+  (`inputs.prompt_B`), entries of prompts are 0 too, except in packed rows. For a token with a
+  recorded support (the tokens within top-k, top-p and min-p), π is renormalised over the support.
 
   With `replay`, the recorded experts are used, with gate weights from the router in `params`.
   Raises ValueError if the batch has no recorded experts.

@@ -55,8 +55,9 @@ def charge(
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
   """Whether dynamic sampling keeps a group's advantages.
 
-  It does if scores differ, or if all responses are right and costs are configured. In a group of
-  equally wrong responses, the cheapest one would be rewarded for being cheap.
+  Advantages are kept if scores differ (`Group.mixed`). With costs, they are also kept if no
+  response with a verdict is wrong. Among equally wrong responses, advantages would only reward
+  low costs.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 

@@ -92,7 +92,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
     window = workload.window  # Padding takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # A prefix in the queue has one page that slots cannot share.
+    least = -(-window // S) + 1  # A slot copies a waiting prefix's partial page.
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "

@@ -51,7 +51,8 @@ def _take(state):
 def _may_take(state):
   """Whether a response may start in a free slot.
 
-  More pages must be free than the active slots need next, unless no slot is active.
+  One page is reserved for each active slot whose response may continue on another page. A further
+  page must be free. If no slot is active, `_give_pages` has already freed a page.
   """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
