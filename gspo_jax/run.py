@@ -191,11 +191,13 @@ def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[floa
 def try_rewards(config: RunConfig, inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
-  Returns both scores, NaN without a verdict; [] for environments and runs without problems. Raises
-  ValueError if the verifier fails on both.
+  Returns both scores, NaN without a verdict; [] if no response to it will be scored: by
+  environments, in a cold start alone, and with recorded rewards. Raises ValueError if the verifier
+  fails on both.
   """
-  name, prompts = config.reward.name, inputs.data.conversation_prompts
-  if inputs.environment is not None or not prompts or name not in scoring.scorers:
+  name, prompts = config.reward.name, inputs.data.main_prompts
+  scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
+  if not scores or inputs.environment is not None or not prompts:
     return []
   return hosts.run_on_first_host(lambda: rewards.try_out(scoring.scorers[name], name, prompts[0]))
 

@@ -1,5 +1,6 @@
 """A dry run refuses what a run refuses, in the same words, and both leave nothing."""
 
+import json
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from gspo_jax import run
 from gspo_jax.system import lock
 
 RL = SMALL_VALUES | dict(job="rl", eval__problems=8, eval__samples=2)
+OFFLINE = dict(job="offline", objective__name="rft", objective__volatility=False, rl__group_size=4)
 PAGES = dict(engine__cache="paged", engine__page_tokens=8, engine__cache_tokens=8 * 16)
 REFUSED = {
   "a package that is not there": (dict(wandb="project"), r"wandb=project needs the package"),
@@ -129,6 +131,21 @@ def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
 def opened(config, workdir):
   with run.open_run(config, workdir):
     pass
+
+
+@pytest.mark.parametrize("changes", [dict(job="sft", sft__steps=2), OFFLINE])
+def test_a_job_without_scoring_does_not_try_the_reward_function(changes, tmp_path, monkeypatch):
+  (tmp_path / "verifiers_of_a_test.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+  rows = [dict(prompt=f"{n}+1=", response=str(n), reward=float(n % 2)) for n in (2, 3) * 8]
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  failing = dict(reward__name="verifiers_of_a_test:one", reward__workers=1)
+  if changes is OFFLINE:
+    failing |= dict(offline__data=str(tmp_path / "rows.jsonl"))
+  config = config_of(tiny.get_config, **RL | changes | failing)
+  _, rewards = run.rehearse(config, tmp_path / "run")
+  assert rewards == []
 
 
 def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):

@@ -75,7 +75,7 @@ def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> l
 
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """Returns lines on the first problem: the prompt as the model reads it, and rewards."""
-  if not (prompts := inputs.data.conversation_prompts):
+  if not (prompts := inputs.data.main_prompts):
     return []
   first, names = prompts[0], inputs.tokenizer.token_bytes()
   prompt = b"".join(names[i] for i in first.tokens).decode(errors="replace")

@@ -27,8 +27,8 @@ class Data:
   evaluations: Sequence[HeldOut]  # Benchmarks of the job's evaluations; [] for job=sft.
 
   @property
-  def conversation_prompts(self) -> Sequence[Prompt]:
-    """Prompts of conversations in a run with an environment."""
+  def main_prompts(self) -> Sequence[Prompt]:
+    """Training prompts, else problems of benchmarks."""
     problems = [prompt for b in self.held_out if not b.config.reward for prompt in b.problems]
     return self.train_prompts or problems
 

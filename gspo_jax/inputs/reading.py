@@ -91,7 +91,7 @@ def read(
   environment = environments.find(config.environment.name, tok)
   sections = reward_sections(config)
   data = read_data(config, tok, sections)
-  if environment is not None and (prompts := data.conversation_prompts):
+  if environment is not None and (prompts := data.main_prompts):
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
   meshes = make_meshes(config)
   check_engine(config, tok, meshes.sampler, data.evaluations)
