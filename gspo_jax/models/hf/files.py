@@ -140,10 +140,11 @@ class Files:
     others: tensors of other models, to be ignored.
     """
     missing = [name for name in shapes if name not in self.file_of]
+    expected = {*shapes, *others}
     leftover = [
       f"{name} ({path.name})"
       for name, path in self.file_of.items()
-      if name not in {*shapes, *others} and not name.endswith(IGNORED)
+      if name not in expected and not name.endswith(IGNORED)
     ]
     problems = []
     if missing:
