@@ -47,6 +47,15 @@ def read_object(path: Any) -> dict[str, Any]:
     raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def typed(key: str, value: Any, kind: type) -> Any:
+  """Returns a JSON value as a Python type. Raises ValueError, naming `key`, for another type."""
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  in_json = list if kind is tuple else kind
+  if not (number if kind is float else type(value) is in_json):
+    raise ValueError(f"{key}={value!r} is not of type {in_json.__name__}")
+  return kind(value)
+
+
 def _is_deep(value: Any) -> bool:
   level = [value] if isinstance(value, dict | list) else []
   for _ in range(DEEPEST):

@@ -162,10 +162,34 @@ FIELDS = keys(
 MOE_FIELDS = keys(
   "num_experts moe_intermediate_size norm_topk_prob", experts_per_token="num_experts_per_tok"
 )
+# Keys of Mixtral's kind, without a width of dense layers.
+LOCAL_EXPERTS = dict(
+  num_experts="num_local_experts",
+  experts_per_token="num_experts_per_tok",
+  moe_intermediate_size="intermediate_size",
+)
 SILU = dict(hidden_act="silu")
 NO_BIAS = dict(attention_bias=False)
 
 LAYER = "model.layers.{l}."
+
+
+def shared_names(part: str) -> dict[str, tuple[str, str]]:
+  """Returns names of shared experts, in the part `mlp.{part}` of a layer."""
+  start = f"{LAYER}mlp.{part}."
+  return {
+    "Moe.shared.gate": (start + "gate_proj.weight", "F D"),
+    "Moe.shared.up": (start + "up_proj.weight", "F D"),
+    "Moe.shared.down": (start + "down_proj.weight", "D F"),
+  }
+
+
+def require_dense(c: ModelConfig, is_moe: bool) -> None:
+  """Raises ValueError for experts."""
+  if is_moe:
+    raise ValueError(f"model.num_experts={c.num_experts}: model.family={c.family!r} has no experts")
+
+
 # Parameter -> (name in the files, axes there). Letters of one axis are merged, such as N and H in
 # q_proj; a letter in braces is part of the name: one tensor per layer and expert.
 NAMES = {

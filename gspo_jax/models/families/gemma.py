@@ -33,8 +33,7 @@ class Block:
 
 def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers, stacked; ValueError for experts."""
-  if is_moe:
-    raise ValueError(f"model.num_experts={c.num_experts}: model.family='gemma' has no experts")
+  base.require_dense(c, is_moe)
   w = weights.weight_factory(c, l=layers, F=c.intermediate_size)
   norm = w("lD", constant=0.0, wide=True)  # Scales are 1 + weight, in float32.
   return Block(

@@ -24,8 +24,6 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
   return dict(n_shared_experts=shared, first_k_dense_replace=len(config.mlp_only_layers))
 
 
-SHARED = base.LAYER + "mlp.shared_experts."
-
 FAMILY = base.Family(
   base.pre_norm_table,
   base.pre_norm,
@@ -57,9 +55,5 @@ FAMILY = base.Family(
       write=write_layers,
     )
   ),
-  {
-    "Moe.shared.gate": (SHARED + "gate_proj.weight", "F D"),
-    "Moe.shared.up": (SHARED + "up_proj.weight", "F D"),
-    "Moe.shared.down": (SHARED + "down_proj.weight", "D F"),
-  },
+  base.shared_names("shared_experts"),
 )

@@ -24,12 +24,7 @@ FAMILY = base.Family(
     ),
     granitemoe=base.Architecture(
       "GraniteMoeForCausalLM",
-      MULTIPLIED
-      | dict(
-        num_experts="num_local_experts",
-        experts_per_token="num_experts_per_tok",
-        moe_intermediate_size="intermediate_size",
-      ),
+      MULTIPLIED | base.LOCAL_EXPERTS,
       # A softmax over the chosen experts alone.
       implied=dict(qk_norm=False, norm_topk_prob=True),
       fixed=base.SILU | base.NO_BIAS,

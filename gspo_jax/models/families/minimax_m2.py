@@ -30,13 +30,7 @@ FAMILY = base.Family(
   dict(
     minimax_m2=base.Architecture(
       "MiniMaxM2ForCausalLM",
-      base.FIELDS
-      | {
-        "num_experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "moe_intermediate_size": "intermediate_size",
-        "rope.share": "partial_rotary_factor",
-      },
+      base.FIELDS | base.LOCAL_EXPERTS | {"rope.share": "partial_rotary_factor"},
       implied={
         "qk_norm": True,
         "norm_topk_prob": True,

@@ -16,12 +16,7 @@ FAMILY = base.Family(
   dict(
     mixtral=base.Architecture(
       "MixtralForCausalLM",
-      base.FIELDS
-      | dict(
-        num_experts="num_local_experts",
-        experts_per_token="num_experts_per_tok",
-        moe_intermediate_size="intermediate_size",
-      ),
+      base.FIELDS | base.LOCAL_EXPERTS,
       implied=dict(qk_norm=False, norm_topk_prob=True),
       fixed=base.SILU | dict(sliding_window=None, router_jitter_noise=0.0),
       defaults=dict(

@@ -23,8 +23,7 @@ class Block:
 
 def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers, stacked; ValueError for experts."""
-  if is_moe:
-    raise ValueError(f"model.num_experts={c.num_experts}: model.family='olmo' has no experts")
+  base.require_dense(c, is_moe)
   w = weights.weight_factory(c, l=layers, F=c.intermediate_size)
   return Block(
     attention=weights.attention_table(c, w, norm=1.0, norm_heads=True),

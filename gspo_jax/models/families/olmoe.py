@@ -12,7 +12,7 @@ FAMILY = base.Family(
     olmoe=base.Architecture(
       "OlmoeForCausalLM",
       base.FIELDS
-      | base.keys("num_experts norm_topk_prob", experts_per_token="num_experts_per_tok")
+      | base.MOE_FIELDS
       | {"moe_intermediate_size": "intermediate_size", "scores.clip_qkv": "clip_qkv"},
       implied=dict(qk_norm=True),
       fixed=base.SILU | base.NO_BIAS,

@@ -2,8 +2,6 @@
 
 from gspo_jax.models.families import declaration as base
 
-SHARED = base.LAYER + "mlp.shared_expert."
-
 FAMILY = base.Family(
   base.pre_norm_table,
   base.pre_norm,
@@ -28,10 +26,6 @@ FAMILY = base.Family(
       ),
     ),
   ),
-  {
-    "Moe.shared.gate": (SHARED + "gate_proj.weight", "F D"),
-    "Moe.shared.up": (SHARED + "up_proj.weight", "F D"),
-    "Moe.shared.down": (SHARED + "down_proj.weight", "D F"),
-    "Moe.shared_gate": (base.LAYER + "mlp.shared_expert_gate.weight", "O D"),
-  },
+  base.shared_names("shared_expert")
+  | {"Moe.shared_gate": (base.LAYER + "mlp.shared_expert_gate.weight", "O D")},
 )

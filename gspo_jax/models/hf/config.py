@@ -175,11 +175,7 @@ def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
   value = raw.get(key)
   if value is None:
     raise ValueError(f"no {key}")
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  in_json = list if kind is tuple else kind
-  if not (number if kind is float else type(value) is in_json):
-    raise ValueError(f"{key}={value!r} is not of type {in_json.__name__}")
-  return kind(value)
+  return jsons.typed(key, value, kind)
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:

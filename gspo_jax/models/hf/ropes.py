@@ -11,6 +11,7 @@ from typing import Any
 from gspo_jax.models.families.declaration import Architecture
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.model_groups import RopeConfig
+from gspo_jax.system import jsons
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
@@ -79,14 +80,14 @@ def _rule(
   if "original_length" in keys:  # transformers' meaning of its absence.
     values.setdefault("original_length", raw.get("max_position_embeddings"))
   kinds = {field.name: type(field.default) for field in dataclasses.fields(RopeConfig)}
-  for field, value in values.items():
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number if kinds[field] is float else type(value) is kinds[field]):
-      raise ValueError(f"{place}.{keys[field]}={value!r} is not of type {kinds[field].__name__}")
+  values = {
+    field: jsons.typed(f"{place}.{keys[field]}", value, kinds[field])
+    for field, value in values.items()
+  }
   share = rope.get("partial_rotary_factor")
   if share not in (None, 1.0) and "rope.share" not in architecture.fields:
     raise ValueError(f"{place}.partial_rotary_factor={share}: only 1")
-  return RopeConfig(rule=rule, **{field: kinds[field](value) for field, value in values.items()})
+  return RopeConfig(rule=rule, **values)
 
 
 def one_of(key: str, *places: Mapping[str, Any]) -> Any:
