@@ -1,7 +1,6 @@
 """The RL iteration: sample, score, compute advantages, update, publish."""
 
 import dataclasses
-import difflib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from gspo_jax.settings import passes
 from gspo_jax.settings.passes import Pass
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.system.text import did_you_mean
 
 
 def train(run: Run, start_params: Callable[[], Any]) -> Any:
@@ -250,8 +250,7 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
   """Raises ValueError if the metric `checkpoint.best` is due but missing."""
   due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
-    near = difflib.get_close_matches(best, row, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl lists the metrics"
+    hint = did_you_mean(best, row) or ": metrics.jsonl lists the metrics"
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
 
 

@@ -5,7 +5,6 @@ immediate.
 """
 
 import ast
-import difflib
 import importlib.util
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from gspo_jax.system import stops
+from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
@@ -155,9 +155,8 @@ def missing_file(name: str) -> str:
   path = path_of(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
-  near = difflib.get_close_matches(path, installed(), n=1)
-  hint = f"did you mean {near[0]}?" if near else f"known by name are {', '.join(installed())}"
-  return f"--config={name}: there is no file {path!r}; {hint}"
+  hint = did_you_mean(path, installed()) or f"; known by name are {', '.join(installed())}"
+  return f"--config={name}: there is no file {path!r}{hint}"
 
 
 def greeting(arguments: Sequence[str]) -> str:

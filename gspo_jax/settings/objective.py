@@ -17,6 +17,7 @@ from gspo_jax.settings.ranges import (
   Range,
   key,
 )
+from gspo_jax.system.text import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,5 +352,5 @@ def _require_option(key: str, options: Mapping[str, Any], name: str) -> None:
 
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:
   if value not in allowed:
-    hint = note or ranges.did_you_mean(value, allowed)
+    hint = note or did_you_mean(value, allowed)
     raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{hint}")

@@ -14,7 +14,6 @@ The first check of a section refuses numbers without a range.
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
@@ -24,6 +23,8 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
+
+from gspo_jax.system.text import did_you_mean
 
 INT32 = 2**31 - 1
 TINY = 2.0**-126  # Smallest normal float32; devices flush smaller numbers to 0.
@@ -123,7 +124,8 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   words = arguments if origin is Literal else arguments[1] if origin is Annotated else None
   if isinstance(words, tuple | Name) and value not in words:
     choices = words.words if isinstance(words, Name) else words
-    raise ValueError(f"{key}={value!r} is not {describe(kind)}{did_you_mean(value, choices)}")
+    hint = did_you_mean(str(value), map(str, choices))
+    raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
   if isinstance(words, Range) and value not in words:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
     raise ValueError(f"{key}={value!r} must be {words}{as_float32}")
@@ -131,12 +133,6 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     raise ValueError(f"{key}={value!r} must not hold NUL")
   if kind is str and value.encode(errors="replace").decode() != value:
     raise ValueError(f"{key}={value!r} must be UTF-8")
-
-
-def did_you_mean(value: Any, words: Iterable[Any]) -> str:
-  """Returns a hint with the most similar word, or ""."""
-  near = difflib.get_close_matches(str(value), map(str, words), n=1)
-  return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:

@@ -1,6 +1,8 @@
 """Text on a terminal or a page."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 # Control characters but tab and line feed (a terminal obeys them), marks of direction (what follows
 # is shown in another order than it is in), and half characters, which nothing can show.
@@ -12,6 +14,12 @@ _UNSEEN = re.compile(
 def visible(text: str) -> str:
   r"""Returns the text with invisible characters spelled out, an escape as \x1b."""
   return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+  """Returns a hint with the most similar word, or ""."""
+  near = difflib.get_close_matches(word, [*words], n=1)
+  return f"; did you mean {near[0]}?" if near else ""
 
 
 def clock_text(seconds: float) -> str:
