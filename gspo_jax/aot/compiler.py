@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -108,29 +109,23 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   if chip.cuda:
     row["product_flops"] = costs.products * mesh.size / program.steps
   else:
-    row |= _time_bounds(program, costs, topology, mesh, remat)
+    row |= _time_bounds(program, costs, topology, mesh, row)
   return Compiled(row, costs, text)
-
-
-def _work(program: Program, remat: str) -> tuple[float, float]:
-  """Returns operations of one step, as counted for utilisation, and with recomputation."""
-  if not program.work:
-    return 0.0, 0.0
-  useful = program.work.training() if program.trains else program.work.forward()
-  needed = program.work.executed(remat) if program.trains else useful
-  return useful / program.steps, needed / program.steps
 
 
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
   """Returns work and traffic of one step of a program."""
-  useful, flops = _work(program, remat)
+  useful = flops = 0.0
+  if program.work:
+    useful = program.work.training() if program.trains else program.work.forward()
+    flops = program.work.executed(remat) if program.trains else useful
   scale = chip.devices / program.steps
   hosts = [device.process_index for device in mesh.devices.flat]
   return dict(
-    model_flops=useful,
-    executed_flops=flops,
+    model_flops=useful / program.steps,
+    executed_flops=flops / program.steps,
     hbm_bytes=costs.memory * scale,
     wire_bytes=costs.wire * scale,
     hidden_bytes=costs.hidden * scale,
@@ -143,19 +138,22 @@ def _traffic(
 
 
 def _time_bounds(
-  program: Program, costs: hlo_costs.Costs, topology: str, mesh: jax.sharding.Mesh, remat: str
+  program: Program,
+  costs: hlo_costs.Costs,
+  topology: str,
+  mesh: jax.sharding.Mesh,
+  work: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns minimum seconds of one step of a program."""
+  """Returns minimum seconds of one step, for the work of `_traffic`."""
   chip, number = chips.mesh_chips(topology, mesh)
-  useful, flops = _work(program, remat)
   scale = chip.devices / program.steps
 
   def bound(moved: float) -> dict[str, float | str]:
     return chips.bound(
       chip,
       number,
-      flops,
-      useful,
+      work["executed_flops"],
+      work["model_flops"],
       moved * scale,
       costs.ring_wire * scale,
       costs.ring_hidden * scale,
