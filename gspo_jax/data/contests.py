@@ -59,7 +59,7 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apps(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Checks a problem of APPS or TACO as `codeforces`; returns {}."""
+  """Requires a single right output (APPS, TACO); returns {}."""
   _require_single_answer(row)
   return {}
 

@@ -19,7 +19,8 @@ class Embedded:
   """Source of an embedded task from TASKS.
 
   Raises:
-    DataError: an unknown split, or a prompt longer than `data.max_prompt_tokens`; names `key`.
+    DataError: an invalid split or size, or one of 500 probed prompts is longer than
+      `data.max_prompt_tokens`; names `key`.
   """
 
   skipped = 0

@@ -34,9 +34,9 @@ class Condition:
   """A filter condition `field op value`.
 
   A number is compared with a number, or with the only number of a text (`Level 3`, `12 kyu`). Two
-  texts are compared as texts, or by their numbers if they are equal otherwise; dates with the year
-  first sort correctly. `=~` and `!~` search for a regular expression. A null field fails all of
-  `<`, `<=`, `>` and `>=`, and counts as empty text for other operators.
+  texts are compared as texts; their order is that of their numbers if the other words are equal.
+  Dates with the year first sort correctly. `=~` and `!~` search for a regular expression. A null
+  field fails all of `<`, `<=`, `>` and `>=`, and counts as empty text for other operators.
   """
 
   field: str
@@ -65,7 +65,7 @@ class Condition:
     return _OPERATORS[self.op](text, value)
 
   def _compare(self, text: str, value: str) -> bool:
-    """Compares numbers if there are any, otherwise texts. Raises BadRow."""
+    """Compares two texts. Raises BadRow without an order."""
     compare, texts = _OPERATORS[self.op], (text, value)
     plain = [*map(_number, texts)]
     if None not in plain:
@@ -135,7 +135,8 @@ def _number(text: str) -> decimal.Decimal | None:
 def _split(text: str) -> tuple[decimal.Decimal | None, str]:
   """Returns a text's only number, and its other words.
 
-  The number is None for a text with several numbers or none.
+  The number is None for a text with several numbers or none, and beside a multiplier (2.5k) or a
+  symbol (3 + x).
   """
   match, *others = [*_NUMBER.finditer(text)] or [None]
   words = text if match is None else f"{text[: match.start()]} {text[match.end() :]}"

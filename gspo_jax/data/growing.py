@@ -1,7 +1,8 @@
 """Problems in JSON lines files that grow during a run.
 
-A look reads all files again: the known part of each must not have changed. Host 0 reads, and
-broadcasts what has grown. A checkpoint holds the lengths, so a resumed run has the same rows.
+A look reads all files again: the known part of each must not have changed. Host 0 reads. If a file
+has grown, it broadcasts all of them. A checkpoint holds the lengths, so a resumed run has the same
+rows.
 """
 
 import json
@@ -87,7 +88,8 @@ class Growing:
     Returns the number of new rows.
 
     Raises:
-      DataError: a new row is bad and `data.on_error` is "raise"; or known lines of a file changed.
+      DataError: a new row is bad and `data.on_error` is "raise"; known lines of a file changed; or
+        a file is missing.
     """
     before, skipped = len(self), self.skipped
     try:

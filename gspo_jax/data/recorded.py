@@ -233,7 +233,10 @@ def _require_text(
   tok: tokenizer.Tokenizer,
   texts: Sequence[str],
 ) -> None:
-  """Raises BadRow unless ids decode to a text."""
+  """Raises BadRow unless ids decode to a text.
+
+  Ids of a prompt may decode to more than the text.
+  """
   if row.get(f"{key}_ids") is None:
     return
   decoded = tok.decode(ids)

@@ -3,8 +3,8 @@
 prompt + continuation is the rendered conversation, up to the end of the turn. Templates differ: a
 prompt may end with an open thought (`<think>`) or an empty one (`<think></think>`), an empty
 thought may precede a plain answer, or white space is trimmed. If the template drops part of the
-response, the continuation is the response itself: without a second opening tag, and with a closing
-tag before an answer without a thought.
+response, the continuation is the response. After an open thought, a second opening tag is removed,
+and a closing tag is put before an answer without a thought.
 """
 
 import re
@@ -88,15 +88,14 @@ def _continuation_in(
 ) -> str | None:
   """Returns the text of a rendered conversation after its prompt.
 
-  Returns None if the conversation does not begin with the prompt, repeats its opening tag, leaves a
-  thought open, or lacks part of the response.
+  A closing tag may replace the prompt's opening one. Returns None if the conversation does not
+  begin with the prompt, repeats its opening tag, leaves a thought open, or lacks part of the
+  response.
   """
   tag, space = _last_tag(prompt)
   closings = tuple(_closings(tag)) if _THOUGHT.search(tag) and not _closes(tag) else ()
   prefix, thought_tag = prompt, tag if closings else "<think>"
-  if closings and not conversation.startswith(
-    prompt
-  ):  # A template may replace the tag by a closing one.
+  if closings and not conversation.startswith(prompt):
     prefix = prompt[: len(prompt) - len(tag + space)]
   if not conversation.startswith(prefix):
     return None
@@ -157,7 +156,7 @@ def _closings(tag: str) -> list[str]:
 
 
 def _after_thought(response: str, closing: str) -> str:
-  """Removes a response's thought."""
+  """Removes the thought after an opening tag."""
   opening = closing.replace("/", "").replace("end", "begin").replace("END", "BEGIN")
   if not response.lstrip().startswith(opening) or closing not in response:
     return response

@@ -264,14 +264,14 @@ def _step(
 ) -> Callable:
   """Jits the gradient of a loss and one optimizer update.
 
-  Returns (state, batch, hyperparameters) -> (state, metrics). Gradients of numerators and
-  denominators are summed over micro-batches, then divided once. So the number of micro-batches
+  Returns (state, batch, hyperparameters) -> (state, metrics). The numerators' gradients and the
+  denominators are each summed over micro-batches, then divided once. So the number of micro-batches
   affects memory only. (Exception: the load-balance loss is a product of two means per micro-batch.)
   A gradient of 0 changes no parameter, moment or count; otherwise Adam would follow its momentum.
-  The metric `updates_skipped` counts the run's updates skipped for non-finite values.
+  `updates_skipped` counts non-finite updates, and with `on_nonfinite=stop` all later ones.
 
   Args:
-    numerator: function of (trained, i): the loss's numerator on micro-batch i, and metrics.
+    numerator: function of (trained, i, **constants): numerator on micro-batch i, and metrics.
     apply, apply_to_critic: `Optimizer.update` of policy and critic.
     critic_weight: function of (batch, hyperparameters), the policy's denominator over the critic's.
       It multiplies the critic's numerator, so one division normalises both.
@@ -317,9 +317,9 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Marks trained parameters: each replica keeps its own gradient.
+  """Marks policy and critic trunk: each replica keeps its own gradient of them.
 
-  Exception: gradients of adapters are small, and are summed over replicas in every micro-batch.
+  Small gradients are summed over replicas in every micro-batch: adapters and the critic's head.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

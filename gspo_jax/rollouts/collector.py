@@ -1,8 +1,8 @@
 """Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
 A group is a prompt and its responses. Long responses would delay an iteration, so with
-`rl.extra_prompts` more groups may start than an iteration trains on. Sampling ends once P =
-`rl.prompts` groups are finished, or after `rl.token_budget` sampled tokens, if set.
+`rl.extra_prompts` more groups may start than an iteration trains on. A round ends once its N groups
+are finished (`Collector._sample`), or after `rl.token_budget` tokens with a group per mini-batch.
 
 Unfinished groups are deferred to the next iteration as partial rollouts. Each token keeps its
 log-probability and the version of its sampling weights. On resuming, the prefix is prefilled again
@@ -77,7 +77,7 @@ class Collector:
   Args:
     score: verifier of single-turn responses.
     environment: constructor of environments. None means single turns, scored by `score`.
-    writer: log of the responses without a verdict.
+    writer: log of the responses without a verdict; None if all have one.
     records: recorded responses for job=offline. None means that all responses are sampled.
     shared_prompts: number of prompts in both training and held-out data.
   """
@@ -249,7 +249,7 @@ class Collector:
     ended, an extra prompt starts. If all extra prompts started at once, many short groups could
     finish in one iteration; the groups beyond N would be trained on later, off-policy.
 
-    Surplus groups of earlier iterations come first, up to half of N.
+    At most max(1, N // 2) surplus groups of earlier iterations are used; the others wait.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(

@@ -63,7 +63,9 @@ def word(text: str) -> str | None:
   return golds.word(_gold(text))
 
 
-def verify(response: str, answer: str, finished: bool = True, time_limit_s: float = 5.0) -> Outcome:
+def verify(
+  response: str, answer: str, finished: bool = True, time_limit_s: float = 5.0
+) -> Outcome | pool.Failure:
   """Checks a response against a gold answer. Safe from any thread, and in forked processes.
 
   Plain numbers are compared in this process. SymPy may hang, so it runs in one child process. The
@@ -85,7 +87,7 @@ def verify(response: str, answer: str, finished: bool = True, time_limit_s: floa
 
 
 def shared(time_limit_s: float) -> "MathVerifier":
-  """Returns this process's verifier; the first call starts it."""
+  """Returns this process's verifier, one per time limit."""
   with _lock:
     if time_limit_s not in _shared:
       _shared[time_limit_s] = MathVerifier(1, time_limit_s)

@@ -11,9 +11,9 @@ dropped. The products have five `IMPLEMENTATIONS`:
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU all rows are multiplied by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-All take x [X, D], gate weights and expert indices [X, k], and the weights of the E local experts.
-Index E means an expert of another device. They return Σ_k gate_k · expert_{index_k}(x) over the
-local experts, [X, D] in x's dtype.
+All take x [X, D], gate weights and expert indices [X, k], the weights of n local experts, and
+`sink`, which receives the weights' gradient. Index n means an expert of another device. They return
+Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D] in x's dtype.
 """
 
 import functools
@@ -131,7 +131,7 @@ def choose_experts(
 ) -> jax.Array:
   """Returns the experts with the highest scores, in the best groups.
 
-  The bias is for the choice alone. A group's score is the sum of its two highest ones.
+  The bias is for the choice alone. A group's score is the sum of its two highest biased scores.
   DeepSeek-V3, arXiv:2412.19437, eq. 16.
   """
   router = config.router
@@ -239,8 +239,9 @@ def experts(
   backward pass. This bounds memory: if all tokens choose the experts of one device, it works
   longer, in the same buffers.
 
-  While sampling, weights are `InStack`, possibly split over more mesh axes than "expert". Few
-  tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are gathered.
+  While sampling, the fields of `weights` are `InStack`, possibly split over more mesh axes than
+  "expert". Few tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are
+  gathered.
   """
   check = choose(implementation) not in KERNELS
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
