@@ -197,7 +197,7 @@ def _encode(
   A row's `length` selects between the text as the chat template writes it and the text alone.
   """
   text, truncated = _text(row, "response"), row.get("truncated")
-  texts = [replies.cut_off(prompt, text), text]
+  texts = [replies.without_repeated_tag(prompt, text), text]
   if not truncated:
     texts.insert(0, replies.continuation(tok, messages, prompt, text))
   if "length" not in row:

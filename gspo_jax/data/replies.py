@@ -3,8 +3,8 @@
 prompt + continuation is the rendered conversation, up to the end of the turn. Templates differ: a
 prompt may end with an open thought (`<think>`) or an empty one (`<think></think>`), an empty
 thought may precede a plain answer, or white space is trimmed. If the template drops part of the
-response, the continuation is the response. After an open thought, a second opening tag is removed,
-and a closing tag is put before an answer without a thought.
+response, the continuation is the response itself. If the prompt ends with an open thought, the
+response's own opening tag is removed; before an answer without a thought, a closing tag is added.
 """
 
 import re
@@ -42,7 +42,7 @@ def continuation(
     text = _continuation_in(conversation, prompt, response, _stop_texts(tok))
     if text is not None:
       return _without_added_space(tok, prompt, text) if text[:1] == " " != response[:1] else text
-  text = cut_off(prompt, response)
+  text = without_repeated_tag(prompt, response)
   if text != response or not is_thought_tag or _closes(tag):
     return text
   if any(x in response for x in _closings(tag)):  # The response closes the thought itself.
@@ -51,10 +51,10 @@ def continuation(
   return "\n" * (2 - min(2, space.count("\n"))) + closing + "\n\n" + response.lstrip("\n")
 
 
-def cut_off(prompt: str, response: str) -> str:
-  """Returns the text of a truncated response after its prompt.
+def without_repeated_tag(prompt: str, response: str) -> str:
+  """Removes a response's first tag if the prompt ends with it.
 
-  A tag at the end of the prompt is not repeated.
+  This is the continuation of a truncated response, for which templates have no form.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
@@ -88,9 +88,9 @@ def _continuation_in(
 ) -> str | None:
   """Returns the text of a rendered conversation after its prompt.
 
-  A closing tag may replace the prompt's opening one. Returns None if the conversation does not
-  begin with the prompt, repeats its opening tag, leaves a thought open, or lacks part of the
-  response.
+  The template may render a closing tag in place of the prompt's opening one. Returns None if the
+  conversation does not begin with the prompt, repeats its opening tag, leaves a thought open, or
+  lacks part of the response.
   """
   tag, space = _last_tag(prompt)
   closings = tuple(_closings(tag)) if _THOUGHT.search(tag) and not _closes(tag) else ()
@@ -108,14 +108,17 @@ def _continuation_in(
 
 
 def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
-  """Removes a leading space if the tokenizer adds it anyway."""
+  """Removes a leading space if the tokens after the prompt stay the same without it."""
   whole, start = tok.encode(prompt + text), tok.encode(prompt)
   bare = text.removeprefix(" ")
   return bare if [*start, *tok.encode(bare)] == whole else text
 
 
 def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
-  """Cuts a rendered response before its stop token; None if part of the response is missing."""
+  """Cuts a rendered response before its stop token.
+
+  Returns None if `text` lacks part of the response.
+  """
   end = 0
   for part in filter(None, map(str.strip, _TAG.split(response))):
     start = text.find(part, end)
@@ -156,8 +159,8 @@ def _closings(tag: str) -> list[str]:
 
 
 def _after_thought(response: str, closing: str) -> str:
-  """Removes the thought after an opening tag."""
-  opening = closing.replace("/", "").replace("end", "begin").replace("END", "BEGIN")
-  if not response.lstrip().startswith(opening) or closing not in response:
+  """Removes a thought, tags included, at the beginning of a response."""
+  opening = _TAG.match(response.lstrip())
+  if not opening or closing not in _closings(opening[0]) or closing not in response:
     return response
   return response.rpartition(closing)[2].lstrip()

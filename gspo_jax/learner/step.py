@@ -37,7 +37,7 @@ from gspo_jax.structs import TrainBatch, TrainState
 class WithHyperparameters(NamedTuple):
   """A jitted function and its last argument, the hyperparameters.
 
-  Hyperparameters are scalars: other values need no compilation.
+  Hyperparameters are traced scalars, so a new value does not recompile the function.
   """
 
   function: Callable
@@ -83,6 +83,7 @@ def make_rl_step(
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
+  # The coefficient is an argument: learners that differ in it alone share a program.
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)
@@ -114,7 +115,7 @@ def _rl_step(
       learner.response_tokens,
       hyperparameters["objective"],
     )
-    metrics |= loss_metrics | _class_metrics(learner, logp_BT, batch, clipped_BT)
+    metrics |= loss_metrics | _metrics_by_class(learner, logp_BT, batch, clipped_BT)
     metrics |= _mismatch_metrics(objective, logp_BT, batch)
     metrics |= _row_metrics(out, rows, objective.replay)
     if batch.unit_BT is not None:
@@ -132,12 +133,12 @@ def _rl_step(
       value = value + critic_weight * metrics[critics.LOSS].numerator
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
-  def critic_weight(batch, hyperparameters):
+  def relative_weight(batch, hyperparameters):
     zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)  # The denominator depends on masks alone.
     total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
 
-  return _step(learner, numerator, apply, apply_to_critic, critic_weight)
+  return _step(learner, numerator, apply, apply_to_critic, relative_weight)
 
 
 def _loss_at(
@@ -153,10 +154,10 @@ def _loss_at(
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
 
-def _class_metrics(
+def _metrics_by_class(
   learner: Learner, logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array
 ) -> Metrics:
-  """Returns the metrics of responses by their length and by their age."""
+  """Returns metrics of two partitions of the responses, by age and by length."""
   metrics, longest = age_metrics(logp_BT, batch, clipped_BT, learner.ages), learner.response_tokens
   if longest:
     metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
@@ -190,9 +191,9 @@ def with_own_logp(
   With `objective.old_logp=recompute` both are of the same policy, so the ratio becomes exactly 1.
   Other values leave the batch unchanged.
 
-  The old log-probs come from another program, without gradient, and are rounded differently. The
-  metric `mismatch/recomputed` measures the difference Δ, as the mean over sequences of |mean Δ|. It
-  enters the ratios of all later mini-batches.
+  The recomputed log-probs come from another program, without gradient, and are rounded differently
+  by Δ. `mismatch/recomputed` is the mean of |mean Δ| over sequences; `summarize` reports it for the
+  first mini-batch only. Later mini-batches keep the recomputed log-probs, so Δ is in their ratios.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -260,21 +261,22 @@ def _step(
   numerator: Callable,
   apply: Callable,
   apply_to_critic: Callable | None = None,
-  critic_weight: Callable | None = None,
+  relative_weight: Callable | None = None,
 ) -> Callable:
   """Jits the gradient of a loss and one optimizer update.
 
   Returns (state, batch, hyperparameters) -> (state, metrics). The numerators' gradients and the
   denominators are each summed over micro-batches, then divided once. So the number of micro-batches
-  affects memory only. (Exception: the load-balance loss is a product of two means per micro-batch.)
+  affects memory only, except for the load-balance loss, a product of two means per micro-batch.
   A gradient of 0 changes no parameter, moment or count; otherwise Adam would follow its momentum.
   `updates_skipped` counts non-finite updates, and with `on_nonfinite=stop` all later ones.
 
   Args:
-    numerator: function of (trained, i, **constants): numerator on micro-batch i, and metrics.
+    numerator: function of (trained, i, **constants). It returns the loss's numerator on
+      micro-batch i, and metrics.
     apply, apply_to_critic: `Optimizer.update` of policy and critic.
-    critic_weight: function of (batch, hyperparameters), the policy's denominator over the critic's.
-      It multiplies the critic's numerator, so one division normalises both.
+    relative_weight: function of (batch, hyperparameters), the policy's denominator over the
+      critic's. It multiplies the critic's numerator, so one division normalises both.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -284,12 +286,12 @@ def _step(
   def step(state: TrainState, batch: TrainBatch, hyperparameters: Mapping[str, Any]):
     number, part = parts(batch, learner)
     if "objective" in hyperparameters:
-      ranges = in_force(hyperparameters["objective"], state.clip_factor)
-      hyperparameters = hyperparameters | dict(objective=ranges)
+      objective = in_force(hyperparameters["objective"], state.clip_factor)
+      hyperparameters = hyperparameters | dict(objective=objective)
     policy, frozen = lora.split(state.params)
     constants = dict(frozen=frozen, part=part, hyperparameters=hyperparameters, critic_weight=None)
     if state.critic is not None:
-      constants |= dict(critic_weight=critic_weight(batch, hyperparameters))
+      constants |= dict(critic_weight=relative_weight(batch, hyperparameters))
     differentiated = functools.partial(gradient, _on_replicas(state, policy, frozen), **constants)
     grads, metrics = accumulate(differentiated, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator

@@ -1,10 +1,10 @@
 """Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
 A group is a prompt and its responses. Long responses would delay an iteration, so with
-`rl.extra_prompts` more groups may start than an iteration trains on. A round ends once its N groups
-are finished (`Collector._sample`), or after `rl.token_budget` tokens with a group per mini-batch.
+`rl.extra_prompts` more groups may start than an iteration trains on. Sampling ends once enough
+groups are finished (`Collector._sample`).
 
-Unfinished groups are deferred to the next iteration as partial rollouts. Each token keeps its
+The next iteration continues unfinished groups, as partial rollouts. Each token keeps its
 log-probability and the version of its sampling weights. On resuming, the prefix is prefilled again
 under the new weights. So the behaviour policy of a partial rollout is a mixture of versions, and
 its likelihood is the product of the recorded token probabilities. GSPO's importance ratio uses this
@@ -77,7 +77,7 @@ class Collector:
   Args:
     score: verifier of single-turn responses.
     environment: constructor of environments. None means single turns, scored by `score`.
-    writer: log of the responses without a verdict; None if all have one.
+    writer: log of the responses without a verdict. None means that no response can lack one.
     records: recorded responses for job=offline. None means that all responses are sampled.
     shared_prompts: number of prompts in both training and held-out data.
   """
@@ -114,27 +114,29 @@ class Collector:
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
-    # Objects saved in the checkpoint, besides the groups in flight.
+    # Objects in the checkpoint, besides the groups in flight.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:
       seed = config.seed_of("rl", "recorded")
       self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
+    # Started groups without an update: unfinished, or finished and surplus.
     self._in_flight: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
     self._version = 0  # Version of the engine's weights.
-    # Python ids of groups finished in an earlier iteration and not yet trained on.
+    # Python ids of groups that an earlier iteration finished and did not train on.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration; some may be recorded.
 
-    A group is mixed if its responses have different scores. Dynamic sampling adds up to
-    `extra_rounds` rounds while fewer than P = `rl.prompts` groups are mixed. Mixed groups are
-    selected first. If they are fewer than P, the earliest other groups fill the batch. With
-    `extra_rounds`, these have advantage 0, unless their costs count (`costs.teaches`). With partial
-    rollouts the batch may have fewer than P groups.
+    The batch has P = `rl.prompts` groups, N of them sampled. A group is mixed if its responses have
+    different scores. Dynamic sampling adds up to `extra_rounds` rounds while fewer than N sampled
+    groups are mixed. Mixed groups are selected first, then the earliest others. With
+    `extra_rounds` the advantages of these others are set to 0, since only reward shaping
+    distinguishes their responses; costs are an exception (`costs.teaches`). With `rl.token_budget`
+    the batch may have fewer than P groups.
 
     Args:
       step: number of the iteration.
@@ -147,13 +149,13 @@ class Collector:
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._version = step if version is None else version
-    renewed = self._restart_stale()
+    restarts = self._restart_stale()
     self._surplus = {id(group) for group in self._in_flight if group.finished}
     self._filter.readmit(step)
     self._limit, row = schedules.begin(c.schedule, self._prompts, step, c.sampling.max_new_tokens)
-    on_record, sampled, rounds = self._recorded_groups(), [], 0
-    extra = c.data.query_set.extra_rounds if self._num_sampled else -1
-    while rounds <= extra and (not rounds or sum(g.mixed for g in sampled) < c.rl.prompts):
+    on_record, sampled, rounds, N = self._recorded_groups(), [], 0, self._num_sampled
+    max_rounds = 1 + c.data.query_set.extra_rounds if N else 0
+    while rounds < max_rounds and (not rounds or sum(g.mixed for g in sampled) < N):
       with stages("sample"):
         groups = self._sample(step, rounds, usage)
       with stages("score"):
@@ -169,7 +171,7 @@ class Collector:
     advantage_PG, advantage_BL, advantage_metrics = advantages.make(judged)
     if sampled:
       row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
-    row |= self._metrics(on_record, sampled, chosen, rounds) | renewed | advantage_metrics
+    row |= self._metrics(on_record, sampled, chosen, rounds) | restarts | advantage_metrics
     version = self._version
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
@@ -180,10 +182,10 @@ class Collector:
     """
     if not self._config.rl.max_age:
       return {}
-    oldest, number = self._version - self._config.rl.max_age, 0
+    oldest_allowed, number = self._version - self._config.rl.max_age, 0
     for group in self._in_flight:
       for g, old in enumerate(group.trajectories):
-        if old.oldest is not None and old.oldest < oldest:
+        if old.oldest is not None and old.oldest < oldest_allowed:
           ((new,),) = self._trajectories([group.prompt], 1, old.seed)
           new.sample, group.trajectories[g] = old.sample, new
           number += 1
@@ -199,17 +201,17 @@ class Collector:
     ]
 
   def _select(self, sampled: list[Group]) -> list[Group]:
-    """Selects at most P groups, preferably mixed ones, in sampling order.
+    """Selects at most N groups, preferably mixed ones, in sampling order.
 
     Smaller groups get blank responses up to `rl.group_size`.
     """
     c = self._config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
-    chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
+    chosen = [sampled[i] for i in sorted(mixed_first[: self._num_sampled])]
     return [filled(group, c.rl.group_size) for group in chosen]
 
   def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
-    """Spreads recorded groups evenly over the mini-batches.
+    """Orders groups: each mini-batch has its share of recorded ones.
 
     A mini-batch is a contiguous run of groups.
     """
@@ -235,12 +237,12 @@ class Collector:
     if self._environment:
       row |= metrics.environment_metrics(sampled)
     if c.rl.partial:
-      under_way, surplus = self._in_flight, self._surplus
-      row |= metrics.partial_metrics(sampled, chosen, under_way, surplus, self._version)
+      in_flight, surplus = self._in_flight, self._surplus
+      row |= metrics.partial_metrics(sampled, chosen, in_flight, surplus, self._version)
     return row
 
-  def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
-    """Samples one round: until N groups are finished or the token budget is spent.
+  def _sample(self, step: int, round_index: int, usage: Usage) -> list[Group]:
+    """Samples until N groups are finished or the token budget is spent.
 
     N is `rl.prompts` less the batch's recorded groups, G is `rl.group_size`. Returns the finished
     groups, at most N and at least one per mini-batch.
@@ -249,7 +251,7 @@ class Collector:
     ended, an extra prompt starts. If all extra prompts started at once, many short groups could
     finish in one iteration; the groups beyond N would be trained on later, off-policy.
 
-    At most max(1, N // 2) surplus groups of earlier iterations are used; the others wait.
+    A call uses at most max(1, N // 2) surplus groups, the oldest first; the others wait.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -262,45 +264,46 @@ class Collector:
       limit=self._limit,
     )
     surplus = [group for group in self._in_flight if id(group) in self._surplus]
-    deferred = surplus[max(1, N // 2) :]
-    groups = [group for group in self._in_flight if not any(group is x for x in deferred)]
+    waiting = surplus[max(1, N // 2) :]
+    groups = [group for group in self._in_flight if not any(group is x for x in waiting)]
     max_in_flight = G * (N - sum(group.finished for group in groups))
-    attempts = itertools.count()
+    draws = itertools.count()
 
-    def begin() -> None:
+    def start_prompts() -> None:
       """Starts one prompt per G free places in flight, within `rl.extra_prompts`."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
-      count = min(free, N + c.rl.extra_prompts - len(deferred) - len(groups))
+      count = min(free, N + c.rl.extra_prompts - len(waiting) - len(groups))
       if count > 0:
-        new = self._new_groups(count, step, attempt, next(attempts))
+        new = self._new_groups(count, step, round_index, next(draws))
         for group in new:
           driver.begin(group.trajectories)
         groups.extend(new)
 
-    def enough() -> bool:
+    def should_stop() -> bool:
+      """Whether the round is over; starts further prompts if not."""
       finished = sum(group.finished for group in groups)
       spent = c.rl.token_budget and engine.usage.tokens >= c.rl.token_budget
       if finished >= N or (spent and finished >= c.rl.minibatches):
         return True
-      begin()
+      start_prompts()
       return False
 
     for group in groups:
       driver.begin(group.trajectories)
-    begin()
-    for _ in driver.run(enough):
+    start_prompts()
+    for _ in driver.run(should_stop):
       pass
     usage.add(engine.usage)
     done = [group for group in groups if group.finished][:N]
     done_ids = {id(group) for group in done}
-    self._in_flight = deferred + [group for group in groups if id(group) not in done_ids]
+    self._in_flight = waiting + [group for group in groups if id(group) not in done_ids]
     return done
 
-  def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
+  def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
     """Draws the next prompts accepted by the filter, as unsampled groups."""
     c, max_size = self._config, self._config.rl.group_size
     # A prompt drawn twice in one iteration has different PRNG keys.
-    seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
+    seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
     min_size = c.schedule.group_size_min or max_size
     results = map(self._filter.tried, prompts)
@@ -340,7 +343,10 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Logs the responses without a verdict. Raises NoVerdictError if all are."""
+    """Logs responses without a verdict.
+
+    Raises NoVerdictError if no response has a verdict.
+    """
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -348,7 +354,7 @@ class Collector:
           prompt_id=group.prompt.id,
           prompt=group.prompt.question,
           response=group.responses[g],
-          answer=group.prompt.answer[:1000],  # A program's tests take megabytes.
+          answer=group.prompt.answer[:1000],  # The tests of a program may take megabytes.
           unknown=group.unknown[g],
         )
         for group, g in unknown[:MAX_LOGGED]
@@ -365,26 +371,27 @@ class Collector:
         responses, or a prompt or response exceeds the configured length.
     """
     c, trajectories = self._config, trajectories_of(groups)
-    sizes = {len(group.trajectories) for group in groups}
-    if len(groups) > c.rl.prompts or sizes - {c.rl.group_size}:
+    sizes = sorted({len(group.trajectories) for group in groups})
+    if len(groups) > c.rl.prompts or sizes != [c.rl.group_size]:
       raise ValueError(
-        f"{len(groups)} groups of {max(sizes)} responses do not fit rl.prompts={c.rl.prompts} and "
-        f"rl.group_size={c.rl.group_size}: set these as in the run that sampled the groups"
+        f"{len(groups)} groups of {' or '.join(map(str, sizes))} responses do not fit "
+        f"rl.prompts={c.rl.prompts} and rl.group_size={c.rl.group_size}: set these as in the run "
+        "that sampled the groups"
       )
     require_lengths(trajectories, c.data.max_prompt_tokens, c.sampling.max_new_tokens)
     longest = max(len(trajectory.prompt) for trajectory in trajectories)
-    room = schedules.bucket_length(longest, self._buckets, c.data.max_prompt_tokens)
-    window = room + c.sampling.max_new_tokens
+    prompt_length = schedules.bucket_length(longest, self._buckets, c.data.max_prompt_tokens)
+    window = prompt_length + c.sampling.max_new_tokens
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state; returns a function that serializes it to JSON."""
+    """Copies the sampling state; returns a function to JSON."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._in_flight]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; ignores keys of another job.
+    """Restores a state of `position`, but for objects of other jobs.
 
     Raises ValueError like `groups.restored`.
     """

@@ -1,12 +1,12 @@
 r"""Verifier of mathematical answers. Imports no jax; works from any thread.
 
-1. `extract` finds the answer in a response: the last `\boxed{...}`, else the text after
+1. `extract` finds the candidate, a response's answer: the last `\boxed{...}`, else the text after
    "answer is", else the last formula or number.
-2. Two plain numbers are compared exactly, in this process.
+2. Equal texts and plain numbers are compared exactly, in this process.
 3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy, in worker
    processes that can be killed.
 
-A verifier that hangs or dies must not look like a wrong answer, so `Outcome` has five values.
+`Outcome` distinguishes a verifier that hangs or dies from a wrong answer.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
 
 MAX_CACHED = 1 << 16  # Outcomes of symbolic comparisons in the cache.
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
-PLACEHOLDER = "the gold answer {!r:.80} says that the problem has none"
+PLACEHOLDER = "the gold answer {!r:.80} is a placeholder, not an answer"
 
 
 class Outcome(enum.StrEnum):
   RIGHT = "right"
   WRONG = "wrong"
-  UNPARSABLE = "unparsable"  # No answer in the response, or not mathematics.
+  UNPARSABLE = "unparsable"  # The response has no answer, or its answer cannot be parsed.
   TIMEOUT = "timeout"  # The verifier took too long.
-  CRASH = "crash"  # The verifier failed, or the gold answer is unreadable.
+  CRASH = "crash"  # The verifier failed, or the gold answer cannot be parsed.
 
 
 OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
@@ -42,7 +42,8 @@ OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
   """Yields the verifying function for `gspo_jax.rewards.scorer`.
 
-  It maps (responses, prompts, finished) to (outcomes, None).
+  It maps (responses, prompts, finished) to (outcomes, values). The values, scores between right and
+  wrong, are None.
   """
   with MathVerifier(workers, time_limit_s) as verifier:
 
@@ -73,7 +74,7 @@ def verify(
   replaces it. `MathVerifier` is faster for batches.
 
   Args:
-    finished: False for a truncated response: its last number or line is not taken as its answer.
+    finished: False for a truncated response: its last formula or number is not its answer.
 
   Returns:
     "right", "wrong" or "unparsable": a verdict on the response. "timeout" or "crash", a
@@ -152,7 +153,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def check(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome | pool.Failure]:
-    """Scores; an unreadable gold answer makes all but "right" a crash."""
+    """Scores; outcomes except "right" become crashes if the gold answer is unparsable."""
     outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
     return [
       outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
@@ -162,6 +163,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
     """Returns a failure for each unparsable gold answer; results are cached."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
+    # A gold answer that is a plain number has a verdict without SymPy, whatever the candidate.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
@@ -232,7 +234,7 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
-  # If the gold answer is a number, 1,234 is not a list. But 2mg may be 2 mg or a product.
+  # A gold number such as 1,234 is no list, though 2mg may be a mass or the product 2·m·g.
   if is_number:
     products = [r for r in readings[1:] if isinstance(r, nodes.Scalar) and r.value.free_symbols]
     readings = [readings[0], *products]
@@ -268,14 +270,14 @@ def _gold_readings(answer: str) -> list:
 def _readings(text: str, unit_letters: str, solve_inequalities: bool = True) -> tuple:
   """Returns possible parses of an answer: 1,234 may be a number or a list.
 
-  Further arguments as in `structure.read`.
+  `structure.read` describes the other arguments.
   """
   from gspo_jax.verifiers.mathematics import structure
   from gspo_jax.verifiers.mathematics.tokens import Unreadable
 
   text = text if len(text) <= MAX_ANSWER else ""
   nodes = []
-  for tight in (True, False):
+  for tight in (True, False):  # Whether 1,234 is a number.
     if tight or re.search(r"\d,\d{3}(?!\d)", text):
       with contextlib.suppress(Unreadable):
         nodes.append(structure.read(text, tight, unit_letters, solve_inequalities))

@@ -188,6 +188,8 @@ def test_thoughts_of_earlier_turns_are_the_template_s(tmp_path):
     ("q<think></think>", PLAIN, PLAIN),
     ("q</think>", PLAIN, PLAIN),
     ("q</think>", THOUGHT, PLAIN),
+    ("q<|END_THINKING|>", "<|START_THINKING|>a<|END_THINKING|>It is 2.", PLAIN),
+    ("q<thought_end>", "<thought>a<thought_end>It is 2.", PLAIN),
     ("q<seed:think>", "<seed:think>a</seed:think>b", "a</seed:think>b"),
     ("q<|thinking|>\n", "<|thinking|>\na<|/thinking|>b", "a<|/thinking|>b"),
     ("q<|thinking|>\n", PLAIN, "\n<|/thinking|>\n\nIt is 2."),

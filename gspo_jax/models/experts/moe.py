@@ -5,15 +5,15 @@ The router is computed in the global view. Dispatch and experts run in `shard_ma
 chose them, and the sum over devices is scattered back. Buffers fit any routing, so no token is ever
 dropped. The products have five `IMPLEMENTATIONS`:
 
-  blocks    a loop over blocks of rows of one expert: on CPU for many tokens
-  batched   one batched product with some rows of every expert: for few tokens on CPU and GPU
+  blocks    a loop over blocks of rows, each block of one expert: for many tokens on CPU
+  batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
   triton    Pallas kernels for NVIDIA GPUs on rows sorted by expert (interpreted elsewhere)
-  ragged    `lax.ragged_dot` on rows sorted by expert; on GPU all rows are multiplied by all experts
+  ragged    `lax.ragged_dot` on rows sorted by expert; on GPU XLA multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
 All take x [X, D], gate weights and expert indices [X, k], the weights of n local experts, and
-`sink`, which receives the weights' gradient. Index n means an expert of another device. They return
-Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D] in x's dtype.
+`sink`, the argument that receives the weights' gradient. Index n means an expert of another device.
+They return Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D] in x's dtype.
 """
 
 import functools
@@ -61,7 +61,7 @@ class RouterStats:
   z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
   tokens: jax.Array
   dropped: jax.Array  # Assignments computed by no expert: always 0.
-  # None without replay:
+  # Without replay both are None.
   overridden: jax.Array | None = None  # Share of a token's choices replaced by replay.
   replayed_tokens: jax.Array | None = None  # Tokens with replayed experts.
 
@@ -91,11 +91,11 @@ def route(
   experts_BTk = choose_experts(score_BTE, config, choice_bias_E)
   replay_stats = {}
   if replayed_experts_BTk is not None:
-    share_BT, replayed_BT = routing.changed(experts_BTk, replayed_experts_BTk)
+    overridden_BT, replayed_BT = routing.changed(experts_BTk, replayed_experts_BTk)
     recorded_BT1 = routing.recorded(replayed_experts_BTk)[..., None]
     experts_BTk = jnp.where(recorded_BT1, replayed_experts_BTk, experts_BTk)
     replay_stats = dict(
-      overridden=(share_BT * valid_BT).sum(), replayed_tokens=(replayed_BT * valid_BT).sum()
+      overridden=(overridden_BT * valid_BT).sum(), replayed_tokens=(replayed_BT * valid_BT).sum()
     )
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, score_BTE)
@@ -174,9 +174,12 @@ def choose_for_few(implementation: str, load: float) -> Callable:
   if implementation == "auto" and sharding.platform() == "gpu":
     implementation = "batched"
   apply = choose(implementation, load)
-  return lambda x_XD, gate_Xk, experts_Xk, num_local, read: apply(
-    x_XD, gate_Xk, experts_Xk, w := read(), w
-  )
+
+  def apply_to_read(x_XD, gate_Xk, experts_Xk, num_local, read):
+    weights = read()
+    return apply(x_XD, gate_Xk, experts_Xk, weights, weights)
+
+  return apply_to_read
 
 
 @flax.struct.dataclass
@@ -207,10 +210,11 @@ def gather(weights: ExpertWeights, implementation: str) -> Gathered:
 
 def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
   """Returns each weight's sharding, and whether gate and up are joined."""
-  E, D, _ = sharding.spec_of(weights.gate)  # D is "fsdp" while training.
-  E = E or "expert"
-  split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
-  return split, D is not None and choose(implementation) in (apply_ragged, *KERNELS)
+  expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # The width is split in training.
+  expert_axis = expert_axis or "expert"
+  gate = P(expert_axis, width_axis, "tensor")
+  split = ExpertWeights(gate, gate, P(expert_axis, "tensor", width_axis))
+  return split, width_axis is not None and choose(implementation) in (apply_ragged, *KERNELS)
 
 
 def _joined_layout(split: ExpertWeights) -> GroupedWeights:
@@ -243,13 +247,13 @@ def experts(
   "expert". Few tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are
   gathered.
   """
-  check = choose(implementation) not in KERNELS
+  check_vma = choose(implementation) not in KERNELS  # Pallas kernels do not support the check.
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
     chips = sharding.axis_size(experts_over(weights.gate))
     load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
     if load <= FEW:
       apply = choose_for_few(implementation, load)
-      return experts_of_few(x_BTD, gate_BTk, experts_BTk, weights, apply, check)
+      return experts_of_few(x_BTD, gate_BTk, experts_BTk, weights, apply, check_vma)
     weights = ExpertWeights(*[w.read(x_BTD.dtype) for w in weights])
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, weights):
@@ -258,8 +262,9 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # The weights' gradient is returned as the gradient of `sink`, an unread copy, in its dtype. It
-    # is the sum over chunks and blocks, so float32; a grouped kernel has its own float32 sum.
+    # `sink` is a copy of the weights that the forward pass does not read. Its gradient is the
+    # weights' gradient, in its dtype: float32 for sums over chunks or blocks. A grouped kernel
+    # sums in float32 by itself.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
@@ -277,7 +282,7 @@ def experts(
   else:
     split, joins = _layout(weights, implementation)
     weights = jax.tree.map(sharding.reshard, weights, split)
-  run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check)
+  run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check_vma)
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, weights)
 
 
