@@ -176,10 +176,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens older than `rl.max_age` versions.
-
-    Returns the number of restarts as a metric.
-    """
+    """Restarts responses with tokens older than `rl.max_age` versions; counts them."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -192,7 +189,7 @@ class Collector:
     return {"partial/begun_again": float(number)}
 
   def _recorded_groups(self) -> list[Group]:
-    """Returns the next recorded groups."""
+    """Returns recorded groups."""
     count, c = self._config.rl.prompts - self._num_sampled, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [
@@ -343,10 +340,7 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Logs responses without a verdict.
-
-    Raises NoVerdictError if no response has a verdict.
-    """
+    """Logs responses without a verdict; raises NoVerdictError without any verdict."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
