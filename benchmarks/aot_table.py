@@ -2,17 +2,20 @@
 
 Command:   python -m benchmarks.aot_table [--only=REGEX] [--again] [--tries=2]
              [--rows=docs/sharding.json] [--docs=benchmarks/results/models.md]
-           python -m benchmarks.aot_table --gpus    the table of docs/one_chip.md: runs on GPUs
+           python -m benchmarks.aot_table --gpus       the table of docs/one_chip.md: runs on GPUs
+           python -m benchmarks.aot_table --families   the table of docs/models.md: one run of each
 Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
 sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
 is found by compiling larger and larger ones. Nothing runs on a TPU: needs libtpu, and one to five
 minutes a row on two cores. What is finished is kept in the file of rows, so that an interrupted
 command goes on; --again compiles anew what --only names. The table is written between the two
 marks of the page, whenever a row is finished. A row of --gpus is a run as configured, of which all
-programs are compiled; it needs the extra aot-cuda.
+programs are compiled; GPUs need the extra aot-cuda. A row of --families has two of them, and the
+reason against the next smaller slice or number of GPUs.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -32,6 +35,7 @@ from configs import common, dense_math, moe_aime
 from gspo_jax.aot import search
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
+from gspo_jax.models.families.lookup import FAMILIES
 from gspo_jax.settings.model import PUBLISHED
 from gspo_jax.settings.reading import from_dict
 
@@ -61,6 +65,37 @@ GPU_RUNS = {  # Flags of the run by model and topology.
   "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5 --config.engine.slots=64 "
   "--config.rl.prompts=64 --config.rl.microbatches=32",
 }
+ADAPTERS = "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5"
+EXPERTS = f"{ADAPTERS} --config.mesh.expert=8"
+
+
+def _math(model: str, rows: int, more: str = "") -> str:
+  """Returns flags of a run of configs/dense_math.py with `rows` sequences in a micro-batch."""
+  flags = f"--config.rl.microbatches={128 // rows} --config.engine.slots=64 {more}"
+  return f"--config=configs/dense_math.py:{model} {flags}".strip()
+
+
+def _runs(flags: str, *topologies: str) -> dict[str, str]:
+  return dict.fromkeys(topologies, flags)
+
+
+FAMILY_RUNS = {  # Flags of one run of each family, by topology.
+  "llama": _runs(_math("Llama-3.2-1B", 8), "v5e:2x2", "h100:1"),
+  "qwen2": _runs(_math("Qwen2.5-0.5B", 4), "v5e:1x1", "h100:1"),
+  "qwen3": _runs("--config=configs/gsm8k.py:0.6B-v5e", "v5e:1x1", "h100:1"),
+  "mistral": _runs(_math("Mistral-7B-v0.3", 8, ADAPTERS), "v5e:2x2", "h100:1"),
+  "mixtral": _runs(_math("Mixtral-8x7B-v0.1", 32, EXPERTS), "v5e:4x4", "h100:8"),
+  "gemma": _runs(_math("gemma-3-1b-pt", 8), "v5e:2x2", "h100:1"),
+  "smollm3": _runs(_math("SmolLM3-3B", 8), "v5e:2x4", "h100:1"),
+  "granite": _runs("--config=configs/granite_moe.py", "v6e:1x1", "h100:1"),
+  "olmo": _runs(_math("OLMo-2-0425-1B", 8), "v5e:2x2", "h100:1"),
+  "olmoe": {
+    "v5e:2x4": "--config=configs/olmoe.py",
+    "h100:1": "--config=configs/olmoe.py:h100",
+  },
+  "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:8"),
+  "minimax_m2": _runs(_math("MiniMax-M2", 128, EXPERTS), "v5e:8x16", "h100:2x8"),
+}
 MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
 
 
@@ -72,13 +107,18 @@ def main() -> None:
   parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
   parser.add_argument("--docs", type=Path, default=ROOT / "benchmarks/results/models.md")
   parser.add_argument("--gpus", action="store_true", help="runs on GPUs, in docs/one_chip.md")
+  parser.add_argument("--families", action="store_true", help="runs of families, in docs/models.md")
   options = parser.parse_args()
-  if options.gpus:
-    parser.set_defaults(rows=ROOT / "docs/gpus.json", docs=ROOT / "docs/one_chip.md")
+  make, table, expected = tpu_row, markdown, names()
+  if options.gpus or options.families:
+    name, page = ("gpus", "one_chip") if options.gpus else ("models", "models")
+    parser.set_defaults(rows=ROOT / f"docs/{name}.json", docs=ROOT / f"docs/{page}.md")
     options = parser.parse_args()
-  make, table = (gpu_row, gpu_markdown) if options.gpus else (tpu_row, markdown)
+    make, table, expected = gpu_row, gpu_markdown, [*GPU_RUNS]
+  if options.families:
+    make, table, expected = family_row, family_markdown, family_names()
   rows = json.loads(options.rows.read_text()) if options.rows.exists() else {}
-  for name in GPU_RUNS if options.gpus else names():
+  for name in expected:
     if re.search(options.only, name) and (options.again or name not in rows):
       started = time.perf_counter()
       rows[name] = make(name, options.tries)
@@ -178,17 +218,83 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def gpu_row(name: str, tries: int) -> dict[str, Any]:
   """Compiles a run of `GPU_RUNS`; returns its figures."""
-  flags = GPU_RUNS[name].split()
+  return compile_run(name.split(" ")[1], GPU_RUNS[name])
+
+
+def compile_run(topology: str, flags: str) -> dict[str, Any]:
+  """Compiles a run; returns figures by program, the error alone where one does not fit."""
   with tempfile.TemporaryDirectory() as directory:
     out = Path(directory, "rows.json")
-    command = ["-m", "gspo_jax.aot", f"--topology={name.split(' ')[1]}", f"--json={out}", *flags]
+    command = ["-m", "gspo_jax.aot", f"--topology={topology}", f"--json={out}", *flags.split()]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     if not out.exists():
-      raise ValueError(f"{name}: {done.stderr}")
+      raise ValueError(f"{topology} {flags}: {done.stderr}")
     rows = json.loads(out.read_text())
   columns = ("fits", "peak_gib", "held_gib", "hbm_gib", "executed_flops", "product_flops")
-  columns += ("needed_bytes", "hbm_bytes", "compile_s")
-  return {row["program"]: {key: row[key] for key in columns} for row in rows}
+  columns += ("needed_bytes", "hbm_bytes", "compile_s", "error")
+  return {row["program"]: {key: row[key] for key in columns if key in row} for row in rows}
+
+
+def family_names() -> list[str]:
+  """Returns the rows' names: a family with a topology."""
+  return [f"{name} {topology}" for name, runs in FAMILY_RUNS.items() for topology in runs]
+
+
+def family_row(name: str, tries: int) -> dict[str, Any]:
+  """Compiles update and decoding of a run, and programs on the next smaller topology."""
+  family, topology = name.split(" ")
+  flags, smaller = FAMILY_RUNS[family][topology], smaller_topology(topology)
+  row = dict(programs=compile_run(topology, f"{flags} --programs=train,decode"), below="")
+  for program in ("publish", "train") if smaller else ():  # The first one takes a second.
+    below = compile_run(smaller, f"{flags} --programs={program}")[program]
+    if not below["fits"]:
+      return row | dict(below=f"{smaller}: {program} {textwrap.shorten(below['error'], 160)}")
+  return row
+
+
+def smaller_topology(topology: str) -> str:
+  """Returns the next smaller topology of a chip or card; "" for a single one."""
+  chip, _, shape = topology.partition(":")
+  shapes = SLICES.get(chip, ("1", "8", "2x8"))
+  position = shapes.index(shape)
+  return f"{chip}:{shapes[position - 1]}" if position else ""
+
+
+def family_markdown(rows: dict[str, dict[str, Any]]) -> str:
+  """Formats all families: description and sizes of each, and its compiled run."""
+  lines = ["| `model.family` | `model_type` | description | named sizes | TPU | GPU | run |"]
+  lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+  for name, family in FAMILIES.items():
+    runs = FAMILY_RUNS.get(name, {})
+    fitting = [t if fits(rows.get(f"{name} {t}", {})) else "" for t in runs] or ["", ""]
+    file = f"../gspo_jax/models/families/{name}.py"
+    types = [
+      x + (f", inside {a.outer}" if a.outer else "") for x, a in family.architectures.items()
+    ]
+    sizes = [x for x, model in PUBLISHED.items() if model.family == name]
+    sizes = [x for x in sizes if not any(x != y and x.startswith(y) for y in sizes)]
+    configs = sorted({re.match("--config=(\\S+)", flags)[1] for flags in runs.values()})
+    run = ", ".join(f"`{config}`" for config in configs) + (
+      ", adapters" if trains_adapters(runs) else ""
+    )
+    values = f"[`{name}`]({file})", ", ".join(types), description(name), ", ".join(sizes)
+    lines.append(f"| {' | '.join((*values, *fitting, run))} |")
+  return "\n".join(lines) + "\n"
+
+
+def trains_adapters(runs: dict[str, str]) -> bool:
+  return any(re.search("lora.rank|olmoe", flags) for flags in runs.values())
+
+
+def fits(row: dict[str, Any]) -> bool:
+  return bool(row) and all(program["fits"] for program in row["programs"].values())
+
+
+def description(name: str) -> str:
+  """Returns the first line of a family's file, with its link."""
+  text = importlib.import_module(f"gspo_jax.models.families.{name}").__doc__
+  text, link = re.match("(.*?)[.:]?\\s+(https:\\S+)", text.replace("\n", " ")).groups()
+  return f"[{text}]({link})"
 
 
 def gpu_markdown(rows: dict[str, dict[str, Any]]) -> str:

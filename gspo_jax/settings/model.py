@@ -222,17 +222,21 @@ def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more)
   return ModelConfig(**(shared | sizes | more))
 
 
+_TIED = dict(tie_word_embeddings=True)
+_QWEN2 = dict(family="qwen2", qk_norm=False, attention_bias=True)
+
+
 def _published() -> dict[str, ModelConfig]:
   """Published models by their name on the Hugging Face hub.
 
   The April 2025 models share a shape and rope_theta 1e6 with their Base. Those of July 2025
   ("2507") have a larger rope_theta, different between them, and an eightfold context.
   """
-  tied, moe = dict(tie_word_embeddings=True), dict(num_experts=128, experts_per_token=8)
+  moe = dict(num_experts=128, experts_per_token=8)
   base = {
-    "Qwen3-0.6B": _model(1024, 28, 16, 8, 3072, **tied),
-    "Qwen3-1.7B": _model(2048, 28, 16, 8, 6144, **tied),
-    "Qwen3-4B": _model(2560, 36, 32, 8, 9728, **tied),
+    "Qwen3-0.6B": _model(1024, 28, 16, 8, 3072, **_TIED),
+    "Qwen3-1.7B": _model(2048, 28, 16, 8, 6144, **_TIED),
+    "Qwen3-4B": _model(2560, 36, 32, 8, 9728, **_TIED),
     "Qwen3-8B": _model(4096, 36, 32, 8, 12_288),
     "Qwen3-14B": _model(5120, 40, 40, 8, 17_408),
     "Qwen3-32B": _model(5120, 64, 64, 8, 25_600),
@@ -254,7 +258,7 @@ def _published() -> dict[str, ModelConfig]:
   }
   smollm2 = _model(
     576, 30, 9, 3, 1536, family="llama", vocab_size=49_152, head_dim=64, qk_norm=False,
-    rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=8192, **tied,
+    rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=8192, **_TIED,
   )  # fmt: skip
   models["SmolLM2-135M"] = smollm2
   models["SmolLM2-135M-Instruct"] = smollm2
@@ -262,7 +266,7 @@ def _published() -> dict[str, ModelConfig]:
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # No Base was published.
       models[f"{name}-Base"] = config
     models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
-  models |= _other_families(tied)
+  models |= _dense_families() | _sparse_families()
   for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):
     for kind in ("Instruct", "Thinking"):
       models[f"{name}-{kind}-2507"] = dataclasses.replace(
@@ -271,8 +275,8 @@ def _published() -> dict[str, ModelConfig]:
   return models
 
 
-def _other_families(tied: dict[str, bool]) -> dict[str, ModelConfig]:
-  """Published models of families other than Qwen3 and Gemma."""
+def _dense_families() -> dict[str, ModelConfig]:
+  """Published dense models of families other than Qwen3 and Gemma."""
 
   def llama(*sizes: int, factor: float, head_dim: int = 128, **more) -> ModelConfig:
     rope = RopeConfig(rule="llama3", factor=factor, original_length=8192)
@@ -280,20 +284,39 @@ def _other_families(tied: dict[str, bool]) -> dict[str, ModelConfig]:
     shared |= dict(qk_norm=False, head_dim=head_dim, max_position_embeddings=131_072)
     return _model(*sizes, **(shared | more))
 
-  qwen2 = dict(family="qwen2", qk_norm=False, attention_bias=True)
   return {
-    "Llama-3.2-1B": llama(2048, 16, 32, 8, 8192, factor=32, head_dim=64, **tied),
-    "Llama-3.2-3B": llama(3072, 28, 24, 8, 8192, factor=32, **tied),
+    "Llama-3.2-1B": llama(2048, 16, 32, 8, 8192, factor=32, head_dim=64, **_TIED),
+    "Llama-3.2-3B": llama(3072, 28, 24, 8, 8192, factor=32, **_TIED),
     "Llama-3.1-8B": llama(4096, 32, 32, 8, 14_336, factor=8),
-    "Qwen2.5-0.5B": _model(896, 24, 14, 2, 4864, head_dim=64, **qwen2, **tied),
-    "Qwen2.5-1.5B": _model(1536, 28, 12, 2, 8960, **qwen2, **tied),
+    "Qwen2.5-0.5B": _model(896, 24, 14, 2, 4864, head_dim=64, **_QWEN2, **_TIED),
+    "Qwen2.5-1.5B": _model(1536, 28, 12, 2, 8960, **_QWEN2, **_TIED),
     "Mistral-7B-v0.3": _model(
       4096, 32, 32, 8, 14_336, family="mistral", vocab_size=32_768, qk_norm=False,
       rms_norm_eps=1e-5, local_rope_theta=1e6,
     ),
+    "SmolLM3-3B": _model(
+      2048, 36, 16, 4, 11_008, family="smollm3", vocab_size=128_256, qk_norm=False, rope_theta=5e6,
+      max_position_embeddings=65_536, rope=RopeConfig(layers_without=(*range(3, 36, 4),)), **_TIED,
+    ),
     "OLMo-2-0425-1B": _model(
       2048, 16, 16, 16, 8192, family="olmo", vocab_size=100_352, rope_theta=5e5,
       max_position_embeddings=4096,
+    ),
+  }  # fmt: skip
+
+
+def _sparse_families() -> dict[str, ModelConfig]:
+  """Published mixtures of experts of families other than Qwen3."""
+  biased = dict(scores="sigmoid", choice_bias="frozen")
+  return {
+    "Mixtral-8x7B-v0.1": _model(
+      4096, 32, 32, 8, 14_336, family="mixtral", vocab_size=32_000, qk_norm=False,
+      rms_norm_eps=1e-5, num_experts=8, experts_per_token=2, moe_intermediate_size=14_336,
+    ),
+    "Qwen1.5-MoE-A2.7B": _model(
+      2048, 24, 16, 16, 5632, num_experts=60, experts_per_token=4, moe_intermediate_size=1408,
+      norm_topk_prob=False, max_position_embeddings=8192,
+      router=RouterConfig(shared_width=5632, shared_gate=True), **_QWEN2,
     ),
     "OLMoE-1B-7B-0924": _model(
       2048, 16, 16, 16, 1024, family="olmoe", vocab_size=50_304, rope_theta=1e4,
@@ -304,7 +327,18 @@ def _other_families(tied: dict[str, bool]) -> dict[str, ModelConfig]:
       1024, 24, 16, 8, 512, family="granite", vocab_size=49_155, head_dim=64, qk_norm=False,
       rope_theta=1.5e6, max_position_embeddings=131_072, num_experts=32, experts_per_token=8,
       moe_intermediate_size=512, scores=ScoresConfig(scale=0.015625),
-      multipliers=MultipliersConfig(embedding=12.0, residual=0.22, logits=6.0), **tied,
+      multipliers=MultipliersConfig(embedding=12.0, residual=0.22, logits=6.0), **_TIED,
+    ),
+    "GLM-4.5-Air": _model(
+      4096, 46, 96, 8, 10_944, family="glm4_moe", vocab_size=151_552, rms_norm_eps=1e-5,
+      qk_norm=False, attention_bias=True, max_position_embeddings=131_072, num_experts=128,
+      experts_per_token=8, moe_intermediate_size=1408, mlp_only_layers=(0,),
+      rope=RopeConfig(share=0.5), router=RouterConfig(**biased, shared_width=1408),
+    ),
+    "MiniMax-M2": _model(
+      3072, 62, 48, 8, 1536, family="minimax_m2", vocab_size=200_064, rope_theta=5e6,
+      max_position_embeddings=196_608, num_experts=256, experts_per_token=8,
+      moe_intermediate_size=1536, rope=RopeConfig(share=0.5), router=RouterConfig(**biased),
     ),
   }  # fmt: skip
 

@@ -9,6 +9,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import aot_table
 
+from gspo_jax.models.families.lookup import FAMILIES
+
 FITS = dict(
   model="Qwen3-0.6B",
   slice="v5e:1x1",
@@ -87,3 +89,32 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path):
   page.write_text("no marks")
   with pytest.raises(ValueError, match="lacks"):
     aot_table.replace(page, "new\n")
+
+
+def test_every_family_has_a_run_on_tpus_and_on_gpus():
+  assert aot_table.FAMILY_RUNS.keys() <= FAMILIES.keys()
+  assert all([t[0] for t in runs] == ["v", "h"] for runs in aot_table.FAMILY_RUNS.values())
+  rows = {
+    "llama v5e:2x2": dict(programs=dict(train=dict(fits=True)), below=""),
+    "llama h100:1": dict(programs=dict(train=dict(fits=False)), below=""),
+  }
+  table = {line.split("|")[1]: line for line in aot_table.family_markdown(rows).splitlines()}
+  assert len(table) == 2 + len(FAMILIES)
+  line = table[" [`llama`](../gspo_jax/models/families/llama.py) "]
+  assert line.endswith("| v5e:2x2 |  | `configs/dense_math.py:Llama-3.2-1B` |")
+  assert "](https://arxiv.org/abs/2407.21783) | SmolLM2-135M, Llama-3.2-1B," in line
+
+
+def test_the_next_smaller_topology_is_compiled_until_a_program_does_not_fit(monkeypatch):
+  compiled = []
+
+  def compile_run(topology, flags):
+    program = flags.partition("--programs=")[2]
+    compiled.append((topology, program))
+    return {program: dict(fits=program != "train", error="needs\n more")}
+
+  monkeypatch.setattr(aot_table, "compile_run", compile_run)
+  assert aot_table.family_row("llama v5e:2x2", 1)["below"] == "v5e:1x1: train needs more"
+  assert compiled == [("v5e:2x2", "train,decode"), ("v5e:1x1", "publish"), ("v5e:1x1", "train")]
+  assert aot_table.family_row("qwen2 v5e:1x1", 1)["below"] == ""
+  assert aot_table.smaller_topology("h100:2x8") == "h100:8"

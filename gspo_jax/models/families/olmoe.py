@@ -1,4 +1,4 @@
-"""OLMoE: https://arxiv.org/abs/2409.02060"""
+"""OLMoE, with q/k norms over the width and experts: https://arxiv.org/abs/2409.02060"""
 
 import functools
 
