@@ -70,7 +70,7 @@ EXPERTS = f"{ADAPTERS} --config.mesh.expert=8"
 
 
 def _math(model: str, rows: int, more: str = "") -> str:
-  """Returns flags of a run of configs/dense_math.py with `rows` sequences in a micro-batch."""
+  """Returns flags of configs/dense_math.py, by rows of a micro-batch."""
   flags = f"--config.rl.microbatches={128 // rows} --config.engine.slots=64 {more}"
   return f"--config=configs/dense_math.py:{model} {flags}".strip()
 
@@ -222,7 +222,7 @@ def gpu_row(name: str, tries: int) -> dict[str, Any]:
 
 
 def compile_run(topology: str, flags: str) -> dict[str, Any]:
-  """Compiles a run; returns figures by program, the error alone where one does not fit."""
+  """Compiles a run; returns figures or an error by program."""
   with tempfile.TemporaryDirectory() as directory:
     out = Path(directory, "rows.json")
     command = ["-m", "gspo_jax.aot", f"--topology={topology}", f"--json={out}", *flags.split()]
@@ -262,23 +262,21 @@ def smaller_topology(topology: str) -> str:
 
 def family_markdown(rows: dict[str, dict[str, Any]]) -> str:
   """Formats all families: description and sizes of each, and its compiled run."""
-  lines = ["| `model.family` | `model_type` | description | named sizes | TPU | GPU | run |"]
-  lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+  lines = ["| `model.family` | `model_type` | description | named sizes | fits | run |"]
+  lines.append("| --- | --- | --- | --- | --- | --- |")
   for name, family in FAMILIES.items():
     runs = FAMILY_RUNS.get(name, {})
-    fitting = [t if fits(rows.get(f"{name} {t}", {})) else "" for t in runs] or ["", ""]
-    file = f"../gspo_jax/models/families/{name}.py"
-    types = [
-      x + (f", inside {a.outer}" if a.outer else "") for x, a in family.architectures.items()
-    ]
+    fitting = [topology for topology in runs if fits(rows.get(f"{name} {topology}", {}))]
+    types = [x + (f" ({a.outer})" if a.outer else "") for x, a in family.architectures.items()]
     sizes = [x for x, model in PUBLISHED.items() if model.family == name]
     sizes = [x for x in sizes if not any(x != y and x.startswith(y) for y in sizes)]
-    configs = sorted({re.match("--config=(\\S+)", flags)[1] for flags in runs.values()})
+    sizes = [sizes[0], "...", sizes[-1]] if len(sizes) > 4 else sizes
+    configs = sorted({re.match("--config=(?:configs/)?(\\S+)", x)[1] for x in runs.values()})
     run = ", ".join(f"`{config}`" for config in configs) + (
       ", adapters" if trains_adapters(runs) else ""
     )
-    values = f"[`{name}`]({file})", ", ".join(types), description(name), ", ".join(sizes)
-    lines.append(f"| {' | '.join((*values, *fitting, run))} |")
+    cells = ", ".join(types), description(name), ", ".join(sizes), ", ".join(fitting), run
+    lines.append(f"| `{name}` | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
 
 
@@ -291,9 +289,9 @@ def fits(row: dict[str, Any]) -> bool:
 
 
 def description(name: str) -> str:
-  """Returns the first line of a family's file, with its link."""
+  """Returns the differences in the first line of a family's file, with its link."""
   text = importlib.import_module(f"gspo_jax.models.families.{name}").__doc__
-  text, link = re.match("(.*?)[.:]?\\s+(https:\\S+)", text.replace("\n", " ")).groups()
+  text, link = re.match("[^:]*: (.*?)\\.\\s+(https:\\S+)", text.replace("\n", " ")).groups()
   return f"[{text}]({link})"
 
 

@@ -1,4 +1,4 @@
-"""Granite 3 and Granite-MoE, with four multipliers: https://huggingface.co/ibm-granite"""
+"""Granite 3 and Granite-MoE: four multipliers. https://huggingface.co/ibm-granite"""
 
 from gspo_jax.models.families import declaration as base
 

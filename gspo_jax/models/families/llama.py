@@ -1,4 +1,7 @@
-"""Llama 2 to 3.3 and SmolLM2, with scaled positions from 3.1 on: https://arxiv.org/abs/2407.21783"""
+"""Llama 2 to 3.3, SmolLM2 and others of this form: scaled positions from 3.1 on.
+
+https://arxiv.org/abs/2407.21783
+"""
 
 from gspo_jax.models.families import declaration as base
 

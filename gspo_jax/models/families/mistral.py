@@ -1,4 +1,4 @@
-"""Mistral with windows, Ministral 3 with queries scaled by position: https://arxiv.org/abs/2310.06825"""
+"""Mistral and Ministral 3: windows, queries scaled by position. https://arxiv.org/abs/2310.06825"""
 
 from gspo_jax.models.families import declaration as base
 

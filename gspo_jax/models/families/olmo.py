@@ -1,4 +1,7 @@
-"""OLMo 2 and 3: norms after each part, q/k norms over the width. https://arxiv.org/abs/2501.00656"""
+"""OLMo 2 and 3: norms after each part, q/k norms over the width.
+
+https://arxiv.org/abs/2501.00656
+"""
 
 from collections.abc import Callable
 from typing import Any

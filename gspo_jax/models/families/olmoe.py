@@ -1,4 +1,4 @@
-"""OLMoE, with q/k norms over the width and experts: https://arxiv.org/abs/2409.02060"""
+"""OLMoE: q/k norms over the width. https://arxiv.org/abs/2409.02060"""
 
 import functools
 

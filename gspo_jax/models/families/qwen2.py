@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5 with biases, Qwen2-MoE with gated shared experts: https://arxiv.org/abs/2412.15115"""
+"""Qwen2, Qwen2.5 and Qwen2-MoE: biases, shared experts with a gate.
+
+https://arxiv.org/abs/2412.15115
+"""
 
 from gspo_jax.models.families import declaration as base
 

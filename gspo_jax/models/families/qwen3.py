@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE, with q/k norms: https://arxiv.org/abs/2505.09388"""
+"""Qwen3 and Qwen3-MoE: q/k norms. https://arxiv.org/abs/2505.09388"""
 
 from gspo_jax.models.families import declaration as base
 
