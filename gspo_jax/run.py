@@ -15,7 +15,8 @@ from gspo_jax import rewards, teacher
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.inputs import Inputs, Meshes, check
+from gspo_jax.inputs.devices import Meshes
+from gspo_jax.inputs.reading import Inputs, read_inputs
 from gspo_jax.models import lora, publication
 from gspo_jax.rewards import user_source
 from gspo_jax.rewards.signals import Signals, open_signals
@@ -161,7 +162,7 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     WriteError: the workdir cannot be written.
   """
   workdir = Path(workdir)
-  inputs = check(config, workdir)  # The first write comes after all checks.
+  inputs = read_inputs(config, workdir)  # The first write comes after all checks.
   with (
     lock.alone_in(workdir, config.checkpoint.directory),
     jax.set_mesh(inputs.meshes.trainer),
@@ -175,7 +176,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[floa
 
   Raises ValueError as `open_run`.
   """
-  inputs = check(config, workdir)
+  inputs = read_inputs(config, workdir)
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
   directory = workdir or Path()
@@ -207,7 +208,7 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
   """Opens the parts of a run in a locked workdir. Raises errors as `open_run`."""
   _fill(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
-  provenance.check(workdir, values)
+  provenance.check_configuration(workdir, values)
   publishers = make_publishers(inputs.meshes)
   profiler = Profiler(config.profile, workdir / "profile")
   with (

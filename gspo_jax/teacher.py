@@ -28,7 +28,7 @@ class Teacher:
   model: ModelConfig
 
 
-def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teacher | None:
+def find_teacher(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teacher | None:
   """Finds the teacher; None without distillation. Collective: call it on all hosts.
 
   Args:
@@ -48,7 +48,7 @@ def find(config: RunConfig, recorded: Mapping[str, Any] | None = None) -> Teache
   return Teacher(source, source.checkpoint.model_config())
 
 
-def check(
+def check_teacher(
   teacher: Teacher, config: RunConfig, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
 ) -> None:
   """Raises ValueError unless the teacher can score the policy's tokens."""

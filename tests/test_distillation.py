@@ -15,9 +15,10 @@ from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch, with_inputs
 
 from configs import tiny, tiny_distil
-from gspo_jax import inputs, sharding, teacher, train
+from gspo_jax import sharding, teacher, train
 from gspo_jax.aot import estimate, plan, programs
 from gspo_jax.aot.estimate import device_bytes
+from gspo_jax.inputs import read_inputs
 from gspo_jax.learner import packing
 from gspo_jax.learner.advantages import teacher_advantages
 from gspo_jax.models import hf, transformer
@@ -131,7 +132,7 @@ def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
   mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 1), jax.devices()[:4])
   for named, expected in (workdir, params), (path, hf_params):
     config = student(named, compute__dtype="bfloat16", mesh__fsdp=2, mesh__expert=2, mesh__data=1)
-    taught = teacher.find(config)
+    taught = teacher.find_teacher(config)
     with jax.set_mesh(mesh):
       loaded = teacher.load(taught, config.compute.dtype, mesh)
     types = transformer.dtypes(taught.model, "bfloat16")
@@ -146,17 +147,18 @@ def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
 @pytest.mark.long
 def test_a_run_is_named_as_its_weights_are(other_run, tmp_path):
   workdir, _ = other_run
-  taught = teacher.find(student(workdir))
+  taught = teacher.find_teacher(student(workdir))
   assert taught.source.path.endswith("checkpoints/rl/2") and taught.source.tokenizer == "bytes"
   assert taught.model.num_experts == 8 and taught.source.about["step"] == 2
-  assert teacher.find(student(workdir / "checkpoints" / "rl" / "1")).source.about["step"] == 1
-  assert teacher.find(config_of(tiny.get_config)) is None
-  assert teacher.find(student(workdir, job="eval")) is None, "nothing is trained"
+  first = teacher.find_teacher(student(workdir / "checkpoints" / "rl" / "1"))
+  assert first.source.about["step"] == 1
+  assert teacher.find_teacher(config_of(tiny.get_config)) is None
+  assert teacher.find_teacher(student(workdir, job="eval")) is None, "nothing is trained"
 
 
 def refused(config, tmp_path, message):
   with pytest.raises(ValueError, match=message) as error:
-    inputs.check(config, tmp_path / "new")
+    read_inputs(config, tmp_path / "new")
   assert "\n" not in str(error.value)
   assert not (tmp_path / "new").exists()
 
@@ -196,7 +198,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   refused(
     student(named), tmp_path, "has another tokenizer, .*named', than the policy, tokenizer='b"
   )
-  inputs.check(student(directory[0]), tmp_path / "new")
+  read_inputs(student(directory[0]), tmp_path / "new")
 
 
 # Whole runs.
@@ -218,7 +220,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
   assert all(row["reward/mean"] == 0 for row in rows[1:])
   lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
   assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
-  text = "\n".join(plan.lines(config, inputs.check(config)))
+  text = "\n".join(plan.lines(config, read_inputs(config)))
   assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in text
   assert "the teacher's weights" in text
   stored = parameters(tmp_path / "whole", 5)
@@ -246,9 +248,9 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_pat
   made_with = json.loads((tmp_path / "run" / "config.json").read_text())["provenance"]
   assert made_with["teacher"]["checkpoint"] == str(first)
   shutil.move(tmp_path / "later", last)
-  assert teacher.find(config).source.path == str(last)
+  assert teacher.find_teacher(config).source.path == str(last)
   recorded = provenance.recorded_origins(tmp_path / "run", dataclasses.asdict(config))["teacher"]
-  assert teacher.find(config, recorded).source.path == str(first)
+  assert teacher.find_teacher(config, recorded).source.path == str(first)
   for workdir in ("run", "another machine"):
     with open_run(config, tmp_path / workdir) as run:
       assert run.teacher.source.path == str(first)
@@ -257,7 +259,7 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_pat
 def test_its_pass_is_counted(directory):
   path, _, model = directory
   config = student(path)
-  taught, prompts = teacher.find(config), np.array([5, 5, 7, 7])
+  taught, prompts = teacher.find_teacher(config), np.array([5, 5, 7, 7])
   ends = np.array([9, 8, 8, 10])
   alone = dataclasses.replace(config, distillation=OFF)
   (without, updates), (with_it, same) = (

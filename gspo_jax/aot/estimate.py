@@ -171,7 +171,7 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
-  taught = teacher.find(case.config)
+  taught = teacher.find_teacher(case.config)
   params = teacher.abstract(taught, case.config.compute.dtype, mesh)
   return case.scored // case.rows * _pass(params, taught.model, case, mesh)
 

@@ -188,7 +188,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   c = case.config
   tx, critic = optimizers(c)
   state, sample_params = state_of(case, mesh), sampler_params(case, mesh)
-  taught = teacher.find(c)
+  taught = teacher.find_teacher(c)
   frozen = frozen_params(case, taught, mesh)
   learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
 

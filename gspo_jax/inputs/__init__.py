@@ -1,6 +1,6 @@
 """Inputs of a run, read and checked before the first write."""
 
 from gspo_jax.inputs.devices import Meshes
-from gspo_jax.inputs.reading import Inputs, check
+from gspo_jax.inputs.reading import Inputs, read_inputs
 
-__all__ = ["Inputs", "Meshes", "check"]
+__all__ = ["Inputs", "Meshes", "read_inputs"]

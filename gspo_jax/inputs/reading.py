@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from gspo_jax import teacher as teachers
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.inputs import facts
 from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
 from gspo_jax.inputs.devices import Meshes, check_engine, check_memory, make_meshes
-from gspo_jax.learner import compatibility
+from gspo_jax.learner.compatibility import check_resumed_run
 from gspo_jax.rewards import shaping
-from gspo_jax.runs import contents, paths, provenance, weight_source
+from gspo_jax.runs import contents, provenance, weight_source
 from gspo_jax.runs.metrics import read_rows
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.runs.paths import check_paths
 from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.runs.weight_source import WeightSource
 from gspo_jax.sampling import delimiters
@@ -28,6 +26,7 @@ from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts
 from gspo_jax.tasks import environments
+from gspo_jax.teacher import Teacher, check_teacher, find_teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +39,15 @@ class Inputs:
   rewards: Mapping[str, RewardConfig]  # Section `reward` by verifier.
   data: Data
   meshes: Meshes
-  teacher: teachers.Teacher | None  # None without distillation.
+  teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
   contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
 
 
-def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
+def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
   """Reads and checks a run's inputs, and prints warnings. Writes no files. Raises ValueError as
   `open_run`."""
-  paths.check(config, workdir)
+  check_paths(config, workdir)
   if config.distributed:
     hosts.join()
   values, home, flag = dataclasses.asdict(config), workdir, "--workdir"
@@ -56,12 +55,12 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     mirror = Mirror(workdir, config.checkpoint.directory)
     if hosts.run_on_first_host(mirror.can_fill):  # `open_run` will restore the workdir.
       home, flag = mirror.target, "--config.checkpoint.directory"
-    provenance.check(home, values, flag)
+    provenance.check_configuration(home, values, flag)
   origins = provenance.recorded_origins(home, values)
-  inputs = read(config, origins, provenance.first_start(home))
+  inputs = read_parts(config, origins, provenance.first_start(home))
 
   def check_on_first_host() -> None:
-    compatibility.check(config, home, inputs.contents, inputs.meshes.trainer)
+    check_resumed_run(config, home, inputs.contents, inputs.meshes.trainer)
     if workdir is not None:
       read_rows(workdir / "metrics.jsonl")  # Raises ValueError before the first write.
     if config.wandb:
@@ -76,7 +75,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   return inputs
 
 
-def read(
+def read_parts(
   config: RunConfig, origins: Mapping[str, Mapping[str, Any]], date: datetime.datetime
 ) -> Inputs:
   """Reads and checks a run's inputs; cheap checks come before slow ones.
@@ -95,12 +94,14 @@ def read(
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
   meshes = make_meshes(config)
   check_engine(config, tok, meshes.sampler, data.evaluations)
-  teacher = find_teacher(config, tok, meshes.trainer, origins["teacher"])
+  teacher = find_teacher(config, origins["teacher"])
+  if teacher is not None:
+    check_teacher(teacher, config, tok, meshes.trainer)
   check_memory(config, meshes.trainer, teacher and teacher.model)
-  weights = dict(weights=source) | ({teachers.KEY: teacher.source} if teacher else {})
+  sources = [source, teacher.source] if teacher else [source]
   problems = {b.key: b.problems for b in data.held_out}
   described = hosts.run_on_first_host(
-    lambda: contents.describe(config, weights, problems, tok.stop_ids)
+    lambda: contents.describe(config, sources, problems, tok.stop_ids)
   )
   return Inputs(source, tok, environment, sections, data, meshes, teacher, date, described)
 
@@ -133,14 +134,3 @@ def read_tokenizer(
     if not tokenizer.shows(tok, tag):
       raise ValueError(f"reward.format={config.reward.format}: no text of {name} has {tag!r} in it")
   return tok
-
-
-def find_teacher(
-  config: RunConfig, tok: Tokenizer, mesh: Mesh, recorded: Mapping[str, Any]
-) -> teachers.Teacher | None:
-  """Finds and checks the teacher; None without distillation. Raises ValueError as
-  `teacher.check`."""
-  teacher = teachers.find(config, recorded)
-  if teacher is not None:
-    teachers.check(teacher, config, tok, mesh)
-  return teacher

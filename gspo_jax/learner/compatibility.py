@@ -22,7 +22,7 @@ _STATE_KEYS = dict(
 )
 
 
-def check(
+def check_resumed_run(
   config: RunConfig,
   workdir: Path | epath.Path | None,
   described: Mapping[str, str],

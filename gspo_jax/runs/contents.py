@@ -27,7 +27,7 @@ _WEIGHTS = ("config.json", "*.safetensors")
 
 def describe(
   config: RunConfig,
-  sources: Mapping[str, WeightSource],
+  sources: Sequence[WeightSource],
   problems: Mapping[str, Sequence[Prompt]],
   stop_ids: Sequence[int],
 ) -> dict[str, str]:
@@ -35,11 +35,11 @@ def describe(
 
   Args:
     config: configuration of the run.
-    sources: weights by key.
+    sources: weights of the policy, and of a teacher.
     problems: held-out problems by configuration key.
     stop_ids: stop tokens of the tokenizer.
   """
-  weights = {key: _describe_weights(source) for key, source in sources.items()}
+  weights = {source.key: _describe_weights(source) for source in sources}
   adapter = config.lora.adapter if config.lora.rank else ""
   weights["lora.adapter"] = _describe_directory(adapter, ("adapter_*",)) if adapter else ""
   checksums = {key: user_source.checksum(name) for key, name in _functions(config)}

@@ -14,7 +14,7 @@ def batch_file(directory: Path, step: int) -> Path:
   return directory / f"{step:06d}.json"
 
 
-def check(config: RunConfig, workdir: Path | None = None) -> None:
+def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
   """Checks all paths of a configuration. Raises ValueError, naming the keys to set or change."""
   paths = {
     "weights": (

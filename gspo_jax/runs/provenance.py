@@ -23,7 +23,7 @@ ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
-def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
+def check_configuration(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
   """Raises ValueError if the workdir's run has another configuration. Collective.
 
   With `resume` "force", any configuration passes. Only the first host's workdir is read.

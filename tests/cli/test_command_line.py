@@ -21,9 +21,9 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import common, moe_aime, tiny, tiny_ppo
-from gspo_jax import inputs
 from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
+from gspo_jax.inputs import read_inputs
 from gspo_jax.models import transformer
 
 
@@ -213,7 +213,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
   assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
   (tmp_path / "config.json").write_text('{"seed": 1}')
   with pytest.raises(ValueError, match="belongs to a run of another configuration"):
-    inputs.check(config_of(tiny.get_config), tmp_path)
+    read_inputs(config_of(tiny.get_config), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
   directory = changes.get("checkpoint__directory", "").replace("HERE", str(tmp_path))
   changes = changes | ({"checkpoint__directory": directory} if directory else {})
   with pytest.raises(ValueError, match=message):
-    inputs.check(config_of(get_config, **changes), tmp_path / "run")
+    read_inputs(config_of(get_config, **changes), tmp_path / "run")
 
 
 def printed(get_config, **changes):
   config = config_of(get_config, **changes)
-  return "\n".join(plan.lines(config, inputs.check(config)))
+  return "\n".join(plan.lines(config, read_inputs(config)))
 
 
 def gib(text, name):

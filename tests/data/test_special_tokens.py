@@ -13,8 +13,9 @@ from support.configs import config_of, values_of
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from configs import tiny
-from gspo_jax import inputs, structs
+from gspo_jax import structs
 from gspo_jax.data import sources, tokenizer
+from gspo_jax.inputs import read_inputs
 from gspo_jax.runs import provenance
 from gspo_jax.settings.data import DataConfig
 from gspo_jax.settings.reading import from_dict
@@ -125,9 +126,9 @@ def test_a_format_whose_tags_no_text_has_is_refused(tmp_path):
     )  # fmt: skip
     if tag:
       with pytest.raises(ValueError, match=f"reward.format={form}: no text of .* has '{tag}'"):
-        inputs.check(config)
+        read_inputs(config)
     else:
-      inputs.check(config)
+      read_inputs(config)
 
 
 # Templates as in Qwen's, Gemma's and Llama's checkpoints, cut down to what they put around texts.
@@ -191,7 +192,7 @@ def test_a_resumed_run_has_the_date_of_its_first_start(tmp_path):
   run.mkdir()
   provenance.record(run, dataclasses.asdict(c), date=first)
   for workdir, seen in ((run, True), (None, False)):
-    checked = inputs.check(c, workdir)
+    checked = read_inputs(c, workdir)
     text = checked.tokenizer.decode(checked.data.train_prompts[0].tokens)
     assert text.startswith("28 Feb 2024 ") == (checked.date == first) == seen
 
@@ -203,7 +204,7 @@ def test_arguments_of_the_template(tmp_path):
   for arguments in ({}, dict(enable_thinking=False), dict(tools=[dict(type="function", name="f")])):
     values = values_of(tiny.get_config, tokenizer=str(tmp_path), data__max_prompt_tokens=200)
     values["data"]["template_arguments"] = arguments
-    prompt = inputs.check(from_dict(values)).data.train_prompts[0]
+    prompt = read_inputs(from_dict(values)).data.train_prompts[0]
     messages[0]["content"] = prompt.question
     expected = theirs.apply_chat_template(
       messages, add_generation_prompt=True, return_dict=False, **arguments

@@ -519,5 +519,5 @@ def test_the_configurations_choose_what_they_say():
     assert sum(map(bool, enabled)) == 1
   for group in (grows, groups):  # their files have no demonstrations
     with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
-      paths.check(group)
-  paths.check(length)
+      paths.check_paths(group)
+  paths.check_paths(length)

@@ -14,9 +14,9 @@ from gspo_jax.structs import Prompt
 PROBLEM = Prompt("held.jsonl:1", "1+1", "2", (1, 2), info=(("tolerance", "0.1"),))
 
 
-def describe(sources=None, problems=(), stop_ids=(2,), **changes):
+def describe(sources=(), problems=(), stop_ids=(2,), **changes):
   c = config_of(tiny.get_config, **changes)
-  return contents.describe(c, sources or {}, {"data.eval": problems}, stop_ids)
+  return contents.describe(c, sources, {"data.eval": problems}, stop_ids)
 
 
 def write_weights(directory, size=100):
@@ -24,7 +24,7 @@ def write_weights(directory, size=100):
   (directory / "config.json").write_text("{}")
   (directory / "model.safetensors").write_bytes(bytes(size))
   (directory / "README.md").write_text("")
-  return {"weights": WeightSource("weights", str(directory))}
+  return [WeightSource("weights", str(directory))]
 
 
 def edit(path, position):
@@ -47,14 +47,12 @@ def test_weights_of_a_directory(size, position, tmp_path):
 def test_weights_elsewhere(tmp_path, monkeypatch):
   write_weights(tmp_path / "bucket/model")
   fake_hub.bucket(monkeypatch, tmp_path)
-  source = {"weights": WeightSource("weights", "gs://bucket/model")}
+  source = [WeightSource("weights", "gs://bucket/model")]
   before = describe(source)["weights"]
   edit(tmp_path / "bucket/model/config.json", 0)
   assert describe(source)["weights"] != before
   pinned = WeightSource("weights", "org/model@0123abc")
-  assert {"weights", "teacher"}.isdisjoint(
-    describe(dict(weights=pinned, teacher=WeightSource("teacher", "random")))
-  )
+  assert {"weights", "teacher"}.isdisjoint(describe([pinned, WeightSource("teacher", "random")]))
 
 
 def test_a_checkpoint_is_described_by_its_checksums(tmp_path):
@@ -62,9 +60,9 @@ def test_a_checkpoint_is_described_by_its_checksums(tmp_path):
   (path / "host").mkdir(parents=True)
   (path / "host/metadata").write_text("sums")
   source = WeightSource("distillation.teacher", "run", RunCheckpoint(path, {}))
-  before = describe({"distillation.teacher": source})["distillation.teacher"]
+  before = describe([source])["distillation.teacher"]
   edit(path / "host/metadata", 1)
-  assert describe({"distillation.teacher": source})["distillation.teacher"] != before
+  assert describe([source])["distillation.teacher"] != before
 
 
 def test_adapters_of_a_directory(tmp_path):

@@ -12,10 +12,10 @@ START, TEACHER = dict(checkpoint="DIR/checkpoints/rl/2"), dict(checkpoint="TEACH
 
 def test_a_forced_run_continues_without_force(tmp_path):
   provenance.record(tmp_path, CONFIG | dict(resume="force"))
-  provenance.check(tmp_path, CONFIG)
+  provenance.check_configuration(tmp_path, CONFIG)
   with pytest.raises(ValueError, match=r"another configuration \(seed: 0 -> 1\): use another"):
-    provenance.check(tmp_path, CONFIG | dict(seed=1))
-  provenance.check(tmp_path, CONFIG | dict(seed=1, resume="force"))
+    provenance.check_configuration(tmp_path, CONFIG | dict(seed=1))
+  provenance.check_configuration(tmp_path, CONFIG | dict(seed=1, resume="force"))
 
 
 def test_a_continued_run_prints_changed_keys(tmp_path, capsys):

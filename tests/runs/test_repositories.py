@@ -9,9 +9,10 @@ from support import command_line, fake_hub, toy_qwen3
 from support.configs import config_of
 
 from configs import common, tiny
-from gspo_jax import export, inputs, sft
+from gspo_jax import export, sft
 from gspo_jax import teacher as teachers
 from gspo_jax.data import tokenizer
+from gspo_jax.inputs import read_inputs
 from gspo_jax.models import hf, transformer
 from gspo_jax.run import open_run
 from gspo_jax.runs import weight_source
@@ -100,7 +101,7 @@ def test_a_continued_run_needs_no_network(server, tmp_path, monkeypatch, capsys)
 def test_a_check_reads_configuration_tokenizer_and_headers(server, tmp_path):
   """--dry_run: configuration, tokenizer and headers."""
   commit, _ = publish(server, tmp_path / "source")
-  checked = inputs.check(config(weights=ID))
+  checked = read_inputs(config(weights=ID))
   assert checked.source.name == f"{ID}@{commit}"
   assert not list((tmp_path / "cache").rglob("*.safetensors"))
   assert server.read() <= 2**18
@@ -110,7 +111,7 @@ def test_a_check_reads_configuration_tokenizer_and_headers(server, tmp_path):
 def test_a_model_of_another_shape_is_refused(server, tmp_path):
   publish(server, tmp_path / "source")
   with pytest.raises(ValueError, match=rf"--config\.weights={ID} holds another model .*num_layers"):
-    inputs.check(config(weights=ID, model__num_layers=2))
+    read_inputs(config(weights=ID, model__num_layers=2))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_model_of_another_shape_is_refused(server, tmp_path):
 def test_the_key_of_an_unreadable_repository_is_named(changes, message, server, tmp_path):
   publish(server, tmp_path / "source")
   with pytest.raises(ValueError, match=message):
-    inputs.check(config(**changes))
+    read_inputs(config(**changes))
 
 
 def test_adapters_are_named_with_their_commit(server, tmp_path):
@@ -136,7 +137,7 @@ def test_adapters_are_named_with_their_commit(server, tmp_path):
   commit = server.push("org/adapter", tmp_path)
   message = rf"^lora\.adapter=org/adapter may be other .* it is now, org/adapter@{commit}$"
   with pytest.raises(ValueError, match=message):
-    inputs.check(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
+    read_inputs(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
 
 
 def test_a_run_keeps_its_first_teacher(server, tmp_path):
@@ -157,7 +158,7 @@ def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
     assert same(run.initial_params(), params)
     assert run.tokenizer.path == "gs://bucket/model"
   with pytest.raises(ValueError, match=r"--config\.weights=gs://bucket/none is not a directory"):
-    inputs.check(config(weights="gs://bucket/none"))
+    read_inputs(config(weights="gs://bucket/none"))
 
 
 def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
@@ -175,7 +176,7 @@ def test_weights_without_a_tokenizer_are_refused(server, tmp_path):
   (tmp_path / "source/tokenizer.json").unlink()
   server.push(ID, tmp_path / "source")
   with pytest.raises(ValueError, match=f"no tokenizer.json in '{ID}@.*or to 'bytes'"):
-    inputs.check(config(weights=ID))
+    read_inputs(config(weights=ID))
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
 from configs import gsm8k, tiny
-from gspo_jax import export, inputs, sft, sharding, train
+from gspo_jax import export, sft, sharding, train
+from gspo_jax.inputs import read_inputs
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
 from gspo_jax.runs import checkpoint, weight_source
@@ -178,7 +179,7 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "float32")
   assert same(jax.device_get(reference), jax.device_get(lora.dithered(params)))
   with pytest.raises(ValueError, match=r"set lora\.rank=2"):
-    inputs.check(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
+    read_inputs(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
   with pytest.raises(ValueError, match="has no adapters: leave out --adapters"):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
@@ -202,15 +203,15 @@ def test_a_forced_start_names_the_key_of_another_training_state(changes, line, a
   settings = dict(lora__rank=2, objective__entropy_coef=0.1, rl_optimizer__learning_rate=1e-2)
   settings |= changes | dict(job="rl", weights=c.weights, resume="force")
   with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*: put this back"):
-    inputs.check(config(**settings), workdir)
+    read_inputs(config(**settings), workdir)
 
 
 def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
   workdir, _ = pupil
-  inputs.check(config(resume="force", rl_optimizer__clip_norm=0.0), workdir)
-  inputs.check(config(resume="force", sft_optimizer__clip_norm=0.5), workdir)
+  read_inputs(config(resume="force", rl_optimizer__clip_norm=0.0), workdir)
+  read_inputs(config(resume="force", sft_optimizer__clip_norm=0.5), workdir)
   with pytest.raises(ValueError, match=r"sft/4 has another .*sft_optimizer.clip_norm: 1.0 -> 0.0"):
-    inputs.check(config(resume="force", sft_optimizer__clip_norm=0.0), workdir)
+    read_inputs(config(resume="force", sft_optimizer__clip_norm=0.0), workdir)
 
 
 @pytest.mark.parametrize(

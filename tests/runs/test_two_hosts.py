@@ -182,9 +182,9 @@ def began_with(workdir, process):
   if process == 0:
     provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
   facts = dict(began_with=provenance.recorded_origins(mine, config)["start"])
-  provenance.check(mine, config)
+  provenance.check_configuration(mine, config)
   try:
-    provenance.check(mine, config | dict(weights="OTHER"))
+    provenance.check_configuration(mine, config | dict(weights="OTHER"))
   except ValueError as error:
     facts["another"] = str(error).partition("(")[2][:26]
   return facts

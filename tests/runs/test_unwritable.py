@@ -157,7 +157,7 @@ def test_a_damaged_configuration_is_named(text, tmp_path):
   path = tmp_path / "config.json"
   path.write_text(text, errors="surrogateescape")
   with pytest.raises(ValueError, match=f"{path} is damaged .*another --workdir"):
-    provenance.check(tmp_path, dict(resume="auto"))
+    provenance.check_configuration(tmp_path, dict(resume="auto"))
 
 
 def sealed(directory: Path) -> list[str]:

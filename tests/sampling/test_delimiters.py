@@ -11,8 +11,8 @@ from support.configs import config_of
 from tokenizers import decoders, models
 
 from configs import common, tiny_segments, tiny_tools
-from gspo_jax import inputs
 from gspo_jax.data import tokenizer
+from gspo_jax.inputs import read_inputs
 from gspo_jax.learner.batch import segments_of
 from gspo_jax.sampling import delimiters as steps
 from gspo_jax.sampling.parts import segment_ids
@@ -237,8 +237,8 @@ def test_without_tags_the_key_is_named(tmp_path):
   message = r"objective\.segment_delimiters.*has no chat template that names them"
   changes = dict(objective__name="segment", objective__segment_unit="step")
   with pytest.raises(ValueError, match=message):
-    inputs.check(config_of(common.base, **changes))
-  inputs.check(config_of(common.base, **changes, objective__segment_delimiters=("]",)))
+    read_inputs(config_of(common.base, **changes))
+  read_inputs(config_of(common.base, **changes, objective__segment_delimiters=("]",)))
   test_tokenizer.write_checkpoint(tmp_path, test_tokenizer.QWEN)
   with pytest.raises(ValueError, match=r"segment_delimiters.*chat template has no such tag"):
     steps.choose(None, tokenizer.load(str(tmp_path)))
