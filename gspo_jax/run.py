@@ -15,9 +15,9 @@ from gspo_jax import rewards, teacher
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.inputs.devices import Meshes
 from gspo_jax.inputs.reading import Inputs, read_inputs
-from gspo_jax.models import lora, publication
+from gspo_jax.models import publication
+from gspo_jax.models.publication import Publishers
 from gspo_jax.rewards import user_source
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
@@ -37,10 +37,6 @@ from gspo_jax.system import hosts, hub, lock
 from gspo_jax.system.files import WriteError
 
 
-def _unchanged(params: Any) -> Any:
-  return params
-
-
 @dataclasses.dataclass(frozen=True)
 class Scoring:
   """Scorers and signals. Their processes run on the first host only."""
@@ -48,14 +44,6 @@ class Scoring:
   scorers: Mapping[str, rewards.Scorer | None]  # By verifier; values are None on other hosts.
   # Constraints' rewards and costs. None on other hosts, or without constraints.
   signals: Signals | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Publishers:
-  """Functions from the trainer's parameters to the sampler's parameters."""
-
-  load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
-  copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +58,7 @@ class Run:
   evaluate: Evaluator
   writer: Writer
   profiler: Profiler
-  publishers: Publishers = Publishers()
+  publishers: Publishers
   goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
   @property
@@ -184,7 +172,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[floa
   with (
     jax.set_mesh(inputs.meshes.trainer),
     open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
-    open_engine(config, _unchanged, inputs.tokenizer, directory, profiler),
+    open_engine(config, Publishers().load, inputs.tokenizer, directory, profiler),
   ):
     return inputs, try_rewards(config, inputs, scoring)
 
@@ -209,17 +197,18 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
   _fill(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check_configuration(workdir, values)
-  publishers = make_publishers(inputs.meshes)
+  meshes = inputs.meshes
+  publishers = publication.make_publishers(meshes.layout, meshes.dtypes, meshes.separate)
   profiler = Profiler(config.profile, workdir / "profile")
   with (
     open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, publishers.load, inputs.tokenizer, workdir, profiler) as engine,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
+    evaluator = make_evaluator(config, inputs, scoring, workdir / "evaluations")
     try_rewards(config, inputs, scoring)
     for scorer in filter(None, scoring.scorers.values()):
       writer.notes |= scorer.notes
-    evaluator = make_evaluator(config, inputs, scoring, workdir / "evaluations")
     if hosts.is_first():
       taught_by = inputs.teacher and inputs.teacher.source.about
       start, name = inputs.source.about, inputs.tokenizer.path
@@ -252,13 +241,6 @@ def open_scoring(
     hosts.enter_on_first_host(open_signals(constraints, reward)) as signals,
   ):
     yield Scoring(scorers or dict.fromkeys(sections), signals)
-
-
-def make_publishers(meshes: Meshes) -> Publishers:
-  """Makes the functions from the trainer's parameters to the sampler's parameters."""
-  if meshes.separate:
-    return Publishers(copy=publication.publisher_to(meshes.layout, meshes.dtypes, lora.dithered))
-  return Publishers(load=publication.publisher(meshes.layout, meshes.dtypes, lora.dithered))
 
 
 def make_evaluator(

@@ -71,7 +71,7 @@ def check_teacher(
       f"max_position_embeddings={model.max_position_embeddings} of {named}"
     )
   try:
-    transformer.check(model, config.compute, shared_prompts=config.shares_prompts)
+    transformer.check_attention(model, config.compute, shared_prompts=config.shares_prompts)
     transformer.shardings(model, sharding.TRAIN, mesh)
   except ValueError as error:
     raise ValueError(f"{named}: {error}") from error

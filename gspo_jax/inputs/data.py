@@ -72,7 +72,7 @@ def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardCo
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts those in `trained`."""
+  """Reads the problems of each benchmark, and counts overlaps with `trained`."""
   held_out = []
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)

@@ -12,7 +12,7 @@ from gspo_jax import sharding
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import HeldOut
 from gspo_jax.evaluation.evaluator import workload
-from gspo_jax.models import transformer
+from gspo_jax.models import transformer, weights
 from gspo_jax.sampling import Workload, requests
 from gspo_jax.settings import passes, rules
 from gspo_jax.settings.model import ModelConfig
@@ -42,12 +42,13 @@ def make_meshes(config: RunConfig) -> Meshes:
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh)
   rules.check_devices(config, sharding.batch_shards(trainer))
-  transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
-  transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  transformer.shardings(config.model, sharding.TRAIN, trainer)
+  transformer.check_attention(config.model, config.compute, shared_prompts=config.shares_prompts)
+  transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
+  table = transformer.table(config.model)
   rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
-  layout = transformer.shardings(config.model, rollout, sampler)
-  dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
+  weights.shardings(table, sharding.TRAIN, trainer)  # Raises ValueError for an indivisible weight.
+  layout = weights.shardings(table, rollout, sampler)
+  dtypes = weights.dtypes(table, config.sampler_compute.dtype)
   return Meshes(trainer, sampler, layout, dtypes)
 
 

@@ -10,7 +10,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import adaptive_clip
 from gspo_jax.learner.critic import Critic, optimizers
 from gspo_jax.models import head, lora, transformer
-from gspo_jax.models.params import NO_ADAPTERS, abstract, abstract_params, abstract_table
+from gspo_jax.models.params import NO_ADAPTERS, abstract, abstract_table
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
 from gspo_jax.settings.run import RunConfig
@@ -59,12 +59,11 @@ def abstract_state(
 
   With adapters, the parameters have dtype `frozen_dtype`, as used in forward passes.
   """
-  dtype = frozen_dtype if adapters.rank else jnp.float32
-  params = abstract_params(model, mesh, sharding.TRAIN, dtype, adapters)
+  table, dtype = transformer.table(model), frozen_dtype if adapters.rank else jnp.float32
+  params = abstract_table(lora.table(table, adapters), mesh, sharding.TRAIN, dtype)
   state = jax.eval_shape(lambda p: new_state(p, tx, adaptive), params)
   if critic is not None:
-    trunk = transformer.table(model) if critic.config.name == "model" else None
-    declared = head.critic_table(model, trunk)
+    declared = head.critic_table(model, table if critic.config.name == "model" else None)
     params = abstract_table(declared, mesh, sharding.TRAIN, jnp.float32)
     state = jax.eval_shape(lambda s, p: with_critic(s, p, critic.tx), state, params)
   return abstract(state, mesh)

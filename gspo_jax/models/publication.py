@@ -1,5 +1,6 @@
 """Publication of the trainer's weights to the sampler: layout and dtypes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
+from gspo_jax.models import lora
 from gspo_jax.sharding import P
 
 
@@ -37,3 +39,28 @@ def publisher_to(
   """Returns a copy to other devices of this process, complete on return."""
   cast = jax.jit(lambda params: jax.tree.map(jnp.astype, merge(params), dtypes))
   return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))
+
+
+def _unchanged(params: Any) -> Any:
+  return params
+
+
+@dataclasses.dataclass(frozen=True)
+class Publishers:
+  """Functions from the trainer's parameters to the sampler's parameters."""
+
+  load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
+  copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh.
+
+
+def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
+  """Makes the publishers of a run; adapters are merged.
+
+  Args:
+    shardings: layout of the sampler's parameters.
+    dtypes: dtypes of the sampler's parameters.
+    separate: whether the sampler has a separate mesh.
+  """
+  if separate:
+    return Publishers(copy=publisher_to(shardings, dtypes, lora.dithered))
+  return Publishers(load=publisher(shardings, dtypes, lora.dithered))

@@ -43,7 +43,7 @@ def table(config: ModelConfig) -> Params:
   )
 
 
-def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
+def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
   """Raises ValueError if `compute.attention` does not support model or devices.
 
   shared_prompts: whether responses share the forward pass of their prompt (`Tree`).
@@ -66,7 +66,7 @@ def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Par
 
 def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
   """Returns each parameter's dtype in `forward`, head and sampler."""
-  return jax.tree.map(lambda w: w.read_as(compute_dtype), table(config))
+  return weights.dtypes(table(config), compute_dtype)
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:

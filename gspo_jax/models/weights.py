@@ -180,6 +180,11 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   return jax.tree.map_with_path(layout, table)
 
 
+def dtypes(table: Params, compute_dtype: Any) -> Params:
+  """Returns each parameter's dtype in `forward`, head and sampler."""
+  return jax.tree.map(lambda w: w.read_as(compute_dtype), table)
+
+
 def init(table: Params, key: jax.Array, dtype: Any) -> Params:
   """Initialises parameters, each weight from its own key."""
   leaves, treedef = jax.tree.flatten(table)

@@ -240,15 +240,15 @@ def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
     dataclasses.replace(half, attention=name) for name in ("auto", "cudnn", "splash")
   )
   with pytest.raises(ValueError, match=r"attention='cudnn' is for NVIDIA GPUs"):
-    transformer.check(DENSE, cudnn, shared_prompts=True)
+    transformer.check_attention(DENSE, cudnn, shared_prompts=True)
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  transformer.check(GEMMA, auto, shared_prompts=True)
-  transformer.check(DENSE, cudnn, shared_prompts=True)
-  transformer.check(GEMMA, splash, shared_prompts=False)
+  transformer.check_attention(GEMMA, auto, shared_prompts=True)
+  transformer.check_attention(DENSE, cudnn, shared_prompts=True)
+  transformer.check_attention(GEMMA, splash, shared_prompts=False)
   with pytest.raises(ValueError, match=r"compute\.attention='cudnn' has no soft bound"):
-    transformer.check(GEMMA, cudnn, shared_prompts=True)
+    transformer.check_attention(GEMMA, cudnn, shared_prompts=True)
   with pytest.raises(ValueError, match="'splash' has no sliding window where responses"):
-    transformer.check(GEMMA, splash, shared_prompts=True)
+    transformer.check_attention(GEMMA, splash, shared_prompts=True)
 
 
 @pytest.mark.parametrize(

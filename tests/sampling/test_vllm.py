@@ -65,6 +65,7 @@ class Vllm:
     env = os.environ | dict(
       VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1"
     )
+    env.pop("PYTHONPATH", None)  # Packages of this Python would hide those of PYTHON.
     with open(self.log, "ab") as log:
       self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
 
