@@ -93,7 +93,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         with phase.stages("report"):
           reviews = [programs.review(state.params, b, state.clip_factor) for b in minibatches]
           arrays = batches.sample_arrays(c, rollout, minibatches, reviews)
-          records = rollout_records(collected, arrays, run.tokenizer.decode)
+          records = rollout_records(collected, arrays, run.tokenizer)
           run.writer.dump_rollouts("rl", step, records)
       state = with_clip_factor(c, state, row)
       phase.set_resume_point(step, state, position(sampling, total), row)

@@ -27,6 +27,7 @@ from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Driver, Engine, Trajectory, Workload
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.trajectory import right, totals
+from gspo_jax.sampling.transcript import transcripts
 from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
@@ -232,6 +233,8 @@ class Evaluator:
       lambda: workers.interruptible(self._verdicts, benchmark, prompts, responses, sampled)
     )
     name = dict(benchmark=benchmark.name) if benchmark.name else {}
+    groups = [sampled[start : start + samples] for start in range(0, len(sampled), samples)]
+    shown = [row for group in groups for row in transcripts(group, self.tokenizer)]
     records = [
       dict(
         prompt_id=problem.id,
@@ -243,6 +246,7 @@ class Evaluator:
         truncated=not sampled[i].stopped,
         eval=True,
       )
+      | shown[i]
       | verdicts[i]
       | name
       for i, problem in enumerate(prompts)

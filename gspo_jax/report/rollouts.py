@@ -16,6 +16,7 @@ from gspo_jax.system.text import visible
 # Limits of a page that is quick to open; nobody would read more.
 MAX_CHARACTERS = 4000  # Length of one response.
 MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
+POLICY = "policy"  # Role of the policy's turns (sampling/transcript.py).
 
 NEEDED = dict(prompt_id=str | int, prompt=str, response=str)  # Fields of every response.
 SAMPLE_FIELDS = (
@@ -84,11 +85,19 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
     if (step, name, held_out) not in groups:
       groups[step, name, held_out] = {
         "phase": phase, "step": step, "id": visible(str(name)), "eval": held_out,
-        "prompt": _shorten(record["prompt"]),
+        "prompt": _shorten(record["prompt"]), "rendered": _rendered(record),
         "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
-    groups[step, name, held_out]["samples"].append(record)
+    group = groups[step, name, held_out]
+    same = _rendered(record) == group["rendered"]
+    group["samples"].append(record | {"rendered_prompt": ""} if same else record)
   return list(groups.values())
+
+
+def _rendered(record: Row) -> str:
+  """Returns the prompt with its template; "" without a template."""
+  text = as_text(record.get("rendered_prompt", ""))
+  return "" if text == record["prompt"] else _shorten(text)
 
 
 def _spread(items: Sequence[Any], limit: int) -> list[Any]:
@@ -106,35 +115,79 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """Returns the fields of a record for the page."""
+  """Returns the fields of a record for the page, with the texts of turns or the response."""
   fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
+  if rendered := _rendered(record):
+    sample["rendered"] = rendered
+  if turns := _turns(record):
+    return sample | {"turns": [[turn["shown"], turn["role"] != POLICY] for turn in turns]}
   return sample | {"response": _shorten(record["response"])}
+
+
+def _turns(record: Row) -> list[Row]:
+  """Returns the turns of a conversation; [] if missing or malformed.
+
+  Adds the text for the page, `shown`; each turn of a long conversation loses its middle.
+  """
+  turns = record.get("turns")
+  types = dict(role=str, text=str, length=int)
+  if not isinstance(turns, list) or not all(
+    isinstance(turn, dict) and all(isinstance(turn.get(k), v) for k, v in types.items())
+    for turn in turns
+  ):
+    return []
+  sampled = sum(turn["length"] for turn in turns if turn["role"] == POLICY)
+  if isinstance(record.get("tokens"), list) and len(record["tokens"]) != sampled:
+    return []
+  whole = sum(len(turn["text"]) for turn in turns) <= MAX_CHARACTERS
+  limit = MAX_CHARACTERS if whole else MAX_CHARACTERS // len(turns)
+  return [turn | {"shown": _shorten(turn["text"], limit)} for turn in turns]
 
 
 def _color(record: Row) -> Row:
   """Returns the fields for the page with tokens and their log-ratios.
 
   Adds `clipped_tokens` (1 for clipped) if any token was clipped, and each token's segment with the
-  figures of segments if there are some. Leaves out the response if its tokens join to it. They do
-  not if a token is one byte of a character, or a mark dropped in decoding.
+  figures of segments if there are some. Observations are among the tokens, at the indices
+  `observations`. Leaves out the response or turns if tokens join to them. They do not if a token is
+  one byte of a character, or a mark dropped in decoding.
   """
-  tokens = [visible(token) for token in record["tokens"]]
-  whole = "".join(tokens) == visible(record["response"])
+  tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
-  if not isinstance(clipped, list) or len(clipped) != len(tokens):
-    clipped = [0] * len(tokens)
-  segments = _segments(record, len(tokens))
-  tokens, ratios, clipped, segments = _cut(tokens, record["log_ratio"], clipped, segments)
+  if not isinstance(clipped, list) or len(clipped) != count:
+    clipped = [0] * count
+  columns = [tokens, record["log_ratio"], clipped, _segments(record, count), [False] * count]
+  if turns := _turns(record):
+    whole = "".join(tokens) == "".join(visible(t["text"]) for t in turns if t["role"] == POLICY)
+    columns = _insert_observations(columns, turns)
+  else:
+    whole = "".join(tokens) == visible(record["response"])
+  tokens, ratios, clipped, segments, observed = _cut(*columns)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if shown := {*segments} - {None}:
     pairs = {i: (record["segment_ratio"][i], record["segment_gradient"][i]) for i in sorted(shown)}
     colored |= {"segments": segments, "segment_figures": pairs}
   if any(clipped):
     colored["clipped_tokens"] = clipped
+  if any(observed):
+    colored["observations"] = [i for i, flag in enumerate(observed) if flag]
   if whole:
-    del colored["response"]
+    del colored["turns" if turns else "response"]
   return colored
+
+
+def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
+  """Inserts each observation as one token, without a ratio, between the tokens of turns."""
+  spans, position = [], 0
+  for turn in turns:
+    end = position + turn["length"]
+    if turn["role"] == POLICY:
+      spans.append([column[position:end] for column in columns])
+      position = end
+    else:
+      spans.append([[turn["shown"]], [None], [0], [None], [True]])
+  return [list(itertools.chain(*parts)) for parts in zip(*spans)]
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
@@ -188,12 +241,12 @@ def _finite(value: Any) -> bool:
   return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str, limit: int = MAX_CHARACTERS) -> str:
   """Returns a text for the page; long texts lose their middle."""
   text = visible(text)
-  if len(text) <= MAX_CHARACTERS:
+  if len(text) <= limit:
     return text
-  head, tail = MAX_CHARACTERS * 3 // 4, MAX_CHARACTERS // 4
+  head, tail = limit * 3 // 4, limit // 4
   return f"{text[:head]}{_gap(len(text) - head - tail)}{text[-tail:]}"
 
 

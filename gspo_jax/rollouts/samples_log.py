@@ -1,27 +1,30 @@
 """The samples log: readable records of an iteration's training responses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
+from gspo_jax.sampling.transcript import transcripts
 
 TOKENS = 200_000  # Maximum number of tokens with individual entries in one log.
 
 
 def rollout_records(
-  collected: Collected, arrays: Mapping[str, np.ndarray], decode: Callable[[list[int]], str]
+  collected: Collected, arrays: Mapping[str, np.ndarray], tok: Tokenizer
 ) -> list[dict[str, Any]]:
   """Returns a JSON object for each response.
 
   Args:
     arrays: result of `learner.batch.sample_arrays`, in rollout order.
-    decode: function from token ids to text.
+    tok: tokenizer of the policy.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
-  texts = {i: decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
+  texts = {i: tok.decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
+  shown = [row for g in collected.groups for row in transcripts(g.trajectories, tok)]
   records, written = [], 0
   advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
   for row, used_L in enumerate(used_BL):
@@ -29,7 +32,7 @@ def rollout_records(
       continue
     tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
     advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
-    record = _summary(collected, row, G, float(advantage), tokens)
+    record = _summary(collected, row, G, float(advantage), tokens) | shown[row]
     written += int(used_L.sum())
     ids_X = rollout.tokens[row][used_L].tolist()
     whole = rollout.response(row) == ids_X  # Single turns can be read back (data/recorded.py).

@@ -139,6 +139,23 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
   assert tab.texts(".scale .clipped") == ["clipped"]
 
 
+def test_turns_and_templates_are_told_apart(tab, tmp_path):
+  turns = [("ab", "policy"), ("<b>tool", "environment"), ("c", "policy")]
+  turns = [dict(role=role, text=text, length=len(text)) for text, role in turns]
+  first = cases.record(1, 1, 0, response="abtoolc", turns=turns)
+  first |= dict(prompt="1+1", rendered_prompt="<user> 1+1 <end>")
+  dump = "rl", 1, [first | dict(tokens=[*"abc"], log_ratio=[0.1, 0.0, 0.2]), first | dict(sample=1)]
+  tab.open(write_report(cases.write(tmp_path, dumps=[dump])), "#responses")
+  assert tab.texts(".prompt") == ["<user> 1+1 <end>"]
+  assert tab.texts(".prompt .template") == ["<user> ", " <end>"]
+  for mode, tokens in ("colored", ["a", "b", "c"]), ("plain", []):
+    tab.choose("tokens", mode)
+    assert tab.texts(".observation") == ["<b>tool"] * 2
+    assert tab.texts(".sample pre") == ["ab<b>toolc"] * 2 and tab.texts(".sample .token") == tokens
+  tab.choose("query", "TOOL")
+  assert set(tab.texts(".observation mark")) == {"tool"}
+
+
 def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
   tokens = ["one", "\n", "two", " more", "three"]
   fields = dict(segments=[0, 0, 1, 1, 2], segment_ratio=[1.25, 0.9, 1.0])

@@ -81,6 +81,49 @@ def test_tokens_of_a_long_response_are_cut_where_it_is(tmp_path):
   assert values[-1] * colors["unit"] == pytest.approx(4999 / 5000, rel=1e-3)
 
 
+def test_turns_of_a_conversation_stay_apart(tmp_path):
+  def turn(text, role="policy"):
+    return dict(role=role, text=text, length=len(text))
+
+  turns = [turn("ab"), turn("<tool>", "environment"), turn("c$")]
+  fields = dict(response="ab<tool>c", turns=turns)
+  ratios = [0.1, 0.2, 0.3, 0.4]
+  records = [
+    colored(1, 1, [*"abc$"], ratios, clipped_tokens=[1, 0, 1, 0], **fields),
+    colored(1, 2, [*"abc", ""], ratios, **fields),  # The name of `$` is dropped in decoding.
+    record(1, 3, 0, **fields),
+    colored(1, 4, [*"abc"], ratios[:3], **fields),  # Turns of other tokens.
+    record(1, 5, 0, **fields | dict(turns=[7])),
+  ]
+  _, samples = read_records(tmp_path, records, 100)
+  texts = [["ab", False], ["<tool>", True], ["c$", False]]
+  assert samples[0]["tokens"] == ["a", "b", "<tool>", "c", "$"]
+  assert samples[0]["observations"] == [2] and samples[0]["log_ratio"][2] is None
+  assert samples[0]["clipped_tokens"] == [1, 0, 0, 1, 0] and "turns" not in samples[0]
+  assert samples[1]["turns"] == samples[2]["turns"] == texts and samples[1]["observations"] == [2]
+  assert not any("response" in sample for sample in samples[:3])
+  assert [sample.get("response") for sample in samples[3:]] == ["ab<tool>c"] * 2
+  assert "turns" not in samples[3] and "observations" not in samples[3]
+
+
+def test_long_turns_are_shortened_each(tmp_path):
+  turns = [dict(role="policy", text="a" * 9000, length=9000)]
+  turns += [dict(role="environment", text="b", length=1)] * 3
+  (_, (sample,)) = read_records(tmp_path, [record(1, 1, 0, turns=turns)], 10)
+  assert len(sample["turns"][0][0]) < 1100 and sample["turns"][3] == ["b", True]
+
+
+def test_a_prompt_is_shown_with_its_template_once(tmp_path):
+  records = [record(1, 1, i) | dict(prompt="1+1") for i in range(3)]
+  records[0]["rendered_prompt"], records[2]["rendered_prompt"] = "<user>1+1<end>", "<user>2+2<end>"
+  records.append(record(1, 2, 0) | dict(prompt="1+1", rendered_prompt="1+1"))
+  write(tmp_path, dumps=[("rl", 1, records)])
+  groups = read_rollouts([tmp_path / "rollouts"], 100)["groups"]
+  assert [group["rendered"] for group in groups] == ["<user>1+1<end>", ""]
+  own = [sample.get("rendered") for sample in groups[0]["samples"]]
+  assert own == [None, None, "<user>2+2<end>"]
+
+
 def test_clipped_tokens_are_marked_where_they_are(tmp_path):
   flags = [int(i in (1, 2500, 4999)) for i in range(5000)]
   whole = colored(1, 1, WORDS, [0.1] * 5000, response="".join(WORDS), clipped_tokens=flags)

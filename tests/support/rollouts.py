@@ -169,4 +169,5 @@ def groups(**spec):
 def dumped(collected, decode=letters):
   """Records of a batch, with an unchanged policy."""
   zeros = np.zeros(collected.rollout.logp.shape)
-  return rollout_records(collected, dict(log_ratio_BT=zeros, clipped_BT=zeros > 0), decode)
+  arrays = dict(log_ratio_BT=zeros, clipped_BT=zeros > 0)
+  return rollout_records(collected, arrays, tokenizer(decode))

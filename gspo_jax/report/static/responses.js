@@ -27,7 +27,8 @@ function responsesView() {
 function responses() {
   const { total, groups, colors } = JSON.parse(document.getElementById("rollouts").textContent);
   for (const group of groups)
-    for (const sample of group.samples) sample.response ??= sample.tokens.join("");
+    for (const sample of group.samples)
+      sample.response ??= (sample.turns?.map(([text]) => text) ?? sample.tokens).join("");
   const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter((r) => r != null);
   const low = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -66,7 +67,8 @@ function responses() {
       (!state.ending || Boolean(sample.truncated) === (state.ending === "truncated")) &&
       (!query ||
         sample.response.toLowerCase().includes(query) ||
-        group.prompt.toLowerCase().includes(query));
+        group.prompt.toLowerCase().includes(query) ||
+        group.rendered.toLowerCase().includes(query));
   }
 
   const mean = (group) =>
@@ -88,16 +90,17 @@ function responses() {
     return found;
   }
 
-  // The text with what was searched for marked in it.
-  function text(node, value) {
-    const query = state.query.toLowerCase();
-    const lower = value.toLowerCase();
-    let done = 0;
-    for (let i = query ? lower.indexOf(query) : -1; i >= 0; i = lower.indexOf(query, done)) {
-      node.append(value.slice(done, i), make("mark", value.slice(i, i + query.length)));
-      done = i + query.length;
-    }
-    node.append(value.slice(done));
+  // The prompt with its template around the question; of another prompt than the group's, that.
+  function promptNode(question, rendered) {
+    const node = make("pre.prompt");
+    const asked = question.trim();
+    const at = rendered.lastIndexOf(asked);
+    if (at < 0) marked(node, question, state.query);
+    if (!rendered) return node;
+    const before = marked(make("span.template"), rendered.slice(0, Math.max(at, 0)), state.query);
+    if (at >= 0) node.append(before, marked(make("span"), asked, state.query));
+    const after = at < 0 ? `\n${rendered}` : rendered.slice(at + asked.length);
+    node.append(marked(make("span.template"), after, state.query));
     return node;
   }
 
@@ -108,7 +111,7 @@ function responses() {
     const fill = (limit) => {
       pre.replaceChildren();
       if (tokens) drawTokens(pre, tokens, colors.scale, limit, state.query);
-      else text(pre, sample.response || " ");
+      else drawTurns(pre, turnsOf(sample), state.query);
     };
     const long = sample.response.length > 420 || sample.response.split("\n").length > 12;
     // What was searched for must be seen.
@@ -138,7 +141,8 @@ function responses() {
       format(sample.reward),
     );
     const flag = make("span.cell.flag", flags.filter(Boolean).join(", "));
-    return make("div.sample", make("div.facts", pill, cells, flag), body);
+    const own = sample.rendered ? promptNode("", sample.rendered) : null;
+    return make("div.sample", make("div.facts", pill, cells, flag), own, body);
   }
 
   const stepName = ({ phase, step }) =>
@@ -162,7 +166,7 @@ function responses() {
       make("span.meta", `${kind} · prompt ${group.id}${answer}${shown}`),
       make("span.marks", marks, make("span.meta.mean", `mean ${format(mean)}`)),
     );
-    const prompt = text(make("pre.prompt"), group.prompt);
+    const prompt = promptNode(group.prompt, group.rendered);
     const below = group.answer && !answer ? make("pre.meta", `answer: ${group.answer}`) : null;
     const top = make("div.top", line, prompt, below);
     return make("article.group", top, make("div.samples", samples.map(sampleNode)));

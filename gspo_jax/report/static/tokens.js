@@ -3,18 +3,55 @@
 
 const TOKENS_FIRST = 600; // characters of a folded response
 
-// [text, log-ratio or null, clipped or not, segment or null] of each token; null where the response
-// has none.
+// The text with what was searched for marked in it.
+function marked(node, value, query) {
+  const lower = value.toLowerCase();
+  const wanted = query.toLowerCase();
+  let done = 0;
+  for (let i = wanted ? lower.indexOf(wanted) : -1; i >= 0; i = lower.indexOf(wanted, done)) {
+    node.append(value.slice(done, i), make("mark", value.slice(i, i + wanted.length)));
+    done = i + wanted.length;
+  }
+  node.append(value.slice(done));
+  return node;
+}
+
+// [text, whether it is the environment's] of each turn; a single turn is all of its response.
+function turnsOf(sample) {
+  if (sample.turns || !sample.observations) return sample.turns ?? [[sample.response || " ", false]];
+  const heard = new Set(sample.observations);
+  const turns = [];
+  for (const [i, token] of sample.tokens.entries()) {
+    if (heard.has(i) || heard.has(i - 1) || !i) turns.push([token, heard.has(i)]);
+    else turns[turns.length - 1][0] += token;
+  }
+  return turns;
+}
+
+const observation = (value, query) =>
+  marked(make("span", { class: "observation", title: "by the environment" }), value, query);
+
+function drawTurns(node, turns, query) {
+  for (const [value, heard] of turns)
+    if (heard) node.append(observation(value, query));
+    else marked(node, value, query);
+  return node;
+}
+
+// [text, log-ratio or null, clipped or not, segment or null, by the environment] of each token; null
+// where the response has none.
 function tokensOf(sample, unit) {
   if (sample.log_ratio == null) return null;
   const ratio = (units) => (units == null ? null : units * unit);
   const clipped = (i) => sample.clipped_tokens?.[i] === 1;
   const segments = segmentsOf(sample, clipped);
+  const heard = new Set(sample.observations);
   return sample.tokens.map((text, i) => [
     text,
     ratio(sample.log_ratio[i]),
     clipped(i),
     segments[i] ?? null,
+    heard.has(i),
   ]);
 }
 
@@ -90,13 +127,17 @@ function drawTokens(node, tokens, scale, limit, query) {
   const found = foundIn(tokens, query);
   let drawn = 0;
   let last = null;
-  for (const [i, [text, ratio, clipped, segment]] of tokens.entries()) {
+  for (const [i, [value, ratio, clipped, segment, heard]] of tokens.entries()) {
     if (drawn > limit) break;
     if (segment && segment !== last) node.append(segmentMark(segment, !last));
     last = segment ?? last;
-    drawn += Math.max(1, text.length);
+    drawn += Math.max(1, value.length);
+    if (heard) {
+      node.append(observation(value, query));
+      continue;
+    }
     if (ratio == null) {
-      node.append(found[i] ? make("mark", text) : text);
+      node.append(found[i] ? make("mark", value) : value);
       continue;
     }
     const share = Math.min(1, Math.abs(ratio) / scale);
@@ -104,11 +145,11 @@ function drawTokens(node, tokens, scale, limit, query) {
     if (share > 0.5) kinds.push("far");
     if (clipped) kinds.push("clipped");
     if (found[i]) kinds.push("found");
-    if (!text.trim() && text.includes("\n")) kinds.push("newline");
+    if (!value.trim() && value.includes("\n")) kinds.push("newline");
     const span = make(
       "span",
       { class: kinds.join(" "), style: `--share: ${percent(share)}` },
-      text,
+      value,
     );
     span.ratio = ratio;
     span.clipped = clipped;

@@ -1,0 +1,44 @@
+"""Texts of trajectories for records: the prompt as the model saw it, and the turns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.data.replies import whole_text
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.sampling.trajectory import Trajectory
+
+POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
+
+
+def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
+  """Returns record fields `rendered_prompt` and `turns` of a group's trajectories.
+
+  The first record has the prompt, and any record with another prompt than the first.
+  Conversations with observations have turns.
+  """
+  rows, first = [], None
+  for trajectory in trajectories:
+    row: dict[str, Any] = {}
+    if trajectory.length and trajectory.prompt != first:
+      row["rendered_prompt"] = whole_text(tok, trajectory.prompt)
+      first = trajectory.prompt if first is None else first
+    if (trajectory.turns < 0).any():
+      row["turns"] = _turns(trajectory, tok)
+    rows.append(row)
+  return rows
+
+
+def _turns(trajectory: Trajectory, tok: Tokenizer) -> list[dict[str, str | int]]:
+  """Splits a conversation into texts by role, with their numbers of tokens."""
+  starts = np.flatnonzero(np.diff(trajectory.turns)) + 1
+  spans = zip(np.split(trajectory.tokens, starts), np.split(trajectory.turns, starts))
+  return [
+    dict(
+      role=POLICY if turns[0] >= 0 else ENVIRONMENT,
+      text=whole_text(tok, ids.tolist()),
+      length=len(ids),
+    )
+    for ids, turns in spans
+  ]
