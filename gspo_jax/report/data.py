@@ -13,6 +13,7 @@ from gspo_jax.report import overview
 from gspo_jax.report.curves import ByPhase, build_sections
 from gspo_jax.report.figures import VIEWS
 from gspo_jax.runs import metrics
+from gspo_jax.runs.alarms import ALARMS, Alarm
 from gspo_jax.runs.metrics import Row
 
 
@@ -94,7 +95,8 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
         if alarm:
           spans.append((steps[0], steps[-1], name.removeprefix("warning/")))
     for first, last, name in sorted(spans):
-      yield {"phase": phase, "name": name, "from": first, "to": last}
+      texts = ALARMS.get(name, Alarm(name, "", ""))._asdict()
+      yield {"phase": phase, "name": name, "from": first, "to": last, **texts}
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -10,7 +10,7 @@ import collections
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo_jax.settings.training import AlarmConfig
 
@@ -38,7 +38,7 @@ class Alarms:
     active = dict(self._conditions(row))
     new = [name for name in active if name not in self._active]
     self._active = set(active)
-    lines = [f"warning at step {row['step']}: {active[name]}" for name in new]
+    lines = [f"warning at step {row['step']}: {active[name]}. {advice(name)}" for name in new]
     return {f"warning/{name}": 1.0 for name in active}, lines
 
   def _conditions(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -87,6 +87,80 @@ class Alarms:
       self._range = min(self._range[0], low), max(self._range[1], high)
     low, high = self._range
     return high - low if low <= high else 1.0
+
+
+class Alarm(NamedTuple):
+  """Texts about an alarm."""
+
+  title: str  # A sentence.
+  advice: str  # A sentence: what to change.
+  page: str = "docs/running.md#alarms"  # Section about the alarm.
+
+
+_IDLE = "The gradient has been 0 for five iterations: "
+ALARMS = {
+  "grad_norm": Alarm(
+    "The gradient norm is far above its usual size.",
+    "If it stays there, lower rl_optimizer.learning_rate.",
+  ),
+  "entropy": Alarm(
+    "The policy has collapsed to few responses: its entropy is below alarms.entropy.",
+    "Lower rl_optimizer.learning_rate, or raise objective.clip_high or objective.entropy_coef.",
+  ),
+  "ratio": Alarm(
+    "The policy moves faster than clipping can hold: its ratios are off 1 by more than "
+    "alarms.ratio.",
+    "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
+  ),
+  "mismatch": Alarm(
+    "The sampler's log-probs are off the trainer's by more than the clip range.",
+    "Set engine.dtype and engine.cache_dtype to compute.dtype, or widen the clip range.",
+    "docs/sampling.md#log-probabilities",
+  ),
+  "recomputed": Alarm(
+    "Rounding of recomputed log-probs exceeds the clip range.",
+    "Set compute.dtype=float32, or widen the clip range.",
+    "docs/running.md#recomputed-log-probabilities",
+  ),
+  "reward": Alarm(
+    "The reward has fallen far below its best.",
+    "Lower rl_optimizer.learning_rate, and start again from a checkpoint before (weights).",
+  ),
+  "unknown": Alarm(
+    "The verifier gives no verdict on many responses.",
+    "The directory unknown/ of the run has these responses, with the reasons.",
+    "docs/rewards.md#unknown-is-not-wrong",
+  ),
+  "uniform_groups": Alarm(
+    f"{_IDLE}rewards are equal within each group.",
+    "Take problems of another difficulty, a larger rl.group_size or graded rewards.",
+    "docs/data.md#query-set",
+  ),
+  "filled_groups": Alarm(
+    f"{_IDLE}dynamic sampling finds no groups of different rewards.",
+    "Take problems of another difficulty, or raise data.query_set.extra_rounds.",
+    "docs/data.md#query-set",
+  ),
+  "all_dropped": Alarm(
+    f"{_IDLE}all tried prompts are dropped.",
+    "Raise data.query_set.drop_after, or add problems.",
+    "docs/data.md#query-set",
+  ),
+  "all_masked": Alarm(
+    f"{_IDLE}all responses are cut off, and masked.",
+    "Raise sampling.max_new_tokens, or set rl.mask_truncated=False.",
+    "docs/running.md#truncated-responses",
+  ),
+  "no_gradient": Alarm(
+    f"{_IDLE}metrics do not say why.",
+    "Look at advantages and losses in metrics.jsonl.",
+  ),
+}
+
+
+def advice(name: str) -> str:
+  """Returns what to change after an alarm, and the page about it."""
+  return f"{ALARMS[name].advice} ({ALARMS[name].page})"
 
 
 WINDOW = 10  # Iterations of medians and means.

@@ -254,7 +254,9 @@ def test_phases_of_stacked_bars_are_side_by_side(tab, tmp_path):
 
 def test_warnings_are_on_top(tab, run_page, tmp_path):
   tab.open(run_page)
-  assert tab.texts(".warnings li") == ["step 3–5: entropy", "step 9: entropy"]
+  (text,) = tab.texts(".warnings li")
+  assert text.startswith("steps 3–5, 9: The policy has collapsed") and "Lower rl_opt" in text
+  assert tab.texts(".warnings li code") == ["docs/running.md#alarms"]
   tab.open(write_report(cases.make_run(tmp_path)))
   assert tab.texts(".warnings") == []
 

@@ -1,9 +1,13 @@
 """Warnings come when a run goes wrong, once, and the same after an interruption."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from configs import common
+from gspo_jax.report.data import flatten
 from gspo_jax.runs import alarms
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.settings.training import AlarmConfig
@@ -55,7 +59,18 @@ def test_a_warning_is_printed_once_and_marked_while_it_lasts(name):
   steps, printed = run(rows)
   assert steps == {f"warning/{name}": [10, 11, 20]}
   assert len(printed) == 2 and "step 10" in printed[0] and "step 20" in printed[1]
-  assert text in printed[0]
+  assert text in printed[0] and alarms.ALARMS[name].advice in printed[0]
+
+
+def test_advice_names_keys_and_sections_that_exist():
+  root, keys = Path(__file__).parents[2], dict(flatten(common.base().to_dict())).keys()
+  for title, advice, page in alarms.ALARMS.values():
+    words = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", f"{title} {advice}")
+    assert {word for word in words if word != "metrics.jsonl"} <= keys
+    path, _, section = page.partition("#")
+    headings = re.findall("^#+ (.*)", (root / path).read_text(), re.MULTILINE)
+    assert section in {heading.lower().replace(" ", "-") for heading in headings}
+    assert (title[0].isupper(), title[-1], advice[0].isupper(), advice[-1]) == (True, ".") * 2
 
 
 def test_an_iteration_that_trains_on_nothing_has_no_entropy():
@@ -85,6 +100,7 @@ def test_no_gradient_is_reported_with_its_reason(name, metrics):
   steps, printed = run(healthy(s, **(idle if s >= 3 else {})) for s in range(12))
   assert steps == {f"warning/{name}": [7, 8, 9, 10, 11]}
   assert len(printed) == 1 and "gradient was 0 in 5 iterations in a row" in printed[0]
+  assert printed[0].endswith(f"{alarms.ALARMS[name].advice} ({alarms.ALARMS[name].page})")
 
 
 def test_reward_warns_when_its_mean_has_fallen():

@@ -1,6 +1,7 @@
 // The overview: three answers, alarms, what differs between runs, the charts that matter most.
 
 const WARNINGS_SHOWN = 6;
+const SPANS_SHOWN = 6; // of one alarm
 const ROWS_SHOWN = 16;
 
 const nameOf = (run, index, kind = "span.of") =>
@@ -23,17 +24,26 @@ function answerCard({ question, answer, because, state, facts }) {
   );
 }
 
-const span = ({ from, to }) => (from === to ? `step ${from}` : `step ${from}–${to}`);
+const span = ({ from, to }) => (from === to ? `${from}` : `${from}–${to}`);
+
+// Alarms of one name, phase and run: when, what it means, what to change, and the page about it.
+function alarmNode(spans, run, several) {
+  const [{ phase, title, advice, page }] = spans;
+  const shown = spans.slice(0, SPANS_SHOWN).map(span);
+  const rest = spans.length - shown.length;
+  const steps = `${shown.join(", ")}${rest ? ` and ${rest} more times` : ""}`;
+  const word = spans.length === 1 && spans[0].from === spans[0].to ? "step" : "steps";
+  const when = make("b", `${several ? `${report.phases[phase].title}, ` : ""}${word} ${steps}:`);
+  const name = comparing ? nameOf(report.runs[run], run) : null;
+  return make("li", name, when, ` ${title} ${advice} `, page ? make("code", page) : null);
+}
 
 function alarms() {
-  const items = report.runs.flatMap((run, i) =>
-    run.warnings.map((warning) => {
-      const several = Object.keys(run.phases).length > 1;
-      const phase = several ? `${report.phases[warning.phase].title} ` : "";
-      const text = `${phase}${span(warning)}: ${warning.name}`;
-      return make("li", comparing ? nameOf(run, i) : null, text);
-    }),
-  );
+  const items = report.runs.flatMap((run, i) => {
+    const several = Object.keys(run.phases).length > 1;
+    const kinds = Object.groupBy(run.warnings, ({ phase, name }) => `${phase} ${name}`);
+    return Object.values(kinds).map((spans) => alarmNode(spans, i, several));
+  });
   if (!items.length) return null;
   const rest = items.splice(WARNINGS_SHOWN);
   const more = () => make("details", make("summary", `${rest.length} more`), make("ul", rest));
