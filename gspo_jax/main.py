@@ -29,12 +29,13 @@ from gspo_jax.cli.flags import (
   in_file,
   refuse,
 )
+from gspo_jax.evaluation import statistics
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.passes import anchor
-from gspo_jax.system import files, preemption
+from gspo_jax.system import files, hosts, preemption
 from gspo_jax.system.text import visible
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
@@ -133,12 +134,15 @@ def do(run: Run) -> None:
     run.writer.truncate("eval", -1)  # Rows of training stay.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
+    if hosts.is_first():
+      sys.stderr.writelines(statistics.lines(run.evaluate.benchmarks, row))
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
     sft.sft(run)
   if job in ("rl", "offline"):
     train.train(run, run.initial_params)
   if job == "sft+rl":
     train.train(run, lambda: sft.params_after(run))
+  run.evaluate.remove_log()
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -37,6 +37,7 @@ from gspo_jax.runs import metrics
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings import model as sizes
 from gspo_jax.settings.reading import from_dict
+from gspo_jax.system.files import unseal
 
 
 @pytest.fixture(scope="module")
@@ -178,36 +179,40 @@ def test_an_evaluation_job_of_several_benchmarks(tmp_path):
     f"eval.benchmarks.gsm8k.data=gsm8k@{tmp_path}/gsm8k.jsonl where question!=0?",
   ]
   suite = dict(config="configs/eval_suite.py:tiny")
-  run(tmp_path / "run", *flags, **suite)
+  results, responses = (tmp_path / "run" / name for name in ("evaluations", "rollouts"))
+  blocked = responses / "eval_000000.jsonl"
+  blocked.mkdir(parents=True)  # Killed, so to speak, before the end: what was done is on file.
+  assert "cannot be written" in run(tmp_path / "run", *flags, **suite, ok=False)
+  lines = (results / "unfinished.jsonl").read_text().splitlines(keepends=True)
+  assert len(lines) == 1 + 2 + 2
+  (results / "unfinished.jsonl").write_text("".join(lines[:-1]) + lines[-1][:50])
+  blocked.rmdir()
+  stderr = run(tmp_path / "run", *flags, **suite)
   (row,) = rows(tmp_path / "run")
   for name in "aime24", "gsm8k":
     assert {f"eval/{name}/{m}" for m in ("accuracy", "accuracy/low", "accuracy/high")} <= row.keys()
     assert row[f"eval/{name}/response_length/mean"] > 0
     assert f"eval/{name}/truncated_fraction" in row and f"time/eval/{name}/sample" in row
+    assert f"eval/{name}/accuracy {row[f'eval/{name}/accuracy']:.1%}, 95% interval" in stderr
   assert "eval/accuracy" not in row and "eval/codeforces/rating" not in row
-  results = tmp_path / "run" / "evaluations"
+  chunks = [chunk for chunk in map(unseal, lines[1:]) if chunk["chunk"].startswith("aime24/")]
+  assert row["time/eval/aime24/sample"] == sum(chunk["seconds"]["sample"] for chunk in chunks)
   problems = (results / "gsm8k_000000.jsonl").read_text().splitlines()
   assert len(problems) == 4 and json.loads(problems[0])["id"] == "gsm8k.jsonl:2"
-  responses = (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text()
-  assert len(responses.splitlines()) == 3 * 4 + 4
-  # As if it had been killed in the last chunk: what had been done is taken from the file.
-  lines = (results / "unfinished.jsonl").read_text().splitlines(keepends=True)
-  assert len(lines) == 1 + 2 + 2
-  (results / "unfinished.jsonl").write_text("".join(lines[:-1]) + lines[-1][:50])
-  run(tmp_path / "run", *flags, **suite)
-  (again,) = rows(tmp_path / "run")
-  assert again["time/eval/aime24/sample"] == row["time/eval/aime24/sample"]
-  assert figures(tmp_path / "run") == [{k: v for k, v in row.items() if not k.startswith("time/")}]
-  assert (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text() == responses
+  assert len(blocked.read_text().splitlines()) == 3 * 4 + 4
+  assert not (results / "unfinished.jsonl").exists()
 
 
 class Evaluates:
   """An evaluator that finds nothing wrong."""
 
-  key = str
+  key, benchmarks = str, ()
 
   def __call__(self, engine, key):
     return {"eval/accuracy": 1.0}, []
+
+  def remove_log(self):
+    pass
 
 
 def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypatch):

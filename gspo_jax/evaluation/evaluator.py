@@ -18,7 +18,7 @@ from absl import logging
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
-from gspo_jax.evaluation.resume import Unfinished, checksums
+from gspo_jax.evaluation.resume import UNFINISHED, Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.rewards import require_verdicts
 from gspo_jax.rewards.signals import Signals
@@ -125,6 +125,11 @@ class Evaluator:
     weights = checksums(params) if sets else []
     text = repr((settings, sets, sampled, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
+
+  def remove_log(self) -> None:
+    """Removes the resume log, when no evaluation will resume."""
+    if self.directory is not None and hosts.is_first():
+      (self.directory / UNFINISHED).unlink(missing_ok=True)
 
   def _round(
     self, engine: Engine, sampling_round: Round, log: Unfinished, progress: Progress

@@ -14,6 +14,8 @@ from gspo_jax.runs import integrity
 from gspo_jax.system import hosts
 from gspo_jax.system.files import seal, unseal, write_whole, writing
 
+UNFINISHED = "unfinished.jsonl"
+
 
 class Unfinished:
   """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
@@ -24,7 +26,7 @@ class Unfinished:
   """
 
   def __init__(self, directory: Path | None, key: str):
-    self._path = directory and directory / "unfinished.jsonl"
+    self._path = directory and directory / UNFINISHED
     self._chunks: list[dict[str, Any]] = []
     if self._path is None:
       return

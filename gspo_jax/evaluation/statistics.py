@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -41,6 +41,18 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   for name, count in sorted(sampled["outcomes"].items()):
     row[f"verifier/{name}"] = count / len(records)
   return row
+
+
+def lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
+  """Yields a line per benchmark: accuracy with its 95 % interval, and greedy accuracy."""
+  for b in benchmarks:
+    low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
+    greedy = row.get(f"{b.prefix}greedy")
+    yield (
+      f"{b.prefix}accuracy {row[f'{b.prefix}accuracy']:.1%}, 95% interval {low:.1%} to {high:.1%}"
+      f" (avg@{b.config.samples}, problems: {len(b.problems):,})"
+      + ("\n" if greedy is None else f"; greedy {greedy:.1%}\n")
+    )
 
 
 def _participations(

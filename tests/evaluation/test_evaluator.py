@@ -273,6 +273,8 @@ def test_an_interrupted_evaluation_goes_on(params, tmp_path):
     expected["0"][:3] != expected["0 again"][:3] and expected["1"][:3] != expected["1 again"][:3]
   )
   assert evaluated(stopping_after(0)) == (row, again)
+  evaluator(directory=tmp_path).remove_log()
+  assert not (tmp_path / "unfinished.jsonl").exists()
 
 
 def test_greedy_samples_and_the_greedy_response_are_kept_apart(params, tmp_path):

@@ -1,11 +1,12 @@
 """Figures of samples, counted by hand."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from gspo_jax.evaluation.statistics import bootstrap, pass_at_k
+from gspo_jax.evaluation.statistics import bootstrap, lines, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -21,3 +22,16 @@ def test_bootstrap_interval_shrinks_with_problems():
   few, many = (np.ptp(bootstrap(np.arange(n) % 2)) for n in (40, 400))
   assert many < few > 0.2
   assert bootstrap(np.ones(10)) == (1.0, 1.0)
+
+
+def test_an_accuracy_is_printed_with_its_interval():
+  bounds = {"accuracy": 0.5, "accuracy/low": 0.25, "accuracy/high": 0.625}
+  row = {f"eval/aime/{k}": v for k, v in bounds.items()} | {f"eval/{k}": 1.0 for k in bounds}
+  sets = [
+    SimpleNamespace(prefix=f"eval/{name}", config=SimpleNamespace(samples=4), problems=range(30))
+    for name in ("", "aime/")
+  ]
+  assert list(lines(sets, row | {"eval/aime/greedy": 0.75})) == [
+    "eval/accuracy 100.0%, 95% interval 100.0% to 100.0% (avg@4, problems: 30)\n",
+    "eval/aime/accuracy 50.0%, 95% interval 25.0% to 62.5% (avg@4, problems: 30); greedy 75.0%\n",
+  ]
