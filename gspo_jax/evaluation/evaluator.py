@@ -127,7 +127,7 @@ class Evaluator:
     return hashlib.sha256(text.encode()).hexdigest()
 
   def remove_log(self) -> None:
-    """Removes the resume log, when no evaluation will resume."""
+    """Removes the resume log."""
     if self.directory is not None and hosts.is_first():
       (self.directory / UNFINISHED).unlink(missing_ok=True)
 

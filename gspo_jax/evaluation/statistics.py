@@ -44,7 +44,7 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
 
 
 def lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
-  """Yields a line per benchmark: accuracy with its 95 % interval, and greedy accuracy."""
+  """Yields each benchmark's accuracy as text."""
   for b in benchmarks:
     low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
     greedy = row.get(f"{b.prefix}greedy")

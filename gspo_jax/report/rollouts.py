@@ -95,7 +95,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
 
 
 def _rendered(record: Row) -> str:
-  """Returns the prompt with its template; "" without a template."""
+  """Returns the rendered prompt; "" without a template."""
   text = as_text(record.get("rendered_prompt", ""))
   return "" if text == record["prompt"] else _shorten(text)
 
@@ -115,7 +115,7 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """Returns the fields of a record for the page, with the texts of turns or the response."""
+  """Returns the fields of a record for the page."""
   fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
   if rendered := _rendered(record):
@@ -178,7 +178,7 @@ def _color(record: Row) -> Row:
 
 
 def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
-  """Inserts each observation as one token, without a ratio, between the tokens of turns."""
+  """Inserts observations as tokens without ratios."""
   spans, position = [], 0
   for turn in turns:
     end = position + turn["length"]

@@ -159,7 +159,7 @@ ALARMS = {
 
 
 def advice(name: str) -> str:
-  """Returns what to change after an alarm, and the page about it."""
+  """Returns an alarm's advice and page."""
   return f"{ALARMS[name].advice} ({ALARMS[name].page})"
 
 
