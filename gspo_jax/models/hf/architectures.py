@@ -22,6 +22,15 @@ FIXED = dict(
   partial_rotary_factor=1.0,
   quantization_config=None,
 )
+# Keys of any architecture that change no logits, or are read with others.
+WITHOUT_EFFECT = frozenset(
+  """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id dtype
+  eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
+  model_type output_attentions output_hidden_states output_router_logits
+  pad_token_id pretraining_tp problem_type return_dict rope_parameters rope_scaling
+  router_aux_loss_coef chunk_size_feed_forward torch_dtype transformers_version use_cache
+  _sliding_window_pattern""".split()
+)
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:

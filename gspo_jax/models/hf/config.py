@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gspo_jax.models.hf.architectures import (
   ARCHITECTURES,
   FAMILY_OF,
   FIXED,
+  WITHOUT_EFFECT,
   language_model,
   relatives,
 )
@@ -77,9 +79,8 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     raise ValueError(
       f"model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}{_nearest(raw)}"
     )
-  for key, value in (FIXED | dict(architecture.fixed)).items():
-    if raw.get(key) not in (None, value) and key not in architecture.fields.values():
-      raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
+  for key, value in _unsupported(raw, architecture).items():
+    raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))
   # transformers' meaning of null.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
@@ -106,18 +107,34 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   return _grouped(values | architecture.read(raw))
 
 
+def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+  """Returns keys with another than their only value, and this value."""
+  fixed = (FIXED | dict(architecture.fixed)).items()
+  declared = {*architecture.fields.values()}
+  return {k: v for k, v in fixed if raw.get(k) not in (None, v) and k not in declared}
+
+
 def _nearest(raw: Mapping[str, Any]) -> str:
-  """Advice for an unknown model_type: a close name, or Llama by another name."""
-  name = raw.get("model_type")
-  close = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.7)
-  advice = f"; the nearest is {close[0]}" if close else ""
-  try:
-    _from_hf(dict(raw) | dict(model_type="llama"))
-  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-    return advice
-  return (
-    f"{advice}; its other keys are a Llama's: if it is one by another name, set this key to llama"
-  )
+  """Returns advice for an unknown model_type: the nearest one, and keys in which it differs."""
+  wrong, near = str(raw.get("model_type")), []
+  close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)
+  for name, architecture in ARCHITECTURES.items():
+    known = {*architecture.fields.values(), *architecture.fixed, *FIXED, *WITHOUT_EFFECT}
+    known |= {"num_local_experts"} if "num_experts" in architecture.fields else set()
+    different = sorted(key for key in raw.keys() - known if raw[key] is not None)
+    different += _unsupported(raw, architecture)
+    try:
+      _from_hf({k: v for k, v in raw.items() if k not in different} | dict(model_type=name))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+      continue
+    near.append((len(different), name not in close, name, different))
+  if not near:
+    return f"; the nearest is {close[0]}" if close else ""
+  *_, name, different = min(near, key=lambda entry: entry[:2])
+  if not different:
+    return f"; its other keys are those of {name}: if it is one by another name, set this key to it"
+  listed = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in different[:4])
+  return f"; the nearest is {name}, but for {listed}{' and more' if different[4:] else ''}"
 
 
 def _grouped(values: dict[str, Any]) -> ModelConfig:

@@ -13,6 +13,7 @@ from gspo_jax.models.hf import architectures as hf_architectures
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf.architectures import ARCHITECTURES
 from gspo_jax.settings import model as sizes
+from gspo_jax.settings.model_groups import MultipliersConfig, ScoresConfig
 from gspo_jax.settings.reading import from_dict
 
 MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
@@ -27,6 +28,12 @@ MIXTRAL = dataclasses.replace(
   qk_norm=False,
   intermediate_size=48,
   moe_intermediate_size=48,
+)
+GRANITE = dataclasses.replace(
+  LLAMA,
+  family="granite",
+  scores=ScoresConfig(scale=0.1),
+  multipliers=MultipliersConfig(embedding=12.0),
 )
 GEMMA3 = dataclasses.replace(sizes.tiny_gemma(64), num_layers=7)
 GEMMA2 = dataclasses.replace(
@@ -56,12 +63,29 @@ def write(directory, config, **changes):
       "model_type='gpt2' is not one of llama, qwen2, qwen2_moe, qwen3, qwen3_moe",
     ),
     (DENSE, dict(model_type=...), "model_type=None"),
-    (DENSE, dict(model_type="qwen4"), "model_type='qwen4' is not one .*; the nearest is qwen"),
+    (
+      DENSE,
+      dict(model_type="qwen4"),
+      "model_type='qwen4' is not one .*; its other keys are those of qwen",
+    ),
+    (LLAMA, dict(model_type="yi"), "; its other keys are those of llama: if it is one by another"),
     (
       LLAMA,
-      dict(model_type="yi"),
-      "; its other keys are a Llama's: if it is one by another name, set",
+      dict(model_type="yi", attention_bias=True),
+      "nearest is llama, but for attention_bias=T",
     ),
+    (
+      LLAMA,
+      dict(model_type="yi", hidden_act="gelu"),
+      "nearest is llama, but for hidden_act='gelu'$",
+    ),
+    (
+      LLAMA,
+      dict(model_type="yi", a=1, b=[2], c=3, d="4", e=5),
+      r"nearest is llama, but for a=1, b=\[2\], c=3, d='4' and more$",
+    ),
+    (GRANITE, dict(model_type="yi"), "its other keys are those of granite: "),
+    (MIXTRAL, dict(model_type="yi"), "its other keys are those of mixtral: "),
     (DENSE, dict(hidden_size=...), "no hidden_size"),
     (DENSE, dict(rope_theta=...), "no rope_theta"),
     (MOE, dict(norm_topk_prob=...), "no norm_topk_prob"),  # transformers' default is not Qwen's
@@ -145,15 +169,9 @@ def test_keys_of_gemma_that_published_files_leave_out(tmp_path):
   )
 
 
-# Keys of transformers' classes that change no logits of a forward pass, or nothing by themselves.
-WITHOUT_EFFECT = """architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
-  eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
-  model_type num_local_experts output_attentions output_hidden_states output_router_logits
-  pad_token_id pretraining_tp problem_type return_dict rope_parameters router_aux_loss_coef
-  transformers_version use_cache _name_or_path _sliding_window_pattern""".split()
 # Keys with a reader in their family.
 READ = """no_rope_layers no_rope_layer_interval n_shared_experts first_k_dense_replace
-  num_nextn_predict_layers""".split()
+  num_nextn_predict_layers num_local_experts""".split()
 
 
 def as_transformers_computes(content):
@@ -211,7 +229,7 @@ def test_every_key_of_transformers_is_known(name):
     elif key == "sliding_window" and "use_sliding_window" in fixed:
       continue  # not used then
     else:
-      assert key in keys or key in WITHOUT_EFFECT + READ, key
+      assert key in keys or key in hf_architectures.WITHOUT_EFFECT or key in READ, key
     if key in architecture.defaults:
       assert (value or 0) == (architecture.defaults[key] or 0), key
 
