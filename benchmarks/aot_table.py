@@ -89,10 +89,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "smollm3": _runs(_math("SmolLM3-3B", 8), "v5e:2x4", "h100:1"),
   "granite": _runs("--config=configs/granite_moe.py", "v6e:1x1", "h100:1"),
   "olmo": _runs(_math("OLMo-2-0425-1B", 8), "v5e:2x2", "h100:1"),
-  "olmoe": {
-    "v5e:2x4": "--config=configs/olmoe.py",
-    "h100:1": "--config=configs/olmoe.py:h100",
-  },
+  "olmoe": _runs("--config=configs/olmoe.py", "v5e:2x4", "h100:1"),
   "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:8"),
   "minimax_m2": _runs(_math("MiniMax-M2", 128, EXPERTS), "v5e:8x16", "h100:2x8"),
 }

@@ -1,9 +1,9 @@
-r"""GSPO on OLMoE-1B-7B and GSM8K, on a TPU v5e host of eight chips.
+r"""GSPO on OLMoE-1B-7B and GSM8K, on a TPU v5e host of eight chips or one H100.
 
 Command:   python -m gspo_jax.main --config=configs/olmoe.py --workdir=DIR \
              --config.weights=allenai/OLMoE-1B-7B-0924 \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  v5e-8 (16 GiB a chip), with adapters; configs/olmoe.py:h100 for one card
+Hardware:  v5e-8 (16 GiB a chip) or one card of 80 GB, with adapters
 Expected:  not run by us at this size
 
 configs/olmoe.py:tiny has random weights of toy size and the byte tokenizer; it needs the two data
@@ -17,15 +17,14 @@ from gspo_jax.settings import model as sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  name = common.variant(arg, "h100", "tiny")
-  if name == "tiny":
+  if common.variant(arg, "tiny"):
     config = dense_math.get_config("tiny")
     model = dataclasses.replace(sizes.tiny_moe(264), family="olmoe", norm_topk_prob=False)
     config.update(model=common.model(model))
     return config
   config = dense_math.get_config("OLMoE-1B-7B-0924")
   config.update(
-    mesh=dict(expert=1 if name == "h100" else 8, fsdp=1),
+    mesh=dict(expert=-1, fsdp=1),  # all devices
     compute=dict(remat="full", logits_chunk=128),
     data=dict(max_prompt_tokens=384),
     engine=dict(slots=64, cache_tokens=81_920),

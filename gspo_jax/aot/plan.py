@@ -42,6 +42,7 @@ def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> l
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(len(b.problems) for b in inputs.data.held_out)
   text = [
+    f"model: {count:,} parameters{each}, of the family {config.model.family}",
     "configuration, differences from the defaults (docs/keys.md):",
     *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.meshes.trainer)})",
@@ -49,7 +50,6 @@ def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> l
   if config.rollout_mesh.enabled:
     shape = axes(inputs.meshes.sampler)
     text.append(f"rollout mesh: {inputs.meshes.sampler.size} further devices ({shape})")
-  text.append(f"model: {count:,} parameters{each}, of the family {config.model.family}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
     model = transformer.table(config.model) if apart else None

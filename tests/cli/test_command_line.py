@@ -192,7 +192,6 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
   assert [path.name for path in tmp_path.rglob("*")] == ["here"]
   for line in (
     "rl.group_size: 8 -> 4",
-    f"model: {parameters(SMALL_MODEL):,} parameters, ",
     "data: 793,893 prompts, 8 held-out problems",
     "first problem, 100+100, a prompt of 8 tokens:\n  | 100+100=\n  its answer: 200\n"
     "  reward of this answer as the response: 1; of an empty response: 0\n",
@@ -203,6 +202,8 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
     "operations/s, measured with a large matrix product",
   ):
     assert line in done.stdout
+  first = f"model: {parameters(SMALL_MODEL):,} parameters, "
+  assert done.stdout.startswith(first) and "of the family qwen3\n" in done.stdout
   assert "rl.minibatches" not in done.stdout, "it is as in the base"
 
 

@@ -115,13 +115,13 @@ def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str
 
 
 def _nearest(raw: Mapping[str, Any]) -> str:
-  """Returns advice for an unknown model_type: the nearest one, and keys in which it differs."""
+  """Returns advice for an unknown model_type: the nearest one, and its differing keys."""
   wrong, near = str(raw.get("model_type")), []
   close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)
   for name, architecture in ARCHITECTURES.items():
-    known = {*architecture.fields.values(), *architecture.fixed, *FIXED, *WITHOUT_EFFECT}
-    known |= {"num_local_experts"} if "num_experts" in architecture.fields else set()
-    different = sorted(key for key in raw.keys() - known if raw[key] is not None)
+    declared = {*architecture.fields.values(), *architecture.fixed, *FIXED, *WITHOUT_EFFECT}
+    declared |= {"num_local_experts"} if "num_experts" in architecture.fields else set()
+    different = sorted(key for key in raw.keys() - declared if raw[key] is not None)
     different += _unsupported(raw, architecture)
     try:
       _from_hf({k: v for k, v in raw.items() if k not in different} | dict(model_type=name))
