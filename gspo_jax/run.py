@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from gspo_jax.runs import provenance
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.goodput import Goodput
 from gspo_jax.runs.metrics import Writer
-from gspo_jax.runs.mirror import Mirror
+from gspo_jax.runs.mirror import restore_workdir
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.profiler import Profiler
@@ -34,7 +33,6 @@ from gspo_jax.sampling import Engine, LocalEngine
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, hub, lock
-from gspo_jax.system.files import WriteError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +192,7 @@ def try_rewards(config: RunConfig, inputs: Inputs, scoring: Scoring) -> list[flo
 @contextlib.contextmanager
 def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   """Opens the parts of a run in a locked workdir. Raises errors as `open_run`."""
-  _fill(workdir, config.checkpoint.directory)
+  restore_workdir(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check_configuration(workdir, values)
   meshes = inputs.meshes
@@ -214,12 +212,6 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
       start, name = inputs.source.about, inputs.tokenizer.path
       provenance.record(workdir, values, start, taught_by, name, inputs.date, inputs.contents)
     yield Run(config, workdir, inputs, scoring, engine, evaluator, writer, profiler, publishers)
-
-
-def _fill(workdir: Path, directory: str) -> None:
-  """Restores an empty workdir from a copy in `checkpoint.directory`, if one exists."""
-  if hosts.run_on_first_host(Mirror(workdir, directory).fill, WriteError) and hosts.is_first():
-    sys.stderr.write(f"{workdir} is restored from its copy in {directory}\n")
 
 
 @contextlib.contextmanager

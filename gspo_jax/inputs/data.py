@@ -33,13 +33,8 @@ class Data:
     return self.train_prompts or problems
 
 
-def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardConfig]) -> Data:
+def read_data(config: RunConfig, tok: Tokenizer) -> Data:
   """Reads prompts, recorded responses and held-out problems.
-
-  Args:
-    config: configuration of the run.
-    tok: tokenizer of the policy.
-    sections: section `reward` by verifier, from `reward_sections`.
 
   Raises:
     ValueError: data or a gold answer is unusable.
@@ -58,8 +53,6 @@ def read_data(config: RunConfig, tok: Tokenizer, sections: Mapping[str, RewardCo
     if "sft" in config.job
     else []
   )
-  for section in sections.values():
-    rewards.check_lines(section)
   held_out = _read_held_out(config, tok, verifier, trained)
   if isinstance(prompts, growing.Growing):
     prompts.watch([problem for b in held_out for problem in b.problems])
@@ -121,7 +114,12 @@ def check_environment(
 
 
 def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
-  """Returns section `reward` for each verifier of the run and its benchmarks."""
+  """Returns section `reward` for each verifier of the run and its benchmarks.
+
+  Raises:
+    ValueError: a verifier does not fit the keys of its section.
+  """
+  rewards.check_lines(config.reward)
   sections = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():
     if b.reward and b.reward not in sections:

@@ -14,7 +14,7 @@ from gspo_jax.evaluation.benchmarks import HeldOut
 from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer, weights
 from gspo_jax.sampling import Workload, requests
-from gspo_jax.settings import passes, rules
+from gspo_jax.settings import passes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 
@@ -41,7 +41,7 @@ def make_meshes(config: RunConfig) -> Meshes:
     ValueError: there are too few devices, or batch or model do not fit a mesh.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh)
-  rules.check_devices(config, sharding.batch_shards(trainer))
+  check_devices(config, sharding.batch_shards(trainer))
   transformer.check_attention(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
   table = transformer.table(config.model)
@@ -50,6 +50,20 @@ def make_meshes(config: RunConfig) -> Meshes:
   layout = weights.shardings(table, rollout, sampler)
   dtypes = weights.dtypes(table, config.sampler_compute.dtype)
   return Meshes(trainer, sampler, layout, dtypes)
+
+
+def check_devices(config: RunConfig, batch_shards: int) -> None:
+  """Raises ValueError if a step's rows do not divide over devices."""
+  rows = {}
+  if config.has_iterations:
+    name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
+    rows[name] = config.rl.rows // (config.rl.minibatches * config.rl.microbatches)
+  if "sft" in config.job:
+    rows["sft.batch / sft.microbatches"] = config.sft.batch // config.sft.microbatches
+  for name, count in rows.items():
+    if count % batch_shards:
+      devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
+      raise ValueError(f"{name} = {count} rows do not divide over the {devices}")
 
 
 def check_engine(

@@ -7,7 +7,6 @@ import jax
 
 from gspo_jax import rewards
 from gspo_jax.data import embedded
-from gspo_jax.evaluation.benchmarks import HeldOut
 from gspo_jax.inputs.data import Data
 from gspo_jax.rewards import shaping
 from gspo_jax.settings import rules
@@ -34,6 +33,7 @@ def describe(
   golds = {key: [prompts[i].answer for i in embedded.probe(len(prompts))]
     for key, (prompts, *_) in checked.items()}  # fmt: skip
   words = {key: rewards.frequent_word(checked[key][1], golds[key]) for key in checked}
+  shared = [f"{b.shared} of {len(b.problems)} of {b.key}" for b in data.held_out if b.shared]
   return rules.DataFacts(
     prompts=len(data.train_prompts) if c.samples_prompts else 0,
     recorded=len(data.recordings.prompts) if data.recordings is not None else 0,
@@ -41,6 +41,7 @@ def describe(
     answers={key: _fitting_share(golds[key], encode, *checked[key][1:]) for key in checked},
     words={key: word for key, word in words.items() if word},
     format_tokens=sum(len(encode(tag)) for tag in shaping.TAGS[c.reward.format]),
+    shared=", ".join(shared),
     memory_mb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
     processes=jax.process_count(),
     has_tokenizer=has_tokenizer,
@@ -58,14 +59,3 @@ def _fitting_share(
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0
   return sum(len(encode(gold)) <= limit for gold in golds) / len(golds)
-
-
-def warn_of_shared(held_out: Sequence[HeldOut]) -> list[str]:
-  """Returns a warning if training data has held-out problems; [] otherwise."""
-  if not any(b.shared for b in held_out):
-    return []
-  counts = [f"{b.shared} of {len(b.problems)} of {b.key}" for b in held_out]
-  return [
-    f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them may be "
-    "memorised; remove them from one of the two"
-  ]

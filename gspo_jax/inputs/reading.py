@@ -12,11 +12,11 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.inputs import facts
 from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
 from gspo_jax.inputs.devices import Meshes, check_engine, check_memory, make_meshes
-from gspo_jax.learner.compatibility import check_resumed_run
+from gspo_jax.learner.compatibility import check_state
 from gspo_jax.rewards import shaping
 from gspo_jax.runs import contents, provenance, weight_source
 from gspo_jax.runs.metrics import read_rows
-from gspo_jax.runs.mirror import Mirror
+from gspo_jax.runs.mirror import find_record
 from gspo_jax.runs.paths import check_paths
 from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.runs.weight_source import WeightSource
@@ -50,18 +50,17 @@ def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
   check_paths(config, workdir)
   if config.distributed:
     hosts.join()
-  values, home, flag = dataclasses.asdict(config), workdir, "--workdir"
+  values, home = dataclasses.asdict(config), None
   if workdir is not None:
-    mirror = Mirror(workdir, config.checkpoint.directory)
-    if hosts.run_on_first_host(mirror.can_fill):  # `open_run` will restore the workdir.
-      home, flag = mirror.target, "--config.checkpoint.directory"
+    home, flag = find_record(workdir, config.checkpoint.directory)
     provenance.check_configuration(home, values, flag)
   origins = provenance.recorded_origins(home, values)
   inputs = read_parts(config, origins, provenance.first_start(home))
 
   def check_on_first_host() -> None:
-    check_resumed_run(config, home, inputs.contents, inputs.meshes.trainer)
-    if workdir is not None:
+    if home is not None:
+      provenance.check_contents(home, values, inputs.contents)
+      check_state(config, home, inputs.meshes.trainer)
       read_rows(workdir / "metrics.jsonl")  # Raises ValueError before the first write.
     if config.wandb:
       find_wandb(config.wandb)
@@ -69,7 +68,7 @@ def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
   hosts.run_on_first_host(check_on_first_host)
   data, encode = inputs.data, inputs.tokenizer.encode
   data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
-  lines = rules.warnings(config, data_facts) + facts.warn_of_shared(data.held_out)
+  lines = rules.warnings(config, data_facts)
   if hosts.is_first():
     sys.stderr.writelines(f"warning: {line}\n" for line in lines)
   return inputs
@@ -89,7 +88,7 @@ def read_parts(
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
   sections = reward_sections(config)
-  data = read_data(config, tok, sections)
+  data = read_data(config, tok)
   if environment is not None and (prompts := data.main_prompts):
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
   meshes = make_meshes(config)

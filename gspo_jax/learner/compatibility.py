@@ -1,7 +1,6 @@
 """Checks of a recorded run before resuming it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,38 +21,16 @@ _STATE_KEYS = dict(
 )
 
 
-def check_resumed_run(
-  config: RunConfig,
-  workdir: Path | epath.Path | None,
-  described: Mapping[str, str],
-  mesh: jax.sharding.Mesh,
-) -> None:
-  """Raises ValueError if contents or training state of a run differ.
-
-  Args:
-    config: current configuration.
-    workdir: directory of the run. None without a directory.
-    described: contents from `contents.describe`.
-    mesh: the trainer's mesh.
-  """
-  recorded = provenance.read(workdir) if workdir is not None else {}
-  if recorded:
-    values = dataclasses.asdict(config)
-    provenance.check_contents(workdir, values, described)
-    _check_state(config, workdir, mesh, provenance.changes(recorded, values))
-
-
-def _check_state(
-  config: RunConfig, workdir: Path | epath.Path, mesh: jax.sharding.Mesh, changed: Sequence[str]
-) -> None:
+def check_state(config: RunConfig, workdir: Path | epath.Path, mesh: jax.sharding.Mesh) -> None:
   """Raises ValueError, naming keys, if the newest checkpoint has another training state.
 
   Args:
     config: current configuration.
     workdir: directory of the run.
     mesh: the trainer's mesh.
-    changed: lines `key: old -> new` from `provenance.changes`.
   """
+  recorded = provenance.read(workdir)
+  changed = provenance.changes(recorded, dataclasses.asdict(config)) if recorded else []
   has_phase = dict(rl=config.has_iterations, sft="sft" in config.job)
   for phase, keys in _STATE_KEYS.items():
     directory = config.checkpoint.phase_directory(workdir, phase)

@@ -5,12 +5,14 @@ without checkpoints and machine-specific files, before the checkpoint is complet
 with this `checkpoint.directory` and an empty workdir resumes from the copy.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
 
 from gspo_jax.runs.provenance import FILE
+from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, writing
 
 FOLDER = "workdir"  # Within checkpoint.directory.
@@ -53,6 +55,32 @@ class Mirror:
       except (FileNotFoundError, WriteError):
         if path.exists():
           raise
+
+
+def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
+  """Returns the directory with a run's record, and the flag of this directory. Collective.
+
+  For a workdir that `restore_workdir` will fill, this is the copy.
+
+  Args:
+    workdir: directory of the run.
+    directory: key `checkpoint.directory`.
+  """
+  mirror = Mirror(workdir, directory)
+  if hosts.run_on_first_host(mirror.can_fill):
+    return mirror.target, "--config.checkpoint.directory"
+  return workdir, "--workdir"
+
+
+def restore_workdir(workdir: Path, directory: str) -> None:
+  """Restores an empty workdir from its copy, if one exists. Collective.
+
+  Raises:
+    WriteError: a file cannot be written.
+  """
+  restored = hosts.run_on_first_host(Mirror(workdir, directory).fill, WriteError)
+  if restored and hosts.is_first():
+    sys.stderr.write(f"{workdir} is restored from its copy in {directory}\n")
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:

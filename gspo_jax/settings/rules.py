@@ -41,6 +41,7 @@ class DataFacts:
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Most frequent golds.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
+  shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
   memory_mb: int = 2**30
   processes: int = 1
   has_tokenizer: bool = False  # Whether the weights come with a tokenizer.
@@ -193,7 +194,7 @@ def _is_one_segment(c: RunConfig) -> bool:
 
 
 # fmt: off
-# In shown_by, `trial` is the one of settings without a meaning that runs accepted (CHANGELOG).
+# The first word of shown_by is a file: a test, CHANGELOG or a page; or an issue elsewhere.
 UNUSED = (
   Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
   Unused("critic critic_optimizer", "has no effect, since {critic.name}",
@@ -203,11 +204,11 @@ UNUSED = (
   Unused("distillation", "has no effect without a teacher (distillation.teacher)",
     lambda c: not c.distillation.enabled, "test_distillation"),
   Unused("profile.iteration", "is no iteration: {job} has none", lambda c: not c.has_iterations,
-    "a run that ended without its profile"),
+    "docs/running.md: a run that ends without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
-    lambda c: not c.profile.iteration, "a run that ended without its profile"),
+    lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
   Unused("profile.steps", "counts the steps of sample or update, not of all",
-    lambda c: c.profile.stage == "all", "a profile of a whole iteration"),
+    lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
     "has no effect with {job} and {offline.fresh}: nothing is sampled", lambda c: not c.samples,
     "test_pipeline"),
@@ -218,13 +219,13 @@ UNUSED = (
     "does not go with {job}: recorded responses are single turns of one reward, and nothing else "
     "is known of their sampler", lambda c: c.job == "offline", "test_offline"),
   Unused("rl.max_age", "has no effect, since nothing is carried over", lambda c: not c.rl.partial,
-    "test_partial"),
+    "test_partial_rollouts"),
   Unused("schedule", "has no effect with {job}, only with job=rl", lambda c: "rl" not in c.job,
     "test_schedules"),
   Unused("checkpoint.best_is", "has no effect, since {checkpoint.best}",
-    lambda c: not c.checkpoint.best, "no best checkpoint"),
+    lambda c: not c.checkpoint.best, "test_checkpoint: no best checkpoint"),
   Unused("engine.server", "has no effect, since {engine.name}",
-    lambda c: c.engine.name == "local", "servers without engine.name"),
+    lambda c: c.engine.name == "local", "docs/engines.md: servers without engine.name"),
   Unused("reward.format_weight reward.overlong_weight reward.false_positive reward.false_negative "
     "reward.partial reward.per_line", "has no effect, since {environment.name} gives the rewards",
     lambda c: bool(c.environment.name), "test_rules: an overlong punishment of conversations"),
@@ -247,7 +248,7 @@ UNUSED = (
   Unused("data.checks", "is of the teacher of calculator, and {data.train} has another",
     lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
   Unused("data.skipped_work", "is of the teacher of arithmetic, and {data.train} has another",
-    lambda c: bool(c.data.train) and "arithmetic:" not in c.data.train, "as data.checks"),
+    lambda c: bool(c.data.train) and "arithmetic:" not in c.data.train, "test_costs"),
 )
 
 RECORDED = " and ".join(name for name, loss in O.POLICY_LOSSES.items() if loss.recorded)
@@ -258,18 +259,18 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: c.rl.prompts % c.rl.minibatches != 0, "test_main: a reshape fails"),
   Rule("rl.prompts × rl.group_size = {rl.rows:} rows do not divide into {rl.minibatches} × "
     "{rl.microbatches}", lambda c: c.rl.rows % (c.rl.minibatches * c.rl.microbatches) != 0,
-    "a reshape fails"),
+    "test_main: a reshape fails"),
   Rule("{sft.batch} does not divide into {sft.microbatches}",
-    lambda c: c.sft.batch % c.sft.microbatches != 0, "a reshape fails"),
+    lambda c: c.sft.batch % c.sft.microbatches != 0, "test_main: a reshape fails"),
   EntryRule("{x} exceed {model.max_position_embeddings}", _lengths,
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
   Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; set it to 0 for all",
-    lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "lax.top_k fails"),
+    lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "test_truncated_sampling"),
   Rule("{rl.packed} saves empty micro-batches; set rl.microbatches above 1, or packed to "
     "False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set job=rl to go without",
-    lambda c: "sft" in c.job and not c.sft.steps, "RL of random weights"),
+    lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
   Rule("{environment.workers}, {distributed}: hosts would come to different orders; set "
     "environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
     "test_rules"),
@@ -278,22 +279,22 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     and (c.distributed or c.engine.name == "server"), "test_pipeline"),
   # Verifiers and data.
   EntryRule("{path:}: no response is right, for source and verifier {x:}; set reward.name to the "
-    "verifier of the task", _sources, _is_unjudged, "trial: rewards of 0"),
+    "verifier of the task", _sources, _is_unjudged, "CHANGELOG: rewards of 0"),
   Rule("{sampling.stop_strings}: an empty text ends every turn at once; leave it out",
-    lambda c: "" in c.sampling.stop_strings, "trial: responses of no token"),
+    lambda c: "" in c.sampling.stop_strings, "CHANGELOG: responses of no token"),
   # Evaluations and checkpoints.
   EntryRule("{checkpoint.best} is no figure of the evaluation; did you mean {path:}?",
-    _closest_figure, _is_no_figure, "an error after the first evaluation"),
+    _closest_figure, _is_no_figure, "CHANGELOG: an error after the first evaluation"),
   Rule("{eval.temperature}, {eval.top_k}, {eval.top_p}: all greedy responses to a problem are "
     "equal; set eval.samples (and those of benchmarks) to 1, or temperature above 0",
     lambda c: c.job != "sft" and _is_greedy(c, c.eval)
-    and any(b.samples > 1 for _, b, _ in c.benchmarks()), "trial: sampled several times"),
+    and any(b.samples > 1 for _, b, _ in c.benchmarks()), "CHANGELOG: sampled several times"),
   Rule("{engine.server.directory}, {checkpoint.directory}: weights for servers are removed again, "
     "and checkpoints stay; name two directories", lambda c: bool(c.checkpoint.directory)
-    and c.engine.server.directory == c.checkpoint.directory, "trial: one directory for both"),
+    and c.engine.server.directory == c.checkpoint.directory, "CHANGELOG: one directory for both"),
   EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; name a directory "
     "elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
-    and Path(c.checkpoint.directory).is_relative_to(path), "trial: checkpoints of two runs"),
+    and Path(c.checkpoint.directory).is_relative_to(path), "CHANGELOG: checkpoints of two runs"),
   # Objectives.
   Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
     "is clipped; set rl.minibatches or rl.epochs above 1",
@@ -314,7 +315,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "change or leave out the weight 1, of equal sampler and trainer; put cap and high at 1 or "
     "above, and low at 1 or below",
     lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
-    or (c.objective.correction.high or 1) < 1, "trial: no response left"),
+    or (c.objective.correction.high or 1) < 1, "CHANGELOG: no response left"),
   Rule("{job}: {objective.name} learns from responses of its own policy; of others learn "
     + RECORDED, lambda c: c.job == "offline" and not c.objective.loss.recorded, "test_offline"),
   Rule("{job}: {objective.old_logp}, {objective.replay}: log-probs and experts of the sampler are "
@@ -330,7 +331,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   Rule("{schedule.new_tokens}: the overlong punishment moves with the limit, and "
     "{reward.overlong_buffer} is more than {schedule.shortest:} tokens; make it smaller",
     lambda c: c.reward.overlong_weight > 0 and c.overlong_follows
-    and 0 < c.schedule.shortest < c.reward.overlong_buffer, "overlong_penalty raises"),
+    and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
   Rule("{schedule.group_size_min}: advantages are relative to a group; make it at least 2, and at "
     "most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
     or (c.schedule.group_size_min == 1 and c.needs_group), "test_left_out: groups of one"),
@@ -340,14 +341,14 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   # Signals of `constraints`.
   EntryRule("{x.signal} needs a buffer: {reward.overlong_buffer} must lie between 1 and "
     "{reward.overlong_max}", _active,
-    lambda c, x: x.signal == "overlong" and bool(c.reward.wrong_buffer), "overlong_penalty raises"),
+    lambda c, x: x.signal == "overlong" and bool(c.reward.wrong_buffer), "test_composition"),
   EntryRule("{x.signal} has a fixed buffer, and {schedule.new_tokens} moves the limit; leave it "
     "empty, or take signal=truncated", _active,
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
   EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of this limit; set it "
-    "between the least and the most", _active, _has_no_limit, "multipliers that grow without end"),
+    "between the least and the most", _active, _has_no_limit, "test_multipliers"),
   EntryRule("{x.token} is not below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
   EntryRule("{x.signal}: {reward.workers}: it needs at least 1", _active,
@@ -356,7 +357,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
 
 INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:}; set it to 0",
-    lambda c: c.profile.iteration > c.rl.iterations, "a run that ended without its profile"),
+    lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
   Rule("{critic.warmup_iterations}, {rl.lag} leave none of {rl.iterations} to updated weights",
     lambda c: max(c.critic.warmup, c.rl.lag) >= c.rl.iterations, "test_critic: all warm-up"),
   # No signal.
@@ -372,18 +373,18 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
     lambda c: not c.sampling.whole and c.engine.name != "local", "test_truncated_sampling"),
   Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
     "right ones; let both add up to less than 1",
-    lambda c: c.reward.false_positive + c.reward.false_negative >= 1, "trial: nothing to learn"),
+    lambda c: c.reward.false_positive + c.reward.false_negative >= 1, "CHANGELOG: no signal"),
   Rule("{reward.overlong_max}, {reward.overlong_buffer}: no response of {sampling.max_new_tokens} "
     "is long enough to be punished; lower overlong_max", lambda c: c.reward.overlong_weight > 0
     and c.reward.overlong_max - c.reward.overlong_buffer >= c.sampling.max_new_tokens,
-    "trial: DAPO's lengths with a shorter limit"),
+    "CHANGELOG: DAPO's lengths with a shorter limit"),
   Rule("{objective.clip_low}, {objective.clip_high}: every ratio but 1 is clipped, and nothing is "
     "learned after the first update of an iteration; leave them unset",
-    lambda c: _clip_ranges(c) == (0, 0), "trial: one update of four"),
+    lambda c: _clip_ranges(c) == (0, 0), "CHANGELOG: one update of four"),
   Rule("{objective.kl}, {objective.kl_coef}: in the loss k1 has no expected gradient on "
     "policy, and leads away from an older one; set kl to k2 or k3_weighted, or take "
     "objective.reward_kl_coef instead, with k1 in the reward",
-    lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "cosine of -0.99, six tokens"),
+    lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "CHANGELOG: k1 as a loss"),
   # Constraints.
   Rule("distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
     "or leave out constraints, environment.token_cost and environment.call_cost",
@@ -406,67 +407,70 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
   Rule("{reward.name}: demonstrations of arithmetic write their work before the answer, and this "
     "verifier does not skip it", lambda c: "sft" in c.job and not c.environment.name
     and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
-    "trial: rewards of 0"),
+    "CHANGELOG: rewards of 0"),
   EntryRule("{x.warmup_steps}: the rate is still rising at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
-    "trial: a long run's file, shortened"),
+    "CHANGELOG: a long run's file, shortened"),
   EntryRule("{x.learning_rate}: an update of Adam moves each weight by as much", _optimizers,
-    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "trial: a sign of an exponent forgotten"),
+    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
     "iterations than it may, and is begun again before it is finished", _never_finishes,
-    "test_partial: long responses begun again"),
+    "test_partial_rollouts: long responses begun again"),
   Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut responses "
     "off sooner than training", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
-    "trial: accuracy falls as responses grow"),
+    "CHANGELOG: accuracy falls as responses grow"),
   Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer wait for each other, each on devices of "
     "its own", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
     "benchmarks/lag.py: devices idle"),
   Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is evaluated "
     "and saved, so the best is the last", lambda c: c.checkpoint.best.startswith("eval/")
     and math.lcm(c.checkpoint.every, c.eval.every) > c.rl.iterations > c.checkpoint.every,
-    "trial: the best is removed"),
+    "CHANGELOG: the best is removed"),
   Rule("{objective.clip_low}, {objective.clip_high}: {objective.name} has another kind of ratio; "
     "of a response it hardly moves (3e-4 and 4e-4 in the GSPO paper), of a token it moves further "
     "with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
   Rule("{objective.reward_kl_coef} with advantages standardised by group: in a group of equal "
     "rewards the divergence alone counts as much as a right answer elsewhere; set "
     "objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0
-    and c.objective.advantage_kind == "std", "test_kl: equal rewards"),
+    and c.objective.advantage_kind == "std", "test_advantages: equal rewards"),
   Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: a response is one "
     "segment, with {environment.name} and {sampling.max_new_tokens}", _is_one_segment,
-    "trial: plain GSPO"),
+    "CHANGELOG: plain GSPO"),
 )
 
 INVALID_DATA = (
   DataRule("{reward.format}: its tags take {facts.format_tokens:} tokens, and "
     "{sampling.max_new_tokens}; raise it, or set format to none",
     lambda c, facts: c.has_iterations and not c.environment.name
-    and facts.format_tokens >= c.sampling.max_new_tokens, "trial: rewards of 0"),
+    and facts.format_tokens >= c.sampling.max_new_tokens, "CHANGELOG: rewards of 0"),
   DataRule("{sampling.max_new_tokens}, {eval.max_new_tokens}: no answer of a source fits into a "
     "response (shares that fit: {facts.answers:}); raise them",
-    lambda c, facts: 0 in facts.answers.values(), "trial: rewards of 0"),
+    lambda c, facts: 0 in facts.answers.values(), "CHANGELOG: rewards of 0"),
 )
 
 DATA_WARNINGS = (
   DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
-    lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "trial: rewards of 0"),
+    lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
   DataRule("the most frequent gold answer is a word ({facts.words:}): leave such rows out if they "
-    "are no answers", lambda c, facts: bool(facts.words), "data of proofs"),
+    "are no answers", lambda c, facts: bool(facts.words), "CHANGELOG: placeholders"),
+  DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on them may be "
+    "memorised; remove them from one of the two", lambda c, facts: bool(facts.shared),
+    "test_rehearse"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
     "{facts.recorded:}): an iteration has some twice", lambda c, facts: c.has_iterations
-    and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "small files"),
+    and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),
   DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update has "
-    "some twice", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "small files"),
+    "some twice", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than the {facts.memory_mb:} MB of "
     "memory here", lambda c, facts: c.reward.name == "code"
-    and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "killed for its memory"),
+    and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process",
-    lambda c, facts: c.distributed and facts.processes == 1, "hosts that train alone"),
+    lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
   DataRule("{tokenizer}, {weights}: the model was trained with the tokens of its own tokenizer",
-    lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "trial: rewards of 0"),
+    lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "CHANGELOG: rewards of 0"),
 )
 # fmt: on
 
@@ -498,20 +502,6 @@ def doubtful(c: RunConfig, facts: DataFacts) -> Iterator[tuple[NamedTuple, str]]
   """Yields each broken rule of warnings, with its message."""
   yield from _broken(WARNINGS + (WARNINGS_RL if c.has_iterations else ()), c)
   yield from _broken(DATA_WARNINGS, c, facts)
-
-
-def check_devices(c: RunConfig, batch_shards: int) -> None:
-  """Raises ValueError if a step's rows do not divide over devices."""
-  rows = {}
-  if c.has_iterations:
-    name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
-    rows[name] = c.rl.rows // (c.rl.minibatches * c.rl.microbatches)
-  if "sft" in c.job:
-    rows["sft.batch / sft.microbatches"] = c.sft.batch // c.sft.microbatches
-  for name, count in rows.items():
-    if count % batch_shards:
-      devices = f"{batch_shards} devices of mesh.data × mesh.fsdp × mesh.expert"
-      raise ValueError(f"{name} = {count} rows do not divide over the {devices}")
 
 
 def _broken(

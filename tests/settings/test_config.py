@@ -18,8 +18,9 @@ from support.configs import VARIANTS, values_of
 
 from configs import common, tiny_tools
 from gspo_jax import train
+from gspo_jax.inputs import devices
 from gspo_jax.models.families import lookup
-from gspo_jax.settings import ranges, reading, rules
+from gspo_jax.settings import ranges, reading
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
@@ -308,12 +309,12 @@ def test_only_rows_of_the_job_must_divide_over_devices():
   def config(**changes):
     return from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
 
-  rules.check_devices(config(job="rl", **sft), 8)
-  rules.check_devices(config(job="sft", **rl), 8)
-  rules.check_devices(config(job="eval", **rl, **sft), 8)
+  devices.check_devices(config(job="rl", **sft), 8)
+  devices.check_devices(config(job="sft", **rl), 8)
+  devices.check_devices(config(job="eval", **rl, **sft), 8)
   for changes, message in ((sft, "sft.batch"), (rl, "rl.prompts")):
     with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
-      rules.check_devices(config(job="sft+rl", **changes), 8)
+      devices.check_devices(config(job="sft+rl", **changes), 8)
 
 
 def test_conversations_share_no_prompts():

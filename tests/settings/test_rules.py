@@ -3,8 +3,10 @@
 import collections
 import dataclasses
 import importlib
+import itertools
 import re
 import typing
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -639,6 +641,7 @@ FACTS = rules.DataFacts(
   answers={"data.train": 0.5},
   words={"data.train": "yes: 40%"},
   format_tokens=8,
+  shared="2 of 4 of data.eval",
   memory_mb=2000,
   has_tokenizer=True,
 )
@@ -728,6 +731,16 @@ def test_every_rule_has_a_case():
   assert not [rule for table in TABLES + DATA_TABLES for rule in table if not broken[rule]]
 
 
+def test_a_rule_names_the_place_that_shows_its_need():
+  """A test, a page, a line of the change log, or an issue of another project."""
+  root = Path(__file__).parents[2]
+  names = {path.stem for path in (root / "tests").rglob("test_*.py")} | {"CHANGELOG"}
+  for rule in itertools.chain(*TABLES, *DATA_TABLES):
+    name = rule.shown_by.partition(":")[0]
+    page_exists = name.endswith((".md", ".py")) and (root / name).is_file()
+    assert name in names or page_exists or re.fullmatch(r"\w+ issue \d+", name), rule
+
+
 @pytest.mark.parametrize("file, arg", VARIANTS)
 def test_configs_break_no_rule(file, arg):
   values = importlib.import_module(f"configs.{file}").get_config(arg).to_dict()
@@ -748,7 +761,7 @@ def test_settings_doubtful_with_the_data_give_warnings():
       re.search(r"\{[\w.]+:?\}", x) for x in rules.warnings(configured(TINY, changes), FACTS)
     )
   (line,) = rules.warnings(configured(TINY, {}), dataclasses.replace(FACTS, answers={}, words={},
-    recorded=0, prompts=0))  # fmt: skip
+    recorded=0, prompts=0, shared=""))  # fmt: skip
   assert line.startswith("sft.batch=") and "10 demonstrations" in line
 
 
