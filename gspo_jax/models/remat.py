@@ -2,7 +2,7 @@
 
   full       saves none
   attention  saves outputs of attention: recomputing them costs T²
-  dots       saves every product with a weight outside the experts
+  dots       saves every product with a weight outside the experts; on GPUs, gate and up of experts
   both       saves those of the last two
 
 `auto` is the policy with the least recomputation that fits.
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention
+from gspo_jax.models.experts import groups
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.system import accelerators
 
@@ -34,8 +35,8 @@ def _keep(*names: str) -> Callable[..., bool]:
 POLICIES = dict(
   full=None,
   attention=_keep(attention.RESIDUAL),
-  dots=_keep(sharding.PRODUCT),
-  both=_keep(sharding.PRODUCT, attention.RESIDUAL),
+  dots=_keep(sharding.PRODUCT, groups.HIDDEN),
+  both=_keep(sharding.PRODUCT, groups.HIDDEN, attention.RESIDUAL),
 )
 ROOM = 0.6  # Fraction of memory for persistent arrays; the rest is for a layer and the head.
 STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments in float32.
@@ -76,6 +77,10 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
     bytes_ += config.num_layers * (heads + both_ways) * itemsize
     widths = (config.num_layers - moe_layers) * config.intermediate_size
     bytes_ += 2 * (widths + moe_layers * config.router.shared_width) * itemsize
+    if sharding.platform() == "gpu":  # A piece of `apply_triton`.
+      slack = groups.SLACK if sharding.axis_size("expert") > 1 else 1
+      chosen = slack * config.experts_per_token * config.moe_intermediate_size
+      bytes_ += 2 * moe_layers * chosen * itemsize
   bytes_ /= sharding.axis_size("tensor")
   if policy in ("dots", "both"):
     whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense blocks.

@@ -1,6 +1,7 @@
 """Experts: every formulation is the plain sum, no token is lost, replay keeps its gradient."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import pytest
 from support.small_models import SMALLER_MOE, expert_inputs, plain_experts
 
 from gspo_jax import sharding
+from gspo_jax.models import remat
 from gspo_jax.models.experts import blocks, groups, moe, triton
 from gspo_jax.settings.mesh import MeshConfig
 
@@ -72,7 +74,7 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
   chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ragged", "megablox"])
+@pytest.mark.parametrize("name", ["ragged", "megablox", "triton"])
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
   """A device with more than its share loops again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
@@ -80,6 +82,18 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   assert groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: moe.IMPLEMENTATIONS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain_experts, index)(x, gate, w)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy, number", [("both", 2), ("dots", 2), ("attention", 0), ("full", 0)])
+def test_products_with_gate_and_up_are_saved_on_a_gpu_with_the_other_products(policy, number):
+  x, gate, index, w = expert_inputs(F=16)
+
+  def backward(x, w):
+    apply = functools.partial(groups.apply_triton, x, gate, index, jax.lax.stop_gradient(w))
+    return jax.vjp(jax.checkpoint(apply, policy=remat.POLICIES[policy]), w)[1]
+
+  shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w))]
+  assert shapes.count((128, 16)) == number  # A piece of 74 assignments, and F.
 
 
 def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():

@@ -5,10 +5,12 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
 from gspo_jax.models.experts.blocks import ExpertWeights, hidden_gradients
@@ -17,6 +19,13 @@ from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
 
 SLACK = 1.25  # Rows of a piece, relative to the mean assignments per device.
+HIDDEN = "hidden"  # Name of residuals, for rematerialisation policies.
+
+
+class Kernels(NamedTuple):
+  multiply: Callable  # Products of rows with their group's matrix, as `_ragged`.
+  outer: Callable  # Sums of outer products over a group's rows, as `_ragged_outer`.
+  saves_hidden: bool = False  # Whether the first piece's products with gate and up are residuals.
 
 
 class GroupedWeights(NamedTuple):
@@ -102,10 +111,7 @@ def _interpreted() -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
-  """Applies experts to rows sorted by expert, in pieces of a fixed size.
-
-  kernels: functions `_ragged` and `_ragged_outer`, or their counterparts for megablox.
-  """
+  """Applies experts to rows sorted by expert, in pieces of a fixed size."""
   return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
@@ -140,9 +146,12 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   return assignment_R // k, assignment_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
-def _each_piece(body, number: jax.Array, carry):
-  """Loops over pieces; the first is outside the loop, to overlap collectives."""
-  carry = body(0, carry)
+def _each_piece(body, number: jax.Array, carry, first: tuple[jax.Array, ...] = ()):
+  """Loops over pieces; the first is outside the loop, to overlap collectives.
+
+  first: the first piece's products with gate and up, if known.
+  """
+  carry = body(0, carry, first)
 
   def loop(carry):
     return jax.lax.fori_loop(1, number, body, carry)
@@ -155,43 +164,52 @@ def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
   return table.at[row_R].get(mode="clip")
 
 
-def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
-  """Returns the products of x with gate and up."""
-  parts = [multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up]
-  return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
+def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]:
+  """Returns the products of x with gate and up, joined like the weights."""
+  return tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
+
+
+def _apart(hidden: tuple[jax.Array, ...]) -> list[jax.Array]:
+  """Splits joined products into those of gate and up."""
+  return [*hidden] if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=1)
 
 
 def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
-  multiply, _ = kernels
+  multiply, first = kernels.multiply, ()
+  if kernels.saves_hidden:
+    row_R, _, count_E = _piece(pieces, R, k, 0, X)
+    first = _hidden(multiply, _rows(x_XD, row_R), w, count_E)
+    first = tuple(checkpoint_name(x, HIDDEN) for x in first)
 
-  def body(i, y_XD):
+  def body(i, y_XD, hidden=()):
     row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
-    a_RF, u_RF = _hidden(multiply, _rows(x_XD, row_R), w, count_E)
+    a_RF, u_RF = _apart(hidden or _hidden(multiply, _rows(x_XD, row_R), w, count_E))
     h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, assignment_R)[:, None]
     # Rows beyond the last group are undefined; they are dropped.
     y_RD = multiply(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
   y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
-  y_XD = _each_piece(body, -(-pieces.end_E[-1] // R), y_XD)
-  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, experts_Xk, w, sink)
+  y_XD = _each_piece(body, -(-pieces.end_E[-1] // R), y_XD, first)
+  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, experts_Xk, w, sink, first)
 
 
 def _grouped_backward(kernels, residuals, dy_XD):
-  x_XD, gate_Xk, experts_Xk, w, sink = residuals
+  x_XD, gate_Xk, experts_Xk, w, sink, first = residuals
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
-  multiply, outer = kernels
+  multiply, outer, _ = kernels
 
-  def body(i, carry):
+  def body(i, carry, hidden=()):
     dx_XD, dgate_A, dw = carry
     row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
     gate_R1 = gate_A.at[assignment_R].get(mode="fill", fill_value=0)[:, None]
     x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
     dh_RF = multiply(dy_RD, w.down, count_E, True)
-    h_RF, *hidden = hidden_gradients(*_hidden(multiply, x_RD, w, count_E), dh_RF * gate_R1)
+    a_RF, u_RF = _apart(hidden or _hidden(multiply, x_RD, w, count_E))
+    h_RF, *hidden = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
     dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
     hidden = hidden if len(w.gate_up) == 2 else [jnp.concatenate(hidden, axis=1)]
     parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.gate_up)]
@@ -203,7 +221,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
 
   zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
   used, dtype = -(-pieces.end_E[-1] // R), sink.down.dtype
-  dx_XD, dgate_A, dw = _each_piece(body, used, (*sharding.vary(zeros, AXES), None))
+  dx_XD, dgate_A, dw = _each_piece(body, used, (*sharding.vary(zeros, AXES), None), first)
   dgate_Xk = dgate_A.reshape(X, k).astype(gate_Xk.dtype)
   return dx_XD.astype(x_XD.dtype), dgate_Xk, None, None, dw
 
@@ -217,6 +235,6 @@ def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   return _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink)
 
 
-apply_ragged = functools.partial(_apply, (_ragged, _ragged_outer))
-apply_megablox = functools.partial(_apply, (_megablox, _megablox_outer))
-apply_triton = functools.partial(_apply, (_triton, _triton_outer))
+apply_ragged = functools.partial(_apply, Kernels(_ragged, _ragged_outer))
+apply_megablox = functools.partial(_apply, Kernels(_megablox, _megablox_outer))
+apply_triton = functools.partial(_apply, Kernels(_triton, _triton_outer, saves_hidden=True))
