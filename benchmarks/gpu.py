@@ -39,6 +39,7 @@ finds: on CPU that shows that they run, and nothing about a GPU.
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -48,7 +49,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ TOY_SAMPLE = dict(prompts=2, group=4, prompt=32, new=16, calls=2)
 
 def main(arguments: list[str] | None = None) -> None:
   options = parse(arguments)
+  require(NEEDS["ours"])
   with tempfile.TemporaryDirectory() as scratch:
     runner = Runner(Path(scratch), time.monotonic() + options.budget)
     if options.check:
@@ -134,6 +136,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   return options
 
 
+def require(names: Sequence[str]) -> None:
+  """Exits with one line if a module is missing."""
+  if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    raise SystemExit(f"not installed: {', '.join(missing)}; needed: {', '.join(names)}")
+
+
 def describe(device: dict[str, Any]) -> str:
   peak, bandwidth = device["flops"], device["bandwidth"]
   limits = [f"{peak / 1e12:.0f} TF/s in bfloat16"] if peak else ["no peak known"]
@@ -172,6 +180,7 @@ def check(runner: "Runner", options: argparse.Namespace) -> None:
       print(text, flush=True)
   if runner.failures:
     raise SystemExit(f"does not fit or compile: {'; '.join(runner.failures)}")
+  print("all fits")
 
 
 Rows = Iterator[tuple[str, dict[str, Any]]]

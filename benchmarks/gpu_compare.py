@@ -24,7 +24,7 @@ from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.structs import ModelInputs
 
 LIMITS = dict(float32=1e-3, bfloat16=3e-2)
-LOGP_LIMITS = dict(float32=2e-3, bfloat16=0.3)  # Nats: roundings of bfloat16 add up over layers.
+LOGP_LIMITS = dict(float32=2e-3, bfloat16=0.15)  # Nats: roundings of bfloat16 add up over layers.
 Rows = Iterator[dict[str, Any]]
 
 
@@ -133,24 +133,27 @@ def decoding() -> Rows:
 def _logp_error(config: ModelConfig, dtype: str) -> float:
   """Returns the largest difference of log-probs of sampled tokens.
 
-  In bfloat16 some tokens change experts, so that of 99 % of them counts.
+  In bfloat16 the trainer replays the sampler's experts: roundings change those of a few tokens, and
+  their log-probs by up to 1.4 nats.
   """
+  replay = "R3" if config.num_experts and dtype == "bfloat16" else "none"
   compute = dataclasses.replace(REFERENCE, dtype=dtype)
   params = init(config, sharding.TRAIN)
   engine = LocalEngine(config, EngineConfig(slots=16, steps=8, cache_dtype=dtype), compute)
   narrow = transformer.dtypes(config, dtype)
   engine.load(jax.tree.map(lambda x, dtype: x.astype(dtype), params, narrow), version=0)
   prompts = transformer.example_tokens(config, 4, 160).tolist()
-  workload = Workload(SamplingConfig(1.0, 0, 1.0, 0.0, 32), 160, 16, 4)
+  sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 32)
+  workload = Workload(sampling, 160, 16, 4, record_routing=replay == "R3")
   rollout = sample_rollout(engine, workload, prompts, seed=0)
   learner = passes.Learner(config, compute, 1.0, 1, load_balance_coef=0.0)
   place = jnp.arange(rollout.tokens.shape[1])[None]
   segments = (place < rollout.ends[:, None]).astype(jnp.int32)
-  inputs = ModelInputs(jnp.asarray(rollout.tokens), segments)
+  inputs = ModelInputs(rollout.tokens, segments, sampler_experts_BTlk=rollout.routing)
   inputs = sharding.put_batch(jax.device_get(inputs), jax.sharding.get_mesh())
-  logp = jax.device_get(passes.make_score(learner)(params, inputs))
-  differences = jnp.sort(jnp.abs(logp - rollout.logp)[rollout.mask > 0])
-  return float(differences[int((len(differences) - 1) * (0.99 if dtype == "bfloat16" else 1))])
+  score = jax.jit(lambda *arguments: passes.log_probs(*arguments, learner, replay)[0])
+  logp = jax.device_get(score(params, inputs))
+  return float(jnp.abs(logp - rollout.logp)[rollout.mask > 0].max())
 
 
 def row(name: str, dtype: str, error: float, limit: float) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def compare(_: dict[str, Any]) -> list[dict[str, Any]]:
   for row in gpu_compare.rows(mesh_of("")):
     rows.append(row)
     mark = "" if row["right"] else "  WRONG"
-    print(f"{row['name']:<34}{row['dtype']:<10}{row['error']:.1e} of {row['limit']:.0e}{mark}")
+    print(f"{row['name']:<34}{row['dtype']:<10}{row['error']:.1e} of {row['limit']:.1e}{mark}")
     sys.stdout.flush()
   return rows
 

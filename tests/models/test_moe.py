@@ -84,7 +84,9 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   np.testing.assert_allclose(got[0], scalar(plain_experts, index)(x, gate, w)[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy, number", [("both", 2), ("dots", 2), ("attention", 0), ("full", 0)])
+@pytest.mark.parametrize(
+  "policy, number", [("both", 2), ("dots", 2), ("attention", 0), ("full", 0)]
+)
 def test_products_with_gate_and_up_are_saved_on_a_gpu_with_the_other_products(policy, number):
   x, gate, index, w = expert_inputs(F=16)
 
