@@ -170,7 +170,7 @@ def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]
 
 
 def _apart(hidden: tuple[jax.Array, ...]) -> list[jax.Array]:
-  """Splits joined products into those of gate and up."""
+  """Returns the products with gate and with up."""
   return [*hidden] if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=1)
 
 
