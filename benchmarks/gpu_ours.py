@@ -64,9 +64,10 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
   if spec["task"] == "train":
     tokens = spec["rows"] * spec["length"]
     return needed | dict(tokens=tokens, operations=gpu_programs.operations(spec))
-  positions = spec["prompt"] + (spec["new"] - 1) / 2  # Of a row, on average over the steps.
   tokens = spec["prompts"] * spec["group"] * spec["new"]
-  return needed | dict(tokens=tokens, bytes=gpu_programs.step_bytes(spec, positions))
+  return needed | dict(
+    tokens=tokens, bytes=gpu_programs.step_bytes(spec, gpu_programs.mean_positions(spec))
+  )
 
 
 def train(spec: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state as train_state
 from gspo_jax.learner.step import WithHyperparameters
 from gspo_jax.models import flops, remat, transformer
+from gspo_jax.models.attention.triton import TILE
 from gspo_jax.models.params import abstract_params
 from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
@@ -80,6 +81,11 @@ def step_bytes(spec: dict[str, Any], positions: float) -> float:
   """Bytes a decode step has to read with so many positions in each row's cache."""
   config, rows = model_of(spec), spec["prompts"] * spec["group"]
   return 2 * (read_weights(config, rows) + cache_numbers(config, rows, positions))
+
+
+def mean_positions(spec: dict[str, Any]) -> float:
+  """Returns positions in a row's cache, on average over the steps."""
+  return spec["prompt"] + (spec["new"] - 1) / 2
 
 
 def cache_numbers(config: ModelConfig, rows: int, positions: float) -> float:
@@ -219,8 +225,10 @@ def check(spec: dict[str, Any]) -> list[dict[str, Any]]:
     program = compiled(function, arguments)
     row = _row(name, program, f"{spec['model']['num_layers']} layers")
     if name == "decode":
-      moved = hlo_costs.costs(program.as_text()).memory
-      row |= dict(executed=moved, needed=step_bytes(spec, spec["prompt"] + spec["new"]))
+      window, positions = spec["prompt"] + spec["new"], mean_positions(spec)
+      rates = dict(cache_attention=(positions + TILE / 2) / window)
+      moved = hlo_costs.costs(program.as_text(), rates).memory
+      row |= dict(executed=moved, needed=step_bytes(spec, positions))
     rows.append(row)
   return rows
 

@@ -103,8 +103,8 @@ class Instruction:
 
   @property
   def kernel(self) -> bool:
-    """Whether it is a Pallas kernel of a TPU."""
-    return self.op == "custom-call" and self.target == "tpu_custom_call"
+    """Whether it is a Pallas kernel."""
+    return self.op == "custom-call" and self.target in ("tpu_custom_call", "__gpu$xla.gpu.triton")
 
   @property
   def source(self) -> str:

@@ -266,7 +266,8 @@ def network_bytes(instruction: Instruction) -> float:
 
 
 def _named(kernel: Instruction, name: str) -> bool:
-  return re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
+  named = re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
+  return named or name in kernel.path.split("/")  # On GPUs the path alone has the name.
 
 
 def kind_of(instruction: Instruction) -> str:

@@ -254,7 +254,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     # New prefixes per step, and the fraction of filled pages in the windows.
     refills = size.slots / shards / case.lengths.mean
     filled = (case.filled + size.page / 2) / size.window
-    rates = dict(refill=refills, paged_attention=filled)
+    rates = dict(refill=refills, paged_attention=filled, cache_attention=filled)
     return Program(
       jax.jit(step, donate_argnums=1),
       arguments,

@@ -189,14 +189,17 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     if kv is None or from_start:
       return attention.attend_self(q, k, v, segments_BT, name, scores), kv
     k_BKHS, v_BKSH = kv_cache.read(kv, layer, q.dtype)
-    return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
+    form = compute.attention
+    return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores, form), kv
 
   heads = P(BATCH, None, "tensor", None)
   # A table of pages has two dimensions.
   kv_specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv)
+  # Pallas kernels do not support the check.
+  kernels = dict(tpu=True, gpu=kv is not None).get(sharding.platform(), False)
   return sharding.shard_map(
     attend_and_write,
     in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH), P(BATCH)),
     out_specs=(heads, kv_specs),
-    check=sharding.platform() != "tpu" and compute.attention != "splash",
+    check=not kernels and compute.attention != "splash",
   )

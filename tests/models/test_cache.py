@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.models.attention import cache
+from gspo_jax.models.attention import attention, cache, triton
+from gspo_jax.models.attention.blocks import Scores
 from gspo_jax.settings.model import tiny_moe
 
 l, B, K, H, S = 2, 4, 2, 8, 24
@@ -64,3 +65,21 @@ def test_what_is_written_is_the_rounded_number(write):
     for a, b in zip(ours, cache.read(wide.block(0), layer, jnp.float32)):
       np.testing.assert_array_equal(a, b)
   assert np.any(b)
+
+
+@pytest.mark.parametrize("n, window, cap", [(2, 0, 0.0), (4, 70, 0.0), (20, 0, 5.0)])
+@pytest.mark.parametrize("programs", [1, 64])  # Whole rows, and parts of a single tile.
+def test_a_gpus_kernel_reads_the_positions_of_each_row(n, window, cap, programs, monkeypatch):
+  monkeypatch.setattr(triton, "PROGRAMS", programs)
+  B, K, S, H = 4, 2, 160, 16  # Tiles of 32 positions.
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (B, 1, K * n, H), (B, K, H, S), (B, K, S, H)
+  q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
+  position, scores = jnp.array([0, 31, 100, S - 1]), Scores(H**-0.5, window, cap)
+  expected = attention.attend_cache(q, k, v, position[:, None], scores)
+  beyond = jnp.arange(S)[None] > (position | 31)[:, None]  # Keys in tiles without a position.
+  k, v = (
+    jnp.where(jnp.expand_dims(beyond, at), jnp.nan, x) for at, x in (((1, 2), k), ((1, 3), v))
+  )
+  actual = triton.attend(q[:, 0], k, v, position, scores)
+  np.testing.assert_allclose(actual, expected[:, 0], rtol=1e-5, atol=1e-5)

@@ -225,10 +225,19 @@ def attend_cache(
   v_BKSH: jax.Array,
   position_BT: jax.Array,
   scores: Scores | None = None,
+  implementation: str = "plain",
 ) -> jax.Array:
-  """Attends from `position_BT` to slots of a cache up to there, [B, T, N, H]."""
+  """Attends from `position_BT` to slots of a cache up to there, [B, T, N, H].
+
+  implementation: value of `ComputeConfig.attention`; "auto" takes a kernel for a query on a GPU.
+  """
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
+  if implementation == "auto" and T == 1 and sharding.platform() == "gpu":
+    from gspo_jax.models.attention import triton  # Slow import.
+
+    if triton.supports(S, H):
+      return triton.attend(q_BTNH[:, 0], k_BKHS, v_BKSH, position_BT[:, 0], scores)[:, None]
   slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
   if T > PLAIN and T * S > PLAIN * PLAIN:
     k_BSKH, v_BSKH = jnp.moveaxis(k_BKHS, 3, 1), jnp.moveaxis(v_BKSH, 2, 1)

@@ -1,0 +1,88 @@
+"""One query per row against its positions of a dense cache: a Pallas kernel for NVIDIA GPUs.
+
+Keys and values beyond a row's position, or before its window, are not read. Long rows are split
+among programs where rows and heads are few; their partial results are merged (FlashDecoding).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from gspo_jax import sharding
+from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
+
+TILE = 64  # Positions read at once.
+LEAST = 16  # Minimum side of a tile.
+PROGRAMS = 512  # Programs that fill a GPU.
+
+
+def supports(positions: int, width: int) -> bool:
+  """Whether tiles divide a cache of so many positions, with heads of this width."""
+  return math.gcd(positions, TILE) >= LEAST and width >= LEAST and width.bit_count() == 1
+
+
+def attend(
+  q_BNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_B: jax.Array, scores: Scores
+) -> jax.Array:
+  """Attends from each row's position to its keys up to there, [B, N, H]."""
+  (B, N, H), (K, S) = q_BNH.shape, v_BKSH.shape[1:3]
+  n, tile = N // K, math.gcd(S, TILE)
+  rows = max(LEAST, 1 << (n - 1).bit_length())
+  parts = min(max(1, PROGRAMS // (B * K)), S // tile)
+  turns = -(-S // tile // parts)  # Tiles of a part.
+  q_BKnH = (q_BNH * scores.scale).reshape(B, K, n, H)
+  q_BKrH = jnp.pad(q_BKnH, ((0, 0), (0, 0), (0, rows - n), (0, 0)))
+
+  def kernel(position_ref, q_ref, k_ref, v_ref, y_ref, lse_ref):
+    row, head, part = (pl.program_id(i) for i in range(3))
+    position, q = position_ref[row], q_ref[row, head]
+    first, end = part * turns, jnp.minimum((part + 1) * turns, position // tile + 1)
+    if scores.window:
+      first = jnp.maximum(first, (position - scores.window + 1) // tile)
+
+    def add(i, carry):
+      highest, total, sums = carry
+      places = pl.ds(i * tile, tile)
+      k, v = (x.astype(q.dtype) for x in (k_ref[row, head, :, places], v_ref[row, head, places]))
+      slot = i * tile + jnp.arange(tile)
+      visible = slot <= position
+      if scores.window:
+        visible &= position - slot < scores.window
+      score = jnp.where(visible[None], softcap(_dot(q, k), scores.cap), NEGATIVE)
+      peak = jnp.maximum(highest, score.max(1))
+      weight, old = jnp.exp(score - peak[:, None]), jnp.exp(highest - peak)
+      sums = old[:, None] * sums + _dot(weight.astype(v.dtype), v)
+      return peak, old * total + weight.sum(1), sums
+
+    start = jnp.full(rows, NEGATIVE), jnp.zeros(rows), jnp.zeros((rows, H))
+    start = tuple(x.astype(jnp.float32) for x in start)
+    highest, total, sums = jax.lax.fori_loop(first, end, add, start)
+    total = jnp.maximum(total, 1e-30)  # A part may have no visible key.
+    y_ref[row, head, part] = (sums / total[:, None]).astype(y_ref.dtype)
+    lse_ref[row, head, part] = highest + jnp.log(total)
+
+  result = q_BNH.dtype if parts == 1 else jnp.float32
+  call = pl.pallas_call(
+    kernel,
+    out_shape=(
+      jax.ShapeDtypeStruct((B, K, parts, rows, H), result),
+      jax.ShapeDtypeStruct((B, K, parts, rows), jnp.float32),
+    ),
+    grid=(B, K, parts),
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+    interpret=sharding.platform() != "gpu",
+    name="cache_attention",
+  )
+  with jax.named_scope(f"flops={4 * q_BNH.size * S}"):  # Of whole rows; `aot` reads it.
+    y_BKPrH, lse_BKPr = call(position_B, q_BKrH, k_BKHS, v_BKSH)
+  share_BKPr = jax.nn.softmax(lse_BKPr, axis=2)
+  y_BKrH = y_BKPrH[:, :, 0] if parts == 1 else (y_BKPrH * share_BKPr[..., None]).sum(2)
+  return y_BKrH[:, :, :n].reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+  exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+  return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)
