@@ -6,8 +6,8 @@ Command:   python -m gspo_jax.main --config=configs/dense_math.py --workdir=DIR 
 Hardware:  a TPU v5p or v6e host of 4 or 8 chips
 Expected:  not run by us at this size
 
-configs/dense_math.py:NAME trains another model, named in settings.model.PUBLISHED or by the
-directory or the repository that holds it: configs/dense_math.py:google/gemma-3-1b-pt.
+The model is that of the weights. Without weights, for the compiler, configs/dense_math.py:NAME
+names it in settings.model.PUBLISHED, or by directory or repository: :google/gemma-3-1b-pt.
 
 configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer; it needs the two
 data files only, and its reward stays near 0.
@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     )
   else:
     config.update(
-      weights="",  # to be set: Qwen3-1.7B or its Base
+      weights="",  # to be set: Qwen3-1.7B or another dense model
       model=common.model(common.size(arg or "Qwen3-1.7B-Base")),
       compute=dict(dtype="bfloat16", remat="full", logits_chunk=512),  # of 151,936 logits each
       data=dict(max_prompt_tokens=512),

@@ -30,11 +30,14 @@ from gspo_jax.cli.flags import (
   refuse,
 )
 from gspo_jax.evaluation import statistics
+from gspo_jax.inputs import model_of_weights
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.passes import anchor
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hosts, preemption
 from gspo_jax.system.text import visible
 
@@ -50,7 +53,7 @@ def main(argv: list[str]) -> None:
     return plan()
   compiled_programs_stay()
   garbage_is_rare()
-  config, workdir = configured(), _workdir()
+  config, workdir = configured(_model_of_weights), _workdir()
   try:
     with open_run(config, workdir) as run, agreed_stops(config.checkpoint.grace_s):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
@@ -74,6 +77,12 @@ def main(argv: list[str]) -> None:
     sys.exit(stop.code)
 
 
+def _model_of_weights(config: RunConfig) -> ModelConfig:
+  if config.distributed:
+    hosts.join()
+  return model_of_weights(config, _workdir())
+
+
 def agreed_stops(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes several hosts stop together, at their next common check. A single host ends at once
   outside of phases."""
@@ -86,7 +95,7 @@ def plan() -> None:
   """Prints a summary of the run. Refuses bad input as a run does; writes nothing."""
   from gspo_jax.aot import plan  # The compiler's part is only needed here.
 
-  config = configured()
+  config = configured(_model_of_weights)
   try:
     lines = plan.lines(config, *rehearse(config, _workdir()))
   except (ValueError, OSError) as error:

@@ -30,8 +30,8 @@ from gspo_jax.aot.programs import PROGRAMS, Case, make_case, program_names, prog
 from gspo_jax.aot.search import find, sampling, updates
 from gspo_jax.aot.table import print_line, print_row, slices_text, title
 from gspo_jax.cli import flags as config_flag
+from gspo_jax.inputs import model_of_weights
 from gspo_jax.settings import run as configuration
-from gspo_jax.settings.reading import from_dict
 
 flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string(
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
   try:
-    config = from_dict(config_flag.CONFIG.value.to_dict())
+    config = config_flag.configured(model_of_weights)
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
       raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
     require_one_mesh(config)

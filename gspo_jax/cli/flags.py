@@ -1,5 +1,6 @@
 """Flags of all commands, --config and its keys, and one-line errors."""
 
+import dataclasses
 import os
 import re
 import runpy
@@ -14,19 +15,34 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from gspo_jax.cli import before_jax
-from gspo_jax.settings import ranges
-from gspo_jax.settings.reading import from_dict, kind_of, unknown_key_message
+from gspo_jax.settings import ranges, reading
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.reading import kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
 
 BAD_INPUT = 2  # Exit code for errors of the command line or of files named there.
 
 
-def configured() -> RunConfig:
-  """Returns the configuration with the flags' changes."""
+def configured(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
+  """Returns the configuration with the flags' changes.
+
+  The model is the weights' model, with the flags' changes, if a flag names the weights or the file
+  names no model. A variant of the file keeps its model.
+
+  Args:
+    read_model: reads the model of a configuration's weights.
+  """
+  config, changes = CONFIG.value, config_flags.get_override_values(flags.FLAGS["config"])
   try:
-    return from_dict(CONFIG.value.to_dict())
-  except ValueError as error:
+    values = reading.parse(config.to_dict())
+    unset = "weights" in changes or values.model == RunConfig.model
+    if unset and ":" not in filename():
+      config.model.update(dataclasses.asdict(read_model(values)))
+      own = {key: value for key, value in changes.items() if key.startswith("model.")}
+      config.update_from_flattened_dict(own)
+    return reading.from_dict(config.to_dict())
+  except (ValueError, OSError) as error:
     refuse(error)
 
 

@@ -22,6 +22,7 @@ from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.runs.weight_source import WeightSource
 from gspo_jax.sampling import delimiters
 from gspo_jax.settings import rules
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts
@@ -72,6 +73,16 @@ def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
   if hosts.is_first():
     sys.stderr.writelines(f"warning: {line}\n" for line in lines)
   return inputs
+
+
+def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
+  """Returns the model of the configured weights. Collective. Raises ValueError without one.
+
+  A resumed run has that of its recorded commit or checkpoint.
+  """
+  home = find_record(workdir, config.checkpoint.directory)[0] if workdir is not None else None
+  origins = provenance.recorded_origins(home, dataclasses.asdict(config))
+  return weight_source.resolve("weights", config.weights, origins["start"]).model(config.model)
 
 
 def read_parts(

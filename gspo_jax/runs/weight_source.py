@@ -189,6 +189,11 @@ class WeightSource:
     """
     from gspo_jax.models import hf  # Imported here: other sources do not need safetensors.
 
+    self._require_config(named, alternatives)
+    return hf.check(self.name)
+
+  def _require_config(self, named: str, alternatives: str) -> None:
+    """Raises ValueError without a config.json. Arguments as in `published_model`."""
     files.located(self.name, self.key)  # Raises ValueError for an unknown file system.
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
@@ -197,7 +202,27 @@ class WeightSource:
         f"{named} {problem}: set it to a Hugging Face directory (config.json and *.safetensors) or "
         f"repository (OWNER/NAME), {alternatives}"
       )
-    return hf.check(self.name)
+
+  @property
+  def _named(self) -> tuple[str, str]:
+    """Arguments of `published_model` for the policy's weights."""
+    return f"--config.{self.key}={self.name}", "to the workdir of a run, or to random"
+
+  def model(self, configured: ModelConfig) -> ModelConfig:
+    """Returns the weights' model; `configured` if the weights agree with it or name no model.
+
+    Raises ValueError for a missing or unsupported config.json.
+    """
+    if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
+      return configured
+    if self.checkpoint:
+      model = self.checkpoint.model_config()
+    else:
+      from gspo_jax.models import hf  # Imported here: other sources do not need safetensors.
+
+      self._require_config(*self._named)
+      model = hf.load_config(self.name)
+    return model if _changes(dataclasses.asdict(model), configured) else configured
 
   def check_model(self, model: ModelConfig, configured: str) -> None:
     """Raises ValueError unless the weights are a complete model of this shape.
@@ -211,25 +236,12 @@ class WeightSource:
     if self.checkpoint:
       stored = self.checkpoint.model
     else:
-      named, alternatives = (
-        f"--config.{self.key}={self.name}",
-        "to the workdir of a run, or to random",
-      )
-      stored = dataclasses.asdict(self.published_model(named, alternatives))
-    expected = dataclasses.asdict(model)
-    if model.family in relatives(stored.get("family")):
-      stored = stored | dict(family=model.family)
-    stored, expected = _flat(stored), _flat(expected)
-    pairs = [(key, stored[key], expected[key]) for key in stored if key in expected]
-    changed = [
-      f"model.{key}={new!r} and not {old!r}"
-      for key, old, new in pairs
-      if old != new and not _rounded(old, new)
-    ]
-    if changed:
+      stored = dataclasses.asdict(self.published_model(*self._named))
+    if changed := _changes(stored, model):
       raise ValueError(
         f"--config.{self.key}={configured} holds another model than the configuration, which has "
-        f"{', '.join(changed)}: set these to the weights' values, or choose another configuration"
+        f"{', '.join(changed)}: set these to the weights' values, or leave out "
+        "--config.model.* and the configuration's variant: the model is then the weights'"
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
@@ -384,6 +396,18 @@ def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
   for key, value in _with_tuples(section).items():
     values |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
   return values
+
+
+def _changes(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
+  """Returns the differences of a model from stored hyper-parameters."""
+  if model.family in relatives(stored.get("family")):
+    stored = dict(stored) | dict(family=model.family)
+  old, new = _flat(stored), _flat(dataclasses.asdict(model))
+  return [
+    f"model.{key}={new[key]!r} and not {old[key]!r}"
+    for key in old
+    if key in new and old[key] != new[key] and not _rounded(old[key], new[key])
+  ]
 
 
 def _rounded(a: Any, b: Any) -> bool:

@@ -19,12 +19,14 @@ def is_first() -> bool:
 
 
 def join() -> None:
-  """Connects the processes of all hosts.
+  """Connects the processes of all hosts, once.
 
   JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
   environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
   JAX_NUM_PROCESSES and JAX_PROCESS_ID. (JAX itself reads only JAX_COORDINATOR_ADDRESS.)
   """
+  if jax.distributed.is_initialized():
+    return
   variables = dict(num_processes="JAX_NUM_PROCESSES", process_id="JAX_PROCESS_ID")
   try:
     numbers = {key: int(os.environ[name]) for key, name in variables.items() if name in os.environ}

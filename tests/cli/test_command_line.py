@@ -1,5 +1,6 @@
 """The command line before anything runs: --help, configurations by name, --dry_run."""
 
+import dataclasses
 import re
 import signal
 import sys
@@ -24,7 +25,8 @@ from configs import common, moe_aime, tiny, tiny_ppo
 from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
 from gspo_jax.inputs import read_inputs
-from gspo_jax.models import transformer
+from gspo_jax.models import hf, transformer
+from gspo_jax.settings.model import tiny_moe
 
 
 def run_module(*arguments, module="gspo_jax.main", **more):
@@ -215,6 +217,24 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
   (tmp_path / "config.json").write_text('{"seed": 1}')
   with pytest.raises(ValueError, match="belongs to a run of another configuration"):
     read_inputs(config_of(tiny.get_config), tmp_path)
+
+
+SIZES = {
+  "the weights'": ("tiny", [], "model.hidden_size: 128 -> 8"),
+  "a flag that agrees": ("tiny", ["model.num_layers=1"], "model.num_layers: 4 -> 1"),
+  "a flag": ("tiny", ["model.num_layers=2"], "model.num_layers=2 and not 1: set these"),
+  "a variant": ("tiny:gemma", [], "model.family='gemma' and not 'qwen3'"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_the_weights_say_the_model_unless_a_flag_or_a_variant_does(case, run_forked, tmp_path):
+  config, changes, message = SIZES[case]
+  model = dataclasses.replace(tiny_moe(264), num_layers=1, hidden_size=8)
+  hf.save(tmp_path / "weights", transformer.init(model, jax.random.key(0)), model)
+  changes = [f"--config.{key}" for key in ["weights=weights", "tokenizer=bytes", *changes]]
+  done = run_forked("gspo_jax.main", f"--config={config}", "--dry_run", *changes, cwd=tmp_path)
+  assert message in done.stdout + done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ for argument in json.load(sys.stdin):
   with contextlib.redirect_stderr(said):
     try:
       main.parse(sys.argv)
-      main.configured()
+      main.configured(lambda config: config.model)
     except SystemExit as end:
       code = end.code
   print(json.dumps([code, said.getvalue()]))
