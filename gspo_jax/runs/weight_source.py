@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.models import finite, lora, transformer
-from gspo_jax.models.families.lookup import relatives
+from gspo_jax.models.families.lookup import differences
 from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import checkpoint, integrity, mirror, provenance
 from gspo_jax.settings.model import ModelConfig, from_json
@@ -222,7 +221,7 @@ class WeightSource:
 
       self._require_config(*self._named)
       model = hf.load_config(self.name)
-    return model if _changes(dataclasses.asdict(model), configured) else configured
+    return model if differences(dataclasses.asdict(model), configured) else configured
 
   def check_model(self, model: ModelConfig, configured: str) -> None:
     """Raises ValueError unless the weights are a complete model of this shape.
@@ -237,7 +236,7 @@ class WeightSource:
       stored = self.checkpoint.model
     else:
       stored = dataclasses.asdict(self.published_model(*self._named))
-    if changed := _changes(stored, model):
+    if changed := differences(stored, model):
       raise ValueError(
         f"--config.{self.key}={configured} holds another model than the configuration, which has "
         f"{', '.join(changed)}: set these to the weights' values, or leave out "
@@ -388,28 +387,3 @@ def _read_config(directory: epath.Path) -> dict[str, Any]:
 def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
   """Converts lists in a section from JSON back to tuples."""
   return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
-
-
-def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-  """Returns the keys of a section, dotted in groups, with tuples instead of lists."""
-  values = {}
-  for key, value in _with_tuples(section).items():
-    values |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
-  return values
-
-
-def _changes(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
-  """Returns the differences of a model from stored hyper-parameters."""
-  if model.family in relatives(stored.get("family")):
-    stored = dict(stored) | dict(family=model.family)
-  old, new = _flat(stored), _flat(dataclasses.asdict(model))
-  return [
-    f"model.{key}={new[key]!r} and not {old[key]!r}"
-    for key in old
-    if key in new and old[key] != new[key] and not _rounded(old[key], new[key])
-  ]
-
-
-def _rounded(a: Any, b: Any) -> bool:
-  """Whether two numbers are equal in float32, the precision of some files."""
-  return isinstance(a, float) and np.float32(a) == np.float32(b)

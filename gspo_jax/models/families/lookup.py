@@ -1,5 +1,11 @@
 """All families of models by name."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from gspo_jax.models.families import (
   gemma,
   glm4_moe,
@@ -48,3 +54,29 @@ def relatives(name: str) -> list[str]:
   layers = {x: (f.block_table, f.layer) for x, f in FAMILIES.items()}
   same = [x for x in layers if layers[x] == layers.get(name)]
   return sorted(same, key=lambda x: x != name)
+
+
+def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
+  """Returns the differences of a model from stored hyper-parameters, beyond float32's rounding."""
+  if model.family in relatives(stored.get("family")):
+    stored = dict(stored) | dict(family=model.family)
+  old, new = _flat(stored), _flat(dataclasses.asdict(model))
+  return [
+    f"model.{key}={new[key]!r} and not {old[key]!r}"
+    for key in old
+    if key in new and old[key] != new[key] and not _rounded(old[key], new[key])
+  ]
+
+
+def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+  """Returns the keys of a section, dotted in groups, with tuples instead of lists."""
+  values = {}
+  for key, value in section.items():
+    value = tuple(value) if isinstance(value, list) else value
+    values |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+  return values
+
+
+def _rounded(a: Any, b: Any) -> bool:
+  """Whether two numbers are equal in float32, the precision of some files."""
+  return isinstance(a, float) and np.float32(a) == np.float32(b)
