@@ -39,8 +39,8 @@ def configured(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
     unset = "weights" in changes or values.model == RunConfig.model
     if unset and ":" not in filename():
       config.model.update(dataclasses.asdict(read_model(values)))
-      own = {key: value for key, value in changes.items() if key.startswith("model.")}
-      config.update_from_flattened_dict(own)
+      model_changes = {key: value for key, value in changes.items() if key.startswith("model.")}
+      config.update_from_flattened_dict(model_changes)
     return reading.from_dict(config.to_dict())
   except (ValueError, OSError) as error:
     refuse(error)
