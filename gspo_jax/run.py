@@ -17,6 +17,7 @@ from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs.reading import Inputs, read_inputs
 from gspo_jax.models import publication
 from gspo_jax.models.publication import Publishers
+from gspo_jax.report.page import RunningReport
 from gspo_jax.rewards import user_source
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
@@ -55,6 +56,7 @@ class Run:
   engine: Engine
   evaluate: Evaluator
   writer: Writer
+  report: RunningReport
   profiler: Profiler
   publishers: Publishers
   goodput: Goodput = dataclasses.field(default_factory=Goodput)
@@ -211,7 +213,10 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
       taught_by = inputs.teacher and inputs.teacher.source.about
       start, name = inputs.source.about, inputs.tokenizer.path
       provenance.record(workdir, values, start, taught_by, name, inputs.date, inputs.contents)
-    yield Run(config, workdir, inputs, scoring, engine, evaluator, writer, profiler, publishers)
+    report = RunningReport(workdir, hosts.is_first())
+    yield Run(
+      config, workdir, inputs, scoring, engine, evaluator, writer, report, profiler, publishers
+    )
 
 
 @contextlib.contextmanager

@@ -78,14 +78,21 @@ def sft(run: Run) -> Any:
         _wait(phase, state)
         with phase.stages("save"):
           phase.save()
+      if reported:
+        run.report.update(phase.stages)
       done = step
-  if loss is not None and not _learned(run, loss) and jax.process_index() == 0:
-    sys.stderr.write(
-      f"warning: the cold start has not worked: after {done} updates the held-out loss is "
-      f"{loss:.3g}, above sft.target_loss={c.sft.target_loss:g}. Raise sft.steps, or tune "
-      "sft_optimizer\n"
-    )
+  if loss is not None and not _learned(run, loss):
+    _warn(done, loss, c.sft.target_loss)
   return state.params
+
+
+def _warn(updates: int, loss: float, target: float) -> None:
+  """Prints a warning about a held-out loss above its target."""
+  if jax.process_index() == 0:
+    sys.stderr.write(
+      f"warning: the cold start has not worked: after {updates} updates the held-out loss is "
+      f"{loss:.3g}, above sft.target_loss={target:g}. Raise sft.steps, or tune sft_optimizer\n"
+    )
 
 
 def _wait(phase: Phase, state: TrainState) -> None:

@@ -27,7 +27,6 @@ from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import flops
 from gspo_jax.models.params import as_read, with_adapters
-from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.rollouts.samples_log import rollout_records
@@ -238,12 +237,11 @@ def finish_iteration(
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
   check_best(c.checkpoint.best, row, evaluated)
   phase.report(row)
-  if step and (last or step % c.checkpoint.every == 0 or phase.is_time()):
+  saved = step and (last or step % c.checkpoint.every == 0 or phase.is_time())
+  if saved:
     with phase.stages("save"):
       phase.save(row)
-    if jax.process_index() == 0:
-      with phase.stages("report"):
-        page.write_report(run.workdir)
+  run.report.update(phase.stages, force=saved)
 
 
 def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:

@@ -55,6 +55,7 @@ def learned(tmp_path_factory):
   workdir, target = tmp_path_factory.mktemp("learned"), 3.0
   with opened(workdir, sft__target_loss=target) as run:
     params = jax.device_get(sft.sft(run))
+  assert (workdir / "report.html").exists()  # It is written while the cold start goes on.
   return workdir, target, params
 
 

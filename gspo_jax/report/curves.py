@@ -5,7 +5,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from gspo_jax.report.figures import SECTIONS, UNDRAWN, Figure, Line, Section, stage_order
+from gspo_jax.report.figures import (
+  SECTIONS,
+  STAGE_COLORS,
+  UNDRAWN,
+  Figure,
+  Line,
+  Section,
+  stage_order,
+)
 from gspo_jax.runs.metrics import Row
 
 ByPhase = Mapping[str, Sequence[Row]]
@@ -110,8 +118,11 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
         for ys in zip(*(s["y"] for s in part if s["phase"] == phase))
       ]
     common["top"], common["largest"] = _usual_top(sizes), max(sizes, default=0)
-  if len(parts) > 1:  # Side by side, on one axis and with the same colours.
+  if len(parts) > 1 or any(line.color == "stage" for line in figure.lines):
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))
+  if any(line.color == "stage" for line in figure.lines):
+    common["labels"].sort(key=stage_order)  # Phases have different stages.
+  if len(parts) > 1:  # Side by side, on one axis and with the same colours.
     common["wide"] = False
   return [
     common
@@ -176,7 +187,7 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
       "phase": phase,
       "key": key,
       "label": line.label.replace("{i}", name).replace("{name}", name),
-      "color": line.color,
+      "color": STAGE_COLORS.get(name, "cycle") if line.color == "stage" else line.color,
       "x": steps,
       "y": _values(table, key, steps, missing),
     }

@@ -48,6 +48,11 @@ def describe(runs: Sequence[Run]) -> Row:
   names = [run.name for run in runs]
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
   steps = {phase: [row["step"] for rows in by_phases for row in rows[phase]] for phase in titles}
+  sections = build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]])
+  averages = {overview.average(run.flat) for run in runs}
+  for series in (s for section in sections for f in section["figures"] for s in f["series"]):
+    if series["label"] == "avg@k" and len(averages) == 1:
+      series["label"] = next(iter(averages))
   return {
     "views": VIEWS,
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
@@ -62,7 +67,7 @@ def describe(runs: Sequence[Run]) -> Row:
       # Command and date differ between any two runs.
       "code": differences([{**run.provenance, "command": None, "date": None} for run in runs]),
     },
-    "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
+    "sections": sections,
   }
 
 
@@ -140,13 +145,20 @@ SUMMARY = {
   "rl_optimizer.learning_rate": "learning rate {}",
   "seed": "seed {}",
 }
+COLD_START = {  # Of a cold start alone.
+  "sft.steps": "at most {} updates",
+  "sft.batch": "{} demonstrations each",
+  "sft.target_loss": "target loss {}",
+  "sft_optimizer.learning_rate": "learning rate {}",
+  "seed": "seed {}",
+}
 
 
 def summarize(run: Run) -> list[str]:
   """Returns the settings of SUMMARY and the commit as texts."""
   flat, code = run.flat, run.provenance
   texts = []
-  for key, text in SUMMARY.items():
+  for key, text in (COLD_START if flat.get("job") == "sft" else SUMMARY).items():
     if (value := flat.get(key)) is not None:
       texts.append(text.format(f"{value:.6g}" if isinstance(value, float) else value))
   if commit := code.get("commit"):

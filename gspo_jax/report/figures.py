@@ -11,7 +11,7 @@ class Line:
 
   key: str  # `{i}` matches any index, `{name}` any name: one curve each.
   label: str
-  color: str  # A colour of the template; `sequence`: shades of one; `cycle`: each in turn.
+  color: str  # A colour of the template; `sequence`: shades; `cycle`: in turn; `stage`: by name.
   low: str = ""
   high: str = ""
 
@@ -60,6 +60,14 @@ STAGES = (
 )
 
 
+# The same in all charts, and different for neighbours in a bar.
+STAGE_COLORS = dict(
+  compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
+  update="violet", publish="green", evaluate="blue", save="teal", report="amber",
+  restart="orange", wait="grey",
+)  # fmt: skip
+
+
 def stage_order(stage: str) -> tuple[int, str]:
   return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
@@ -69,8 +77,8 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# One curve per mini-batch and layer is too many for the page.
-UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+")
+# One curve per mini-batch and layer is too many for the page; a time of day is no curve.
+UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 
 def _chart(
@@ -115,13 +123,14 @@ SECTIONS = (
     "learning", "Learning", "",
     _chart(
       "Held-out accuracy",
-      "average over k samples per held-out problem, with its confidence interval, and greedy",
+      "mean over the problems, 95% interval",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True, overview=True, log=False,
     ),
     _chart("Reward", "mean over the responses of a rollout",
-           {"reward/mean": "mean blue", "reward/std": "std grey"}, overview=True, log=False),
+           {"reward/mean": "mean blue", "reward/std": "std grey",
+            "eval/reward/mean": "held out orange"}, phases=HELD_OUT, overview=True, log=False),
     _chart("Entropy", "nats per token", "entropy", overview=True),
     _chart("Response length", "tokens",
            {"response_length/mean": "mean blue", "response_length/max": "longest grey",
@@ -154,6 +163,9 @@ SECTIONS = (
     _chart("Gradient norm", "before clipping", "grad_norm", overview=True),
     _chart("Loss", "the negated objective", "loss", zero=False),
     _by_minibatch("Loss", "", "loss", zero=False),
+    _chart("Advantage", "before the updates, with the band from smallest to largest",
+           {"advantage/mean": "mean blue", "advantage/std": "std grey"},
+           ("advantage/min", "advantage/max"), log=False),
     _chart("Learning rate", "", "learning_rate", log=False),
     _chart("Skipped updates", "since the start, not applied", "updates_skipped", phases=BOTH),
   ),
@@ -165,7 +177,7 @@ SECTIONS = (
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
     _chart("Value loss", "of the updates", "value/loss"),
     _chart("Gradient norm of the critic", "before clipping", "value/grad_norm"),
-    rest="(value|return|advantage)/.+",
+    rest="(value|return)/.+",
   ),
   _section(
     "learning", "Distillation", "How near the policy is to its teacher, on its own responses.",
@@ -176,10 +188,11 @@ SECTIONS = (
   _section(
     "learning", "Cold start",
     "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
-    _chart("Loss", "cross-entropy, nats per token, on training and held-out problems",
-           {"loss": "training amber", "held_out_loss": "held out orange"}, phases=("sft",)),
-    _chart("Entropy", "nats per token", "entropy", phases=("sft",)),
-    _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",)),
+    _chart("Loss", "cross-entropy, nats per token",
+           {"loss": "training amber", "held_out_loss": "held out orange"}, phases=("sft",),
+           overview=True),
+    _chart("Entropy", "nats per token", "entropy", phases=("sft",), overview=True),
+    _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",), overview=True),
     _chart("Learning rate", "", "learning_rate", phases=("sft",), log=False),
   ),
   _section(
@@ -280,19 +293,26 @@ SECTIONS = (
   ),
   _section(
     "speed", "Iteration", "",
-    _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
+    _chart("Time per stage", "seconds per step", {"time/{name}": "{name} stage"}, unit="seconds",
            kind="stack", wide=True, overview=True),
+    _chart("Time of the cold start", "seconds between two rows of metrics",
+           {"time/{name}": "{name} stage"}, unit="seconds", kind="stack", phases=("sft",),
+           overview=True),
     _chart("Goodput", "wall time since the start by stage, over restarts",
-           {"goodput/{name}": "{name} cycle"}, unit="percent", kind="stack", phases=BOTH,
+           {"goodput/{name}": "{name} stage"}, unit="percent", kind="stack", phases=BOTH,
            log=False),
+    _chart("Useful time", "share of the wall time in sampling, scoring, passes and updates",
+           "goodput", unit="percent", phases=BOTH, zero=False, log=False),
+    _chart("Wall time", "seconds since the start, over restarts", "wall/seconds", unit="seconds",
+           phases=BOTH, log=False),
     _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
     _chart("Beside the updates", "seconds of a sampler on separate devices, by batch",
-           {"time/sampler/{name}": "{name} cycle"}, unit="seconds", kind="stack"),
+           {"time/sampler/{name}": "{name} stage"}, unit="seconds", kind="stack"),
     _chart("Throughput", "tokens per second; of decoding alone",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
     _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
            unit="seconds", phases=BOTH),
-    rest="(time|wall)/.+|goodput",
+    rest="(time|wall)/.+",
   ),
   _section(
     "speed", "Utilisation and memory", "",

@@ -26,7 +26,7 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
   return [
     {"question": "Is it learning?", **_learning(by_phase, flat)},
     {"question": "Is it healthy?", **_healthy(by_phase, alarms)},
-    {"question": "Is it fast?", **_fast(by_phase["rl"])},
+    {"question": "Is it fast?", **_fast(by_phase)},
   ]
 
 
@@ -42,17 +42,23 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   if by_accuracy and state == "good" and by_reward[0] == "bad":
     state, text, because = "bad", "It did, but the reward fell", f"{because}; {by_reward[2]}"
   if not rows and by_phase["sft"]:
-    state, text, because = judge_loss(by_phase["sft"])
+    state, text, because = judge_loss(by_phase["sft"], flat)
+    facts += _change("Loss", _finite(by_phase["sft"], "loss"))
+    facts += _change("Held-out loss", _finite(by_phase["sft"], "held_out_loss"))
+    facts += [_fact("Target of the held-out loss", x) for x in [flat.get("sft.target_loss")] if x]
   elif not rows and evaluated:
     state, text, because = "plain", "It is evaluated, not trained", "no iterations"
   for key in keys:
     facts += _change(
-      f"{_set(key) or 'Held-out accuracy'}, avg@k", _finite(evaluated, key), "percent"
+      f"{_set(key) or 'Held-out accuracy'}, {average(flat, key)}",
+      _finite(evaluated, key),
+      "percent",
     )
   facts += _change("Held-out accuracy, greedy", _finite(evaluated, "eval/greedy"), "percent")
   if len(measured) > 2:
     best = max(measured, key=lambda row: row["eval/accuracy"])
-    facts.append(_fact("Best, avg@k", best["eval/accuracy"], "percent", f"at step {best['step']}"))
+    note = f"at step {best['step']}"
+    facts.append(_fact(f"Best, {average(flat)}", best["eval/accuracy"], "percent", note))
   facts += _trend("Reward", rows, "reward/mean")
   facts += _trend("Groups of equal rewards", rows, "groups_without_spread", "percent")
   if rows or by_phase["sft"]:
@@ -62,6 +68,13 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
     name = "Iterations" if rows else "Updates of the cold start"
     facts.append(_fact(name, f"{trained[-1]['step']:,}{total}"))
   return {"state": state, "answer": text, "because": because, "facts": facts}
+
+
+def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
+  """Returns "avg@4" for four samples per problem; "avg@k" for an unknown number."""
+  benchmark = _set(key)
+  k = flat.get(f"eval.benchmarks.{benchmark}.samples" if benchmark else "eval.samples", "k")
+  return f"avg@{k}"
 
 
 def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
@@ -116,13 +129,20 @@ def judge_reward(rows: Rows) -> tuple[str, str, str]:
   return ("good", "Yes", text) if last > first else ("bad", "No, the reward fell", text)
 
 
-def judge_loss(rows: Rows) -> tuple[str, str, str]:
+def judge_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Judges the cold start's loss like a reward, held out if measured."""
-  name = "held_out_loss" if _finite(rows, "held_out_loss") else "loss"
-  values = _finite(rows, name)
+  held_out = _finite(rows, "held_out_loss")
+  name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
   state, text, because = judge_reward([{"reward/mean": -v} for v in values])
   if len(values) > 1:
     because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
+  elif values:
+    because = f"{name}: {values[0]:.3g}; needs six rows of metrics"
+  target = flat.get("sft.target_loss") or 0
+  if held_out and held_out[-1] <= target:
+    return "good", "Yes, down to its target", because
+  if held_out and target and state == "good" and rows[-1]["step"] == flat.get("sft.steps"):
+    return "open", "Yes, but not to its target", because
   return state, "No, the loss rose" if state == "bad" else text, because
 
 
@@ -166,26 +186,28 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     state, text = ("bad", "No") if "bad" in states else ("open", "Look closer")
   facts = [_fact("Alarms", float(len(alarms)))] if trained else []
   facts += _trend("Tokens clipped", rows, "clip_fraction/token", "percent")
-  facts += _trend("Entropy, nats", rows, "entropy")
-  facts += _trend("Gradient norm", rows, "grad_norm")
+  facts += _trend("Entropy, nats", trained, "entropy")
+  facts += _trend("Gradient norm", trained, "grad_norm")
   facts += _trend("Cut at the limit", rows, "truncated_fraction", "percent")
   facts += _trend("Volatility of experts", rows, "router/volatility/mean", "percent")
   facts += _trend("Lag of the weights", rows, "lag/mean")
   return {"state": state, "answer": text, "because": because, "facts": facts}
 
 
-def _fast(rows: Rows) -> Row:
-  timed = [
-    stages for step, stages, _ in _stage_times(rows) if step > 0
-  ]  # Step 0: evaluation alone.
+def _fast(by_phase: ByPhase) -> Row:
+  rows = by_phase["rl"] or by_phase["sft"]
+  times = [(step, stages) for step, stages, _ in _stage_times(rows)]
+  # Step 0 is an evaluation alone; rows of the cold start have several updates.
+  count, name = (1, "iteration") if by_phase["rl"] else (_updates(rows), "update")
+  timed = [{k: s / count for k, s in stages.items()} for step, stages in times if step > 0]
   typical = _medians(_second_half(timed))
   if not typical:
-    because = "no timed iterations yet"
+    because = f"no timed {name}s yet"
     return {"state": "open", "answer": "Too early to say", "because": because, "facts": []}
   longest = max(typical, key=typical.get)
   seconds = statistics.median(sum(stages.values()) for stages in _second_half(timed))
   share = typical[longest] / (sum(typical.values()) or 1)
-  facts = [_fact("Seconds per iteration", seconds, "seconds")]
+  facts = [_fact(f"Seconds per {name}", seconds, "seconds")]
   facts.append(_fact("Longest stage", f"{longest}, {100 * share:.0f}%"))
   for label, key, unit in (
     ("Tokens per second", "tokens_per_second", "number"),
@@ -198,11 +220,18 @@ def _fast(rows: Rows) -> Row:
     if values := _finite(_second_half(rows), key):
       facts.append(_fact(label, statistics.median(values), unit))
   facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
-  facts.append(_fact("Time in stages", clock_text(sum(sum(stages.values()) for stages in timed))))
+  total = sum(sum(stages.values()) for step, stages in times if step > 0)
+  facts.append(_fact("Time in stages", clock_text(total)))
   because = f"{typical[longest]:.3g} s of it {longest}; medians of the second half"
   return {
-    "state": "plain", "answer": f"{seconds:.3g} s an iteration", "because": because, "facts": facts,
+    "state": "plain", "answer": f"{seconds:.3g} s an {name}", "because": because, "facts": facts,
   }  # fmt: skip
+
+
+def _updates(rows: Rows) -> float:
+  """Returns the usual number of updates between two rows of the cold start."""
+  steps = [row["step"] for row in rows]
+  return statistics.median([b - a for a, b in itertools.pairwise([0, *steps])]) if rows else 1
 
 
 def timeline(rows: Rows) -> list[Row]:

@@ -11,7 +11,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,38 @@ from gspo_jax.runs.metrics import Row
 from gspo_jax.system.files import write_whole
 
 MAX_RUNS = 8  # More colours are hard to tell apart.
+EVERY_S = 30.0  # Smallest seconds between two updates of a running report.
+PAUSE = 50  # Smallest ratio of these seconds to those of writing.
+
+
+class RunningReport:
+  """A run's report.html, kept up to date from the first step at little cost.
+
+  Args:
+    workdir: directory of the run.
+    active: whether this process writes; True on one process only.
+    clock: function for the time in seconds.
+  """
+
+  def __init__(
+    self,
+    workdir: Path,
+    active: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._workdir, self._active, self._clock, self._due = workdir, active, clock, clock()
+
+  def update(
+    self, stages: Callable[[str], AbstractContextManager[None]], force: bool = False
+  ) -> None:
+    """Writes the report if it is due or `force`, timed as stage `report`."""
+    start = self._clock()
+    if not self._active or (start < self._due and not force):
+      return
+    with stages("report"):
+      write_report(self._workdir)
+    end = self._clock()
+    self._due = end + max(EVERY_S, PAUSE * (end - start))
 
 
 def write_report(

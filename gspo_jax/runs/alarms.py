@@ -133,7 +133,8 @@ ALARMS = {
   ),
   "uniform_groups": Alarm(
     f"{_IDLE}rewards are equal within each group.",
-    "Take problems of another difficulty, a larger rl.group_size or graded rewards.",
+    "Take problems of another difficulty, a larger rl.group_size or graded rewards; if all are "
+    "wrong since a jump, a lower rl_optimizer.learning_rate.",
     "docs/data.md#query-set",
   ),
   "filled_groups": Alarm(

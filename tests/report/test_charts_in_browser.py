@@ -1,5 +1,8 @@
 """Charts of runs that differ: in length, in what they measure, in whether they train at all."""
 
+import itertools
+import re
+
 import pytest
 from support import reported_runs as cases
 from support.browser import CHROME
@@ -38,6 +41,20 @@ def test_bars_of_a_shorter_run_are_as_wide(tab, tmp_path):
   boxes = f"{drawn}.map((f) => f.querySelector('.bar').getBBox().width)"
   long, short = tab.evaluate(boxes)
   assert short == pytest.approx(long * 10 / 40, rel=0.1)
+
+
+def test_bars_keep_their_width_at_the_edges_and_clear_of_their_neighbours(tab, tmp_path):
+  steps = [10, 20, 30, 32, 40]
+  rows = [{"phase": "rl", "step": step, "time/sample": 1.0 + step} for step in steps]
+  tab.open(write_report(write(tmp_path / "run", rows)), "#speed")
+  path = tab.figure("Time per stage", "f.querySelector('.bar').getAttribute('d')")
+  bars = [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)V", path)]
+  widths = [right - left for left, right in bars]
+  assert len(bars) == 5 and widths[0] == pytest.approx(widths[1], abs=0.2) == widths[4] > 20
+  assert all(right <= left + 0.2 for (_, right), (left, _) in itertools.pairwise(bars))
+  ends = "['x1', 'x2'].map((x) => +f.querySelector('.base').getAttribute(x))"
+  ends = tab.figure("Time per stage", ends)
+  assert ends[0] <= bars[0][0] and bars[-1][1] <= ends[1]
 
 
 def test_a_trained_run_beside_an_evaluation_keeps_its_reading(tab, tmp_path):

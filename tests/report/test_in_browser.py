@@ -245,7 +245,7 @@ def test_phases_of_stacked_bars_are_side_by_side(tab, tmp_path):
     (min(b[0] for b in pair), max(b[1] for b in pair), min(b[2] for b in pair), drawn[0][3])
     for pair in (drawn[:2], drawn[2:])
   )
-  assert sft_end < rl_start
+  assert sft_end < rl_start and rl_end - rl_start > 3 * 24
   assert rl_end <= tab.figure("Goodput", "+f.querySelector('svg .base').getAttribute('x2')")
   assert (low - sft_top) / (low - rl_top) == pytest.approx(0.75, abs=0.01)
   names = tab.figure("Goodput", "[...f.querySelectorAll('svg text')].map((t) => t.textContent)")
@@ -256,7 +256,7 @@ def test_warnings_are_on_top(tab, run_page, tmp_path):
   tab.open(run_page)
   (text,) = tab.texts(".warnings li")
   assert text.startswith("steps 3–5, 9: The policy has collapsed") and "Lower rl_opt" in text
-  assert tab.texts(".warnings li code") == ["docs/running.md#alarms"]
+  assert tab.texts(".warnings li code") == ["warning/entropy, docs/running.md#alarms"]
   tab.open(write_report(cases.make_run(tmp_path)))
   assert tab.texts(".warnings") == []
 

@@ -78,6 +78,31 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state((5, {"router/dropped_tokens": 3.0}))[0] == "bad"
 
 
+def sft(step, **values):
+  return {"phase": "sft", "step": step, **values}
+
+
+@pytest.mark.parametrize(
+  "last, steps, state, answer",
+  [
+    (0.1, 60, "good", "Yes, down to its target"),
+    (0.4, 60, "open", "Yes, but not to its target"),
+    (0.4, 90, "good", "Yes"),
+  ],
+)
+def test_a_cold_start_alone_is_judged_by_its_target(last, steps, state, answer):
+  losses = [3.0, 2.5, 2.0, 1.5, 1.0, last]
+  rows = [
+    sft(10 * i, loss=x, held_out_loss=x, **{"time/update": 20.0}) for i, x in enumerate(losses, 1)
+  ]
+  report = describe(rows, {"job": "sft", "sft": {"target_loss": 0.2, "steps": steps, "batch": 8}})
+  learning, healthy, fast = report["runs"][0]["answers"]
+  assert (learning["state"], learning["answer"]) == (state, answer)
+  assert (healthy["state"], fast["answer"]) == ("good", "2 s an update")
+  assert "8 demonstrations each" in report["runs"][0]["summary"]
+  assert any(figure["overview"] for figure in figures(report).values())
+
+
 def test_speed_is_that_of_the_second_half():
   rows = [rl(1, **{"time/sample": 100.0, "time/update": 50.0})]  # compiles
   rows += [rl(i, **{"time/sample": 1.0, "time/update": 3.0}) for i in range(2, 9)]

@@ -1,5 +1,6 @@
 """The report holds what the run has, nothing else, and opens without a network."""
 
+import contextlib
 import re
 
 import pytest
@@ -17,7 +18,7 @@ from support.reported_runs import (
   write,
 )
 
-from gspo_jax.report import curves, data
+from gspo_jax.report import curves, data, page
 from gspo_jax.report.__main__ import main
 from gspo_jax.report.page import unique_names, write_report
 
@@ -72,7 +73,7 @@ def test_curves_hold_the_values_of_the_rows(workdir):
 
 def test_the_answers_tell_accuracy_before_and_after_the_rl(workdir):
   run = embedded(write_report(workdir))
-  accuracy = facts(run)["Held-out accuracy, avg@k"]
+  accuracy = facts(run)["Held-out accuracy, avg@k"]  # No configuration names k.
   assert (accuracy["before"], accuracy["value"]) == (0.25, 0.8)
   assert facts(run)["Iterations"]["value"] == "4"
   assert run["name"] == "a <b>run" and "4 responses each" in run["runs"][0]["summary"]
@@ -80,9 +81,11 @@ def test_the_answers_tell_accuracy_before_and_after_the_rl(workdir):
 
 def test_an_evaluation_alone_has_its_figures():
   row = {"phase": "eval", "step": 0, "eval/aime24/accuracy": 0.3, "time/eval/score": 2.0}
-  described = describe([row | eval_keys(0.7)])
-  assert facts(described)["Held-out accuracy, avg@k"]["value"] == 0.7
-  assert facts(described)["aime24, avg@k"]["value"] == 0.3
+  config = {"eval": {"samples": 4, "benchmarks": {"aime24": {"samples": 32}}}}
+  described = describe([row | eval_keys(0.7)], config)
+  assert facts(described)["Held-out accuracy, avg@4"]["value"] == 0.7
+  assert facts(described)["aime24, avg@32"]["value"] == 0.3
+  assert figures(described)["Learning", "Held-out accuracy"]["series"][0]["label"] == "avg@4"
   assert described["phases"] == {"eval": {"title": "Evaluation", "from": 0, "to": 0}}
   assert ("Learning", "eval/aime24/accuracy") in figures(described)
   assert figures(described)["Learning", "Held-out accuracy"]["phases"] == ["eval"]
@@ -163,6 +166,43 @@ def test_an_empty_run_and_a_half_written_line_still_give_a_page(tmp_path):
   run = embedded(write_report(tmp_path))
   assert list(figures(run)) == [("Optimisation", "Loss")]
   assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_a_running_report_is_written_at_once_then_seldom(tmp_path, monkeypatch):
+  time, stages, written = [0.0], [], []
+
+  def write(workdir):
+    written.append(time[0])
+    time[0] += 2.0
+
+  @contextlib.contextmanager
+  def stage(name):
+    stages.append(name)
+    yield
+
+  monkeypatch.setattr(page, "write_report", write)
+  report = page.RunningReport(tmp_path, clock=lambda: time[0])
+  for second, force in (0, False), (40, False), (50, True), (152, False), (153, False):
+    time[0] = float(second)
+    report.update(stage, force)
+  assert written == [0, 50, 152] and stages == ["report"] * 3  # Each is followed by 100 seconds.
+  page.RunningReport(tmp_path, active=False, clock=lambda: 0.0).update(stage, force=True)
+  assert len(written) == 3
+
+
+def test_stages_have_the_same_colors_in_all_charts():
+  rows = [{"phase": "sft", "step": i, "time/update": 2.0 * i, "goodput/update": 0.5,
+           "goodput/wait": 0.1 * i} for i in (1, 2)]  # fmt: skip
+  rows += [{"phase": "rl", "step": i, "time/sample": 1.0 * i, "time/update": 1.0,
+            "goodput/sample": 0.1 * i} for i in (1, 2)]  # fmt: skip
+  drawn = figures(describe(rows))
+  charts = [drawn["Iteration", name] for name in ("Time per stage", "Goodput")]
+  charts.append(drawn["Iteration", "Time of the cold start"])
+  colors = {s["key"].split("/")[1]: s["color"] for chart in charts for s in chart["series"]}
+  assert {(s["label"], s["color"]) for chart in charts for s in chart["series"]} == {
+    *colors.items()
+  }
+  assert charts[1]["labels"] == ["sample", "update", "wait"]
 
 
 def test_warnings_join_consecutive_rows():

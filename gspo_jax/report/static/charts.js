@@ -197,11 +197,23 @@ function chart(figure) {
       const { from, to, title } = report.phases[phase];
       const right = left + shares[i] * (box.right - box.left);
       const [first, last] = [left + (i ? GAP : 4), right - (i < shares.length - 1 ? GAP : 4)];
-      const x = (step) => first + (to > from ? (step - from) / (to - from) : 0.5) * (last - first);
+      const inset = stack ? ((last - first) * stride(phase)) / (to - from + stride(phase)) / 2 : 0;
+      const [start, end] = [first + inset, last - inset];
+      const x = (step) => start + (to > from ? (step - from) / (to - from) : 0.5) * (end - start);
+      const share = (place) => Math.min(1, Math.max(0, (place - start) / (end - start || 1)));
+      const step = (place) => from + share(place) * (to - from);
       left = right;
-      return { phase, title, from, to, left: first, right: last, x };
+      return { phase, title, from, to, left: first, right: last, x, step };
     });
   }
+
+  // Steps from one bar to the next, so that the first and the last one have their width.
+  function stride(phase) {
+    const steps = stepsOf(drawn.filter((s) => s.phase === phase));
+    return steps.length > 1 ? (steps[steps.length - 1] - steps[0]) / (steps.length - 1) : 1;
+  }
+
+  const stepsOf = (series) => [...new Set(series.flatMap((s) => s.x))].sort((a, b) => a - b);
 
   function drawSteps(part, index, box) {
     const { list } = stepTicks(part.from, part.to, Math.floor((part.right - part.left) / 56));
@@ -253,7 +265,7 @@ function chart(figure) {
     add("text", place, label);
   }
 
-  // The bars of a phase stack on each other; its edges cut the first and the last one.
+  // The bars of a phase stack on each other.
   function drawStack() {
     for (const part of parts) {
       const stacked = drawn.filter((s) => s.phase === part.phase);
@@ -262,17 +274,22 @@ function chart(figure) {
   }
 
   function stackPhase(part, stacked) {
-    const places = [...new Set(stacked.flatMap((s) => s.x))].sort((a, b) => a - b).map(part.x);
+    const steps = stepsOf(stacked);
+    const places = steps.map(part.x);
     const apart = (places[places.length - 1] - places[0]) / (places.length - 1);
     const wide = (apart || 24) * (places.length > 60 ? 1.02 : 0.8);
+    // A bar ends halfway to a nearer neighbour.
+    const half = (i, other) => (other in places ? Math.abs(places[i] - places[other]) : wide) / 2;
+    const edges = new Map(
+      steps.map((step, i) => [step, [i - 1, i + 1].map((other) => Math.min(wide / 2, half(i, other)))]),
+    );
     const tops = new Map();
     for (const s of stacked) {
       let d = "";
       s.y.forEach((v, i) => {
         if (!v) return;
         const x = part.x(s.x[i]);
-        const left = Math.max(part.left - 4, x - wide / 2);
-        const right = Math.min(part.right + 4, x + wide / 2);
+        const [left, right] = [x - edges.get(s.x[i])[0], x + edges.get(s.x[i])[1]];
         const base = tops.get(s.x[i]) || 0;
         tops.set(s.x[i], base + v);
         d += `M${left.toFixed(1)} ${y(base).toFixed(1)}H${right.toFixed(1)}V${y(base + v).toFixed(1)}H${left.toFixed(1)}z`;
@@ -324,8 +341,7 @@ function chart(figure) {
     const box = svg.getBoundingClientRect();
     const x = event.clientX - box.left;
     const part = parts.find((p) => x <= p.right + GAP) || parts[parts.length - 1];
-    const share = Math.min(1, Math.max(0, (x - part.left) / (part.right - part.left)));
-    readAll(part.phase, part.from + share * (part.to - part.from));
+    readAll(part.phase, part.step(x));
   }
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);

@@ -28,14 +28,14 @@ const span = ({ from, to }) => (from === to ? `${from}` : `${from}–${to}`);
 
 // Alarms of one name, phase and run: when, what it means, what to change, and the page about it.
 function alarmNode(spans, run, several) {
-  const [{ phase, title, advice, page }] = spans;
+  const [{ phase, name, title, advice, page }] = spans;
   const shown = spans.slice(0, SPANS_SHOWN).map(span);
   const rest = spans.length - shown.length;
   const steps = `${shown.join(", ")}${rest ? ` and ${rest} more times` : ""}`;
   const word = spans.length === 1 && spans[0].from === spans[0].to ? "step" : "steps";
   const when = make("b", `${several ? `${report.phases[phase].title}, ` : ""}${word} ${steps}:`);
-  const name = comparing ? nameOf(report.runs[run], run) : null;
-  return make("li", name, when, ` ${title} ${advice} `, page ? make("code", page) : null);
+  const of = comparing ? nameOf(report.runs[run], run) : null;
+  return make("li", of, when, ` ${title} ${advice} `, make("code", [`warning/${name}`, page].filter(Boolean).join(", ")));
 }
 
 function alarms() {
@@ -132,7 +132,9 @@ function comparison() {
 
 function overview() {
   const figures = report.sections.flatMap((section) => section.figures);
-  const chosen = figures.filter((figure) => figure.overview);
+  // Charts of the cold start are there as long as it is alone.
+  const alone = Object.keys(report.phases).every((phase) => phase === "sft");
+  const chosen = figures.filter((f) => f.overview && (alone || f.phases.join() !== "sft"));
   // Bars have many names: they keep their width.
   const compact = chosen.map((figure) => ({
     ...figure,
@@ -155,8 +157,8 @@ function timelines() {
   // The colours of the bars over time.
   const figures = report.sections.flatMap((section) => section.figures);
   const bars = figures.filter((f) => f.kind === "stack" && f.unit === "seconds");
-  const order = [...new Set(bars.flatMap((f) => f.labels || f.series.map((s) => s.label)))];
-  const paint = (name) => `var(--${CYCLE[order.indexOf(name) % CYCLE.length]})`;
+  const colors = new Map(bars.flatMap((f) => f.series.map((s, i) => [s.label, ownPaint(s, i)])));
+  const paint = (name) => colors.get(name);
   const longest = Math.max(...all.map(({ line }) => sum(line)));
   const rows = all.map(({ run, i, line }) => {
     const total = sum(line);
