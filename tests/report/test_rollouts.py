@@ -120,8 +120,8 @@ def test_a_prompt_is_shown_with_its_template_once(tmp_path):
   write(tmp_path, dumps=[("rl", 1, records)])
   groups = read_rollouts([tmp_path / "rollouts"], 100)["groups"]
   assert [group["rendered"] for group in groups] == ["<user>1+1<end>", ""]
-  own = [sample.get("rendered") for sample in groups[0]["samples"]]
-  assert own == [None, None, "<user>2+2<end>"]
+  prompts = [sample.get("rendered") for sample in groups[0]["samples"]]
+  assert prompts == [None, None, "<user>2+2<end>"]
 
 
 def test_clipped_tokens_are_marked_where_they_are(tmp_path):
