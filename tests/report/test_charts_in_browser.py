@@ -49,9 +49,9 @@ def test_bars_keep_their_width_at_the_edges_and_clear_of_their_neighbours(tab, t
   tab.open(write_report(write(tmp_path / "run", rows)), "#speed")
   path = tab.figure("Time per stage", "f.querySelector('.bar').getAttribute('d')")
   bars = [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)V", path)]
-  widths = [right - left for left, right in bars]
+  widths = [end - start for start, end in bars]
   assert len(bars) == 5 and widths[0] == pytest.approx(widths[1], abs=0.2) == widths[4] > 20
-  assert all(right <= left + 0.2 for (_, right), (left, _) in itertools.pairwise(bars))
+  assert all(end <= start + 0.2 for (_, end), (start, _) in itertools.pairwise(bars))
   ends = "['x1', 'x2'].map((x) => +f.querySelector('.base').getAttribute(x))"
   ends = tab.figure("Time per stage", ends)
   assert ends[0] <= bars[0][0] and bars[-1][1] <= ends[1]
