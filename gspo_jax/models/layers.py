@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention, pages, positions
@@ -137,12 +138,17 @@ def attend(
   q = positions.scale_queries(q, positions_BT, config.rope)
   tree, paths = (None, tree) if isinstance(tree, Paths) else (tree, None)
   run = _on_each_device(compute, scores_of(config, kind.local), kv, tree, from_start)
-  y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT, paths)
+  sink_N = getattr(w, "sink", None)
+  sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
+  y_BTNH, kv = run(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths)
   # Heads as one axis: otherwise XLA may transpose the weight at every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
-  return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
+  y_BTD = sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH))
+  if (o_bias := getattr(w, "o_bias", None)) is not None:
+    y_BTD = _with_each_token(jnp.add, y_BTD, o_bias[None, None])
+  return y_BTD, kv
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -162,16 +168,19 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
     scale=config.scores.scale or (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,
     cap=config.attn_logit_softcapping,
+    # A place for the layer's weight.
+    sink_N=np.zeros(config.num_heads, np.float32) if config.scores.sinks else None,
   )
 
 
-def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start) -> Callable:
+def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_start) -> Callable:
   """Returns attention per device, a function of new queries, keys and values.
 
   With a cache, new keys and values are written first. Prefilling from position 0 does not read it.
   """
 
-  def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT, paths):
+  def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
+    scores = declared._replace(sink_N=sink_N)
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
@@ -199,7 +208,7 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
   kernels = dict(tpu=True, gpu=kv is not None).get(sharding.platform(), False)
   return sharding.shard_map(
     attend_and_write,
-    in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH), P(BATCH)),
+    in_specs=(heads, heads, heads, P("tensor"), kv_specs, P(), P(BATCH), P(BATCH), P(BATCH)),
     out_specs=(heads, kv_specs),
     check=not kernels and compute.attention != "splash",
   )

@@ -44,6 +44,14 @@ class Attention:
 
 
 @flax.struct.dataclass
+class ExtendedAttention(Attention):
+  """Attention with further parts, each None where it is absent."""
+
+  o_bias: Any  # l D
+  sink: Any  # l N, with `scores.sinks`
+
+
+@flax.struct.dataclass
 class Dense:
   gate: Any  # l D F
   up: Any  # l D F
@@ -121,18 +129,23 @@ def attention_table(
   norm: float,
   wide_norm: bool = False,
   norm_heads: bool = False,
+  o_bias: bool = False,
 ) -> Attention:
   """Declares projections of grouped-query attention; norm scales start at `norm`.
 
   wide_norm: whether passes read norm scales in float32.
   norm_heads: whether q/k norms are over all heads together.
+  o_bias: whether the output projection has a bias.
   """
 
   def scale(heads: str) -> Weight | None:
     letters = f"l{heads}H" if norm_heads else "lH"
     return w(letters, constant=norm, wide=wide_norm) if c.qk_norm else None
 
-  return Attention(
+  extended = o_bias or c.scores.sinks
+  further = dict(o_bias=w("lD") if o_bias else None, sink=w("lN") if c.scores.sinks else None)
+  return (ExtendedAttention if extended else Attention)(
+    **further if extended else {},
     q=w("lDNH", fan_in="D"),
     k=w("lDKH", fan_in="D"),
     v=w("lDKH", fan_in="D"),

@@ -79,6 +79,7 @@ class ScoresConfig:
 
   scale: NonNegativeFloat = key(0.0, "factor on q kᵀ (Granite); 0: by query_pre_attn_scalar")
   clip_qkv: NonNegativeFloat = key(0.0, "bound on queries, keys and values (OLMoE); 0: none")
+  sinks: bool = key(False, "a learned logit in the denominator of each head (GPT-OSS)")
   local_layers: tuple[NonNegativeInt, ...] = key(
     (), "layers with the sliding window; (): by sliding_window_pattern"
   )

@@ -73,6 +73,7 @@ ALL = Scores(0.3)
 LOCAL = Scores(0.3, window=7)
 BOUNDED = Scores(0.3, cap=0.8)
 BOTH = Scores(0.3, window=20, cap=0.8)
+SINKS = np.array([0.5, -1, 2, 0], np.float32)
 
 
 @pytest.mark.parametrize("mebibytes, queries", [(16, 1024), (32, 2048)])  # v5p; v6e
@@ -121,6 +122,39 @@ def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeyp
   np.testing.assert_allclose(y, by_hand(q, k, v, visible, scores) * real, atol=1e-5)
   _, expected = values_and_gradients(whole, q, k, v, ids > 0)
   chex.assert_trees_all_close(gradient, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("name", ["plain", "blockwise", "splash", "cache"])
+def test_sinks_are_in_the_denominator_alone(name, window, monkeypatch):
+  """Values and gradients, the sinks' too, of two packed segments; a cache has one."""
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
+  q, k, v = inputs(T=24)
+  ids = jnp.ones((2, 24), jnp.int32) if name == "cache" else segments("packed", 2, 24)
+  distance = np.arange(24)[:, None] - np.arange(24)[None]
+  visible = (distance >= 0) & (distance < (window or 24))
+  visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
+
+  def reference(q, k, v, sink_N):
+    k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+    weight = jnp.exp(0.3 * jnp.einsum("BTNH,BSNH->BNTS", q, k)) * visible[:, None]
+    total = weight.sum(-1, keepdims=True) + jnp.exp(sink_N)[None, :, None, None]
+    return jnp.einsum("BNTS,BSNH->BTNH", weight / total, v)
+
+  def form(q, k, v, sink_N):
+    scores = Scores(0.3, window, sink_N=sink_N)
+    if name == "cache":
+      k, v = jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)
+      return attention.attend_cache(q, k, v, jnp.tile(jnp.arange(24), (2, 1)), scores)
+    return attention.attend_self(q, k, v, ids, name, scores)
+
+  def outputs(attend):
+    def scalar(*x):
+      return jnp.sin(3 * attend(*x)).sum(), attend(*x)
+
+    return jax.jit(jax.value_and_grad(scalar, (0, 1, 2, 3), has_aux=True))(q, k, v, SINKS)
+
+  chex.assert_trees_all_close(outputs(form), outputs(reference), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +241,7 @@ def test_padding_between_tokens_keeps_cudnn_from_its_causal_mask(monkeypatch):
   [
     ("cudnn", LOCAL, False, "compute.attention='cudnn' has no sliding window: set it to auto"),
     ("cudnn", BOUNDED, False, "compute.attention='cudnn' has no soft bound"),
+    ("cudnn", Scores(1.0, sink_N=SINKS), False, "no sinks: set it to auto or plain, blockwise, sp"),
     ("splash", LOCAL, True, "compute.attention='splash' has no sliding window where responses"),
   ],
 )

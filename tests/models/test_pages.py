@@ -33,7 +33,11 @@ def new(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, 20), Scores(0.1, 0, 5.0)], ids=str)
+@pytest.mark.parametrize(
+  "scores",
+  [Scores(0.1), Scores(0.1, 20), Scores(0.1, 0, 5.0), Scores(0.1, 20, sink_N=np.arange(8.0) / 4)],
+  ids=str,
+)
 def test_the_kernel_reads_and_writes_what_the_plain_form_does(dtype, scores):
   position = jnp.array([[0], [5], [32], [47]], jnp.int32)  # the second row has no pages
   arguments = (*new(dtype), filled(dtype), jnp.int32(1), position, scores)

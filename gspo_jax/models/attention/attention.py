@@ -28,6 +28,7 @@ from gspo_jax.models.attention.blocks import (
 )
 from gspo_jax.system import accelerators
 
+FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
 PLAIN = 128  # Maximum queries for `plain` where there is a kernel; twice as many elsewhere.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`: its results are residuals.
 SLAB = 64  # Queries per product in `plain`, to skip later keys: about half of the scores.
@@ -53,7 +54,10 @@ def choose(
     ValueError: the named implementation does not support such scores or heads.
   """
   if missing := lacks(implementation, dtype, scores, gaps, width):
-    raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
+    able = [name for name in FORMULATIONS if not lacks(name, dtype, scores, gaps, width)]
+    raise ValueError(
+      f"compute.attention={implementation!r} has no {missing}: set it to auto or {', '.join(able)}"
+    )
   if implementation != "auto":
     return implementation
   kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(sharding.platform())
@@ -68,7 +72,8 @@ def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
   """Returns the first feature missing in a kernel, or ""."""
-  window, cap = (scores.window, scores.cap) if scores else (0, 0.0)
+  scores = scores or Scores(1.0)
+  window, cap = scores.window, scores.cap
   if implementation == "splash" and window and gaps:  # Its window counts padding, too.
     return "sliding window where responses share their prompt"
   if implementation != "cudnn":
@@ -77,6 +82,8 @@ def lacks(
     return "soft bound on scores"
   if window:
     return "sliding window"
+  if scores.sink_N is not None:
+    return "sinks"
   if jnp.dtype(dtype).itemsize > 2:
     return f"{jnp.dtype(dtype).name}, 16-bit types alone"
   if width % 8 or width > _widest_head():
@@ -250,7 +257,7 @@ def attend_cache(
   if scores.window:
     visible_BTS &= position_BT[:, :, None] - slot_1S[None] < scores.window
   score = jnp.where(visible_BTS[:, None, :, None], softcap(score, scores.cap), NEGATIVE)
-  weight = jax.nn.softmax(score, axis=-1).astype(v_BKSH.dtype)
+  weight = _softmax(score, scores.sink_N, (1, K, 1, N // K, 1)).astype(v_BKSH.dtype)
   y_BKTnH = jnp.einsum("BKTnS,BKSH->BKTnH", weight, v_BKSH)
   return jnp.swapaxes(y_BKTnH, 1, 2).reshape(B, T, N, H)
 
@@ -271,8 +278,19 @@ def attend(
   q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
   score = jnp.einsum("BTKnH,BSKH->BKnTS", q_BTKnH, k_BSKH, preferred_element_type=jnp.float32)
   score = jnp.where(visible_BTS[:, None, None], softcap(score, scores.cap), NEGATIVE)
-  weight = jax.nn.softmax(score, axis=-1).astype(v_BSKH.dtype)
+  weight = _softmax(score, scores.sink_N, (1, K, N // K, 1, 1)).astype(v_BSKH.dtype)
   return jnp.einsum("BKnTS,BSKH->BTKnH", weight, v_BSKH).reshape(B, T, N, H)
+
+
+def _softmax(score: jax.Array, sink_N: jax.Array | None, by_head: tuple[int, ...]) -> jax.Array:
+  """Softmax over keys, with each head's sink in the denominator.
+
+  by_head: shape of the sinks beside the scores.
+  """
+  if sink_N is None:
+    return jax.nn.softmax(score, axis=-1)
+  sink = jnp.broadcast_to(sink_N.reshape(by_head), (*score.shape[:-1], 1))
+  return jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
 
 
 def attend_splash(
@@ -297,7 +315,7 @@ def attend_splash(
   shape, blocks = (q.shape[2], k.shape[2]), (q_block, k_block)
   interpret = sharding.platform() != "tpu"
   kernel = _splash_kernel(N, shape, q.shape[3], blocks, S - T, scores, interpret)
-  y_BNTH = jax.vmap(kernel)(q, k, v, segments)
+  y_BNTH = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, scores.sink_N)
   return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 
 

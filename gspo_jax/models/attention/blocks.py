@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ class Scores(NamedTuple):
   scale: float  # Usually H^(-1/2).
   window: int = 0  # Visible positions, up to and with the query's; 0: all.
   cap: float = 0.0  # Soft bound on a score; 0: none.
+  sink_N: Any = None  # A further logit in each head's denominator, float32; None: none.
 
 
 _einsum_float32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -67,7 +68,10 @@ def attend_blockwise(
     query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(positions[0], R))
     key = key._replace(position=pad(positions[1], C))
   q = _blocks(q_BTNH * scores.scale, R).reshape(-1, B, R, K, N // K, H)
-  y_iBRKnH = _flash(q, pad(k_BSKH, C), pad(v_BSKH, C), query, key, C, scores)
+  sink_Kn, scores = scores.sink_N, scores._replace(sink_N=None)
+  if sink_Kn is not None:
+    sink_Kn = sharding.vary(sink_Kn.reshape(K, N // K), AXES)
+  y_iBRKnH = _flash(q, pad(k_BSKH, C), pad(v_BSKH, C), sink_Kn, query, key, C, scores)
   return jnp.moveaxis(y_iBRKnH, 0, 1).reshape(B, -1, N, H)[:, :T].astype(q_BTNH.dtype)
 
 
@@ -136,12 +140,12 @@ def _range(query: Queries, C: int, S: int):
   return first, jnp.minimum(query.last.max() // C + 1, S // C)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _flash(q, k, v, query, key, C, scores):
-  return _flash_forward(q, k, v, query, key, C, scores)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _flash(q, k, v, sink_Kn, query, key, C, scores):
+  return _flash_forward(q, k, v, sink_Kn, query, key, C, scores)[0]
 
 
-def _flash_forward(q, k, v, query, key, C, scores):
+def _flash_forward(q, k, v, sink_Kn, query, key, C, scores):
   """Returns output and residuals for q [i,B,R,K,n,H] and k, v [B,S,K,H]."""
   _, B, R, K, n, H = q.shape
 
@@ -161,6 +165,8 @@ def _flash_forward(q, k, v, query, key, C, scores):
 
     zeros = jnp.zeros((B, K, n, R), jnp.float32)
     start = jnp.full_like(zeros, NEGATIVE), zeros, jnp.zeros((B, K, n, R, H), jnp.float32)
+    if sink_Kn is not None:
+      start = zeros + sink_Kn[None, :, :, None], zeros + 1, start[2]
     start = sharding.vary(start, AXES)
     largest, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
     total = jnp.maximum(total, 1e-30)
@@ -169,16 +175,20 @@ def _flash_forward(q, k, v, query, key, C, scores):
 
   y, lse = jax.lax.map(query_block, (q, query))
   y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
-  return y, (q, k, v, query, key, y, lse)
+  return y, (q, k, v, sink_Kn, query, key, y, lse)
 
 
 def _flash_backward(C, scores, residuals, dy):
-  q, k, v, query, key, y, lse = residuals
+  q, k, v, sink_Kn, query, key, y, lse = residuals
 
   def query_block(carry, block):
     q_BRKnH, query, y_BRKnH, lse_BKnR, dy_BRKnH = block
     delta_BRKn = jnp.sum(dy_BRKnH.astype(jnp.float32) * y_BRKnH, axis=-1)
     delta_BKnR = jnp.moveaxis(delta_BRKn, 1, 3)
+    dsink_Kn = None
+    if sink_Kn is not None:
+      weight_BKnR = jnp.exp(sink_Kn[None, :, :, None] - lse_BKnR)
+      dsink_Kn = -jnp.sum(weight_BKnR * delta_BKnR, axis=(0, 3))
 
     def body(j, carry):
       dq, dk, dv = carry
@@ -202,11 +212,12 @@ def _flash_backward(C, scores, residuals, dy):
 
     dq = sharding.vary(jnp.zeros(q_BRKnH.shape, jnp.float32), AXES)
     dq, dk, dv = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, (dq, *carry))
-    return (dk, dv), dq.astype(q.dtype)
+    return (dk, dv), (dq.astype(q.dtype), dsink_Kn)
 
   zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
-  (dk, dv), dq = jax.lax.scan(query_block, zeros, (q, query, y, lse, dy))
-  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+  (dk, dv), (dq, dsink_iKn) = jax.lax.scan(query_block, zeros, (q, query, y, lse, dy))
+  dsink_Kn = None if dsink_iKn is None else dsink_iKn.sum(0)
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsink_Kn, None, None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

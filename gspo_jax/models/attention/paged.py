@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 
 ROWS = 16  # Maximum batch rows per grid step of one core.
+LANES = 128  # Of a hardware tile.
 TILE = 16  # Positions written back together: a hardware tile of the narrowest cache dtype.
 
 
@@ -49,12 +50,20 @@ def attend(
 
   pages, width = pl.BlockSpec(memory_space=pl.ANY), table_Bn.shape[1]
   q_BKnH = q_BNH.reshape(B, K, N // K, H)
+  sinks, sink_N, scores = [], scores.sink_N, scores._replace(sink_N=None)
+  if sink_N is not None:
+    sinks = [jnp.broadcast_to(sink_N.reshape(K, N // K, 1), (K, N // K, LANES))]
   y_BKnH, kv_LK2SH = pl.pallas_call(
     functools.partial(_kernel, width=width, scores=scores),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
       grid=(B // rows,),
-      in_specs=[block(K, N // K, H), block(K, 2, H), pages],
+      in_specs=[
+        block(K, N // K, H),
+        block(K, 2, H),
+        pages,
+        *(pl.BlockSpec(x.shape, lambda i, *_: (0, 0, 0)) for x in sinks),
+      ],
       out_specs=[block(K, N // K, H), pages],
       scratch_shapes=[
         pltpu.VMEM((2, K, 2, S, H), kv_LK2SH.dtype),
@@ -77,6 +86,7 @@ def attend(
     q_BKnH,
     new_BK2H.astype(kv_LK2SH.dtype),
     kv_LK2SH,
+    *sinks,
   )
   return y_BKnH.reshape(B, N, H), kv_LK2SH.reshape(kv_lpK2SH.shape)
 
@@ -96,8 +106,9 @@ def _cost(q_BNH: jax.Array, kv_lpK2SH: jax.Array, width: int, scores: Scores) ->
   )
 
 
-def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, width, scores):
+def _kernel(position, table, q, new, _, *references, width, scores):
   """Attends from rows of a grid step; `buffer` has the current and the next page."""
+  *sinks, y, kv, buffer, fetched, written = references
   rows, S = q.shape[0], buffer.shape[-2]
   row0 = pl.program_id(0) * rows
 
@@ -149,6 +160,8 @@ def _kernel(position, table, q, new, _, y, kv, buffer, fetched, written, *, widt
 
     zeros = jnp.zeros((K, n, 1), jnp.float32)
     carry = (side, zeros + NEGATIVE, zeros, jnp.zeros((K, n, H), jnp.float32))
+    if sinks:
+      carry = (side, zeros + sinks[0][:, :, :1], zeros + 1, carry[3])
     side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)
     y[row] = (sums / total).astype(y.dtype)
     return side

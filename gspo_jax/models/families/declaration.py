@@ -204,6 +204,8 @@ NAMES = {
   "attention.q_bias": (LAYER + "self_attn.q_proj.bias", "NH"),
   "attention.k_bias": (LAYER + "self_attn.k_proj.bias", "KH"),
   "attention.v_bias": (LAYER + "self_attn.v_proj.bias", "KH"),
+  "attention.o_bias": (LAYER + "self_attn.o_proj.bias", "D"),
+  "attention.sink": (LAYER + "self_attn.sinks", "N"),
   "ffn_norm": (LAYER + "post_attention_layernorm.weight", "D"),
   "Dense.gate": (LAYER + "mlp.gate_proj.weight", "F D"),
   "Dense.up": (LAYER + "mlp.up_proj.weight", "F D"),
