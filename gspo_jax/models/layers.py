@@ -21,7 +21,7 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · scale, with statistics in float32."""
   normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
-  return _with_each_token(jnp.multiply, normalised, scale)
+  return with_each_token(jnp.multiply, normalised, scale)
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -43,7 +43,7 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
   return scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def _with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
+def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
   """Combines activations with a weight common to all tokens: sum or product.
 
   The result is the same in float32, rounded to the common dtype, as in that dtype. But the weight's
@@ -126,7 +126,7 @@ def attend(
   v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
   if w.q_bias is not None:
     biases = (w.q_bias, w.k_bias, w.v_bias)
-    q, k, v = (_with_each_token(jnp.add, x, b[None, None]) for x, b in zip((q, k, v), biases))
+    q, k, v = (with_each_token(jnp.add, x, b[None, None]) for x, b in zip((q, k, v), biases))
   if w.q_norm is not None:
     q = norm_heads(norm, q, w.q_norm, config.rms_norm_eps)
     k = norm_heads(norm, k, w.k_norm, config.rms_norm_eps)
@@ -147,7 +147,7 @@ def attend(
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
   y_BTD = sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH))
   if (o_bias := getattr(w, "o_bias", None)) is not None:
-    y_BTD = _with_each_token(jnp.add, y_BTD, o_bias[None, None])
+    y_BTD = with_each_token(jnp.add, y_BTD, o_bias[None, None])
   return y_BTD, kv
 
 

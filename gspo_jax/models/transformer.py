@@ -77,10 +77,9 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 def count(config: ModelConfig) -> tuple[int, int]:
   """Counts parameters: (all, active for one token)."""
   total = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)))
-  expert = 3 * config.hidden_size * config.moe_intermediate_size
   unused = config.num_experts - config.experts_per_token
-  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
-  return total, total - moe_layers * unused * expert
+  by_expert = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)) if w.by_expert)
+  return total, total - by_expert * unused // max(config.num_experts, 1)
 
 
 def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
@@ -226,7 +225,7 @@ def _apply_block(
   carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts_lBTk)
   if compute.prefetch and kv is None and number > 1 and kind.moe:
     declared = block_table(config, True, 1)
-    stack, other_weights = _experts_of(declared, block), _without_experts(declared, block)
+    stack, other_weights = _experts_of(config, block), _without_experts(declared, block)
     layer, gathered, following = _prefetch_experts(layer, stack, compute)
     carry, inputs = (
       (*carry, gathered),
@@ -255,11 +254,12 @@ def _without_experts(table, block):
   return jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
 
 
-def _experts_of(table, block) -> ExpertWeights:
+def _experts_of(config: ModelConfig, block) -> ExpertWeights:
   """Returns the experts' weights of a block."""
-  weights, whole = jax.tree.flatten(table)
+  weights, whole = jax.tree.flatten(family(config).block_table(config, True, 1))
   pairs = zip(weights, whole.flatten_up_to(block), strict=True)
-  return ExpertWeights(*(x for w, x in pairs if w.is_expert))
+  experts = (x for w, x in pairs if w.is_expert)
+  return ExpertWeights(*experts, activation=family(config).activation)
 
 
 def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
@@ -319,13 +319,17 @@ def _layer(
 
   def experts(y_BTD, w):
     valid_BT = setting["segments_BT"] > 0
-    bias_E = getattr(w, "choice_bias", None)
+    names = "choice_bias", "router_bias", "gate_bias", "up_bias", "down_bias"
+    choice_bias, router_bias, *biases, down_bias = (getattr(w, name, None) for name in names)
     gate_BTk, experts_BTk, stats = moe.route(
-      y_BTD, w.router, config, valid_BT, replayed_experts_BTk, bias_E
+      y_BTD, w.router, config, valid_BT, replayed_experts_BTk, choice_bias, router_bias
     )
-    expert_w = gathered or ExpertWeights(w.gate, w.up, w.down)
+    activation = family(config).activation
+    expert_w = gathered or ExpertWeights(w.gate, w.up, w.down, *biases, activation)
     chunk = compute.expert_chunk
     y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, expert_w, compute.experts, chunk)
+    if down_bias is not None:
+      y_BTD = y_BTD + moe.output_biases(gate_BTk, experts_BTk, down_bias).astype(y_BTD.dtype)
     return y_BTD, experts_BTk, stats
 
   attend = functools.partial(

@@ -102,6 +102,11 @@ class Weight:
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 
   @property
+  def by_expert(self) -> bool:
+    """Whether a part of it belongs to each expert, outside the router."""
+    return self.letters.startswith("lE") and len(self.letters) > 2
+
+  @property
   def is_expert(self) -> bool:
     return "E" in self.letters and not self.wide
 

@@ -54,6 +54,7 @@ class ModelConfig:
     "olmoe",
     "glm4_moe",
     "minimax_m2",
+    "gpt_oss",
   ] = required("file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"

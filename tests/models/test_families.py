@@ -83,6 +83,7 @@ CASES = {  # Name: (model_type, keys)
     | dict(num_experts_per_tok=3, moe_intermediate_size=24, n_routed_experts=8, n_group=4)
     | dict(topk_group=2, routed_scaling_factor=1.5, use_qk_norm=True, n_shared_experts=2),
   ),
+  "gpt_oss": ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES | rope("yarn", **LONGER, truncate=False)),
   "minimax_m2": ("minimax_m2", WIDE | LOCAL_EXPERTS | rope("default", partial_rotary_factor=0.5)),
   "olmo2": ("olmo2", dict(num_key_value_heads=2)),
   "olmo3": (

@@ -12,8 +12,10 @@ from support.small_models import SMALLER_MOE, expert_inputs, plain_experts
 
 from gspo_jax import sharding
 from gspo_jax.models import remat
-from gspo_jax.models.experts import blocks, groups, moe, triton
+from gspo_jax.models.experts import blocks, decode, groups, moe, triton
+from gspo_jax.models.families import gpt_oss
 from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.sharding import P
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
@@ -50,6 +52,37 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
 
   got, expected = scalar(apply, index)(x, gate, w), scalar(plain_experts, index)(x, gate, w)
   chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*moe.IMPLEMENTATIONS, "decode", "mesh", "pieces"])
+def test_biases_and_a_clamped_gate(name, monkeypatch):
+  """GPT-OSS, beyond its bounds: every formulation, and matrices joined on a mesh."""
+  x, gate, index, w = expert_inputs(tokens=48, activation=gpt_oss.activation)
+  x = 8 * x
+
+  def apply(x, gate, index, w):
+    if name == "mesh":
+      rows = [a.reshape(8, 6, -1) for a in (x, gate, index)]
+      return moe.experts(*rows, w, "ragged").reshape(48, -1)
+    if name == "decode":
+      return decode.apply_one_hot(x, gate, index, 8, lambda: w, load=1)
+    form = moe.IMPLEMENTATIONS.get(name, groups.apply_ragged)
+    return form(x, gate, index, jax.lax.stop_gradient(w), w)
+
+  expected = scalar(plain_experts, index)(x, gate, w)
+  if name == "pieces":
+    monkeypatch.setattr(sharding, "axis_size", lambda axis: 4)
+    assert groups._pieces(index, 8)[1] == 32
+  if name != "mesh":
+    got = scalar(apply, index)(x, gate, w)
+  else:
+    mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
+    with jax.set_mesh(mesh):
+      split = w.layout(P("expert", "fsdp", "tensor"), P("expert", "tensor", "fsdp"), P("expert"))
+      placed = jax.tree.map(lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)), w, split)
+      rows = [sharding.put_batch(np.asarray(a), mesh) for a in (x, gate, index)]
+      got = scalar(apply, rows[2])(rows[0], rows[1], placed)
+  chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", moe.IMPLEMENTATIONS)

@@ -37,12 +37,18 @@ def initial(model: ModelConfig, seed: int = 0) -> transformer.Params:
   return jax.tree.map(jnp.array, on_host(model, seed))
 
 
-def expert_inputs(tokens=37, E=8, k=2, D=16, F=12, experts=None):
-  """x [X, D], gate weights and experts [X, k], random ones if there are none, and weights."""
+def expert_inputs(tokens=37, E=8, k=2, D=16, F=12, experts=None, activation=None):
+  """x [X, D], gate weights and experts [X, k], random ones if there are none, and weights.
+
+  With an activation the experts have biases.
+  """
   keys = iter(jax.random.split(jax.random.key(0), 6))
   experts_Xk = jax.random.randint(next(keys), (tokens, k), 0, E) if experts is None else experts
   shapes = (E, D, F), (E, D, F), (E, F, D)
   w = ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
+  if activation:
+    gate_bias, up_bias = jax.random.normal(jax.random.key(1), (2, E, F))
+    w = w.replace(gate_bias=gate_bias, up_bias=up_bias, activation=activation)
   x_XD, gate_Xk = (
     jax.random.normal(next(keys), (tokens, D)),
     jax.random.uniform(next(keys), (tokens, k)),
@@ -52,8 +58,10 @@ def expert_inputs(tokens=37, E=8, k=2, D=16, F=12, experts=None):
 
 def plain_experts(x_XD, gate_Xk, experts_Xk, w):
   """Every expert on every token, then the choice."""
-  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
-  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up), w.down)
+  a_XEF, u_XEF = (jnp.einsum("XD,EDF->XEF", x_XD, m) for m in (w.gate, w.up))
+  if w.gate_bias is not None:
+    a_XEF, u_XEF = a_XEF + w.gate_bias[None], u_XEF + w.up_bias[None]
+  y_XED = jnp.einsum("XEF,EFD->XED", w.activation(a_XEF, u_XEF), w.down)
   return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(experts_Xk, len(w.gate)), y_XED, gate_Xk)
 
 

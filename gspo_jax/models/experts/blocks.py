@@ -1,4 +1,4 @@
-"""Expert products without a kernel: rows are grouped in blocks, each of one SwiGLU expert.
+"""Expert products without a kernel: rows are grouped in blocks, each of one gated expert.
 
 `apply_blocks` loops over all blocks. `apply_batched` multiplies C rows of every expert at once, and
 loops over blocks of the rest. `moe` documents their arguments and results.
@@ -8,17 +8,35 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
+Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (x gate, x up) -> hidden values
 
-class ExpertWeights(NamedTuple):
-  gate: jax.Array  # [E, D, F]
-  up: jax.Array  # [E, D, F]
-  down: jax.Array  # [E, F, D]
+
+def swiglu(a: jax.Array, u: jax.Array) -> jax.Array:
+  return jax.nn.silu(a) * u
+
+
+@flax.struct.dataclass
+class ExpertWeights:
+  """Weights of the experts, or their gradients or layouts."""
+
+  gate: Any  # [E, D, F]
+  up: Any  # [E, D, F]
+  down: Any  # [E, F, D]
+  gate_bias: Any = None  # [E, F]; None without biases.
+  up_bias: Any = None
+  activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
+
+  def layout(self, gate: Any, down: Any, bias: Any) -> "ExpertWeights":
+    """Returns the layouts of matrices and biases."""
+    biases = {} if self.gate_bias is None else dict(gate_bias=bias, up_bias=bias)
+    return self.replace(gate=gate, up=gate, down=down, **biases)
 
 
 def mean_load(experts_Xk: jax.Array, w: ExpertWeights) -> float:
@@ -79,7 +97,7 @@ def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) 
 def apply_blocks(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """Applies SwiGLU experts in turn, looping over their used blocks.
+  """Applies gated experts in turn, looping over their used blocks.
 
   The weights' gradient is returned as the gradient of `sink`, an unread array of w's shapes, in
   sink's dtype.
@@ -97,28 +115,46 @@ def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable)
 _multiply = functools.partial(sharding.product, "...RD,...DF->...RF")
 
 
-def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
+def _hidden(x_RD: jax.Array, w: ExpertWeights) -> tuple[jax.Array, jax.Array]:
+  """Returns x gate and x up, with their biases."""
+  return (
+    add_bias(_multiply(x_RD, w.gate), w.gate_bias),
+    add_bias(_multiply(x_RD, w.up), w.up_bias),
+  )
+
+
+def add_bias(x_RF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
+  """Adds a bias to all rows of an expert, if there is one."""
+  return x_RF if bias_F is None else x_RF + bias_F[..., None, :]
+
+
+def _expert(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
   """gate · expert(x), rows of one expert or a batch of experts."""
-  h_RF = jax.nn.silu(_multiply(x_RD, w.gate)) * _multiply(x_RD, w.up)
-  return _multiply(h_RF * gate_R[..., None], w.down)
+  return _multiply(w.activation(*_hidden(x_RD, w)) * gate_R[..., None], w.down)
 
 
-def hidden_gradients(a_RF, u_RF, dh_RF):
-  """Returns h = silu(a) · u and the gradients of a and u."""
+def hidden_gradients(a_RF, u_RF, dh_RF, activation: Activation = swiglu):
+  """Returns h = activation(a, u) and the gradients of a and u."""
+  if activation is not swiglu:
+    h_RF, backward = jax.vjp(activation, a_RF, u_RF)
+    return h_RF, *backward(dh_RF)
   sigmoid = jax.nn.sigmoid(a_RF)
   da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
   return a_RF * sigmoid * u_RF, da_RF, dh_RF * a_RF * sigmoid
 
 
-def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Gradients of `_swiglu` for x, gate and weights, the latter in `dtype`."""
+def _expert_gradients(x_RD, dy_RD, gate_R, w, dtype):
+  """Gradients of `_expert` for x, gate and weights, the latter in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
-  a_RF, u_RF = _multiply(x_RD, w.gate), _multiply(x_RD, w.up)
-  h_RF, da_RF, du_RF = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
+  hidden = _hidden(x_RD, w)
+  h_RF, da_RF, du_RF = hidden_gradients(*hidden, dh_RF * gate_R1, w.activation)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
-  dw = ExpertWeights(*[outer(x.mT, y) for x, y in pairs])
+  gradients = [outer(x.mT, y) for x, y in pairs]
+  if w.gate_bias is not None:
+    gradients += [d_RF.sum(-2, dtype=dtype) for d_RF in (da_RF, du_RF)]
+  dw = ExpertWeights(*gradients, activation=w.activation)
   return _multiply(da_RF, w.gate.mT) + _multiply(du_RF, w.up.mT), dgate_R, dw
 
 
@@ -154,7 +190,7 @@ def _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink):
   def expert(y_ZD, start, end, w):
     def body(i, y_ZD):
       assignment_R = jax.lax.dynamic_slice(layout.assignment_Z, (i * R,), (R,))
-      return _update_rows(y_ZD, _swiglu(*_rows(assignment_R, gate_Xk, x_XD), w), i * R)
+      return _update_rows(y_ZD, _expert(*_rows(assignment_R, gate_Xk, x_XD), w), i * R)
 
     return jax.lax.fori_loop(start, end, body, y_ZD), None
 
@@ -174,7 +210,7 @@ def _blocks_backward(residuals, dy_XD):
       dx_ZD, dgate_Z, dw = carry
       assignment_R = jax.lax.dynamic_slice(layout.assignment_Z, (i * R,), (R,))
       rows = _rows(assignment_R, gate_Xk, x_XD, dy_XD)
-      dx_RD, dgate_R, dw_part = _swiglu_gradients(*rows, w, sink.gate.dtype)
+      dx_RD, dgate_R, dw_part = _expert_gradients(*rows, w, sink.gate.dtype)
       dw = jax.tree.map(jnp.add, dw, dw_part)
       return _update_rows(dx_ZD, dx_RD, i * R), _update_rows(dgate_Z, dgate_R, i * R), dw
 
@@ -204,7 +240,7 @@ def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
 def apply_batched(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """Applies all SwiGLU experts to C rows each, then to blocks of further rows.
+  """Applies all gated experts to C rows each, then to blocks of further rows.
 
   `sink` as in `apply_blocks`.
   """
@@ -238,9 +274,9 @@ def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
   layout = block_layout(experts_Xk, E, R, C)
 
   def block(y_ZD, start, assignment_R, expert, w):
-    return _update_rows(y_ZD, _swiglu(*_rows(assignment_R, gate_Xk, x_XD), w), start)
+    return _update_rows(y_ZD, _expert(*_rows(assignment_R, gate_Xk, x_XD), w), start)
 
-  y_ECD = _swiglu(*_rows(layout.assignment_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
+  y_ECD = _expert(*_rows(layout.assignment_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = _each_block(layout, C, R, w, _slots(layout, y_ECD), block)
   return _sum_choices(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
@@ -251,7 +287,7 @@ def _batched_backward(residuals, dy_XD):
   layout = block_layout(experts_Xk, E, R, C)
 
   def gradients(assignment, w):
-    return _swiglu_gradients(*_rows(assignment, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
+    return _expert_gradients(*_rows(assignment, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
 
   def block(carry, start, assignment_R, expert, w):
     dx_ZD, dgate_Z, dw = carry

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.experts.blocks import ExpertWeights
+from gspo_jax.models.experts.blocks import ExpertWeights, add_bias
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
@@ -39,8 +39,10 @@ def experts_of_few(
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
   chips = tuple(a for a in AXES if a in over)  # In any other order, XLA sends twice the bytes.
-  split = ExpertWeights(*[P(None, over, None, "tensor")] * 2, P(None, over, "tensor"))
-  stacks = jax.tree.map(sharding.reshard, ExpertWeights(*[w.stack for w in weights]), split)
+  by_width = P(None, over, "tensor")
+  split = weights.layout(P(None, over, None, "tensor"), by_width, by_width)
+  stacks = map_in_stack(lambda w: w.stack, weights)
+  stacks = jax.tree.map(sharding.reshard, stacks, split)
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, stacks, layer):
     num_local = stacks.gate.shape[1]
@@ -51,7 +53,7 @@ def experts_of_few(
     tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
 
     def read():
-      return ExpertWeights(*[InStack(w, layer).read(x_XD.dtype) for w in stacks])
+      return jax.tree.map(lambda stack: InStack(stack, layer).read(x_XD.dtype), stacks)
 
     y_XD = apply(*tokens, num_local, read)
     return sharding.psum(sharding.psum_scatter(y_XD, chips), "tensor").reshape(x_BTD.shape)
@@ -61,6 +63,11 @@ def experts_of_few(
     on_each_device, in_specs=(batch, batch, batch, split, P()), out_specs=batch, check=check
   )
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, stacks, layer)
+
+
+def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> ExpertWeights:
+  """Maps weights of a stack."""
+  return jax.tree.map(f, weights, is_leaf=lambda x: isinstance(x, InStack))
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
@@ -92,7 +99,7 @@ def apply_one_hot(
   read: Callable[[], ExpertWeights],
   load: float,
 ) -> jax.Array:
-  """Applies all SwiGLU experts to C rows each, gathered by one-hot products.
+  """Applies all gated experts to C rows each, gathered by one-hot products.
 
   For TPUs: sorting and scattering are slow there. If an expert has more than C tokens, further
   rounds read the weights again.
@@ -118,8 +125,8 @@ def apply_one_hot(
     one_hot_ECX = pick_ECX.astype(dtype)
     x_ECD = jnp.einsum("ECX,XD->ECD", one_hot_ECX, x_XD, **exact)
     gate_EC = jnp.where(pick_ECX, gate_EX[:, None], 0).sum(-1)
-    h_ECF = jax.nn.silu(x_ECD @ w.gate) * (x_ECD @ w.up) * gate_EC[..., None]
-    y_ECD = h_ECF @ w.down
+    a_ECF, u_ECF = add_bias(x_ECD @ w.gate, w.gate_bias), add_bias(x_ECD @ w.up, w.up_bias)
+    y_ECD = (w.activation(a_ECF, u_ECF) * gate_EC[..., None]) @ w.down
     return jnp.einsum("ECX,ECD->XD", one_hot_ECX, y_ECD, preferred_element_type=result, **exact)
 
   def all_rounds():

@@ -6,14 +6,15 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
-from gspo_jax.models.experts.blocks import ExpertWeights, hidden_gradients
+from gspo_jax.models.experts.blocks import Activation, ExpertWeights, hidden_gradients, swiglu
 from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
@@ -28,16 +29,27 @@ class Kernels(NamedTuple):
   saves_hidden: bool = False  # Whether the first piece's products with gate and up are residuals.
 
 
-class GroupedWeights(NamedTuple):
-  """Weights of the experts for the kernels, or their gradients."""
+@flax.struct.dataclass
+class GroupedWeights:
+  """Weights of the experts for the kernels, or their gradients or layouts."""
 
-  gate_up: tuple[jax.Array, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
-  down: jax.Array  # [E, F, D]
+  gate_up: tuple[Any, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
+  down: Any  # [E, F, D]
+  biases: tuple[Any, ...]  # Of gate and up, split or joined like them; () without biases.
+  activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
+
+
+def apart(w: ExpertWeights) -> GroupedWeights:
+  """Returns the weights with two matrices, gate and up."""
+  biases = () if w.gate_bias is None else (w.gate_bias, w.up_bias)
+  return GroupedWeights((w.gate, w.up), w.down, biases, w.activation)
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
   """Copies gate and up into one matrix, so a product reads rows once."""
-  return GroupedWeights((jnp.concatenate([w.gate, w.up], axis=-1),), w.down)
+  w = apart(w)
+  gate_up, biases = ((jnp.concatenate(x, axis=-1),) if x else () for x in (w.gate_up, w.biases))
+  return w.replace(gate_up=gate_up, biases=biases)
 
 
 def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
@@ -165,13 +177,32 @@ def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
 
 
 def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]:
-  """Returns the products of x with gate and up, joined like the weights."""
-  return tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
+  """Returns x gate and x up, with their biases, joined like the weights."""
+  parts = tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
+  if not w.biases:
+    return parts
+  expert_R = _expert_of_rows(len(x_RD), count_E)
+  return tuple(x + _rows(bias_EF, expert_R) for x, bias_EF in zip(parts, w.biases, strict=True))
 
 
 def _apart(hidden: tuple[jax.Array, ...]) -> list[jax.Array]:
   """Returns the products with gate and with up."""
   return [*hidden] if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=1)
+
+
+def _expert_of_rows(R: int, count_E: jax.Array) -> jax.Array:
+  """Returns each row's expert; E beyond the groups."""
+  return (jnp.cumsum(count_E)[None] <= jnp.arange(R)[:, None]).sum(1)
+
+
+def _bias_gradient(d_RF: jax.Array, count_E: jax.Array, dtype: Any) -> jax.Array:
+  """Sums over the rows of each group, [E, F]."""
+  expert_R = _expert_of_rows(len(d_RF), count_E)
+  one_hot_RE = jax.nn.one_hot(expert_R, len(count_E), dtype=d_RF.dtype)
+  # Rows beyond the groups may be NaN.
+  d_RF = jnp.where((expert_R < len(count_E))[:, None], d_RF, 0)
+  exact = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+  return jnp.einsum("RE,RF->EF", one_hot_RE, d_RF, **exact).astype(dtype)
 
 
 def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
@@ -186,7 +217,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   def body(i, y_XD, hidden=()):
     row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
     a_RF, u_RF = _apart(hidden or _hidden(multiply, _rows(x_XD, row_R), w, count_E))
-    h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, assignment_R)[:, None]
+    h_RF = w.activation(a_RF, u_RF) * _rows(gate_A, assignment_R)[:, None]
     # Rows beyond the last group are undefined; they are dropped.
     y_RD = multiply(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
@@ -209,14 +240,18 @@ def _grouped_backward(kernels, residuals, dy_XD):
     x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
     dh_RF = multiply(dy_RD, w.down, count_E, True)
     a_RF, u_RF = _apart(hidden or _hidden(multiply, x_RD, w, count_E))
-    h_RF, *hidden = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
+    h_RF, *hidden = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1, w.activation)
     dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
     hidden = hidden if len(w.gate_up) == 2 else [jnp.concatenate(hidden, axis=1)]
     parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.gate_up)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
-    dw = dw or GroupedWeights((None,) * len(hidden), None)  # The first piece has no total.
+    none = (None,) * len(hidden)  # The first piece has no total.
+    dw = dw or w.replace(gate_up=none, down=None, biases=none)
     gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.gate_up)]
-    dw = GroupedWeights(tuple(gate_up), outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down))
+    biases = [_bias_gradient(d, count_E, dtype) for d in hidden if w.biases]
+    biases = [d if total is None else total + d for d, total in zip(biases, dw.biases)]
+    down = outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down)
+    dw = w.replace(gate_up=tuple(gate_up), down=down, biases=tuple(biases))
     return dx_XD, dgate_A.at[assignment_R].set(dgate_R, mode="drop"), dw
 
   zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
@@ -231,7 +266,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   if isinstance(w, ExpertWeights):
-    w, sink = (GroupedWeights((a.gate, a.up), a.down) for a in (w, sink))
+    w, sink = apart(w), apart(sink)
   return _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink)
 
 

@@ -26,11 +26,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
+from gspo_jax.models import layers
 from gspo_jax.models.experts import routing
 from gspo_jax.models.experts.blocks import ExpertWeights, apply_batched, apply_blocks
-from gspo_jax.models.experts.decode import apply_one_hot, experts_of_few, experts_over
+from gspo_jax.models.experts.decode import (
+  apply_one_hot,
+  experts_of_few,
+  experts_over,
+  map_in_stack,
+)
 from gspo_jax.models.experts.groups import (
   GroupedWeights,
+  apart,
   apply_megablox,
   apply_ragged,
   apply_triton,
@@ -73,6 +80,7 @@ def route(
   valid_BT: jax.Array,
   replayed_experts_BTk: jax.Array | None = None,
   choice_bias_E: jax.Array | None = None,
+  bias_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
@@ -86,6 +94,8 @@ def route(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
   )
   logit_BTE = checkpoint_name(logit_BTE, sharding.PRODUCT)
+  if bias_E is not None:
+    logit_BTE = layers.with_each_token(jnp.add, logit_BTE, bias_E[None, None])
   score_BTE = SCORES[config.router.scores](logit_BTE)
   valid_BT = valid_BT.astype(jnp.float32)
   experts_BTk = choose_experts(score_BTE, config, choice_bias_E)
@@ -212,13 +222,14 @@ def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights,
   """Returns each weight's sharding, and whether gate and up are joined."""
   expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # The width is split in training.
   expert_axis = expert_axis or "expert"
-  gate = P(expert_axis, width_axis, "tensor")
-  split = ExpertWeights(gate, gate, P(expert_axis, "tensor", width_axis))
+  gate, down = P(expert_axis, width_axis, "tensor"), P(expert_axis, "tensor", width_axis)
+  split = weights.layout(gate, down, P(expert_axis, "tensor"))
   return split, width_axis is not None and choose(implementation) in (apply_ragged, *KERNELS)
 
 
 def _joined_layout(split: ExpertWeights) -> GroupedWeights:
-  return GroupedWeights((split.gate,), split.down)
+  split = apart(split)
+  return split.replace(gate_up=split.gate_up[:1], biases=split.biases[:1])
 
 
 def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
@@ -254,7 +265,7 @@ def experts(
     if load <= FEW:
       apply = choose_for_few(implementation, load)
       return experts_of_few(x_BTD, gate_BTk, experts_BTk, weights, apply, check_vma)
-    weights = ExpertWeights(*[w.read(x_BTD.dtype) for w in weights])
+    weights = map_in_stack(lambda w: w.read(x_BTD.dtype), weights)
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, weights):
     B, T, D = x_BTD.shape
@@ -284,6 +295,13 @@ def experts(
     weights = jax.tree.map(sharding.reshard, weights, split)
   run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check_vma)
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, weights)
+
+
+def output_biases(gate_BTk: jax.Array, experts_BTk: jax.Array, bias_ED: jax.Array) -> jax.Array:
+  """Σ_k gate_k · bias_{index_k}, [B, T, D]."""
+  one_hot_BTkE = jax.nn.one_hot(experts_BTk, len(bias_ED), dtype=bias_ED.dtype)
+  gate_BTE = jnp.einsum("BTkE,BTk->BTE", one_hot_BTkE, gate_BTk)
+  return sharding.einsum("BTE,ED->BTD", gate_BTE, bias_ED, out=P(BATCH))
 
 
 def _gather_and_apply(

@@ -10,6 +10,7 @@ import jax
 
 from gspo_jax import sharding
 from gspo_jax.models import layers, weights
+from gspo_jax.models.experts.blocks import Activation, swiglu
 from gspo_jax.models.layers import Norm, rms_norm
 from gspo_jax.models.weights import Attention, Dense, Moe
 from gspo_jax.settings.model import ModelConfig
@@ -51,6 +52,7 @@ class Family:
   norm: norm of queries and keys, of each layer and of the last hidden states.
   final_norm: (weight factory) -> the weight of the last norm.
   embed_scale: (config) -> factor on rows of the embedding.
+  activation: of experts.
   """
 
   block_table: Callable[[ModelConfig, bool, int], Any]
@@ -60,6 +62,7 @@ class Family:
   norm: Norm = rms_norm
   final_norm: Callable[[Any], weights.Weight] = lambda w: w("D", constant=1.0)
   embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
+  activation: Activation = swiglu
 
 
 @flax.struct.dataclass
@@ -204,8 +207,6 @@ NAMES = {
   "attention.q_bias": (LAYER + "self_attn.q_proj.bias", "NH"),
   "attention.k_bias": (LAYER + "self_attn.k_proj.bias", "KH"),
   "attention.v_bias": (LAYER + "self_attn.v_proj.bias", "KH"),
-  "attention.o_bias": (LAYER + "self_attn.o_proj.bias", "D"),
-  "attention.sink": (LAYER + "self_attn.sinks", "N"),
   "ffn_norm": (LAYER + "post_attention_layernorm.weight", "D"),
   "Dense.gate": (LAYER + "mlp.gate_proj.weight", "F D"),
   "Dense.up": (LAYER + "mlp.up_proj.weight", "F D"),

@@ -9,6 +9,7 @@ import numpy as np
 from gspo_jax.models.families import (
   gemma,
   glm4_moe,
+  gpt_oss,
   granite,
   llama,
   minimax_m2,
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = dict(
   olmoe=olmoe.FAMILY,
   glm4_moe=glm4_moe.FAMILY,
   minimax_m2=minimax_m2.FAMILY,
+  gpt_oss=gpt_oss.FAMILY,
 )
 
 

@@ -123,7 +123,9 @@ def _plan(
   config = load_config(name)
   files = hf_files.Files(name)
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = architectures.names(config) | (architectures.FUSED if fused else {})
+  names = architectures.names(config)
+  if fused and "{E}" in names["Moe.gate"][0]:
+    names = names | architectures.FUSED
   other_model = nested.Other(name, files)
   names = other_model.rename(names)
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
@@ -214,7 +216,7 @@ def read(
     index = tuple(p - box[x].start for x, p in zip(leaf.stacked, position))
     target, name = out[index].transpose(leaf.order), leaf.tensor(position)
     rows = box[first][start : start + step]
-    part = box | {first: rows, "2": range(1, 2) if leaf.key == "Moe.up" else range(1)}
+    part = box | {first: rows, "2": range(1, 2) if leaf.is_second else range(1)}
     data = _slice(files, leaf, name, part)
     if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
       raise CheckpointError(

@@ -46,7 +46,12 @@ class Leaf:
   @property
   def is_half(self) -> bool:
     """Whether a tensor holds the next leaf too: gate and up."""
-    return self.key == "Moe.gate" and any("2" in axis for axis in self.axes)
+    return self.key.startswith("Moe.gate") and any("2" in axis for axis in self.axes)
+
+  @property
+  def is_second(self) -> bool:
+    """Whether it is the second half of a tensor."""
+    return self.key.startswith("Moe.up") and any("2" in axis for axis in self.axes)
 
   def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
     """Returns a tensor of its halves, or of one value."""
