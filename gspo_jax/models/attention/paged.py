@@ -49,21 +49,15 @@ def attend(
     return pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))
 
   pages, width = pl.BlockSpec(memory_space=pl.ANY), table_Bn.shape[1]
-  q_BKnH = q_BNH.reshape(B, K, N // K, H)
-  sinks, sink_N, scores = [], scores.sink_N, scores._replace(sink_N=None)
-  if sink_N is not None:
-    sinks = [jnp.broadcast_to(sink_N.reshape(K, N // K, 1), (K, N // K, LANES))]
+  q_BKnH, index_P = q_BNH.reshape(B, K, N // K, H), (layer * p + table_Bn).reshape(-1)
+  sinks, sink_specs = _sinks(scores.sink_N, K)
+  scores = scores._replace(sink_N=None)
   y_BKnH, kv_LK2SH = pl.pallas_call(
     functools.partial(_kernel, width=width, scores=scores),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
       grid=(B // rows,),
-      in_specs=[
-        block(K, N // K, H),
-        block(K, 2, H),
-        pages,
-        *(pl.BlockSpec(x.shape, lambda i, *_: (0, 0, 0)) for x in sinks),
-      ],
+      in_specs=[block(K, N // K, H), block(K, 2, H), pages, *sink_specs],
       out_specs=[block(K, N // K, H), pages],
       scratch_shapes=[
         pltpu.VMEM((2, K, 2, S, H), kv_LK2SH.dtype),
@@ -80,15 +74,17 @@ def attend(
     cost_estimate=_cost(q_BNH, kv_lpK2SH, width, scores),
     interpret=interpret,
     name="local_paged_attention" if scores.window else "paged_attention",  # aot/programs.py
-  )(
-    position_B,
-    (layer * p + table_Bn).reshape(-1),
-    q_BKnH,
-    new_BK2H.astype(kv_LK2SH.dtype),
-    kv_LK2SH,
-    *sinks,
-  )
+  )(position_B, index_P, q_BKnH, new_BK2H.astype(kv_LK2SH.dtype), kv_LK2SH, *sinks)
   return y_BKnH.reshape(B, N, H), kv_LK2SH.reshape(kv_lpK2SH.shape)
+
+
+def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+  """Returns the sinks as an input of whole tiles, and its layout; none without sinks."""
+  if sink_N is None:
+    return [], []
+  shape = (K, sink_N.size // K, LANES)
+  sink_KnX = jnp.broadcast_to(sink_N.reshape(*shape[:2], 1), shape)
+  return [sink_KnX], [pl.BlockSpec(shape, lambda i, *_: (0, 0, 0))]
 
 
 def _cost(q_BNH: jax.Array, kv_lpK2SH: jax.Array, width: int, scores: Scores) -> pl.CostEstimate:
@@ -124,8 +120,7 @@ def _kernel(position, table, q, new, _, *references, width, scores):
   def attend_row(row, side):
     newest = position[row0 + row]
     begin, last = pages_of(row)
-    query = q[row]
-    K, n, H = query.shape
+    K, n, H = (query := q[row]).shape
 
     def attend_page(i, carry):
       side, largest, total, sums = carry
@@ -159,9 +154,8 @@ def _kernel(position, table, q, new, _, *references, width, scores):
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
     zeros = jnp.zeros((K, n, 1), jnp.float32)
-    carry = (side, zeros + NEGATIVE, zeros, jnp.zeros((K, n, H), jnp.float32))
-    if sinks:
-      carry = (side, zeros + sinks[0][:, :, :1], zeros + 1, carry[3])
+    start = (zeros + sinks[0][:, :, :1], zeros + 1) if sinks else (zeros + NEGATIVE, zeros)
+    carry = (side, *start, jnp.zeros((K, n, H), jnp.float32))
     side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)
     y[row] = (sums / total).astype(y.dtype)
     return side
