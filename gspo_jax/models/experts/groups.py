@@ -39,7 +39,7 @@ class GroupedWeights:
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
 
-def apart(w: ExpertWeights) -> GroupedWeights:
+def separate(w: ExpertWeights) -> GroupedWeights:
   """Returns the weights with two matrices, gate and up."""
   biases = () if w.gate_bias is None else (w.gate_bias, w.up_bias)
   return GroupedWeights((w.gate, w.up), w.down, biases, w.activation)
@@ -47,7 +47,7 @@ def apart(w: ExpertWeights) -> GroupedWeights:
 
 def joined(w: ExpertWeights) -> GroupedWeights:
   """Copies gate and up into one matrix, so a product reads rows once."""
-  w = apart(w)
+  w = separate(w)
   gate_up, biases = ((jnp.concatenate(x, axis=-1),) if x else () for x in (w.gate_up, w.biases))
   return w.replace(gate_up=gate_up, biases=biases)
 
@@ -266,7 +266,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   if isinstance(w, ExpertWeights):
-    w, sink = apart(w), apart(sink)
+    w, sink = separate(w), separate(sink)
   return _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink)
 
 

@@ -37,11 +37,11 @@ from gspo_jax.models.experts.decode import (
 )
 from gspo_jax.models.experts.groups import (
   GroupedWeights,
-  apart,
   apply_megablox,
   apply_ragged,
   apply_triton,
   joined,
+  separate,
 )
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.model import ModelConfig
@@ -228,7 +228,7 @@ def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights,
 
 
 def _joined_layout(split: ExpertWeights) -> GroupedWeights:
-  split = apart(split)
+  split = separate(split)
   return split.replace(gate_up=split.gate_up[:1], biases=split.biases[:1])
 
 
