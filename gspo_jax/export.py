@@ -33,7 +33,12 @@ from gspo_jax.system import hub, jsons
 
 
 def export(
-  run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "", adapters: bool = False
+  run: str,
+  directory: Path,
+  dtype: str = "bfloat16",
+  tokenizer: str = "",
+  adapters: bool = False,
+  base: str = "",
 ) -> RunCheckpoint:
   """Writes a model directory: config, weights, stop tokens and tokenizer.
 
@@ -43,6 +48,7 @@ def export(
     dtype: dtype of the written weights.
     tokenizer: name of the tokenizer; "" for the tokenizer recorded in the run.
     adapters: whether to write PEFT's two files instead of config and weights.
+    base: name of the adapters' base; "" for the published model of the run's start.
 
   Returns:
     The exported checkpoint.
@@ -74,7 +80,7 @@ def export(
   with jax.set_mesh(mesh):
     if adapters:
       params = checkpoint.load_with_adapters(model, mesh)
-      peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint))
+      peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
       # float16 ends at 65504: `save` looks for larger values.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
@@ -87,16 +93,27 @@ def export(
   return checkpoint
 
 
-def _base(checkpoint: RunCheckpoint) -> str:
-  """Names the adapters' published base; "" without one."""
-  if checkpoint.config["job"] == "sft+rl":  # The base is the cold start's result.
-    return ""
-  return _published(checkpoint)
+def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
+  """Names the adapters' base, by default the published one; "" without one."""
+  if name or checkpoint.config["job"] != "sft+rl":
+    return _absolute(name) or _published(checkpoint)
+  return ""  # The base is the cold start's result.
+
+
+def _unpublished_base(checkpoint: RunCheckpoint) -> str:
+  """Names the checkpoint of the adapters' base; "" for another base."""
+  if checkpoint.config["job"] == "sft+rl":
+    return str(checkpoint.path.parent.parent / "sft")
+  return checkpoint.config.get("provenance", {}).get("start", {}).get("checkpoint", "")
 
 
 def _published(checkpoint: RunCheckpoint) -> str:
   """Names the published model at the run's start; "" without one."""
-  name = checkpoint.config.get("provenance", {}).get("start", {}).get("directory", "")
+  return _absolute(checkpoint.config.get("provenance", {}).get("start", {}).get("directory", ""))
+
+
+def _absolute(name: str) -> str:
+  """Returns the whole path of a directory, another name unchanged."""
   return os.path.abspath(name) if os.path.isdir(name) else name
 
 
@@ -113,12 +130,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     "--adapters", action="store_true", help="write only the adapters, in PEFT's format"
   )
+  parser.add_argument("--base", default="", help="base of the adapters; default: the run's start")
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:
     checkpoint = export(**vars(options))
   except (ValueError, OSError) as error:
     parser.error(str(error))
+  origin = "" if options.base or not options.adapters else _unpublished_base(checkpoint)
+  if origin:
+    sys.stderr.write(
+      f"{options.directory / peft.CONFIG} names no base, since the adapters are of {origin}: write "
+      f"it by `python -m gspo_jax.export {origin} BASE`, and repeat this command with --base=BASE\n"
+    )
   sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 
 

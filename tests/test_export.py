@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -144,4 +145,9 @@ def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, mo
 )
 def test_the_base_of_adapters_is_the_published_model_of_the_start(job, start, base):
   config = dict(job=job, weights="unused", provenance=dict(start=start) if start else {})
-  assert export._base(weight_source.RunCheckpoint(None, config)) == base
+  path = Path("run/checkpoints/rl/3")
+  checkpoint = weight_source.RunCheckpoint(path, config)
+  assert export._base(checkpoint) == base
+  assert export._base(checkpoint, ".") == os.getcwd()
+  origin = str(path.parents[1] / "sft") if job == "sft+rl" else start.get("checkpoint", "")
+  assert export._unpublished_base(checkpoint) == origin

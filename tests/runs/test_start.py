@@ -144,10 +144,13 @@ def test_rl_starts_from_a_cold_start_and_another_run_from_its_adapters(pupil, tm
 
 @pytest.fixture(scope="module")
 def adapted(pupil, tmp_path_factory):
-  """Trains adapters; returns workdir, config and parameters."""
+  """Trains adapters of a published model; returns workdir, config and parameters."""
   workdir = tmp_path_factory.mktemp("adapted")
+  export.export(str(pupil[0]), workdir / "base", dtype="float32")
   moves = dict(lora__rank=2, objective__entropy_coef=0.1)
-  c = config(job="rl", weights=str(pupil[0]), rl_optimizer__learning_rate=1e-2, **moves)
+  start = dict(weights=str(workdir / "base"), tokenizer="bytes")
+  c = config(job="rl", rl_optimizer__learning_rate=1e-2, **start, **moves)
+  workdir /= "run"
   with open_run(c, workdir) as run:
     return workdir, c, jax.device_get(train.train(run, run.initial_params))
 
@@ -172,6 +175,8 @@ def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_roun
 def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
   workdir, c, params = adapted
   export.export(str(workdir), tmp_path / "adapter", adapters=True)
+  described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+  assert described["base_model_name_or_path"] == str(workdir.parent / "base")
   values = dict(lora__rank=2, lora__adapter=str(tmp_path / "adapter"))
   again = config(job="rl", weights=str(pupil[0]), **values)
   with open_run(again, tmp_path / "again") as run:
@@ -182,6 +187,14 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
     read_inputs(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
   with pytest.raises(ValueError, match="has no adapters: leave out --adapters"):
     export.export(str(pupil[0]), tmp_path / "none", adapters=True)
+
+
+def test_peft_finds_the_base_of_adapters_by_itself(adapted, tmp_path):
+  peft = pytest.importorskip("peft")
+  export.export(str(adapted[0]), tmp_path / "adapter", adapters=True)
+  model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+  names = [name for name, _ in model.named_parameters()]
+  assert any(name.endswith("q_proj.lora_A.default.weight") for name in names)
 
 
 ADAPTIVE = dict(objective__adaptive_clip__target=0.2, rl__minibatches=2)
