@@ -34,6 +34,7 @@ function responses() {
   const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
   const dumped = groups.reduce((sum, g) => sum + g.samples.length, 0);
   const count = (n) => n.toLocaleString("en");
+  const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
   const state = { run: "", step: "", kind: "", reward: "", shortest: "", longest: "" };
   Object.assign(state, { clip: "", ending: "", order: "new", query: "", page: 0 });
   state.tokens = colors.colored ? "colored" : "plain";
@@ -204,7 +205,7 @@ function responses() {
     if (!found.length) list.append(make("p.empty", "No response matches these filters."));
     const matching = found.reduce((sum, f) => sum + f.samples.length, 0);
     for (const bar of bars) {
-      bar.found.textContent = `${count(matching)} responses to ${count(found.length)} prompts`;
+      bar.found.textContent = `${plural(matching, "response")} to ${plural(found.length, "prompt")}`;
       bar.place.textContent = `page ${state.page + 1} of ${pages}`;
       bar.back.disabled = state.page === 0;
       bar.next.disabled = state.page >= pages - 1;
