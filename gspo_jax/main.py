@@ -44,6 +44,10 @@ from gspo_jax.system.text import visible
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print the size of the run, start nothing.")
 
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", "", "With --dry_run: devices elsewhere, v5p:4x4x4 or h100:8, as for gspo_jax.aot."
+)
+
 
 def main(argv: list[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
@@ -78,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def _model_of_weights(config: RunConfig) -> ModelConfig:
-  if config.distributed:
+  if config.distributed and not _TOPOLOGY.value:
     hosts.join()
   return model_of_weights(config, _workdir())
 
@@ -93,11 +97,12 @@ def agreed_stops(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 def plan() -> None:
   """Prints a summary of the run. Refuses bad input as a run does; writes nothing."""
-  from gspo_jax.aot import plan  # The compiler's part is only needed here.
+  from gspo_jax.aot import chips, plan  # The compiler's part is only needed here.
 
   config = configured(_model_of_weights)
   try:
-    lines = plan.lines(config, *rehearse(config, _workdir()))
+    devices = chips.described(_TOPOLOGY.value) if _TOPOLOGY.value else None
+    lines = plan.lines(config, *rehearse(config, _workdir(), devices))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:
@@ -162,6 +167,8 @@ def parse(argv: list[str]) -> list[str]:
 def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: the directory of the run")
+  if _TOPOLOGY.value and not _DRY_RUN.value:
+    raise ValueError("--topology is for --dry_run: a run has the devices of its machine")
   if _WORKDIR.value:
     _check_workdir()
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from gspo_jax import rewards, teacher
+from gspo_jax import rewards, sharding, teacher
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
@@ -159,18 +159,20 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     yield run
 
 
-def rehearse(config: RunConfig, workdir: Path | None) -> tuple[Inputs, list[float]]:
+def rehearse(
+  config: RunConfig, workdir: Path | None, devices: list[Any] | None = None
+) -> tuple[Inputs, list[float]]:
   """Runs `open_run`'s checks without writing; returns `try_rewards`.
 
-  Raises ValueError as `open_run`.
+  Raises ValueError as `open_run`. Arguments as in `read_inputs`.
   """
-  inputs = read_inputs(config, workdir)
+  inputs = read_inputs(config, workdir, devices)
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
   directory = workdir or Path()
   profiler = Profiler(config.profile, directory / "profile")
   with (
-    jax.set_mesh(inputs.meshes.trainer),
+    sharding.use_mesh(inputs.meshes.trainer),
     open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, Publishers().load, inputs.tokenizer, directory, profiler),
   ):

@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from gspo_jax.system.accelerators import CHIPS, GPUS, Chip
+from gspo_jax.system.accelerators import CHIPS, GPUS, Chip, Device
 
 
 def sides(topology: str) -> tuple[int, ...]:
@@ -28,6 +28,12 @@ def parse(topology: str) -> tuple[Chip, int]:
       f"GPU:HOSTSxN, GPU of {list(GPUS)}"
     )
   return (CHIPS | GPUS)[name], math.prod(sides(topology))
+
+
+def described(topology: str) -> list[Device]:
+  """Describes a topology's devices without a compiler. Raises ValueError as `parse`."""
+  chip, number = parse(topology)
+  return [Device("gpu" if chip.cuda else "tpu", chip.kinds[0])] * (number * chip.devices)
 
 
 def mesh_chips(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:

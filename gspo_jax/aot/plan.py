@@ -37,7 +37,7 @@ def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> l
   rewards: of the first problem's gold answer and of an empty response; () for none.
   """
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
-  devices = list(inputs.meshes.trainer.devices.flat)
+  devices = sharding.devices_of(inputs.meshes.trainer)
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(len(b.problems) for b in inputs.data.held_out)
@@ -115,7 +115,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       activations *= ALL
     positions = rows * min(c.compute.logits_chunk or length, length) / shards
     logits = 4 * positions * c.model.vocab_size / mesh.shape["tensor"]
-    with jax.set_mesh(mesh):
+    with sharding.use_mesh(mesh):
       prefetched = remat.prefetched(c.model, c.compute)
     update = {
       "gradients, their sum and the update": COPIES * device_bytes(changed(state)),

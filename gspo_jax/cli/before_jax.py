@@ -47,6 +47,7 @@ Flags:
   --config.KEY=VALUE  changes one key of it
   --dry_run       checks everything as a run does, prints differences from the base, the model's
                   size, memory per device, tokens, operations and the least time, and starts nothing
+  --topology=v5p:4x4x4  with --dry_run: for these devices elsewhere; h100:8 for GPUs
   --verbosity=1   tracebacks, and messages of libraries
   --helpfull      flags of all libraries too
 

@@ -34,13 +34,13 @@ class Meshes:
     return self.sampler is not self.trainer
 
 
-def make_meshes(config: RunConfig) -> Meshes:
-  """Makes the meshes.
+def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
+  """Makes the meshes, of all devices for `devices` None.
 
   Raises:
     ValueError: there are too few devices, or batch or model do not fit a mesh.
   """
-  trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh)
+  trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
   check_devices(config, sharding.batch_shards(trainer))
   transformer.check_attention(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
@@ -110,14 +110,12 @@ def check_memory(
     frozen = passes.frozen(config, teacher).values()
     itemsize = jnp.dtype(config.compute.dtype).itemsize
     needed += itemsize * sum(transformer.count(model)[0] for model in frozen)
-  limits = [
-    (device.memory_stats() or {}).get("bytes_limit")
-    for device in mesh.devices.flat
-    if device in mesh.local_devices
-  ]
+  devices = sharding.devices_of(mesh)
+  local = [device for device in devices if device.process_index == jax.process_index()]
+  limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
   if None in limits:  # CPU devices report no limit and share the host's memory.
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-  available = sum(limits) * len(mesh.devices.flat) // len(mesh.local_devices)
+  available = sum(limits) * len(devices) // len(local)
   if needed > available:
     raise ValueError(
       f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "

@@ -45,18 +45,26 @@ class Inputs:
   contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
 
 
-def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
+def read_inputs(
+  config: RunConfig, workdir: Path | None = None, devices: list[Any] | None = None
+) -> Inputs:
   """Reads and checks a run's inputs, and prints warnings. Writes no files. Raises ValueError as
-  `open_run`."""
+  `open_run`.
+
+  Args:
+    config: configuration of the run.
+    workdir: directory of the run; None for a rehearsal without one.
+    devices: descriptions of devices elsewhere; None for all devices of this run.
+  """
   check_paths(config, workdir)
-  if config.distributed:
+  if config.distributed and devices is None:
     hosts.join()
   values, home = dataclasses.asdict(config), None
   if workdir is not None:
     home, flag = find_record(workdir, config.checkpoint.directory)
     provenance.check_configuration(home, values, flag)
   origins = provenance.recorded_origins(home, values)
-  inputs = read_parts(config, origins, provenance.first_start(home))
+  inputs = read_parts(config, origins, provenance.first_start(home), devices)
 
   def check_on_first_host() -> None:
     if home is not None:
@@ -69,7 +77,8 @@ def read_inputs(config: RunConfig, workdir: Path | None = None) -> Inputs:
   hosts.run_on_first_host(check_on_first_host)
   data, encode = inputs.data, inputs.tokenizer.encode
   data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
-  lines = rules.warnings(config, data_facts)
+  single_host = config if devices is None else dataclasses.replace(config, distributed=False)
+  lines = rules.warnings(single_host, data_facts)
   if hosts.is_first():
     sys.stderr.writelines(f"warning: {line}\n" for line in lines)
   return inputs
@@ -86,7 +95,10 @@ def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelCon
 
 
 def read_parts(
-  config: RunConfig, origins: Mapping[str, Mapping[str, Any]], date: datetime.datetime
+  config: RunConfig,
+  origins: Mapping[str, Mapping[str, Any]],
+  date: datetime.datetime,
+  devices: list[Any] | None = None,
 ) -> Inputs:
   """Reads and checks a run's inputs; cheap checks come before slow ones.
 
@@ -94,6 +106,7 @@ def read_parts(
     config: configuration of the run.
     origins: recorded origins of a resumed run (`provenance.recorded_origins`).
     date: date of the run's first start, for chat templates.
+    devices: as in `read_inputs`.
   """
   source = read_model(config, origins["start"])
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
@@ -102,7 +115,7 @@ def read_parts(
   data = read_data(config, tok)
   if environment is not None and (prompts := data.main_prompts):
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
-  meshes = make_meshes(config)
+  meshes = make_meshes(config, devices)
   check_engine(config, tok, meshes.sampler, data.evaluations)
   teacher = find_teacher(config, origins["teacher"])
   if teacher is not None:

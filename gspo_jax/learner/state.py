@@ -72,7 +72,7 @@ def abstract_state(
 def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns the abstract training state of phase "sft" or "rl"."""
   tx, critic = optimizers(c, phase)
-  with jax.set_mesh(mesh):
+  with sharding.use_mesh(mesh):
     if phase == "sft":
       return abstract_state(c.model, mesh, tx)
     adaptive = c.objective.adaptive_clip

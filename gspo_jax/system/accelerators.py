@@ -91,6 +91,18 @@ GPUS = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A device by description, with the attributes of `jax.Device` for checks of a run."""
+
+  platform: str  # "tpu" or "gpu"
+  device_kind: str
+  process_index: int = 0
+
+  def memory_stats(self) -> dict[str, float]:
+    return dict(bytes_limit=memory(self.device_kind))
+
+
 def peak_flops(kind: str) -> float | None:
   """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown.
 

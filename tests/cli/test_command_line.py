@@ -219,6 +219,22 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
     read_inputs(config_of(tiny.get_config), tmp_path)
 
 
+@pytest.mark.parametrize(
+  "topology, message",
+  [
+    ("v5p:2x2x2", r"devices: 8 x TPU v5 \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
+    ("h100:1", r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"),
+    ("v5e:3x3", "do not divide over"),
+    ("v5p:9", "--topology=v5p:9: want CHIP:AxB"),
+  ],
+)
+def test_a_dry_run_takes_the_devices_of_a_topology(topology, message, run_forked, tmp_path):
+  flags = "--config=tiny", "--dry_run", f"--topology={topology}", "--config.distributed=True"
+  done = run_forked("gspo_jax.main", *flags, cwd=tmp_path)
+  assert re.search(message, done.stdout + done.stderr), done.stderr
+  assert "only process" not in done.stderr
+
+
 SIZES = {
   "the weights'": ("tiny", [], "model.hidden_size: 128 -> 8"),
   "a flag that agrees": ("tiny", ["model.num_layers=1"], "model.num_layers: 4 -> 1"),
