@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from gspo_jax import rewards, sharding, teacher
+from gspo_jax import rewards, teacher
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
@@ -34,6 +34,7 @@ from gspo_jax.sampling import Engine, LocalEngine
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, hub, lock
+from gspo_jax.system.meshes import use_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def rehearse(
   directory = workdir or Path()
   profiler = Profiler(config.profile, directory / "profile")
   with (
-    sharding.use_mesh(inputs.meshes.trainer),
+    use_mesh(inputs.meshes.trainer),
     open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, Publishers().load, inputs.tokenizer, directory, profiler),
   ):

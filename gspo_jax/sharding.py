@@ -8,7 +8,6 @@ sharding is part of an array's type, and a wrong one is an error while tracing.
 Every function also works without a mesh, so a model can be called on plain arrays.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, _sizes
-from gspo_jax.system import accelerators
+from gspo_jax.system import accelerators, meshes
 
 BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
 BY_ROW = P(BATCH)
@@ -79,11 +78,10 @@ def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Makes a mesh over `devices` (None: all), with `data` over slices first; an abstract one for
-  devices by description.
+  """Makes a mesh over `devices` (None: all), with `data` over slices first.
 
-  Sizes that do not multiply to the number of devices, or replicas across TPU slices, raise
-  ValueError.
+  Devices by description make an abstract one. Sizes that do not multiply to the number of devices,
+  or replicas across TPU slices, raise ValueError.
   """
   devices = jax.devices() if devices is None else devices
   sizes, named = _sizes(config), _named(config, section)
@@ -102,10 +100,8 @@ def make_mesh(
       f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
       "product equal, or set one axis to -1"
     )
-  types = (AxisType.Explicit,) * len(AXES)
   if isinstance(devices[0], accelerators.Device):
-    abstract = AbstractDevice(devices[0].device_kind, None, devices[0].platform)
-    return AbstractMesh(tuple(sizes), AXES, types, abstract_device=abstract)
+    return meshes.abstract_mesh(devices[0], sizes, AXES)
   numbers = sorted(set(map(slice_of, devices)))
   slices = [[device for device in devices if slice_of(device) == i] for i in numbers]
   if sizes[0] % len(slices) or len(set(map(len, slices))) > 1:
@@ -117,21 +113,7 @@ def make_mesh(
   within = [sizes[0] // len(slices), *sizes[1:]]
   # Sides of a TPU's torus are split only if no product of them will do, e.g. 8x8 on 4x4x4.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
-  return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=types)
-
-
-def devices_of(mesh: jax.sharding.Mesh | AbstractMesh) -> list[Any]:
-  """Returns the devices of a mesh; descriptions for an abstract mesh."""
-  if not isinstance(mesh, AbstractMesh):
-    return list(mesh.devices.flat)
-  device = mesh.abstract_device
-  return [accelerators.Device(device.platform, device.device_kind)] * mesh.size
-
-
-def use_mesh(mesh: jax.sharding.Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-  """Enters a mesh, or the abstract mesh of devices by description."""
-  abstract = isinstance(mesh, AbstractMesh)
-  return jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh)
+  return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def slice_of(device: Any) -> int:
@@ -412,8 +394,7 @@ def fetch(tree: Any) -> Any:
   """Fetches whole arrays to every process, with one gather of distributed ones."""
 
   def gathered(x: Any) -> Any:
-    if getattr(x, "is_fully_addressable", True):
-      return x
-    return multihost_utils.process_allgather(x, tiled=True)
+    whole = getattr(x, "is_fully_addressable", True)
+    return x if whole else multihost_utils.process_allgather(x, tiled=True)
 
   return jax.device_get(jax.tree.map(gathered, tree))

@@ -32,6 +32,7 @@ from gspo_jax.models.weights import Params
 from gspo_jax.sampling.requests import sizes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import TrainState
+from gspo_jax.system.meshes import use_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
   # Gathers of the forward pass, of the recomputation, and the scatter of gradients.
   passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     prefetched = remat.prefetched(model, c.compute)
   saved_gather = prefetched * (c.compute.remat != "none")  # Prefetched weights are gathered once.
   gathered = passes * layers + 2 * weights["head"] - saved_gather
@@ -112,7 +113,7 @@ def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   c, model = case.config, case.model
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # "none" saves more.
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     saved = remat.saved_bytes(model, policy, itemsize)
   return saved + model.hidden_size * model.num_layers * itemsize
 

@@ -22,6 +22,7 @@ from gspo_jax.settings.reading import default
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
+from gspo_jax.system.meshes import mesh_devices, use_mesh
 from gspo_jax.system.text import clock_text, visible
 
 # Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs are within
@@ -37,7 +38,7 @@ def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> l
   rewards: of the first problem's gold answer and of an empty response; () for none.
   """
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
-  devices = sharding.devices_of(inputs.meshes.trainer)
+  devices = mesh_devices(inputs.meshes.trainer)
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(len(b.problems) for b in inputs.data.held_out)
@@ -115,7 +116,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       activations *= ALL
     positions = rows * min(c.compute.logits_chunk or length, length) / shards
     logits = 4 * positions * c.model.vocab_size / mesh.shape["tensor"]
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       prefetched = remat.prefetched(c.model, c.compute)
     update = {
       "gradients, their sum and the update": COPIES * device_bytes(changed(state)),

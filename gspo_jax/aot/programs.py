@@ -37,6 +37,7 @@ from gspo_jax.structs import (
   TrainBatch,
   TrainState,
 )
+from gspo_jax.system.meshes import use_mesh
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -157,7 +158,7 @@ def make_case(
 def resolved(case: Case, mesh) -> Case:
   """Replaces `compute.remat=auto` by its value in a train step."""
   c = case.config
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
   compute = dataclasses.replace(c.compute, remat=remat)
   return dataclasses.replace(case, config=dataclasses.replace(c, compute=compute))
@@ -226,7 +227,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     size = sizes(workload, engine, shards)
     params = jax.eval_shape(transformer.decoding_params, params)
     state = jax.eval_shape(

@@ -17,6 +17,7 @@ from gspo_jax.sampling import Workload, requests
 from gspo_jax.settings import passes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.system.meshes import mesh_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Meshes:
 
 
 def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
-  """Makes the meshes, of all devices for `devices` None.
+  """Makes the meshes.
+
+  Args:
+    config: configuration of the run.
+    devices: devices of the meshes; None for all.
 
   Raises:
     ValueError: there are too few devices, or batch or model do not fit a mesh.
@@ -110,7 +115,7 @@ def check_memory(
     frozen = passes.frozen(config, teacher).values()
     itemsize = jnp.dtype(config.compute.dtype).itemsize
     needed += itemsize * sum(transformer.count(model)[0] for model in frozen)
-  devices = sharding.devices_of(mesh)
+  devices = mesh_devices(mesh)
   local = [device for device in devices if device.process_index == jax.process_index()]
   limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
   if None in limits:  # CPU devices report no limit and share the host's memory.

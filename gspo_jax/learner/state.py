@@ -16,6 +16,7 @@ from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
+from gspo_jax.system.meshes import use_mesh
 
 
 def new_state(
@@ -72,7 +73,7 @@ def abstract_state(
 def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns the abstract training state of phase "sft" or "rl"."""
   tx, critic = optimizers(c, phase)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     if phase == "sft":
       return abstract_state(c.model, mesh, tx)
     adaptive = c.objective.adaptive_clip

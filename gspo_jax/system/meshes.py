@@ -1,0 +1,31 @@
+"""Meshes of devices by description, for checks without these devices."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from gspo_jax.system.accelerators import Device
+
+
+def abstract_mesh(device: Device, sizes: Sequence[int], axes: tuple[str, ...]) -> AbstractMesh:
+  """Makes a mesh of equal devices, in explicit mode."""
+  types = (AxisType.Explicit,) * len(axes)
+  abstract = AbstractDevice(device.device_kind, None, device.platform)
+  return AbstractMesh(tuple(sizes), axes, types, abstract_device=abstract)
+
+
+def mesh_devices(mesh: jax.sharding.Mesh | AbstractMesh) -> list[Any]:
+  """Returns the devices of a mesh; descriptions for an abstract mesh."""
+  if not isinstance(mesh, AbstractMesh):
+    return list(mesh.devices.flat)
+  device = mesh.abstract_device
+  return [Device(device.platform, device.device_kind)] * mesh.size
+
+
+def use_mesh(mesh: jax.sharding.Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+  """Enters a mesh, abstract or not."""
+  abstract = isinstance(mesh, AbstractMesh)
+  return jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh)
