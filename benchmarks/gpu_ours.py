@@ -122,8 +122,15 @@ def main() -> None:
   if task is compare:  # Its attention and experts run without a mesh.
     record = compare(spec)
   else:
-    with jax.set_mesh(mesh_of(spec.get("target", ""))):
-      record = task(spec)
+    try:
+      mesh = mesh_of(spec.get("target", ""))
+    except ValueError as error:  # An unknown card, or no compiler for it.
+      raise SystemExit(str(error)) from None
+    with jax.set_mesh(mesh):
+      try:
+        record = task(spec)
+      except MemoryError as error:
+        raise SystemExit(str(error)) from None
   Path(sys.argv[1]).write_text(json.dumps(record))
 
 
