@@ -95,7 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.check:
       check(runner, options)
       return
-    device = runner.process("gpu_ours.py", dict(task="probe"))
+    device = runner.attempt("probe", "gpu_ours.py", dict(task="probe"))
+    if device is None:
+      raise SystemExit(1)  # The reason is printed.
     print(describe(device))
     if device["platform"] not in GPU and not options.toy:
       raise SystemExit("JAX finds no GPU here, so nothing was measured; --toy tries the programs")
