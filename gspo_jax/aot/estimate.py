@@ -234,9 +234,9 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes per device of keys and values of one position, over all layers."""
-  model, itemsize = case.model, jnp.dtype(case.config.engine.cache_dtype).itemsize
-  each = 2 * model.num_kv_heads * model.head_dim * itemsize / mesh.shape["tensor"]
-  return model.num_layers * each
+  model, dtype = case.model, jnp.dtype(case.config.engine.cache_dtype)
+  vector = model.head_dim * dtype.itemsize + 4 * (dtype == jnp.int8)  # int8 has float32 scales.
+  return model.num_layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
 
 
 def _trained(case: Case, mesh: jax.sharding.Mesh) -> Params:

@@ -178,7 +178,10 @@ def _written(result: Instruction, size: float) -> float:
 
 
 def _copied(instruction: Instruction) -> Instruction:
-  """Follows copies and bitcasts to their source."""
-  while instruction.op in ("bitcast", "copy") and instruction.operands[0] in instruction.siblings:
+  """Follows copies, bitcasts and copying fusions to their source."""
+  while instruction.operands and instruction.operands[0] in instruction.siblings:
+    body = instruction.body("calls") if instruction.op == "fusion" else [instruction]
+    if not all(x.op in ("bitcast", "copy", "parameter") for x in body):
+      break
     instruction = instruction.inputs[0]
   return instruction

@@ -192,7 +192,7 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
     if paths is not None:
       return attention.attend_paths(q, k, v, paths, name, scores), kv
     if kv is not None:
-      kv = kv_cache.write(kv, layer, k, v, positions_BT)
+      kv, k, v = kv_cache.write(kv, layer, k, v, positions_BT)
     if tree is not None:
       return attention.attend_tree(q, k, v, segments_BT, tree, name, scores, positions_BT), kv
     if kv is None or from_start:

@@ -92,7 +92,9 @@ class EngineConfig:
   slots: NonNegativeInt = key(0, "concurrent responses over all devices; 0: all of a batch")
   steps: PositiveInt = key(16, "decoding steps between two host transfers")
   prefill_tokens: Prefill = key(4096, "prompt tokens of a device at once; longer prompts are split")
-  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of cached keys and values")
+  cache_dtype: Literal["float32", "bfloat16", "int8"] = key(
+    "float32", "dtype of cached keys and values; int8: with a scale per position and head"
+  )
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",
     "dense: rows of the whole window | paged: pages allocated on demand | auto: paged on TPU, and "
@@ -103,7 +105,7 @@ class EngineConfig:
     "positions of all pages, over all devices; 0: whole windows. With fewer, responses without a "
     "free page are restarted later: sampling/put_aside",
   )
-  page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16")
+  page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16, int8: of 32")
   dtype: Literal["", "float32", "bfloat16"] = key(
     "", 'dtype of the sampler; "": compute.dtype. Another increases the mismatch'
   )

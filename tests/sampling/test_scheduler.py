@@ -193,8 +193,20 @@ def test_log_probs_are_the_trainers(changes):
   assert (more > 0) != sampling.whole
 
 
-def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
-  s = scheduler()
+@pytest.fixture(scope="module")
+def expected_int8():
+  return run(scheduler(slots=18, cache_dtype="int8"), requests())
+
+
+PAGED = dict(cache="paged", page_tokens=8)
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, dict(cache_dtype="int8"), PAGED | dict(cache_dtype="int8")]
+)
+def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected, expected_int8, changes):
+  expected = expected_int8 if "cache_dtype" in changes else expected
+  s = scheduler(**changes)
   for request in requests():
     s.submit(request)
   done = by_sample(itertools.islice(responses(s), 5))
@@ -203,7 +215,8 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
   unfinished = {key: response for key, response in unfinished.items() if not response.finished}
   assert len(done) + len(unfinished) == 18
   assert any(len(response.tokens) for response in unfinished.values())
-  for key, response in run(scheduler(partial=True), map(left_of, unfinished.values())).items():
+  rest = run(scheduler(partial=True, **changes), map(left_of, unfinished.values()))
+  for key, response in rest.items():
     columns = {
       name: np.concatenate([getattr(unfinished[key], name), getattr(response, name)])
       for name in ("tokens", "logp", "full_logp")
@@ -223,7 +236,8 @@ def test_more_can_be_asked_for_while_it_runs(expected):
 
 
 def test_memory_is_slots_by_window():
-  for dtype, width in (("float32", 4), ("bfloat16", 2)):
+  scale = 4 / MOE.head_dim
+  for dtype, width in (("float32", 4), ("bfloat16", 2), ("int8", 1 + scale)):
     sampling = dataclasses.replace(PLAIN, max_new_tokens=44)
     s = scheduler(sampling=sampling, slots=6, prompt_length=20, cache_dtype=dtype)
     caches = jax.tree.leaves((s._state.cache, s._state.staged))
@@ -232,10 +246,17 @@ def test_memory_is_slots_by_window():
     assert slots < s.usage.cache_bytes < 2 * slots
 
 
-def test_a_cache_of_half_the_width_is_near():
-  result = run(scheduler(cache_dtype="bfloat16"), requests())
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_narrow_cache_is_near(dtype):
+  result = run(scheduler(cache_dtype=dtype), requests())
   gaps = [np.abs(expected - response.logp).mean() for expected, response in trainers(result)]
   assert 0 < np.mean(gaps) < 0.05  # with a router between, some tokens are further off
+
+
+def test_int8_needs_no_more_than_its_rounding():
+  """Holds for long prompts in pieces, too: their later pieces read the cache."""
+  exact = run(scheduler(cache_dtype="int8"), requests())
+  same(run(scheduler(cache_dtype="int8", prefill_tokens=16), requests()), exact)
 
 
 def test_usage_adds_up():

@@ -7,6 +7,8 @@ writing a token in place.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,65 +19,64 @@ from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 
 ROWS = 16  # Maximum batch rows per grid step of one core.
 LANES = 128  # Of a hardware tile.
-TILE = 16  # Positions written back together: a hardware tile of the narrowest cache dtype.
+
+
+def tile(dtype: Any) -> int:
+  """Returns the positions written back together: a hardware tile, at least of bfloat16."""
+  return max(16, 32 // jnp.dtype(dtype).itemsize)
 
 
 def attend(
   q_BNH: jax.Array,
-  new_BK2H: jax.Array,
-  kv_lpK2SH: jax.Array,
+  new: Sequence[jax.Array],
+  stored: Sequence[jax.Array],
   layer: jax.Array,
   table_Bn: jax.Array,
   position_B: jax.Array,
   scores: Scores,
   interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, list[jax.Array]]:
   """Writes one new key and value per row and attends; [B, N, H] and cache.
 
   The cache is updated in place. A row's pages up to its position, or in its window, are read once.
-  `TILE` positions of the last page are written back. Pages are prefetched, also the next row's.
+  A tile of positions of the last page is written back. Pages are prefetched, also the next row's.
+  Keys and values in int8 stay so up to the vector memory: their scales multiply scores and weights.
 
   Args:
     q_BNH: queries, already scaled.
+    new: keys and values [B, K, 2, H]; for int8, their scales [B, K, 2], too.
+    stored: pages [l, p, K, 2, S, H]; for int8, scales [l, p, K, 2, S], too.
     layer: index of the layer in the cache.
     table_Bn: pages of each row.
     position_B: position of the new token; -1 writes nothing and returns an undefined result.
   """
-  (B, N, H), (l, p, K, _, S, _) = q_BNH.shape, kv_lpK2SH.shape
-  kv_LK2SH = kv_lpK2SH.reshape(l * p, K, 2, S, H)  # A slice would copy the layer.
-  rows = next(r for r in range(min(ROWS, max(1, B // 2)), 0, -1) if B % r == 0)
-
-  def block(*shape):
-    return pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))
-
-  pages, width = pl.BlockSpec(memory_space=pl.ANY), table_Bn.shape[1]
-  q_BKnH, index_P = q_BNH.reshape(B, K, N // K, H), (layer * p + table_Bn).reshape(-1)
+  (B, N, H), (l, p, K, *_) = q_BNH.shape, stored[0].shape
+  pages = [x.reshape(l * p, *x.shape[2:]) for x in stored]  # A slice would copy the layer.
+  q_BKnH, width = q_BNH.reshape(B, K, N // K, H), table_Bn.shape[1]
   sinks, sink_specs = _sinks(scores.sink_N, K)
   scores = scores._replace(sink_N=None)
-  y_BKnH, kv_LK2SH = pl.pallas_call(
+  y_BKnH, pages = pl.pallas_call(
     functools.partial(_kernel, width=width, scores=scores),
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=2,
-      grid=(B // rows,),
-      in_specs=[block(K, N // K, H), block(K, 2, H), pages, *sink_specs],
-      out_specs=[block(K, N // K, H), pages],
-      scratch_shapes=[
-        pltpu.VMEM((2, K, 2, S, H), kv_LK2SH.dtype),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA(()),
-      ],
-    ),
+    grid_spec=_grid_spec(q_BKnH, pages, sink_specs),
     out_shape=[
       jax.ShapeDtypeStruct(q_BKnH.shape, q_BNH.dtype),
-      jax.ShapeDtypeStruct(kv_LK2SH.shape, kv_LK2SH.dtype),
+      [pltpu.HBM(x.shape, x.dtype) for x in pages],
     ],
-    input_output_aliases={4: 1},
+    input_output_aliases={3 + len(pages) + i: 1 + i for i in range(len(pages))},
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-    cost_estimate=_cost(q_BNH, kv_lpK2SH, width, scores),
+    cost_estimate=_cost(q_BNH, stored, width, scores),
     interpret=interpret,
     name="local_paged_attention" if scores.window else "paged_attention",  # aot/programs.py
-  )(position_B, index_P, q_BKnH, new_BK2H.astype(kv_LK2SH.dtype), kv_LK2SH, *sinks)
-  return y_BKnH.reshape(B, N, H), kv_LK2SH.reshape(kv_lpK2SH.shape)
+  )(
+    position_B,
+    (layer * p + table_Bn).reshape(-1),
+    q_BKnH,
+    # Tiles of int8 have 32 rows: the kernel inserts new values as int32.
+    [new[0].astype(jnp.int32 if new[1:] else pages[0].dtype), *(x[..., None] for x in new[1:])],
+    pages,
+    sinks,
+  )
+  return y_BKnH.reshape(B, N, H), [x.reshape(s.shape) for x, s in zip(pages, stored)]
 
 
 def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
@@ -87,25 +88,55 @@ def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.B
   return [sink_KnX], [pl.BlockSpec(shape, lambda i, *_: (0, 0, 0))]
 
 
-def _cost(q_BNH: jax.Array, kv_lpK2SH: jax.Array, width: int, scores: Scores) -> pl.CostEstimate:
+def _grid_spec(
+  q_BKnH: jax.Array, pages: Sequence[jax.Array], sink_specs: Sequence[pl.BlockSpec]
+) -> pltpu.PrefetchScalarGridSpec:
+  """Blocks of rows; pages, and their scales, stay in HBM."""
+  B, K, n, H = q_BKnH.shape
+  rows = next(r for r in range(min(ROWS, max(1, B // 2)), 0, -1) if B % r == 0)
+
+  def block(*shape):
+    return pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))
+
+  in_place = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(pages)
+  return pltpu.PrefetchScalarGridSpec(
+    num_scalar_prefetch=2,
+    grid=(B // rows,),
+    in_specs=[block(K, n, H), [block(K, 2, H), block(K, 2, 1)][: len(pages)], in_place, sink_specs],
+    out_specs=[block(K, n, H), in_place],
+    scratch_shapes=[
+      [pltpu.VMEM((2, *x.shape[1:]), x.dtype) for x in pages],
+      pltpu.SemaphoreType.DMA((len(pages), 2)),
+      pltpu.SemaphoreType.DMA((len(pages),)),
+    ],
+  )
+
+
+def _cost(
+  q_BNH: jax.Array, stored: Sequence[jax.Array], width: int, scores: Scores
+) -> pl.CostEstimate:
   """Estimates the cost for full rows or windows.
 
   The number of positions is unknown while tracing.
   """
-  (B, N, H), (_, _, K, _, S, _) = q_BNH.shape, kv_lpK2SH.shape
+  (B, N, H), (_, _, K, _, S, _), dtype = q_BNH.shape, stored[0].shape, stored[0].dtype
   pages = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
+  positions = pages * S + B * (tile(dtype) + 1)
+  scales = sum((pages + B) * 2 * K * S * x.dtype.itemsize for x in stored[1:])
   return pl.CostEstimate(
     flops=4 * pages * S * N * H,
-    bytes_accessed=(pages * S + B * (TILE + 1)) * 2 * K * H * kv_lpK2SH.dtype.itemsize
+    bytes_accessed=positions * 2 * K * H * dtype.itemsize
+    + scales
     + 2 * q_BNH.size * q_BNH.dtype.itemsize,
     transcendentals=pages * S * N,
   )
 
 
-def _kernel(position, table, q, new, _, *references, width, scores):
-  """Attends from rows of a grid step; `buffer` has the current and the next page."""
-  *sinks, y, kv, buffer, fetched, written = references
-  rows, S = q.shape[0], buffer.shape[-2]
+def _kernel(
+  position, table, q, new, _, sinks, y, stored, buffers, fetched, written, *, width, scores
+):
+  """Attends from rows of a grid step; `buffers` have the current and the next page."""
+  (rows, K, n, H), S = q.shape, buffers[0].shape[-2]
   row0 = pl.program_id(0) * rows
 
   def pages_of(row):
@@ -113,14 +144,15 @@ def _kernel(position, table, q, new, _, *references, width, scores):
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  def fetch(row, i, side):
+  def fetch(row, i, side, method):  # "start" or "wait".
     page = table[(row0 + row) * width + i]
-    return pltpu.make_async_copy(kv.at[page], buffer.at[side], fetched.at[side])
+    for n, (source, target) in enumerate(zip(stored, buffers)):
+      copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
+      getattr(copy, method)()
 
   def attend_row(row, side):
     newest = position[row0 + row]
     begin, last = pages_of(row)
-    K, n, H = (query := q[row]).shape
 
     def attend_page(i, carry):
       side, largest, total, sums = carry
@@ -130,26 +162,24 @@ def _kernel(position, table, q, new, _, *references, width, scores):
 
       @pl.when(following < rows)
       def _():
-        fetch(following, jnp.where(has_more, i + 1, next_begin), 1 - side).start()
+        fetch(following, jnp.where(has_more, i + 1, next_begin), 1 - side, "start")
 
-      fetch(row, i, side).wait()
-      tile = pl.multiple_of(jnp.maximum(newest, 0) % S // TILE * TILE, TILE)
-      buffer_tile = buffer.at[side, :, :, pl.ds(tile, TILE), :]
-      page = table[(row0 + row) * width + i]
-      write = pltpu.make_async_copy(buffer_tile, kv.at[page, :, :, pl.ds(tile, TILE), :], written)
-      writes = (i == last) & (newest >= 0)
+      fetch(row, i, side, "wait")
+      slot, writes = jnp.maximum(newest, 0) % S, (i == last) & (newest >= 0)
+      copies = _write_back(stored, buffers, written, table[(row0 + row) * width + i], side, slot)
 
       @pl.when(writes)
       def _():
-        _insert(buffer, side, tile, new, row, newest)
-        write.start()
+        _insert(buffers, side, [x[row] for x in new], slot)
+        for copy in copies:
+          copy.start()
 
-      k_KSH, v_KSH = buffer[side, :, 0].astype(query.dtype), buffer[side, :, 1].astype(query.dtype)
-      highest, old, weight, value = _attend_keys(query, k_KSH, v_KSH, i, newest, scores, largest)
+      highest, old, weight, value = _attend_page(q[row], buffers, side, i, newest, scores, largest)
 
       @pl.when(writes)
       def _():
-        write.wait()  # The next fetch overwrites its source.
+        for copy in copies:
+          copy.wait()  # The next fetch overwrites its source.
 
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
@@ -160,33 +190,58 @@ def _kernel(position, table, q, new, _, *references, width, scores):
     y[row] = (sums / total).astype(y.dtype)
     return side
 
-  fetch(0, pages_of(0)[0], 0).start()
+  fetch(0, pages_of(0)[0], 0, "start")
   jax.lax.fori_loop(0, rows, attend_row, jnp.int32(0))
 
 
-def _insert(buffer, side, tile, new, row, position):
-  """Inserts a row's new key and value at `position`, in a tile of the buffer."""
-  _, K, _, S, H = buffer.shape
-  slot = jax.lax.broadcasted_iota(jnp.int32, (K, 2, TILE, H), 2) + tile
-  old = buffer[side, :, :, pl.ds(tile, TILE), :]
-  buffer[side, :, :, pl.ds(tile, TILE), :] = jnp.where(
-    slot == position % S, new[row][:, :, None, :], old
-  )
+def _tile_of(buffer, slot):
+  """Returns the first slot of a slot's tile, and the tile."""
+  size = tile(buffer.dtype)
+  first = pl.multiple_of(slot // size * size, size)
+  return first, pl.ds(first, size)
 
 
-def _attend_keys(q_KnH, k_KSH, v_KSH, page, position, scores: Scores, largest):
+def _write_back(stored, buffers, written, page, side, slot):
+  """Returns the copies of a slot's tile, and of the page's scales, to the cache."""
+  _, tile_slots = _tile_of(buffers[0], slot)
+  index = slice(None), slice(None), tile_slots, slice(None)
+  parts = [(buffers[0].at[side, *index], stored[0].at[page, *index])]
+  parts += [(x.at[side], target.at[page]) for x, target in zip(buffers[1:], stored[1:])]
+  return [pltpu.make_async_copy(*part, written.at[n]) for n, part in enumerate(parts)]
+
+
+def _insert(buffers, side, new, slot):
+  """Inserts a row's new key and value, and their scales, in a slot of the buffers."""
+  (buffer, *scale_buffer), (new_K2H, *new_scale_K21) = buffers, new
+  first, tile_slots = _tile_of(buffer, slot)
+  old_K2xH = buffer[side, :, :, tile_slots, :]
+  is_new = jax.lax.broadcasted_iota(jnp.int32, old_K2xH.shape, 2) + first == slot
+  tile_K2xH = jnp.where(is_new, new_K2H[:, :, None, :], old_K2xH.astype(new_K2H.dtype))
+  buffer[side, :, :, tile_slots, :] = tile_K2xH.astype(buffer.dtype)
+  for x, scale_K21 in zip(scale_buffer, new_scale_K21):
+    old_K2S = x[side]
+    is_new = jax.lax.broadcasted_iota(jnp.int32, old_K2S.shape, 2) == slot
+    x[side] = jnp.where(is_new, scale_K21, old_K2S)
+
+
+def _attend_page(q_KnH, buffers, side, page, position, scores: Scores, largest):
   """Computes an online softmax's step for one page of a row.
 
   Returns the largest score so far, the factor for earlier sums, the page's unnormalised weights,
   and their sum of values.
 
   Args:
+    buffers: keys and values of the page at `side`; for int8, their scales, too.
     page: index of the page in the row.
     largest: largest score of earlier pages.
   """
+  k_KSH, v_KSH = (buffers[0][side, :, n].astype(q_KnH.dtype) for n in range(2))
+  scales = [x[side, :, pl.ds(n, 1), :] for x in buffers[1:] for n in range(2)]
   score = jax.lax.dot_general(
     q_KnH, k_KSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
   )
+  if scales:
+    score *= scales[0]
   slot = jax.lax.broadcasted_iota(jnp.int32, score.shape, 2) + page * k_KSH.shape[1]
   visible = slot <= position
   if scores.window:
@@ -195,7 +250,7 @@ def _attend_keys(q_KnH, k_KSH, v_KSH, page, position, scores: Scores, largest):
   highest = jnp.maximum(largest, score.max(-1, keepdims=True))
   weight, old = jnp.exp(score - highest), jnp.exp(largest - highest)
   value = jax.lax.dot_general(
-    weight.astype(v_KSH.dtype),
+    (weight * scales[1] if scales else weight).astype(v_KSH.dtype),
     v_KSH,
     (((2,), (1,)), ((0,), (0,))),
     preferred_element_type=jnp.float32,

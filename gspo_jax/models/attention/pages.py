@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention.blocks import Scores
-from gspo_jax.models.attention.cache import Cache, decoded, spec
+from gspo_jax.models.attention.cache import Cache, decode, decoded, encode, spec
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -30,6 +30,7 @@ class Pages:
 
   kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions, stacked like the parameters.
   table_Bn: jax.Array  # int32: pages of a row, in order of positions.
+  scale_lpK2S: tuple[jax.Array, ...] = ()  # Scales of int8 keys and values; () for other dtypes.
 
   @property
   def dtype(self) -> Any:
@@ -41,10 +42,11 @@ class Pages:
     return self.kv_lpK2SH[0].shape[4]
 
   def block(self, i: int) -> "Block":
-    return Block(self.kv_lpK2SH[i], self.table_Bn)
+    return Block(self.kv_lpK2SH[i], self.table_Bn, *self.scale_lpK2S[i : i + 1])
 
   def with_blocks(self, blocks: Sequence["Block"]) -> "Pages":
-    return self.replace(kv_lpK2SH=tuple(block.kv_lpK2SH for block in blocks))
+    scales = tuple(block.scale_lpK2S for block in blocks if block.scale_lpK2S is not None)
+    return self.replace(kv_lpK2SH=tuple(b.kv_lpK2SH for b in blocks), scale_lpK2S=scales)
 
 
 @flax.struct.dataclass
@@ -53,6 +55,12 @@ class Block:
 
   kv_lpK2SH: jax.Array
   table_Bn: jax.Array
+  scale_lpK2S: jax.Array | None = None
+
+  @property
+  def arrays(self) -> list[jax.Array]:
+    """Keys and values, and the scales of int8."""
+    return [self.kv_lpK2SH] if self.scale_lpK2S is None else [self.kv_lpK2SH, self.scale_lpK2S]
 
 
 def allocate(
@@ -73,11 +81,15 @@ def allocate(
   layers = [count for _, count in config.runs()] if layers is None else layers
   K, H = config.num_kv_heads, config.head_dim
 
-  def zeros(count: int) -> jax.Array:
-    x = jnp.zeros((count, pages, K, 2, page, H), dtype)
+  def zeros(dtype: Any, count: int, *width: int) -> jax.Array:
+    x = jnp.zeros((count, pages, K, 2, page, *width), dtype)
     return sharding.reshard(x, spec(x))
 
-  return Pages(tuple(map(zeros, layers)), no_pages(batch, -(-length // page)))
+  return Pages(
+    tuple(zeros(dtype, count, H) for count in layers),
+    no_pages(batch, -(-length // page)),
+    tuple(zeros(jnp.float32, count) for count in layers if jnp.dtype(dtype) == jnp.int8),
+  )
 
 
 def no_pages(rows: int, width: int) -> jax.Array:
@@ -113,15 +125,20 @@ def insert(
   table_rn = jnp.where((place_n[None] < count_r[:, None]) & fits_r[:, None], page_rn, NONE)
   target_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # Out of range: dropped.
 
-  def write(kv_lpK2SH, k_lrKHT, v_lrKTH):
-    l, r, K, T, H = v_lrKTH.shape
-    new_lrK2TH = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
-    new_lrK2XH = jnp.pad(new_lrK2TH, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
-    new_lrnK2SH = jnp.moveaxis(new_lrK2XH.reshape(l, r, K, 2, n, S, H), 4, 2)
-    return kv_lpK2SH.at[:, target_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
+  def write(pages, new_lrK2TY):
+    l, r, K, _, T, *width = new_lrK2TY.shape
+    padding = ((0, 0),) * 4 + ((0, n * S - T),) + ((0, 0),) * len(width)
+    new_lrK2nSY = jnp.pad(new_lrK2TY, padding).reshape(l, r, K, 2, n, S, *width)
+    return pages.at[:, target_rn].set(
+      jnp.moveaxis(new_lrK2nSY, 4, 2).astype(pages.dtype), mode="drop"
+    )
 
-  kv = tuple(map(write, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
-  return cache.replace(kv_lpK2SH=kv), table_rn, fits_r
+  def write_keys(kv_lpK2SH, k_lrKHT, v_lrKTH):
+    return write(kv_lpK2SH, jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3))
+
+  kv = tuple(map(write_keys, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
+  scale = tuple(map(write, cache.scale_lpK2S, rows.scale_lBK2S))
+  return cache.replace(kv_lpK2SH=kv, scale_lpK2S=scale), table_rn, fits_r
 
 
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
@@ -140,7 +157,11 @@ def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array
     part = jax.lax.dynamic_slice_in_dim(kv, source, 1, axis=1)
     return jax.lax.dynamic_update_slice_in_dim(kv, part, page, axis=1)
 
-  return Pages(tuple(map(copy, cache.kv_lpK2SH)), cache.table_Bn.at[row].set(pages_n))
+  return Pages(
+    tuple(map(copy, cache.kv_lpK2SH)),
+    cache.table_Bn.at[row].set(pages_n),
+    tuple(map(copy, cache.scale_lpK2S)),
+  )
 
 
 def attend(
@@ -161,37 +182,38 @@ def attend(
   """
   if q_BTNH.shape[1] != 1:
     raise ValueError(f"{q_BTNH.shape[1]} queries per row: pages take one; prefill a dense cache")
-  kv, table_Bn = cache.kv_lpK2SH, cache.table_Bn
-  p, K, _, S, H = kv.shape[1:]
+  arrays, table_Bn = cache.arrays, cache.table_Bn
+  p, K, _, S, H = cache.kv_lpK2SH.shape[1:]
   position_B, B = position_BT[:, 0], len(q_BTNH)
   page_B = jnp.take_along_axis(table_Bn, position_B[:, None] // S, axis=1)[:, 0]
-  new_BK2H = jnp.stack([k_BTKH[:, 0], v_BTKH[:, 0]], axis=2).astype(kv.dtype)
+  new = encode(jnp.stack([k_BTKH[:, 0], v_BTKH[:, 0]], axis=2), arrays[0].dtype)
   if implementation == "kernel":
     from gspo_jax.models.attention import paged  # Slow import.
 
-    y_BNH, kv = paged.attend(
+    y_BNH, (kv, *scale) = paged.attend(
       q_BTNH[:, 0] * scores.scale,
-      new_BK2H,
-      kv,
+      new,
+      arrays,
       layer,
       jnp.maximum(table_Bn, 0),
       jnp.where(page_B == NONE, -1, position_B),
       scores,
       interpret=sharding.platform() != "tpu",
     )
-    return y_BNH[:, None], cache.replace(kv_lpK2SH=kv)
-  target_B = jnp.where(page_B == NONE, p, page_B)
-  kv = kv.at[layer, target_B, :, :, position_B % S].set(new_BK2H, mode="drop")
-  rows_K2BnSH = jnp.moveaxis(kv[layer, jnp.maximum(table_Bn, 0)], (2, 3), (0, 1))
-  rows_K2BXH = rows_K2BnSH.reshape(K, 2, B, -1, H).astype(q_BTNH.dtype)
+    return y_BNH[:, None], Block(kv, table_Bn, *scale)
+  place = layer, jnp.where(page_B == NONE, p, page_B), slice(None), slice(None), position_B % S
+  kv, *scale = (x.at[place].set(values, mode="drop") for x, values in zip(arrays, new))
+  read = layer, jnp.maximum(table_Bn, 0)
+  rows_BnK2SH = decode([kv[read], *(x[read] for x in scale)], q_BTNH.dtype)
+  rows_K2BXH = jnp.moveaxis(rows_BnK2SH, (2, 3), (0, 1)).reshape(K, 2, B, -1, H)
   k_BKHX = jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2))
   v_BKXH = jnp.swapaxes(rows_K2BXH[:, 1], 0, 1)
   y_BTNH = attention.attend_cache(q_BTNH, k_BKHX, v_BKXH, position_BT, scores)
-  return y_BTNH, cache.replace(kv_lpK2SH=kv)
+  return y_BTNH, Block(kv, table_Bn, *scale)
 
 
 def choose(cache: Block, implementation: str) -> str:
   """Returns the implementation of `attend` for `ComputeConfig.attention`."""
-  S, H = cache.kv_lpK2SH.shape[-2:]
+  (S, H), tile = cache.kv_lpK2SH.shape[-2:], 32 if cache.scale_lpK2S is not None else 16
   kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"
-  return "kernel" if kernel and S % 16 == 0 and H % 128 == 0 else "plain"
+  return "kernel" if kernel and S % tile == 0 and H % 128 == 0 else "plain"
