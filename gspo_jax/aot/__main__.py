@@ -24,8 +24,8 @@ import jax
 from absl import app, flags, logging
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, estimate, explain, iteration
-from gspo_jax.aot.compiler import check, devices_of, examine
+from gspo_jax.aot import chips, estimate, explain, iteration, verdict
+from gspo_jax.aot.compiler import announce, check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, program_names, programs, resolved
 from gspo_jax.aot.search import find, sampling, updates
 from gspo_jax.aot.table import print_line, print_row, slices_text, title
@@ -169,7 +169,8 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
   rows = []
   with jax.set_mesh(mesh):
     for name, program in programs(case, mesh, names):
-      compiled = examine(program, topology, case.config.compute.remat)
+      with announce(name):
+        compiled = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | compiled.row
       if "hbm_bytes" in row:
         minimum = estimate.needed(name, case, mesh) * chip.devices
@@ -189,6 +190,9 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
     rows[-1]["iteration"] = dataclasses.asdict(estimated) | dict(
       seconds=estimated.seconds, tokens_per_second_and_chip=estimated.speed
     )
+  shards = sharding.batch_shards(mesh)
+  for line in verdict.lines(rows, case, slices_text(topology, slices), shards, sys.argv[1:]):
+    print_line(line)
   return rows
 
 

@@ -1,10 +1,13 @@
 """Compiles programs for a topology without its chips, and reports memory and traffic."""
 
+import contextlib
 import dataclasses
 import os
 import re
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ from gspo_jax.aot.estimate import device_bytes
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
 from gspo_jax.system.accelerators import GIB, Chip
+from gspo_jax.system.text import clock_text
 
 
 def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
@@ -63,6 +67,23 @@ def check(case: Case, mesh: jax.sharding.Mesh) -> None:
       "mesh.data x mesh.fsdp x mesh.expert: change mesh, sequences or micro-batches"
     )
   transformer.shardings(case.model, sharding.TRAIN, mesh)
+
+
+@contextlib.contextmanager
+def announce(name: str, interval: float = 10.0) -> Iterator[None]:
+  """Prints the time of a compilation on stderr, every `interval` seconds."""
+  done, start = threading.Event(), time.monotonic()
+
+  def beats() -> None:
+    while not done.wait(interval):
+      sys.stderr.write(f"{name}: compiling, {clock_text(time.monotonic() - start)} so far\n")
+      sys.stderr.flush()
+
+  threading.Thread(target=beats, daemon=True).start()
+  try:
+    yield
+  finally:
+    done.set()
 
 
 @dataclasses.dataclass(frozen=True)

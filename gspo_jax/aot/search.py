@@ -15,7 +15,7 @@ import jax
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, iteration, table
-from gspo_jax.aot.compiler import check, devices_of, examine
+from gspo_jax.aot.compiler import announce, check, devices_of, examine
 from gspo_jax.aot.programs import Case, programs, resolved
 from gspo_jax.learner import programs as learner_programs
 from gspo_jax.models import remat
@@ -177,7 +177,7 @@ def find(
     mesh = sharding.make_mesh(case.config.mesh, devices)
     name, case = name_of(program, case), resolved(case, mesh)
     policy = case.config.compute.remat
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), announce(name):
       ((_, compiled),) = programs(case, mesh, [program])
       row = dict(program=name, remat=policy) | examine(compiled, topology, policy).row
       if "serial_s" in row and program == "decode":

@@ -1,0 +1,59 @@
+"""Verdicts on compiled programs, and signs of life while they are compiled."""
+
+import time
+
+import pytest
+from support.configs import config_of
+
+from configs import common
+from gspo_jax.aot import verdict
+from gspo_jax.aot.compiler import announce
+from gspo_jax.aot.programs import make_case
+
+ARGUMENTS = ["--config=own file.py"]
+COMMAND = "next: python -m gspo_jax.aot '--config=own file.py'"
+
+
+def row(program, peak, fits=True, **more):
+  return dict(program=program, fits=fits, hbm_gib=16.0, peak_gib=peak, held_gib=1.0) | more
+
+
+def verdict_of(*rows, shards=1, **changes):
+  case = make_case(config_of(common.base, **changes))
+  return verdict.lines(rows, case, "v5e:2x2", shards, ARGUMENTS)
+
+
+def test_programs_that_fit_have_room_bounds_and_a_search():
+  rows = row("train", 13.0, binds="compute"), row("decode", 9.0, binds="hbm")
+  assert verdict_of(*rows) == [
+    "verdict: fits v5e:2x2, with 2.0 GiB of 16 left (train)",
+    "bound: train by compute, decode by HBM",
+    f"{COMMAND} --search",
+  ]
+  *_, command = verdict_of(row("score", 13.0, binds="interconnect"))
+  assert command == f"{COMMAND} --programs=train,decode --search"
+  assert len(verdict_of(row("train", 13.0))) == 2  # A GPU's times are unknown.
+
+
+@pytest.mark.parametrize(
+  "program, changes, shards, command",
+  [
+    ("train", dict(rl__microbatches=2), 1, f"{COMMAND} --config.rl.microbatches=4"),
+    ("train", dict(), 4096, f"{COMMAND} --config.compute.remat=full"),
+    ("train", dict(compute__remat="full"), 4096, "next: take a larger topology"),
+    ("decode", dict(engine__slots=64), 8, f"{COMMAND} --config.engine.slots=32"),
+    ("decode", dict(engine__slots=64), 64, "next: take a larger topology"),
+  ],
+)
+def test_programs_that_do_not_fit_get_the_next_command(program, changes, shards, command):
+  rows = row("publish", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
+  lines = verdict_of(*rows, shards=shards, **changes)
+  assert lines == [f"verdict: {program} does not fit v5e:2x2", command]
+
+
+def test_a_compilation_is_announced_until_its_end(capsys):
+  with announce("train", interval=0.01):
+    time.sleep(0.1)
+  assert capsys.readouterr().err.startswith("train: compiling, 0:00 so far\ntrain: ")
+  time.sleep(0.05)
+  assert not capsys.readouterr().err
