@@ -22,12 +22,15 @@ from support.small_models import forward, next_logp  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from gspo_jax import sharding  # noqa: E402
+from gspo_jax.learner import layout  # noqa: E402
 from gspo_jax.models import hf, transformer  # noqa: E402
 from gspo_jax.models.attention import positions  # noqa: E402
 from gspo_jax.models.hf import config as hf_config  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
 from gspo_jax.settings.mesh import MeshConfig  # noqa: E402
+from gspo_jax.settings.model import REFERENCE  # noqa: E402
 from gspo_jax.settings.sampling import EngineConfig  # noqa: E402
+from gspo_jax.structs import ModelInputs  # noqa: E402
 
 LENGTH, PROMPT, NEW = 40, 12, 24
 BASE = dict(
@@ -286,6 +289,33 @@ def test_replay_gives_the_gates_of_the_router(case):
   changed = forward(case.params, case.config, case.tokens, routing=others)
   np.testing.assert_array_equal(changed.routing_lBTk, others)
   assert np.abs(changed.hidden_BTD - out.hidden_BTD).max() > 0.1
+
+
+@pytest.mark.families
+def test_prompts_shared_by_a_tree_change_no_hidden_state(case):
+  """Four responses in two groups; a window reaches from a branch into its trunk."""
+  prompts, group = (7, PROMPT), 2
+  tokens = np.random.default_rng(1).integers(1, BASE["vocab_size"], (4, LENGTH)).astype(np.int32)
+  for i, length in enumerate(prompts):
+    tokens[2 * i + 1, :length] = tokens[2 * i, :length]
+  prompt_B = np.repeat(np.array(prompts, np.int32), group)
+  segments = np.arange(LENGTH)[None] < prompt_B[:, None] + LENGTH - PROMPT - 1
+  inputs = ModelInputs(
+    tokens_BT=jnp.asarray(tokens),
+    segments_BT=jnp.asarray(segments, jnp.int32),
+    prompt_B=jnp.asarray(prompt_B),
+  )
+
+  @jax.jit
+  def both(params):
+    rows = layout.trees(inputs, group, LENGTH - PROMPT)
+    out = layout.forward(params, rows, case.config, REFERENCE).hidden_BTD
+    plain = layout.forward(params, layout.plain(inputs), case.config, REFERENCE).hidden_BTD
+    return layout.by_sequence(out, rows), plain
+
+  shared, plain = both(case.params)
+  assert layout.trees(inputs, group, LENGTH - PROMPT).tree is not None
+  np.testing.assert_allclose(shared[segments], plain[segments], atol=2e-5)
 
 
 VISION = dict(
