@@ -43,10 +43,9 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
     devices: devices of the meshes; None for all.
 
   Raises:
-    ValueError: there are too few devices, or batch or model do not fit a mesh.
+    ValueError: there are too few devices, or the model does not fit a mesh.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
-  check_devices(config, sharding.batch_shards(trainer))
   transformer.check_attention(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
   table = transformer.table(config.model)

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.inputs import facts
 from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
-from gspo_jax.inputs.devices import Meshes, check_engine, check_memory, make_meshes
-from gspo_jax.learner.compatibility import check_state
+from gspo_jax.inputs.devices import Meshes, check_devices, check_engine, check_memory, make_meshes
+from gspo_jax.learner.state import check_state
 from gspo_jax.rewards import shaping
 from gspo_jax.runs import contents, provenance, weight_source
 from gspo_jax.runs.metrics import read_rows
@@ -116,6 +117,7 @@ def read_parts(
   if environment is not None and (prompts := data.main_prompts):
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
   meshes = make_meshes(config, devices)
+  check_devices(config, sharding.batch_shards(meshes.trainer))
   check_engine(config, tok, meshes.sampler, data.evaluations)
   teacher = find_teacher(config, origins["teacher"])
   if teacher is not None:

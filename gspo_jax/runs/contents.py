@@ -39,10 +39,10 @@ def describe(
     problems: held-out problems by configuration key.
     stop_ids: stop tokens of the tokenizer.
   """
+  checksums = {key: user_source.checksum(name) for key, name in _functions(config)}
   weights = {source.key: _describe_weights(source) for source in sources}
   adapter = config.lora.adapter if config.lora.rank else ""
   weights["lora.adapter"] = _describe_directory(adapter, ("adapter_*",)) if adapter else ""
-  checksums = {key: user_source.checksum(name) for key, name in _functions(config)}
   lines = weights | {key: f"source {x}" if x else "" for key, x in checksums.items()}
   lines |= {key: _describe_problems(prompts) for key, prompts in problems.items()}
   lines["tokenizer"] = f"stop tokens {', '.join(map(str, stop_ids))}"

@@ -1,6 +1,6 @@
 """Rules between the keys of a configuration: invalid settings, unused keys, and warnings.
 
-A rule is a row: message, condition, and the failure that shows its need. In a message {rl.prompts}
+A rule is a row: message, condition, and the place that shows its need. In a message {rl.prompts}
 stands for `rl.prompts=64`, and {rl.rows:} for the value alone.
 """
 
