@@ -213,9 +213,7 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
     for scorer in filter(None, scoring.scorers.values()):
       writer.notes |= scorer.notes
     if hosts.is_first():
-      taught_by = inputs.teacher and inputs.teacher.source.about
-      start, name = inputs.source.about, inputs.tokenizer.path
-      provenance.record(workdir, values, start, taught_by, name, inputs.date, inputs.contents)
+      provenance.record(workdir, values, **inputs.origins)
     report = RunningReport(workdir, hosts.is_first())
     yield Run(
       config, workdir, inputs, scoring, engine, evaluator, writer, report, profiler, publishers

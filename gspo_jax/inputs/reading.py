@@ -45,6 +45,17 @@ class Inputs:
   date: datetime.datetime  # First start of the run.
   contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
 
+  @property
+  def origins(self) -> dict[str, Any]:
+    """Arguments of `provenance.record`."""
+    return dict(
+      start=self.source.about,
+      teacher=self.teacher and self.teacher.source.about,
+      tokenizer=self.tokenizer.path,
+      date=self.date,
+      contents=self.contents,
+    )
+
 
 def read_inputs(
   config: RunConfig, workdir: Path | None = None, devices: list[Any] | None = None

@@ -5,7 +5,9 @@ from pathlib import Path
 from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
 from gspo_jax.runs import weight_source
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hub
 
 
@@ -16,6 +18,29 @@ def batch_file(directory: Path, step: int) -> Path:
 
 def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
   """Checks all paths of a configuration. Raises ValueError, naming the keys to set or change."""
+  _check_required(config)
+  if config.rl.replay:
+    _check_replay(config.rl.replay, config.rl.iterations)
+  if workdir is not None and config.resume != "force":
+    _check_apart(config, workdir)
+  if config.checkpoint.directory:
+    _check_checkpoints(config.checkpoint.directory, workdir)
+  if config.engine.name == "server" and (directory := config.engine.server.directory):
+    named = f"--config.engine.server.directory={directory}"
+    if "://" in directory:
+      raise ValueError(
+        f"{named}: servers read it as a local directory; name one that all of them see"
+      )
+    files.check_writable(named, directory)
+  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
+    rewards.check_importable(name)
+  check_signals(config.constraints)
+  if config.lora.adapter:
+    _check_adapter(config.lora, config.model)
+
+
+def _check_required(config: RunConfig) -> None:
+  """Raises ValueError, naming all paths without a value."""
   paths = {
     "weights": (
       config.weights,
@@ -37,43 +62,36 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
   missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
-  if config.rl.replay and not Path(config.rl.replay).is_dir():
-    raise ValueError(
-      f"--config.rl.replay={config.rl.replay} is not a directory: set it to WORKDIR/batches of "
-      "a run with rl.record=True"
-    )
-  steps = range(1, config.rl.iterations + 1) if config.rl.replay else ()
-  gone = [path for step in steps if not (path := batch_file(Path(config.rl.replay), step)).exists()]
-  if gone:
-    raise ValueError(
-      f"--config.rl.replay={config.rl.replay} has no {gone[0].name}: set rl.iterations="
-      f"{config.rl.iterations} to the {config.rl.iterations - len(gone)} on record"
-    )
-  if workdir is not None and config.resume != "force":
-    _check_apart(config, workdir)
-  if config.checkpoint.directory:
-    _check_checkpoints(config.checkpoint.directory, workdir)
-  if config.engine.name == "server" and (directory := config.engine.server.directory):
-    named = f"--config.engine.server.directory={directory}"
-    if "://" in directory:
-      raise ValueError(
-        f"{named}: servers read it as a local directory; name one that all of them see"
-      )
-    files.check_writable(named, directory)
-  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
-    rewards.check_importable(name)
-  check_signals(config.constraints)
-  if config.lora.adapter:
-    from gspo_jax.models.hf import peft  # Only this branch needs safetensors.
 
-    adapter = config.lora.adapter
-    if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
-      raise ValueError(
-        f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
-        f"now, {pinned}"
-      )
-    files.located(adapter, "lora.adapter")
-    peft.check(adapter, config.model, config.lora)
+
+def _check_replay(directory: str, iterations: int) -> None:
+  """Raises ValueError unless batches of all iterations are on record."""
+  if not Path(directory).is_dir():
+    raise ValueError(
+      f"--config.rl.replay={directory} is not a directory: set it to WORKDIR/batches of a run with "
+      "rl.record=True"
+    )
+  batches = [batch_file(Path(directory), step) for step in range(1, iterations + 1)]
+  absent = [path for path in batches if not path.exists()]
+  if absent:
+    raise ValueError(
+      f"--config.rl.replay={directory} has no {absent[0].name}: set rl.iterations={iterations} to "
+      f"the {iterations - len(absent)} on record"
+    )
+
+
+def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
+  """Raises ValueError unless the adapters fit the model, and are pinned to a commit."""
+  from gspo_jax.models.hf import peft  # Only this check needs safetensors.
+
+  adapter = lora.adapter
+  if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+    raise ValueError(
+      f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
+      f"now, {pinned}"
+    )
+  files.located(adapter, "lora.adapter")
+  peft.check(adapter, model, lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
