@@ -214,7 +214,7 @@ ADAPTIVE = dict(objective__adaptive_clip__target=0.2, rl__minibatches=2)
 def test_a_forced_start_names_the_key_of_another_training_state(changes, line, adapted):
   workdir, c, _ = adapted
   settings = dict(lora__rank=2, objective__entropy_coef=0.1, rl_optimizer__learning_rate=1e-2)
-  settings |= changes | dict(job="rl", weights=c.weights, resume="force")
+  settings |= changes | dict(job="rl", weights=c.weights, tokenizer="bytes", resume="force")
   with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*: put this back"):
     read_inputs(config(**settings), workdir)
 
