@@ -336,12 +336,27 @@ def _sparse_families() -> dict[str, ModelConfig]:
       experts_per_token=8, moe_intermediate_size=1408, mlp_only_layers=(0,),
       rope=RopeConfig(share=0.5), router=RouterConfig(**biased, shared_width=1408),
     ),
+    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json, and of gpt-oss-120b.
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "MiniMax-M2": _model(
       3072, 62, 48, 8, 1536, family="minimax_m2", vocab_size=200_064, rope_theta=5e6,
       max_position_embeddings=196_608, num_experts=256, experts_per_token=8,
       moe_intermediate_size=1536, rope=RopeConfig(share=0.5), router=RouterConfig(**biased),
     ),
   }  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+  """Returns a size of GPT-OSS."""
+  return _model(
+    2880, layers, 64, 8, 2880, family="gpt_oss", vocab_size=201_088, head_dim=64, qk_norm=False,
+    attention_bias=True, rms_norm_eps=1e-5, rope_theta=1.5e5, local_rope_theta=1.5e5,
+    max_position_embeddings=131_072, sliding_window=128, sliding_window_pattern=2,
+    num_experts=experts, experts_per_token=4, moe_intermediate_size=2880,
+    scores=ScoresConfig(sinks=True),
+    rope=RopeConfig(rule="yarn", factor=32, original_length=4096, truncate=False, local=True),
+  )  # fmt: skip
 
 
 PUBLISHED = _published()

@@ -31,6 +31,8 @@ FIGURES = {
   "Mixtral-8x7B-v0.1": (46_702_792_704, 12.9, 46.4),
   "Qwen1.5-MoE-A2.7B": (14_315_784_192, 2.7, 13.7),
   "GLM-4.5-Air": (106_852_251_264, 13.4, 106),  # 12 active ones in its paper, without embedding
+  "gpt-oss-20b": (20_914_757_184, 4.2, 19.8),  # 3.6 active ones on its card: one embedding
+  "gpt-oss-120b": (116_829_156_672, 5.7, 116),
   "MiniMax-M2": (228_689_764_864, 11.0, 227),  # 230 and 10 on its card
   "OLMo-2-0425-1B": (1_484_916_736, None, 1.07),
   "OLMoE-1B-7B-0924": (6_919_161_856, 1.3, 6.7),

@@ -33,6 +33,7 @@ class Architecture:
   # Every n-th layer is global, without layer_types; 0: all are local. None: no windows.
   pattern: int | None = None
   ropes_by_kind: bool = False  # Local layers have separate rope_parameters.
+  quantised: str = ""  # Quant_method of published files that are read.
   outer: str = ""  # Model_type of another model with this one in its text_config.
   read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
   write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}

@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, windows in every second layer, biases everywhere, experts with a clamped gate.
+"""GPT-OSS: sinks, windows, biases, a clamped gate in experts.
 
 https://arxiv.org/abs/2508.10925
 """
@@ -79,11 +79,9 @@ FAMILY = base.Family(
         sliding_window=128,
         rope_theta=1.5e5,
         rms_norm_eps=1e-5,
-        num_experts=128,
-        num_local_experts=128,
-        num_experts_per_tok=4,
       ),
       pattern=2,
+      quantised="mxfp4",
     )
   ),
   {

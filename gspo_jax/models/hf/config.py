@@ -79,6 +79,9 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     raise ValueError(
       f"model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}{_nearest(raw)}"
     )
+  quantisation = raw.get("quantization_config") or {}
+  if quantisation and quantisation.get("quant_method") == architecture.quantised:
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
   for key, value in _unsupported(raw, architecture).items():
     raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from gspo_jax import sharding
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.hf import architectures, nested
+from gspo_jax.models.hf import architectures, mxfp4, nested
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.config import CheckpointError, load_config
@@ -84,7 +84,7 @@ def load(
     if files.elsewhere:
       reading = [_reading(leaf, mesh) for leaf in leaves]
   # All headers first: a wrong shape in the last file must not cost reading the others.
-  needed = _needed(leaves, reading, twin)
+  needed = files.in_files(_needed(leaves, reading, twin))
   files.check_headers(needed, shapes)
   files.fetch(needed)
 
@@ -134,12 +134,11 @@ def _plan(
       twin = head  # Second copy of a tied embedding.
     else:
       names = names | {"embed": names["head"]}
-  leaves = leaves_of(config, names)
-  shapes = {
-    leaf.tensor(position): leaf.tensor_shape
-    for leaf in leaves
-    for position in leaf.positions(whole(leaf))
-  }
+  leaves = leaves_of(config, mxfp4.names_in(files.file_of, names))
+  shapes: dict[str, tuple[int, ...]] = {}
+  for leaf in leaves:
+    for position in leaf.positions(whole(leaf)):
+      shapes |= files.stored(leaf.tensor(position), leaf.tensor_shape)
   if twin:
     shapes[twin] = shapes[embed]
   files.check_names(shapes, other_model.names)
@@ -225,7 +224,7 @@ def read(
       )
     target[start : start + len(rows)] = data
     if transfer:
-      transfer.add(data.nbytes * (2 if twin else 1))
+      transfer.add(files.size_of(files.in_files({name: data.size})) * (2 if twin else 1))
 
   starts = range(0, len(box[first]), step)
   files.each(copy, itertools.product(leaf.positions(box), starts))

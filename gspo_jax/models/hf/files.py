@@ -14,12 +14,14 @@ import numpy as np
 import safetensors
 from etils import epath
 
+from gspo_jax.models.hf import mxfp4
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.ranges import DTYPES, RangedFile
 from gspo_jax.system import hub
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IGNORED = ".rotary_emb.inv_freq"  # A constant in old Llama checkpoints.
+_FLOATS = [tag for tag in DTYPES if tag != "U8"]
 _TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}
 
 AT_ONCE = 16  # Concurrent range requests.
@@ -130,8 +132,26 @@ class Files:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
       collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
 
+  def stored(self, name: str, shape: tuple[int, ...]) -> Shapes:
+    """Returns the shapes of a tensor in the files: two of MXFP4."""
+    return mxfp4.stored(name, shape) if self._is_packed(name) else {name: shape}
+
+  def _is_packed(self, name: str) -> bool:
+    return name not in self.file_of and f"{name}_blocks" in self.file_of
+
+  def in_files(self, needed: Mapping[str, int]) -> dict[str, int]:
+    """Returns the needed elements of tensors in the files."""
+    elements: dict[str, int] = collections.Counter()
+    for name, count in needed.items():
+      parts = mxfp4.PARTS if self._is_packed(name) else {"": 1}
+      for part, values in parts.items():
+        elements[name + part] += count // values
+    return elements
+
   def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
     """Reads part of a tensor; from remote files whole rows."""
+    if self._is_packed(name):
+      return mxfp4.read(self.read, name, slices)
     return self._open(self.file_of[name]).get_slice(name)[slices]
 
   def check_names(self, shapes: Shapes, others: Iterable[str] = ()) -> None:
@@ -170,10 +190,11 @@ class Files:
             f"{path}: {name} has shape {tuple(header.get_shape())}, but config.json asks for "
             f"{shapes[name]}"
           )
-        if header.get_dtype() not in _TAGS.values():
+        packed = name.endswith(tuple(mxfp4.PARTS))
+        if header.get_dtype() not in (["U8"] if packed else _FLOATS):
           raise CheckpointError(
             f"{path}: {name} is of type {header.get_dtype()}, not one of "
-            f"{', '.join(_TAGS.values())}; quantised checkpoints are not supported"
+            f"{', '.join(_FLOATS)}; quantised checkpoints are not supported"
           )
 
 

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = dict(F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16)
+DTYPES |= dict(U8=np.uint8)  # Of MXFP4 alone.
 _FIRST = 2**18  # Bytes of the first read: the headers of most files.
 _LONGEST = 10**8  # Bytes of a header: the library's limit.
 
