@@ -67,15 +67,20 @@ def test_what_is_written_is_the_rounded_number(write):
   assert np.any(b)
 
 
-@pytest.mark.parametrize("n, window, cap", [(2, 0, 0.0), (4, 70, 0.0), (20, 0, 5.0)])
+@pytest.mark.parametrize(
+  "n, window, cap, sinks", [(2, 0, 0.0, True), (4, 70, 0.0, False), (20, 0, 5.0, False)]
+)
 @pytest.mark.parametrize("programs", [1, 64])  # Whole rows, and parts of a single tile.
-def test_a_gpus_kernel_reads_the_positions_of_each_row(n, window, cap, programs, monkeypatch):
+def test_a_gpus_kernel_reads_the_positions_of_each_row(
+  n, window, cap, sinks, programs, monkeypatch
+):
   monkeypatch.setattr(triton, "PROGRAMS", programs)
   B, K, S, H = 4, 2, 160, 16  # Tiles of 32 positions.
   keys = jax.random.split(jax.random.key(0), 3)
   shapes = (B, 1, K * n, H), (B, K, H, S), (B, K, S, H)
   q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
   position, scores = jnp.array([0, 31, 100, S - 1]), Scores(H**-0.5, window, cap)
+  scores = scores._replace(sink_N=jnp.linspace(-1, 3, K * n)) if sinks else scores
   expected = attention.attend_cache(q, k, v, position[:, None], scores)
   beyond = jnp.arange(S)[None] > (position | 31)[:, None]  # Keys in tiles without a position.
   k, v = (

@@ -57,8 +57,8 @@ def attend(
       sums = old[:, None] * sums + _dot(weight.astype(v.dtype), v)
       return peak, old * total + weight.sum(1), sums
 
-    start = jnp.full(rows, NEGATIVE), jnp.zeros(rows), jnp.zeros((rows, H))
-    start = tuple(x.astype(jnp.float32) for x in start)
+    start = ((rows,), NEGATIVE), ((rows,), 0), ((rows, H), 0)
+    start = tuple(jnp.full(shape, value, jnp.float32) for shape, value in start)
     highest, total, sums = jax.lax.fori_loop(first, end, add, start)
     total = jnp.maximum(total, 1e-30)  # A part may have no visible key.
     y_ref[row, head, part] = (sums / total[:, None]).astype(y_ref.dtype)
@@ -78,9 +78,18 @@ def attend(
   )
   with jax.named_scope(f"flops={4 * q_BNH.size * S}"):  # Of whole rows; `aot` reads it.
     y_BKPrH, lse_BKPr = call(position_B, q_BKrH, k_BKHS, v_BKSH)
-  share_BKPr = jax.nn.softmax(lse_BKPr, axis=2)
-  y_BKrH = y_BKPrH[:, :, 0] if parts == 1 else (y_BKPrH * share_BKPr[..., None]).sum(2)
-  return y_BKrH[:, :, :n].reshape(B, N, H).astype(q_BNH.dtype)
+  share_BKPr1 = jax.nn.softmax(lse_BKPr, axis=2)[..., None]
+  y_BKrH = y_BKPrH[:, :, 0] if parts == 1 else (y_BKPrH * share_BKPr1).sum(2)
+  y_BKnH = y_BKrH[:, :, :n]
+  if scores.sink_N is not None:
+    y_BKnH = _with_sinks(y_BKnH, lse_BKPr[..., :n], scores.sink_N)
+  return y_BKnH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _with_sinks(y_BKnH: jax.Array, lse_BKPn: jax.Array, sink_N: jax.Array) -> jax.Array:
+  """Adds each head's sink to the denominator."""
+  lse_BKn = jax.nn.logsumexp(lse_BKPn, axis=2)
+  return y_BKnH * jax.nn.sigmoid(lse_BKn - sink_N.reshape(1, *lse_BKn.shape[1:]))[..., None]
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
