@@ -17,6 +17,7 @@ from ml_collections import config_flags
 from gspo_jax.cli import before_jax
 from gspo_jax.settings import ranges, reading
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.objective import effective, section_kind
 from gspo_jax.settings.reading import kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
@@ -58,7 +59,13 @@ def refuse(error: Exception) -> NoReturn:
 
 try:
   CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
+    "config",
+    None,
+    "Configuration: its name, e.g. tiny, or the path of a file.",
+    # `parse` refuses unknown keys. New ones are options of the user's own functions, and entries of
+    # sections like `data.template_arguments`.
+    lock_config=False,
+    accept_new_attributes=True,
   )
 except (flags.Error, UnicodeError) as error:  # From the file of --flagfile.
   named = [argument for argument in sys.argv if "flagfile" in argument]
@@ -138,14 +145,26 @@ def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str
 def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
   """Raises ValueError for a flag --config.KEY with an unknown key."""
   keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
+  if isinstance(values.get("objective"), Mapping):
+    values = values | dict(objective=_with_own_options(argv, values["objective"]))
   for key in [match[1] for match in keys if match]:
     section, path = values, ""
     for part in key.split("."):
       if not isinstance(section, Mapping):
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
-      if part not in section:
+      if part not in section and kind_of(path[:-1]) is not dict:  # Such sections take any name.
         raise ValueError(unknown_key_message(path, part, section))
-      section, path = section[part], f"{path}{part}."
+      section, path = section.get(part), f"{path}{part}."
+
+
+def _with_own_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds options of the user's functions to the section `objective`."""
+  names = {}
+  for argument, following in zip(argv, [*argv[1:], ""]):
+    if match := re.fullmatch(r"--?config\.objective\.(name|advantage)(?:=(.*))?", argument):
+      names[match[1]] = following if match[2] is None else match[2]
+  options = ranges.kinds(section_kind(effective({**section, **names})))
+  return dict.fromkeys(options) | section
 
 
 def _flag_error(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.inputs import facts
+from gspo_jax.inputs import facts, objective
 from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
 from gspo_jax.inputs.devices import Meshes, check_devices, check_engine, check_memory, make_meshes
 from gspo_jax.learner.state import check_state
@@ -120,6 +120,7 @@ def read_parts(
     date: date of the run's first start, for chat templates.
     devices: as in `read_inputs`.
   """
+  objective.check(config)
   source = read_model(config, origins["start"])
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)

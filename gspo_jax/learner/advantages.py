@@ -15,6 +15,7 @@ from gspo_jax import sharding
 from gspo_jax.learner.critic import Critic
 from gspo_jax.objectives.reductions import Mean, merge
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
+from gspo_jax.settings.losses import find_estimator
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import P
@@ -112,7 +113,7 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
   The mini-batches must hold `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Means exclude responses
   without a trained token.
   """
-  estimate = O.ESTIMATORS[config.advantage_kind].of_group
+  estimate = find_estimator(config.advantage_kind).of_group
 
   @jax.jit
   def advantages(batches: Sequence[TrainBatch], coef: float) -> Filled:

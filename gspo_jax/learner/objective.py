@@ -48,12 +48,14 @@ def configured_loss(
   options = {key: value for key, value in config.options().items() if key in loss.options}
   options |= {key: value for key, value in hyperparameters.items() if key in options}
   options["entropy_BT"] = entropy_BT
-  if config.kl_coef:
+  if config.kl_coef or "ref_logp_BT" in parameters:
     options["ref_logp_BT"] = batch.ref_logp_BT
-    if options.get("kl") == "k3_weighted":  # Recomputed old log-probs may be of a later policy.
-      options["sampler_logp_BT"] = batch.sampler_logp_BT
-    if batch.mixed_B is not None:
-      options["kl_mask_BT"] = jnp.broadcast_to(batch.mixed_B[:, None], batch.mask_BT.shape)
+  # Recomputed old log-probs may be of a later policy.
+  weighted_kl = config.kl_coef and options.get("kl") == "k3_weighted"
+  if weighted_kl or "sampler_logp_BT" in parameters:
+    options["sampler_logp_BT"] = batch.sampler_logp_BT
+  if config.kl_coef and batch.mixed_B is not None:
+    options["kl_mask_BT"] = jnp.broadcast_to(batch.mixed_B[:, None], batch.mask_BT.shape)
   old_logp_BT = batch.ref_logp_BT if loss.to_reference else batch.old_logp_BT
   if "max_length" in parameters:
     options["max_length"] = max_length
@@ -66,13 +68,14 @@ def configured_loss(
     if advantage is None:
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   weight, metrics = _weight(config, logp_BT, advantage, batch, hyperparameters)
-  undivided = functools.partial(
-    loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT, weight=weight
-  )
+  options |= {} if weight is None else dict(weight=weight)
+  options = {key: value for key, value in options.items() if key in loss.arguments}
+  undivided = functools.partial(loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT)
   total, loss_metrics, clipped_BT = undivided(**options)
   metrics |= loss_metrics | {"loss/policy": total}
   if config.kl_coef or config.entropy_coef:
-    without_penalties = {key: value for key, value in options.items() if key not in PENALTIES}
+    penalties = {*PENALTIES} - parameters.keys()
+    without_penalties = {key: value for key, value in options.items() if key not in penalties}
     metrics["loss/policy"] = undivided(**without_penalties)[
       0
     ]  # The compiler shares nearly all of `total`.

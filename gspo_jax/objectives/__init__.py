@@ -69,6 +69,8 @@ from gspo_jax.objectives.sequence_losses import gspo_loss as gspo_loss
 from gspo_jax.objectives.sequence_losses import gspo_token_loss as gspo_token_loss
 from gspo_jax.objectives.sequence_losses import luspo_loss as luspo_loss
 from gspo_jax.objectives.sequence_losses import segment_loss as segment_loss
+from gspo_jax.objectives.terms import PolicyLoss as PolicyLoss
+from gspo_jax.objectives.terms import policy_loss as policy_loss
 
 # The name of each policy loss in a configuration. Each declares its options (terms.policy_loss).
 POLICY_LOSSES = dict(

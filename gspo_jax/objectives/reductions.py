@@ -177,7 +177,7 @@ def collapse(tree: Any, axis: int = 0) -> Any:
 
 def compute(tree: Any) -> Any:
   """Scalars: divided here, and only here."""
-  return jax.tree.map(lambda a: a.compute(), tree, is_leaf=_is_reduction)
+  return jax.tree.map(lambda a: a.compute(), tree, is_leaf=is_reduction)
 
 
 class Reduced(Protocol[Arguments]):
@@ -202,7 +202,8 @@ def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
   return function
 
 
-def _is_reduction(x: object) -> bool:
+def is_reduction(x: object) -> bool:
+  """Whether `x` is a reduction: Mean, Max, Min, Std, ..."""
   return isinstance(x, Reduction)
 
 
@@ -211,7 +212,7 @@ def _field_by_field(reduce: Callable, *trees: Any) -> Any:
     kind = type(reductions[0])
     return kind(*map(reduce, _OVER[kind], *reductions))
 
-  return jax.tree.map(by_field, *trees, is_leaf=_is_reduction)
+  return jax.tree.map(by_field, *trees, is_leaf=is_reduction)
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:

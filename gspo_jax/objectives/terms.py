@@ -15,7 +15,7 @@ from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3, kl_k3_weighted
-from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
+from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, is_reduction, reduced
 
 _ROUNDING = 256  # Units in the last place of 1: difference of two computations of a log-prob.
 _KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # (log π, log π_ref, log π_old) -> KL
@@ -61,6 +61,7 @@ class PolicyLoss(Protocol[Arguments]):
   # `cispo_loss`: a bounded one).
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]  # both of them
+  arguments: tuple[str, ...]  # names of all its arguments
   options: Mapping[str, Any]  # published defaults of its numbers and words, KL's and entropy's too
   choices: Mapping[str, tuple[str, ...]]  # words allowed for those that are words
   by_token: bool  # Advantages may differ between tokens of a response.
@@ -77,44 +78,113 @@ class PolicyLoss(Protocol[Arguments]):
 
 def policy_loss(
   *,
-  levels: tuple[str, ...],
-  by_token: bool = False,
+  levels: tuple[str, ...] | None = None,
+  by_token: bool | None = None,
   advantage: str = "std",
   recorded: bool = False,
   to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
-  """Declares a `PolicyLoss`, defined by a function to `Sums`."""
+  """Declares a `PolicyLoss`.
+
+  Decorates a function to `Sums`. It takes logp_BT, old_logp_BT, advantage_B or advantage_BT, and
+  mask_BT, then arrays of `Options` by name, `**options` for all of them, and numbers or words with
+  defaults: its options.
+
+  Args:
+    levels: levels of importance correction, its own first. None means all that suit its advantages,
+      or none if it takes no `weight`.
+    by_token: whether advantages may differ between tokens of a response. None means that the third
+      argument is called `advantage_BT`.
+    advantage: name of its estimator of advantages.
+    recorded: whether it may learn from responses of another policy.
+    to_reference: whether its ratios are to a fixed reference policy.
+
+  Example:
+    >>> @policy_loss()
+    ... def reinforce_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, scale=1.0):
+    ...   total = -scale * (advantage_BT * logp_BT * mask_BT).sum()
+    ...   return Mean(total, mask_BT.sum()), {}, jnp.zeros(mask_BT.shape, bool)
+    >>> ones_BT = jnp.ones((2, 3))
+    >>> float(reinforce_loss(-ones_BT, -ones_BT, ones_BT, ones_BT, scale=2.0)[0])
+    2.0
+    >>> dict(reinforce_loss.options), reinforce_loss.by_token
+    ({'scale': 1.0}, True)
+  """
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
     parameters = [*inspect.signature(function).parameters.values()]
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    names = [*named, *Options.__annotations__]
-
-    @functools.wraps(function)
-    def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
-      for name in kwargs.keys() - names:
-        raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(names)}")
-      return function(*args, **kwargs)
-
-    @functools.wraps(function)
-    def sums(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Mean, Metrics]:
-      return undivided(*args, **kwargs)[:2]
-
-    @functools.wraps(function)
-    def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
-      return undivided(*args, **kwargs)[2]
-
-    parameters += inspect.signature(_penalty).parameters.values()
-    options = [p for p in parameters if p.default is not p.empty and "_BT" not in p.name]
-    loss = cast(PolicyLoss[Arguments], reduced(sums))
-    loss.clipped, loss.undivided = clipped, undivided
-    loss.options = {p.name: p.default for p in options}
-    loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
-    loss.by_token, loss.levels = by_token, levels
+    shared = len(named) < len(parameters)  # It takes **options.
+    names = (*named, *(Options.__annotations__ if shared else ()))
+    tokens = "advantage_BT" in named if by_token is None else by_token
+    suitable = (BY_TOKEN if tokens else BY_RESPONSE) if "weight" in names else ()
+    loss = _with_forms(function, names)
+    parameters += inspect.signature(_penalty).parameters.values() if shared else ()
+    options = [p for p in parameters if p.default is not p.empty and _is_option(p.name)]
+    words = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
+    loss.arguments, loss.options = names, {p.name: p.default for p in options}
+    loss.choices = {name: choices for name, choices in words.items() if choices}
+    loss.by_token, loss.levels = tokens, suitable if levels is None else levels
     loss.advantage, loss.recorded, loss.to_reference = advantage, recorded, to_reference
     return loss
 
   return declare
+
+
+def _with_forms(
+  function: Callable[Arguments, Sums], names: tuple[str, ...]
+) -> PolicyLoss[Arguments]:
+  """Adds the forms `sums`, `clipped` and `undivided`."""
+
+  @functools.wraps(function)
+  def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
+    for name in kwargs.keys() - names:
+      raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(names)}")
+    results = function(*args, **kwargs)
+    _check_sums(function.__name__, results)
+    return results
+
+  @functools.wraps(function)
+  def sums(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Mean, Metrics]:
+    return undivided(*args, **kwargs)[:2]
+
+  @functools.wraps(function)
+  def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
+    return undivided(*args, **kwargs)[2]
+
+  loss = cast(PolicyLoss[Arguments], reduced(sums))
+  loss.clipped, loss.undivided = clipped, undivided
+  return loss
+
+
+def _check_sums(name: str, results: object) -> None:
+  """Raises TypeError unless `results` are `Sums`."""
+  form = "(Mean(numerator, denominator), metrics, clipped_BT), a Mean of two numbers first"
+  if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
+    raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
+  total, metrics, clipped_BT = results
+  if any(jnp.ndim(x) for x in total):
+    raise TypeError(f"{name} returned a Mean of shapes {[*map(jnp.shape, total)]}, expected {form}")
+  if jnp.ndim(clipped_BT) != 2 or jnp.result_type(clipped_BT) != jnp.bool_:
+    form = f"{jnp.result_type(clipped_BT)} {list(jnp.shape(clipped_BT))}"
+    raise TypeError(f"{name} returned clipped_BT as {form}, expected bool [B, T]")
+  for key, value in metrics.items():
+    if not is_reduction(value) or any(jnp.ndim(x) for x in value):
+      raise TypeError(
+        f"{name} returned the metric {key!r} as {_shortened(value)}, expected a Mean, Max, Min or "
+        "Std of numbers"
+      )
+
+
+def _shortened(value: object) -> str:
+  if isinstance(value, Array):
+    return f"an array of shape {list(value.shape)}"
+  text = " ".join(repr(value).split())
+  return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_option(name: str) -> bool:
+  return "_BT" not in name and name != "weight"
 
 
 class Batch(NamedTuple):

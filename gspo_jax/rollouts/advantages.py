@@ -4,6 +4,7 @@ Advantages from a critic or a teacher are computed on the devices, in learner/ad
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.sampling import parts
-from gspo_jax.settings.objective import ObjectiveConfig, options_of
+from gspo_jax.settings.losses import find_estimator, options_of
+from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Rollout
 
@@ -122,15 +124,19 @@ def advantages(
   Args:
     right_from: smallest reward of a right response. None means that rewards above 0 may be right.
   """
-  estimator = O.ESTIMATORS[config.advantage_kind]
+  estimator = find_estimator(config.advantage_kind)
   options = options_of(config.name) | config.options() | dict(right_from=right_from)
   options = {name: options.get(name) for name in estimator.options}
-  return np.asarray(_estimators[estimator.name](reward_PG, valid_PG=valid_PG, **options))
+  return np.asarray(_compiled(estimator)(reward_PG, valid_PG=valid_PG, **options))
+
+
+@functools.cache
+def _compiled(estimator: O.Estimator) -> Callable[..., jax.Array]:
+  return jax.jit(estimator.of_group)
 
 
 # Jitted: one small program instead of many operations.
 _gdpo = jax.jit(O.gdpo_advantages)
-_estimators = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 

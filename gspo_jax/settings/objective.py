@@ -3,18 +3,27 @@
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from gspo_jax import objectives as O
 from gspo_jax.settings import ranges
+from gspo_jax.settings.losses import (
+  DYNAMIC,
+  DYNAMIC_OF_ALL,
+  ESTIMATOR_NAMES,
+  LOSS_NAMES,
+  every_option,
+  find_estimator,
+  find_loss,
+  option_kinds,
+  options_of,
+  with_options,
+)
 from gspo_jax.settings.ranges import (
   FractionBelowOne,
   NonNegativeFloat,
   PositiveFloat,
-  PositiveInt,
-  Range,
   key,
 )
 from gspo_jax.system.text import did_you_mean
@@ -35,93 +44,6 @@ LOSSES = O.POLICY_LOSSES
 
 
 CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
-
-
-# Types of options; the others are words or non-negative numbers.
-KINDS = dict(
-  clip_low=ranges.Fraction,
-  clip_high=Annotated[float, Range(0, 1000)],
-  dual_clip=Annotated[float, Range(1, 1000, excluded=(1,))],
-  entropy_coef=Annotated[float, Range(-1000, 1000)],
-  tau_pos=PositiveFloat,
-  tau_neg=PositiveFloat,
-  k_pos=PositiveFloat,
-  lambda_pos=PositiveFloat,
-  k_neg=PositiveFloat,
-  lambda_neg=PositiveFloat,
-  beta=PositiveFloat,
-  soft_value=Annotated[float, Range(-1e6, 1e6)],
-  clip_length=PositiveFloat,
-  clip_exponent=Annotated[float, Range(0, 10)],
-  length_exponent=Annotated[float, Range(0, 10)],
-  segment_unit=Literal["turn", "step", "line", "tokens"],
-  segment_tokens=PositiveInt,
-  segment_delimiters=tuple[str, ...],
-)
-
-# Units and reasons of all options.
-REASONS = dict(
-  clip_low="distance of ratios below 1; gmpo: of log-ratios; dppo: of divergences",
-  clip_high="distance above 1, as clip_low",
-  dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
-  aggregate="mean of responses' means, mean of tokens, or sum over a constant",
-  divergence="dppo: binary tv or kl of the sampled token against all others",
-  entropy_coef="factor of an entropy bonus",
-  kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
-  kl_coef="factor of the divergence from the policy before RL",
-  tau_pos="sapo: temperature of its gate for Â > 0",
-  tau_neg="sapo: temperature of its gate for Â < 0",
-  k_pos="vespo: decay of a response's weight for ratios below 1 and Â ≥ 0",
-  lambda_pos="vespo: decay for ratios above 1 and Â ≥ 0",
-  k_neg="vespo: as k_pos, for Â < 0",
-  lambda_neg="vespo: as lambda_pos, for Â < 0",
-  beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
-  soft_value="spo: Q̂_0 of all prompts; unset: estimated per group",
-  clip_length="tokens of a response with exactly clip_low and clip_high",
-  clip_exponent="exponent of (clip_length / tokens), a factor of the ranges; 0: equal ranges",
-  length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
-  segment_unit="segment: unit with one ratio",
-  segment_tokens="tokens of a segment, for segment_unit=tokens",
-  segment_delimiters="ends of a step; unset: tags of the chat template",
-)
-
-
-# Arguments of compiled programs. An option of 0 is static: its term is left out.
-DYNAMIC = (
-  *("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef"),
-  *("entropy_coef", "tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
-)
-
-
-@functools.cache
-def options_of(name: str) -> Mapping[str, Any]:
-  """Options of loss `name` in a configuration, with their published defaults.
-
-  The option `max_length` is the key `sampling.max_new_tokens`, and is left out.
-  """
-  loss = LOSSES[name]
-  options = {key: default for key, default in loss.options.items() if key != "max_length"}
-  if "segment_BT" in inspect.signature(loss).parameters:
-    options |= dict(segment_unit="turn", segment_tokens=None, segment_delimiters=None)
-  if loss.advantage == "soft":
-    options |= dict(soft_value=None)
-  return types.MappingProxyType(options)
-
-
-def with_options(cls: type) -> type:
-  """Adds a field for every option of a loss, None by default."""
-  for option in every_option():
-    words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
-    kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
-    cls.__annotations__[option] = kind | None
-    setattr(cls, option, key(None, REASONS.get(option, "an option of the loss")))
-  return cls
-
-
-@functools.cache
-def every_option() -> tuple[str, ...]:
-  """Names of the options of all losses, each once."""
-  return tuple(dict.fromkeys(option for name in LOSSES for option in options_of(name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +67,7 @@ class ObjectiveConfig:
   `objective.tuned` replaces published values in a file, {loss: {option: value}}.
   docs/objectives.md"""
 
-  name: Literal[*LOSSES] = key("gspo", "the loss")
+  name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
     "sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: as sampler, "
@@ -158,7 +80,7 @@ class ObjectiveConfig:
     "none", "Routing Replay: R2: experts of the recomputation | R3: experts of the sampler"
   )
   volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
-  advantage: Literal[*O.ESTIMATORS] | None = key(
+  advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
     None, "estimator of advantages; unset: by critic, teacher, ..., else the loss's published one"
   )
   kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups without advantages")
@@ -206,6 +128,12 @@ class ObjectiveConfig:
         "{replay} replays the experts of the recomputation pass, and {old_logp} makes none: set "
         "it to recompute, or replay to R3",
       ),
+      (
+        "weight" not in self.loss.arguments
+        and (self.correction.name != "none" or self.off_policy_threshold is not None),
+        "{correction.name}, {off_policy_threshold}: {name} has no argument weight, an array [B] or "
+        "[B, T] that multiplies its objective; add it, or leave these unset",
+      ),
     ]
     ranges.refuse(self, "objective", wrong)
     self._check_correction()
@@ -241,24 +169,27 @@ class ObjectiveConfig:
 
   @property
   def loss(self) -> Callable:
-    return LOSSES[self.name]
+    return find_loss(self.name)
 
   @property
   def advantage_kind(self) -> str:
     """Name of the estimator from a group's rewards, by default the loss's."""
-    named = O.ESTIMATORS.get(self.advantage)
+    named = find_estimator(self.advantage) if self.advantage else None
     return named.name if named is not None and named.of_group else self.loss.advantage
 
   @property
   def needs_reference(self) -> bool:
     """Whether the run keeps the policy before RL."""
-    return bool(self.kl_coef or self.reward_kl_coef) or self.loss.to_reference
+    reads = self.loss.to_reference or "ref_logp_BT" in inspect.signature(self.loss).parameters
+    return bool(self.kl_coef or self.reward_kl_coef) or reads
 
   def options(self) -> dict[str, Any]:
     """Set options of the loss; raises ValueError for options of other losses."""
-    values = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
+    declared = options_of(self.name, self.advantage)
+    names = dict.fromkeys((*every_option(), *declared))
+    values = {key: getattr(self, key) for key in names if getattr(self, key) is not None}
     for option, value in values.items():
-      _require_option(option, options_of(self.name), f"{option}={value!r}: {self.name}")
+      _require_option(option, declared, f"{option}={value!r}: {self.name}")
     return values
 
   @property
@@ -270,8 +201,8 @@ class ObjectiveConfig:
 
   def hyperparameters(self) -> dict[str, Any]:
     """Arguments of compiled programs, for configurations of equal `static`."""
-    c = self.correction
-    values = {k: v for k, v in self.options().items() if v and k in DYNAMIC}
+    c, names = self.correction, DYNAMIC if self.name in LOSSES else DYNAMIC_OF_ALL
+    values = {k: v for k, v in self.options().items() if v and k in names}
     values |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
     if self.off_policy_threshold is not None:
       values |= dict(off_policy_threshold=self.off_policy_threshold)
@@ -295,6 +226,28 @@ class ObjectiveConfig:
     return self.replay == "R3" or self.volatility
 
 
+def section_kind(values: Any) -> type[ObjectiveConfig]:
+  """Returns ObjectiveConfig, with fields for options of the user's functions."""
+  names = (
+    [values.get(name) for name in ("name", "advantage")] if isinstance(values, Mapping) else []
+  )
+  if not all(name is None or isinstance(name, str) for name in names):
+    return ObjectiveConfig  # Its check raises.
+  return _section_kind(*names) if names else ObjectiveConfig
+
+
+@functools.cache
+def _section_kind(loss: str | None, advantage: str | None) -> type[ObjectiveConfig]:
+  why = "an option of the user's own"
+  kinds = option_kinds(loss or "", advantage)
+  fields = [(name, kind | None, key(None, why)) for name, kind in kinds.items()]
+  if not fields:
+    return ObjectiveConfig
+  return dataclasses.make_dataclass(
+    "ObjectiveConfig", fields, bases=(ObjectiveConfig,), frozen=True
+  )
+
+
 def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   """Fills unset keys of an ObjectiveConfig.
 
@@ -304,9 +257,10 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")
   _check_tuned(tuned)
-  if name not in (*LOSSES,):
+  if name not in LOSS_NAMES:
     return section  # ObjectiveConfig raises.
-  defaults, options = dict(advantage=LOSSES[name].advantage) | options_of(name), tuned.get(name, {})
+  estimator = section.get("advantage") or find_loss(name).advantage
+  defaults, options = dict(advantage=estimator) | options_of(name, estimator), tuned.get(name, {})
   divergence = section.get("divergence") or options.get("divergence")
   if name == "dppo" and divergence == "kl":  # KL has another threshold.
     defaults |= dict(clip_low=0.05, clip_high=0.05)
@@ -335,7 +289,7 @@ def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
     return {}
   parameters = inspect.signature(CORRECTIONS[correction]).parameters
   defaults = {key: parameters[key].default for key in ("cap", "low", "high") if key in parameters}
-  return dict(level=LOSSES[loss].levels[0]) | defaults
+  return dict(level=next(iter(find_loss(loss).levels), None)) | defaults
 
 
 def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:

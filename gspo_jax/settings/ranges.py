@@ -81,7 +81,7 @@ class Name:
   words: tuple[str, ...]
 
   def __contains__(self, value: str) -> bool:
-    return value in self.words or bool(_DOTTED.fullmatch(value))
+    return value in self.words or (isinstance(value, str) and bool(_DOTTED.fullmatch(value)))
 
   def __str__(self) -> str:
     return (

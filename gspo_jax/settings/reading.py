@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspo_jax.settings import ranges, rules
-from gspo_jax.settings.objective import ObjectiveConfig, effective
+from gspo_jax.settings.objective import ObjectiveConfig, effective, section_kind
 from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
@@ -141,6 +141,7 @@ def _dotted(section: type, path: str = "") -> Iterator[str]:
 
 def _build(cls: type, values: Any, path: str) -> Any:
   """Builds a section, recursively; `path` is the prefix of its keys, for messages."""
+  cls = section_kind(values) if cls is ObjectiveConfig else cls
   kinds = ranges.kinds(cls)
   key = path.rstrip(".")
   if not isinstance(values, Mapping):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from gspo_jax import objectives as O
 from gspo_jax.settings import estimators, ranges
 from gspo_jax.settings.evaluation import EvalConfig
-from gspo_jax.settings.objective import options_of
+from gspo_jax.settings.losses import options_of
 from gspo_jax.settings.rewards import SHOWN, VERIFIERS, CostSignal, RewardSignal, needs_workers
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import MOST_KEPT, SamplingConfig

@@ -9,6 +9,7 @@ from gspo_jax.settings import ranges
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.data import DataConfig, OfflineConfig
 from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
+from gspo_jax.settings.losses import find_estimator
 from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
 from gspo_jax.settings.model import ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.settings.objective import ObjectiveConfig
@@ -145,7 +146,8 @@ class RunConfig:
   @property
   def estimator(self) -> O.Estimator:
     """Estimator of `objective.advantage`, else the first with its needs met."""
-    named = O.ESTIMATORS.get(self.objective.advantage)
+    name = self.objective.advantage
+    named = find_estimator(name) if name else None
     return named if named and named.of_group is None else self._first_estimator()
 
   @property
@@ -160,7 +162,7 @@ class RunConfig:
       met = estimator.needs and estimator.needs <= sources
       if possible and met and kind in (estimator.kinds or (kind,)):
         return estimator
-    return O.ESTIMATORS[kind]
+    return find_estimator(kind)
 
   @property
   def compares_parts(self) -> bool:

@@ -17,7 +17,8 @@ from configs import common, dense_math, moe_aime, tiny, tiny_tools
 from gspo_jax import objectives as O
 from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.passes import learner_of
-from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective, options_of
+from gspo_jax.settings.losses import options_of
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.structs import ModelInputs, TrainBatch
 

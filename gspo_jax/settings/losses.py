@@ -1,0 +1,248 @@
+"""Losses, estimators of advantages and their options, by name."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from gspo_jax import objectives as O
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import (
+  INT32,
+  Name,
+  NonNegativeFloat,
+  PositiveFloat,
+  PositiveInt,
+  Range,
+  key,
+)
+from gspo_jax.system import user_code
+
+LOSS_NAMES = Name((*O.POLICY_LOSSES,))
+ESTIMATOR_NAMES = Name((*O.ESTIMATORS,))
+
+# Types of options; the others are words or non-negative numbers.
+KINDS = dict(
+  clip_low=ranges.Fraction,
+  clip_high=Annotated[float, Range(0, 1000)],
+  dual_clip=Annotated[float, Range(1, 1000, excluded=(1,))],
+  entropy_coef=Annotated[float, Range(-1000, 1000)],
+  tau_pos=PositiveFloat,
+  tau_neg=PositiveFloat,
+  k_pos=PositiveFloat,
+  lambda_pos=PositiveFloat,
+  k_neg=PositiveFloat,
+  lambda_neg=PositiveFloat,
+  beta=PositiveFloat,
+  soft_value=Annotated[float, Range(-1e6, 1e6)],
+  clip_length=PositiveFloat,
+  clip_exponent=Annotated[float, Range(0, 10)],
+  length_exponent=Annotated[float, Range(0, 10)],
+  segment_unit=Literal["turn", "step", "line", "tokens"],
+  segment_tokens=PositiveInt,
+  segment_delimiters=tuple[str, ...],
+)
+
+# Units and reasons of all options.
+REASONS = dict(
+  clip_low="distance of ratios below 1; gmpo: of log-ratios; dppo: of divergences",
+  clip_high="distance above 1, as clip_low",
+  dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
+  aggregate="mean of responses' means, mean of tokens, or sum over a constant",
+  divergence="dppo: binary tv or kl of the sampled token against all others",
+  entropy_coef="factor of an entropy bonus",
+  kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
+  kl_coef="factor of the divergence from the policy before RL",
+  tau_pos="sapo: temperature of its gate for Â > 0",
+  tau_neg="sapo: temperature of its gate for Â < 0",
+  k_pos="vespo: decay of a response's weight for ratios below 1 and Â ≥ 0",
+  lambda_pos="vespo: decay for ratios above 1 and Â ≥ 0",
+  k_neg="vespo: as k_pos, for Â < 0",
+  lambda_neg="vespo: as lambda_pos, for Â < 0",
+  beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
+  soft_value="spo: Q̂_0 of all prompts; unset: estimated per group",
+  clip_length="tokens of a response with exactly clip_low and clip_high",
+  clip_exponent="exponent of (clip_length / tokens), a factor of the ranges; 0: equal ranges",
+  length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
+  segment_unit="segment: unit with one ratio",
+  segment_tokens="tokens of a segment, for segment_unit=tokens",
+  segment_delimiters="ends of a step; unset: tags of the chat template",
+)
+
+
+# Arguments of compiled programs. An option of 0 is static: its term is left out.
+DYNAMIC_OF_ALL = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
+DYNAMIC = (
+  *DYNAMIC_OF_ALL,
+  *("clip_length", "clip_exponent", "dual_clip"),
+  *("tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+)
+
+# Arguments of a loss besides its options; the update computes them.
+COMPUTED = ("max_length", "segment_BT", "ref_logp_BT", "sampler_logp_BT", "entropy_BT", "weight")
+# Arguments of an estimator besides its options.
+MASKS = ("valid_PG", "right_from")
+# Types of options of the user's own without an annotated range.
+_OWN_KINDS = {
+  bool: bool,
+  int: Annotated[int, Range(-INT32, INT32)],
+  float: Annotated[float, Range(-1e9, 1e9)],
+  str: str,
+}
+
+
+@functools.cache
+def find_loss(name: str) -> O.PolicyLoss:
+  """Finds a loss, or the user's `package.module:function`.
+
+  `objectives.policy_loss` declares a function without the decorator.
+
+  Raises:
+    ValueError: it cannot be imported, or takes an argument unknown to the update.
+  """
+  if name in O.POLICY_LOSSES:
+    return O.POLICY_LOSSES[name]
+  function = user_code.load(name, "objective.name")
+  parameters = [*_parameters(function, f"objective.name={name!r}").values()]
+  if len(parameters) < 4 or any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:4]):
+    raise ValueError(
+      f"objective.name={name!r}: {function.__name__} takes logp_BT, old_logp_BT, advantage_B or "
+      f"advantage_BT, and mask_BT, in this order, and then options; it has "
+      f"{', '.join(p.name for p in parameters) or 'no arguments'}"
+    )
+  loss = function if hasattr(function, "undivided") else O.policy_loss()(function)
+  for p in parameters[4:]:
+    missing = p.default is p.empty and p.name not in loss.options
+    if (
+      (missing or p.name.endswith("_BT")) and p.name not in COMPUTED and p.kind is not p.VAR_KEYWORD
+    ):
+      raise ValueError(
+        f"objective.name={name!r}: {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
+        "has no default as an option has"
+      )
+  return loss
+
+
+@functools.cache
+def find_estimator(name: str) -> O.Estimator:
+  """Finds an estimator, or the user's `package.module:function`.
+
+  Raises:
+    ValueError: it cannot be imported.
+  """
+  if name in O.ESTIMATORS:
+    return O.ESTIMATORS[name]
+  function = user_code.load(name, "objective.advantage")
+  parameters = _parameters(function, f"objective.advantage={name!r}")
+  options = tuple(option for option in [*parameters][1:] if option != "valid_PG")
+
+  @functools.wraps(function)
+  def valid_advantages(reward_PG: Array, *, valid_PG: Array, **values: Any) -> Array:
+    advantage_PG = function(reward_PG, valid_PG=valid_PG, **values)
+    if jnp.shape(advantage_PG) != jnp.shape(reward_PG):
+      shapes = [list(jnp.shape(x)) for x in (advantage_PG, reward_PG)]
+      raise TypeError(
+        f"{function.__name__} returned shape {shapes[0]}, expected [P, G] = {shapes[1]}"
+      )
+    return jnp.where(valid_PG > 0, advantage_PG, 0)
+
+  return O.Estimator(name, valid_advantages, options, beside=O.ESTIMATORS["std"].beside)
+
+
+def estimator_options(name: str | None) -> dict[str, Any]:
+  """Options of a user's estimator with defaults; {} for others."""
+  if name is None or name in O.ESTIMATORS or name not in ESTIMATOR_NAMES:
+    return {}
+  parameters = inspect.signature(find_estimator(name).of_group).parameters
+  return {
+    option: parameters[option].default
+    for option in find_estimator(name).options
+    if option not in MASKS
+  }
+
+
+def option_kinds(loss: str, estimator: str | None) -> dict[str, Any]:
+  """Types of options of the user's functions, by name."""
+  kinds: dict[str, Any] = {}
+  if loss in LOSS_NAMES and loss not in O.POLICY_LOSSES:
+    function = find_loss(loss)
+    names = inspect.signature(function).parameters.keys() - {*COMPUTED}
+    options = {name: value for name, value in function.options.items() if name in names}
+    kinds |= _option_kinds(function, options, f"objective.name={loss!r}")
+  if options := estimator_options(estimator):
+    function, label = find_estimator(estimator).of_group, f"objective.advantage={estimator!r}"
+    kinds |= _option_kinds(function, options, label)
+  return kinds
+
+
+def _option_kinds(function: Callable, options: Mapping[str, Any], label: str) -> dict[str, Any]:
+  """Types of options by their annotations, else by their defaults."""
+  try:
+    hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
+  except (NameError, TypeError):  # An annotation of names unknown at run time.
+    hints = {}
+  kinds = {name: _kind(hints.get(name), value) for name, value in options.items()}
+  for name in [name for name, kind in kinds.items() if kind is None]:
+    raise ValueError(
+      f"{label}: {name}={options[name]!r} is no option: its default is a number, a text, True or "
+      "False, a tuple of these, or None with an annotation like float | None"
+    )
+  return kinds
+
+
+def _kind(annotation: Any, default: Any) -> Any:
+  """Type of an option; None for other annotations and defaults."""
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # An optional value.
+    annotation = typing.get_args(annotation)[0]
+  if typing.get_origin(annotation) in (Literal, Annotated):
+    return annotation
+  if isinstance(default, tuple):
+    entry = _OWN_KINDS.get(type(default[0]) if default else float)
+    return entry and tuple[entry, ...]
+  return _OWN_KINDS.get(annotation if default is None else type(default))
+
+
+def _parameters(function: Callable, label: str) -> Mapping[str, inspect.Parameter]:
+  try:
+    return inspect.signature(function).parameters
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{label}: {error}") from error
+
+
+@functools.cache
+def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
+  """Options of loss `name` in a configuration, with their published defaults.
+
+  The option `max_length` is the key `sampling.max_new_tokens`, and is left out.
+
+  Args:
+    advantage: an estimator of the user's own adds its options.
+  """
+  loss = find_loss(name)
+  options = {key: default for key, default in loss.options.items() if key != "max_length"}
+  if "segment_BT" in inspect.signature(loss).parameters:
+    options |= dict(segment_unit="turn", segment_tokens=None, segment_delimiters=None)
+  if loss.advantage == "soft":
+    options |= dict(soft_value=None)
+  return types.MappingProxyType(options | estimator_options(advantage))
+
+
+def with_options(cls: type) -> type:
+  """Adds a field for every option of a loss, None by default."""
+  for option in every_option():
+    words = [word for loss in O.POLICY_LOSSES.values() for word in loss.choices.get(option, ())]
+    kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
+    cls.__annotations__[option] = kind | None
+    setattr(cls, option, key(None, REASONS.get(option, "an option of the loss")))
+  return cls
+
+
+@functools.cache
+def every_option() -> tuple[str, ...]:
+  """Names of the options of all losses, each once."""
+  return tuple(dict.fromkeys(option for name in O.POLICY_LOSSES for option in options_of(name)))

@@ -1,0 +1,147 @@
+"""Losses and estimators of the user's own: found, declared, tried, and refused."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from configs import tiny
+from gspo_jax.cli import flags
+from gspo_jax.inputs import objective
+from gspo_jax.learner.objective import configured_loss
+from gspo_jax.rollouts.advantages import advantages
+from gspo_jax.runs import contents
+from gspo_jax.settings.reading import from_dict
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "objectives.md"
+(LOSS,) = re.findall(r"### A loss of your own\n.*?```python\n(.*?)```", PAGE.read_text(), re.S)
+NAME = "own_losses:soft_clip_loss"
+MORE = """
+
+def returns_seven(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return 7
+
+
+def branches(logp_BT, old_logp_BT, advantage_B, mask_BT):
+  return 1 if logp_BT.sum() > 0 else 0
+
+
+def unmasked(logp_BT, old_logp_BT, advantage_BT, mask_BT):
+  return O.Mean((logp_BT * advantage_BT).sum(), mask_BT.sum()), {}, mask_BT > 1
+
+
+def plain_metric(logp_BT, old_logp_BT, advantage_BT, mask_BT):
+  return O.Mean((logp_BT * mask_BT).sum(), mask_BT.sum()), {"x": logp_BT.sum()}, mask_BT > 1
+
+
+def critic(logp_BT, old_logp_BT, advantage_BT, mask_BT, value_BT):
+  pass
+
+
+def with_reference(logp_BT, old_logp_BT, advantage_BT, mask_BT, ref_logp_BT):
+  return O.Mean(((logp_BT - ref_logp_BT) * mask_BT).sum(), mask_BT.sum()), {}, mask_BT > 1
+
+
+def centred(reward_PG, valid_PG, scale=1.0):
+  return scale * (reward_PG - (reward_PG * valid_PG).sum() / valid_PG.sum())
+
+
+def one_number(reward_PG, valid_PG):
+  return reward_PG.sum()
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+  (tmp_path / "own_losses.py").write_text(LOSS + MORE)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+def configured(**keys):
+  values = tiny.get_config().to_dict()
+  values["objective"] |= keys
+  config = from_dict(values)
+  objective.check(config)
+  return config
+
+
+def test_the_loss_of_the_page_is_computed_with_its_option():
+  config = configured(name=NAME, width=0.3)
+  assert config.objective.options() == {"width": 0.3}
+  assert from_dict(dataclasses.asdict(config)) == config
+  batch = objective._batch()
+  logp_BT = batch.old_logp_BT + 0.1
+  total, metrics, clipped_BT = jax.jit(
+    lambda x_BT: configured_loss(config.objective, x_BT, x_BT, batch, 6)
+  )(logp_BT)
+  mask_BT, advantage_B = batch.mask_BT, batch.advantage_B
+  bounded = 0.3 * np.tanh(np.expm1(0.1) / 0.3)
+  expected = -(bounded * advantage_B[:, None] * mask_BT).sum() / mask_BT.sum()
+  np.testing.assert_allclose(total.compute(), expected, rtol=1e-5)
+  assert not clipped_BT.any() and metrics["ratio/outside"].compute() == 0
+
+
+def test_an_argument_names_the_reference():
+  assert configured(name="own_losses:with_reference").objective.needs_reference
+  assert not configured(name=NAME).objective.needs_reference
+
+
+def test_an_estimator_of_rewards():
+  config = configured(name=NAME, advantage="own_losses:centred", scale=2.0)
+  assert config.objective.options() == {"width": 0.2, "scale": 2.0}
+  reward_PG, valid_PG = np.float32([[0, 1, 5]]), np.array([[True, True, False]])
+  np.testing.assert_allclose(advantages(config.objective, reward_PG, valid_PG), [[-1, 1, 0]])
+  assert config.estimator.name == "own_losses:centred"
+
+
+@pytest.mark.parametrize(
+  "keys, message",
+  [
+    (dict(name="own_losses:returns_seven"), "returned 7, expected .Mean"),
+    (dict(name="own_losses:branches"), "TracerBoolConversionError"),
+    (dict(name="own_losses:unmasked"), "outside mask_BT"),
+    (dict(name="own_losses:plain_metric"), "metric 'x' as an array"),
+    (dict(name="own_losses:critic"), "value_BT is no array of an update"),
+    (dict(name="own_losses:soft_clip_los"), "did you mean soft_clip_loss"),
+    (dict(name="no_such_module:loss"), "No module named 'no_such_module'"),
+    (dict(name=NAME, width="wide"), "objective.width='wide' must be a number"),
+    (
+      dict(name=NAME, widht=0.1),
+      "objective.widht; did you mean objective.width",
+    ),
+    (dict(name=NAME, clip_low=0.1), "has no such option; it has width"),
+    (dict(name=NAME, off_policy_threshold=0.1), "no argument weight"),
+    (dict(advantage="own_losses:one_number"), r"returned shape \[\], expected \[P, G\]"),
+  ],
+)
+def test_a_faulty_function_or_option_is_refused(keys, message):
+  with pytest.raises(ValueError, match=message):
+    configured(**keys)
+
+
+def test_options_are_keys_of_the_command_line():
+  values = tiny.get_config().to_dict()
+  name = f"--config.objective.name={NAME}"
+  arguments = "--config.data.template_arguments.enable_thinking=False"
+  flags._check_keys([name, "--config.objective.width=0.3", arguments], values)
+  with pytest.raises(ValueError, match=r"objective\.widht; did you mean objective\.width"):
+    flags._check_keys([name, "--config.objective.widht=0.3"], values)
+  with pytest.raises(ValueError, match=r"unknown config key objective\.width"):
+    flags._check_keys(["--config.objective.width=0.3"], values)
+
+
+def test_a_run_records_the_source(tmp_path):
+  def described():
+    (tmp_path / "edited_losses.py").write_text(source)
+    config = configured(name="edited_losses:soft_clip_loss")
+    return contents.describe(config, {}, {}, [0])["objective.name"]
+
+  source = LOSS
+  before = described()
+  assert described() == before
+  source = LOSS.replace("0.2", "0.3")
+  assert described() != before
