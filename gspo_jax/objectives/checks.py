@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from gspo_jax.objectives.reductions import Mean, is_reduction
+
 Number = float | Array  # Array: a traced one; of clip ranges also one for each response [B]
 
 
@@ -93,6 +95,32 @@ def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array
   concrete = value if isinstance(value, int | float) else array
   require(concrete >= least, f"{name} must be at least {least:g}")
   return array.astype(like.dtype)
+
+
+def sums(name: str, results: object) -> None:
+  """Raises TypeError unless a loss returned `terms.Sums`."""
+  form = "(Mean(numerator, denominator), metrics, clipped_BT), a Mean of two numbers first"
+  if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
+    raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
+  total, metrics, clipped_BT = results
+  if any(jnp.ndim(x) for x in total):
+    raise TypeError(f"{name} returned a Mean of shapes {[*map(jnp.shape, total)]}, expected {form}")
+  if jnp.ndim(clipped_BT) != 2 or jnp.result_type(clipped_BT) != jnp.bool_:
+    form = f"{jnp.result_type(clipped_BT)} {list(jnp.shape(clipped_BT))}"
+    raise TypeError(f"{name} returned clipped_BT as {form}, expected bool [B, T]")
+  for key, value in metrics.items():
+    if not is_reduction(value) or any(jnp.ndim(x) for x in value):
+      raise TypeError(
+        f"{name} returned the metric {key!r} as {_shortened(value)}, expected a Mean, Max, Min or "
+        "Std of numbers"
+      )
+
+
+def _shortened(value: object) -> str:
+  if isinstance(value, Array):
+    return f"an array of shape {list(value.shape)}"
+  text = " ".join(repr(value).split())
+  return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _array(value: ArrayLike, name: str) -> Array:

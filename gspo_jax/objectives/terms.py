@@ -15,7 +15,7 @@ from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3, kl_k3_weighted
-from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, is_reduction, reduced
+from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
 _ROUNDING = 256  # Units in the last place of 1: difference of two computations of a log-prob.
 _KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # (log π, log π_ref, log π_old) -> KL
@@ -141,7 +141,7 @@ def _with_forms(
     for name in kwargs.keys() - names:
       raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(names)}")
     results = function(*args, **kwargs)
-    _check_sums(function.__name__, results)
+    checks.sums(function.__name__, results)
     return results
 
   @functools.wraps(function)
@@ -155,32 +155,6 @@ def _with_forms(
   loss = cast(PolicyLoss[Arguments], reduced(sums))
   loss.clipped, loss.undivided = clipped, undivided
   return loss
-
-
-def _check_sums(name: str, results: object) -> None:
-  """Raises TypeError unless `results` are `Sums`."""
-  form = "(Mean(numerator, denominator), metrics, clipped_BT), a Mean of two numbers first"
-  if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
-    raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
-  total, metrics, clipped_BT = results
-  if any(jnp.ndim(x) for x in total):
-    raise TypeError(f"{name} returned a Mean of shapes {[*map(jnp.shape, total)]}, expected {form}")
-  if jnp.ndim(clipped_BT) != 2 or jnp.result_type(clipped_BT) != jnp.bool_:
-    form = f"{jnp.result_type(clipped_BT)} {list(jnp.shape(clipped_BT))}"
-    raise TypeError(f"{name} returned clipped_BT as {form}, expected bool [B, T]")
-  for key, value in metrics.items():
-    if not is_reduction(value) or any(jnp.ndim(x) for x in value):
-      raise TypeError(
-        f"{name} returned the metric {key!r} as {_shortened(value)}, expected a Mean, Max, Min or "
-        "Std of numbers"
-      )
-
-
-def _shortened(value: object) -> str:
-  if isinstance(value, Array):
-    return f"an array of shape {list(value.shape)}"
-  text = " ".join(repr(value).split())
-  return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _is_option(name: str) -> bool:
