@@ -1,4 +1,4 @@
-"""Problems of programming contests: judged by their tests alone, or bad rows."""
+"""Checks problems of programming contests: bad rows if tests alone cannot judge their answers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +12,7 @@ _INTERACTIVE = re.compile(
   r"\binteractive (?:problem|task)\b|\bflush(?:ing)? the (?:output|standard output|stdout)\b", re.I
 )
 _ANSWERS = r"(?:answers?|solutions?|ways?|variants?|options?|possibilities|outputs?|sequences?)"
+# Statements that accept several answers.
 _ANY = re.compile(
   rf"""(?<!\bnot\ )(?<!n't\ )\b(?:print|output|return|find)\ any\b
   | \b(?:several|multiple|(?<!how\ )many|more\ than\ one)\b
@@ -29,7 +30,7 @@ _FILE = re.compile(r"\b[\w-]+\.(?:txt|in|inp|out|ans)\b")
 
 
 def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns names of a problem's files; {} without files.
+  """Returns names of input and output files. Returns {} for stdin and stdout.
 
   Raises:
     BadRow: an exact comparison with the expected output would refuse right programs.
@@ -46,8 +47,8 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
     raise _error("executable is false")
   tests = row.get("official_tests")
   for i, test in enumerate(tests if isinstance(tests, list | tuple) else (), start=1):
-    if isinstance(test, Mapping) and any(_is_cut_off(test.get(x)) for x in ("input", "output")):
-      raise _error(f"test {i} is cut off (...)")
+    if isinstance(test, Mapping) and any(_is_truncated(test.get(x)) for x in ("input", "output")):
+      raise _error(f"test {i} is truncated (...)")
   mode = _text(row.get("input_mode")).lower()
   named = re.search(r"\b(?:input|output)\.txt\b", statement)
   if mode in ("stdio", "stdin", "standard") or not (mode or named):
@@ -85,10 +86,7 @@ def _text(value: Any) -> str:
   return as_text(value).strip() if isinstance(value, str | bytes) else ""
 
 
-def _is_cut_off(value: Any) -> bool:
-  """Whether a test ends with an ellipsis.
-
-  A grid of dots has further ones.
-  """
+def _is_truncated(value: Any) -> bool:
+  """Whether a test ends with an ellipsis. A grid of dots does not count."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -29,7 +29,7 @@ class Embedded:
     task, _, split = path.partition(":")
     self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]
-    self._told = {key: getattr(config, key) for key in self._task.TEACHER}
+    self._teacher_settings = {key: getattr(config, key) for key in self._task.TEACHER}
     try:
       sizes = [getattr(config, key) for key in self._task.SIZES]
       self._problems = self._task.problems(split, *sizes)
@@ -55,7 +55,7 @@ class Embedded:
     messages = [tokenizer.user_turn(row["question"], self._config.prompt_template)]
     text = self._tok.chat(messages)
     # The seed fixes each problem's demonstration, right or wrong.
-    turns = self._task.demonstration(row, seed=index, **self._told)
+    turns = self._task.demonstration(row, seed=index, **self._teacher_settings)
     first, *others = (turns,) if isinstance(turns, str) else turns
     first = replies.continuation(self._tok, messages, text, first)
     return structs.Prompt(

@@ -103,7 +103,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
     )
   for file in files:
     if not file.name.endswith(tuple(_READERS)):
-      raise DataError(f"{key}: {file} is none of {', '.join(_READERS)}")
+      raise DataError(f"{key}: {file} ends in none of {', '.join(_READERS)}")
   return files
 
 

@@ -65,7 +65,7 @@ class Condition:
     return _OPERATORS[self.op](text, value)
 
   def _compare(self, text: str, value: str) -> bool:
-    """Compares two texts. Raises BadRow without an order."""
+    """Compares two texts. Raises BadRow if they have no order."""
     compare, texts = _OPERATORS[self.op], (text, value)
     plain = [*map(_number, texts)]
     if None not in plain:
@@ -83,7 +83,7 @@ class Condition:
       return compare(*texts)
     elif None not in numbers:
       return compare(*(numbers if parts[0][1] == parts[1][1] else texts))
-    raise self._error(text, "there is no order between a number and a text without exactly one")
+    raise self._error(text, "a text is ordered by its only number, and one of the two has none")
 
   def _error(self, field: Any, reason: str) -> BadRow:
     return BadRow(
@@ -124,7 +124,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _number(text: str) -> decimal.Decimal | None:
-  """Returns a whole text as a number; None for other texts."""
+  """Converts a text to a number. Returns None if it is not a number."""
   try:
     number = decimal.Decimal(text.strip())
   except decimal.InvalidOperation:

@@ -29,7 +29,8 @@ ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
 # Prefix of answer fields: the answer is a JSON object of these fields, as program verifiers expect.
 # `name=field` renames a field, and `tests.*.input` is the list of all inputs.
 JSON = "json:"
-MAX_INFO = 1000  # maximum characters of a further field, less memory than a prompt's tokens
+# Maximum characters of a further field (`_further`): less memory than a prompt's tokens take.
+MAX_INFO = 1000
 
 
 # The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
@@ -101,7 +102,7 @@ def prompt(
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """Converts a data row to a prompt; None: filtered out.
+  """Converts a data row to a prompt. Returns None if a filter excludes it.
 
   Raises:
     BadRow: describes the row's error and its correction.
@@ -128,7 +129,7 @@ def prompt(
   if len(tokens) > max_tokens:
     raise BadRow(
       f"the prompt takes {len(tokens)} tokens, more than data.max_prompt_tokens={max_tokens}."
-      " Shorten it, raise that limit, filter with `where prompt_tokens<=N`"
+      " Shorten it, raise that limit or filter with `where prompt_tokens<=N`"
     )
   name = form.id or next((name for name in ID_FIELDS if row.get(name) is not None), None)
   row_id = text_of(row, name, name) if name else default_id
@@ -150,8 +151,8 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
     speaker = _lookup(row, head, key) if head and tail == "content" else None
     if isinstance(speaker, Mapping) and speaker.get("role") in ("system", "developer"):
       raise BadRow(
-        f"{form.question!r} is what the system says. Set {key}={head.rpartition('.')[0]}, all"
-        " messages"
+        f"{form.question!r} is a system message. Set {key}={head.rpartition('.')[0]}, the list of"
+        " all messages"
       )
     return [dict(role="user", content=text_of(row, form.question, key, numbers=False))]
   messages = list(value)
@@ -177,7 +178,7 @@ def _further(
       with contextlib.suppress(UnicodeError):  # binary data
         text = "" if value is None else as_text(value)
         if 0 < len(text) <= MAX_INFO:
-          yield sys.intern(prefix + name), text  # one name for all rows
+          yield sys.intern(prefix + name), text  # one string in memory for all rows
 
 
 def _fields(spec: str) -> list[str]:
@@ -276,16 +277,16 @@ def _text(value: Any, numbers: bool) -> str:
     return f"{value.normalize():f}"
   if isinstance(value, np.generic):
     value = _plain(value)
-  whole = isinstance(value, int) and not isinstance(value, bool)
-  if numbers and (whole or (isinstance(value, float) and math.isfinite(value))):
+  integer = isinstance(value, int) and not isinstance(value, bool)
+  if numbers and (integer or (isinstance(value, float) and math.isfinite(value))):
     return repr(int(value) if value == int(value) else value)  # 145.0 is the answer 145
   raise TypeError(_kind(value))
 
 
 def _plain(value: Any) -> Any:
-  """Converts a value without a JSON type.
+  """Converts a value to a JSON type.
 
-  Such values are NumPy values, bytes of TFDS, and decimals and dates of Parquet. A NumPy float
+  Converted are NumPy values, bytes of TFDS, and decimals and dates of Parquet. A NumPy float
   becomes its shortest decimal, 0.1 and not 0.10000000149.
   """
   if isinstance(value, bytes):
@@ -304,9 +305,9 @@ def _kind(value: Any) -> str:
 
 
 def named(config: DataConfig, name: str) -> Format:
-  """Returns a format by name; "": the format of section `data`.
+  """Returns a format by name. The name "" means the format of section `data`.
 
-  A format without a template of its own gets `data.prompt_template`.
+  A format without a template takes `data.prompt_template`.
   """
   if not name:
     return config.form

@@ -1,6 +1,6 @@
 """Problems in JSON lines files that grow during a run.
 
-A look reads all files again: the known part of each must not have changed. Host 0 reads. If a file
+`look` reads all files again; the part of each in use must not have changed. Host 0 reads. If a file
 has grown, it broadcasts all of them. A checkpoint holds the lengths, so a resumed run has the same
 rows.
 """
@@ -37,7 +37,7 @@ def load(
   if others or fixed or not path.endswith(".jsonl"):
     raise DataError(
       f"{key}={spec}: schedule.refresh_every reads one .jsonl file, or a pattern of them, to which "
-      "lines are appended; name such a one, or set schedule.refresh_every=0"
+      "lines are appended; name such files, or set schedule.refresh_every=0"
     )
   source = Growing(path, key, lambda: sources.reader_of(config, tok, part, key, "", check))
   if not len(source):
@@ -88,8 +88,8 @@ class Growing:
     Returns the number of new rows.
 
     Raises:
-      DataError: a new row is bad and `data.on_error` is "raise"; known lines of a file changed; or
-        a file is missing.
+      DataError: a new row is bad and `data.on_error` is "raise"; lines in use changed; or a file is
+        missing.
     """
     before, skipped = len(self), self.skipped
     try:
@@ -110,7 +110,7 @@ class Growing:
     return len(self) - before
 
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
-    """Returns lengths and texts of the files; no texts if nothing changed."""
+    """Returns lengths and texts of the files. There are no texts if nothing changed."""
     used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]
     if missing := used.keys() - set(names):
@@ -124,8 +124,8 @@ class Growing:
       old = used.get(name, _measure(b""))
       if _measure(text[: old[0]]) != old:
         raise DataError(
-          f"{self._key}: {name} is not what it was: rows that are in use were edited or cut off. "
-          "Append to it only, or put back what it was"
+          f"{self._key}: {name} has changed: rows in use were edited or removed. Only append to it,"
+          " or put back its former content"
         )
       texts[name] = text[: old[0] if recorded else text.rfind(b"\n") + 1]
       lengths[name] = _measure(texts[name])

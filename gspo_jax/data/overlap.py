@@ -35,5 +35,5 @@ def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Pro
 
 
 def _first_words(text: str, words: int | None = None) -> str:
-  """Joins the first words by single spaces; None: all words."""
+  """Joins the first `words` words by single spaces. None means all words."""
   return " ".join(text.split(None, -1 if words is None else words)[:words])

@@ -65,7 +65,7 @@ class Recordings:
     return Prompts([group.prompt for group in self.rows])
 
   def left_out(self) -> dict[str, float]:
-    """Returns metrics of skipped rows; empty without any."""
+    """Returns metrics of skipped and unknown rows. Numbers of 0 are omitted."""
     counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
     return {name: float(count) for name, count in counts.items() if count}
 
@@ -102,8 +102,8 @@ def load(
         continue
       rows.setdefault(prompt.tokens, []).append((default_id, prompt, response))
   if not rows:
-    why = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
-    raise DataError(f"offline.data={spec}: there is no usable response ({why})")
+    counts = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
+    raise DataError(f"offline.data={spec}: there is no usable response ({counts})")
   skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
   for responses in rows.values():
@@ -115,14 +115,14 @@ def load(
 def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
   for part in spec.split(","):
     if not part.strip():
-      raise DataError(f"offline.data={spec!r} has an empty part: files come with commas in between")
+      raise DataError(f"offline.data={spec!r} has an empty part: separate files by single commas")
     yield from read(part.strip(), "offline.data")
 
 
 def _read(
   row: Any, tok: tokenizer.Tokenizer, template: str, limits: Limits
 ) -> tuple[Prompt, Response | None]:
-  """Returns a row's prompt and response; None: no reward.
+  """Returns a row's prompt and response. The response is None without a reward.
 
   Raises:
     BadRow: describes the row's error and its correction.
@@ -130,7 +130,7 @@ def _read(
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {row!r:.40}. Correct the row")
   if row.get("eval") is True:
-    raise BadRow("it is of an evaluation: held-out problems are not trained on. Name other files")
+    raise BadRow("it is from an evaluation: held-out problems are not trained on. Name other files")
   question, reward = _text(row, "prompt"), _reward(row)
   messages = [tokenizer.user_turn(question, template)]
   text = tok.chat(messages)
@@ -140,7 +140,7 @@ def _read(
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
   _require_text(row, "prompt", prompt_ids, tok, (text, question))
   if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
-    text = replies.whole_text(tok, prompt_ids)  # Another template's.
+    text = replies.whole_text(tok, prompt_ids)  # The ids are those of another template.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")
@@ -206,13 +206,13 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    if truncated is False and "length" in row:  # It may have ended with another run's stop string.
+    if truncated is False and "length" in row:  # Another run's stop string may have ended it.
       encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
     if len(ids) == length:
       return ids
-  # The text encodes to other tokens than sampled.
+  # Encoding the text does not reproduce the sampled tokens.
   raise BadRow(f"the text has {len(encoded[0])} tokens and length={length!r:.20}. Give its ids")
 
 
@@ -233,20 +233,20 @@ def _require_text(
   tok: tokenizer.Tokenizer,
   texts: Sequence[str],
 ) -> None:
-  """Raises BadRow unless ids decode to a text.
+  """Raises BadRow unless ids decode to one of `texts`, white space aside.
 
-  Ids of a prompt may decode to more than the text.
+  Ids of a prompt may decode to more than a text. Rows without ids pass.
   """
   if row.get(f"{key}_ids") is None:
     return
   decoded = tok.decode(ids)
-  # Decoding leaves out special tokens, also of the texts.
+  # Decoding omits special tokens, so each text is also compared without its own.
   for plain in itertools.chain(texts, (tok.decode(tok.encode(text)) for text in texts)):
     expected, actual = _without_spaces(plain), _without_spaces(decoded)
     if expected == actual or (key == "prompt" and expected in actual):
       return
   raise BadRow(
-    f"{key}_ids mean {decoded!r:.60} and {key} is {texts[-1]!r:.60}: they are ids of another"
+    f"{key}_ids decode to {decoded!r:.60} and {key} is {texts[-1]!r:.60}: they are ids of another"
     " tokenizer. Set --config.tokenizer to it, or leave the ids out"
   )
 
@@ -270,7 +270,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 def _reward(row: Mapping[str, Any]) -> float | None:
   if "reward" not in row:
-    raise BadRow("it has no reward. Give it one, or null where nothing is known")
+    raise BadRow("it has no reward. Give it one, or null if its reward is unknown")
   reward = row["reward"]
   if reward is None:
     return None
@@ -280,23 +280,23 @@ def _reward(row: Mapping[str, Any]) -> float | None:
   return float(reward)
 
 
-def _ids(row: Mapping[str, Any], key: str, most: int, vocabulary: int) -> list[int] | None:
-  """Returns the token ids of a field; None: missing.
+def _ids(row: Mapping[str, Any], key: str, limit: int, vocabulary: int) -> list[int] | None:
+  """Returns the token ids of a field. Returns None if it is missing.
 
-  Only the first `most` + 1 ids are checked.
+  Only the first `limit` + 1 ids are checked.
   """
   ids = row.get(key)
   if ids is None:
     return None
-  looked_at = ids[: most + 1] if isinstance(ids, list) else [None]
-  if not all(type(i) is int and 0 <= i < vocabulary for i in looked_at):
+  prefix = ids[: limit + 1] if isinstance(ids, list) else [None]
+  if not all(type(i) is int and 0 <= i < vocabulary for i in prefix):
     raise BadRow(f"{key}={ids!r:.40} are no token ids from 0 to {vocabulary - 1}. Correct the row")
   return ids
 
 
-def _require_length(field: str, ids: Sequence[int], most: int, key: str) -> None:
-  if not 0 < len(ids) <= most:
-    must = f"must take 1 to {key}={most}"
+def _require_length(field: str, ids: Sequence[int], limit: int, key: str) -> None:
+  if not 0 < len(ids) <= limit:
     raise BadRow(
-      f"the {field} takes {len(ids)} tokens, and {must}. Shorten it, or raise that limit"
+      f"the {field} takes {len(ids)} tokens, and must take 1 to {key}={limit}. Shorten it, or raise"
+      " that limit"
     )

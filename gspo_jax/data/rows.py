@@ -27,7 +27,7 @@ class Reader:
   places: dict[str, str] = dataclasses.field(default_factory=dict)  # place of each row by its id
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
-    """Converts rows to prompts; DataError for a bad row unless skipped."""
+    """Converts rows to prompts. Raises DataError for a bad row unless skipped."""
     prompts = []
     for place, default_id, decode in rows:
       with self.skipped.row(place):
@@ -43,7 +43,7 @@ class Reader:
           self.filtered += 1
           continue
         if prompt.id in self.places:
-          message = f"the id {prompt.id!r} is that of {self.places[prompt.id]} too"
+          message = f"the id {prompt.id!r} is also that of {self.places[prompt.id]}"
           raise BadRow(f"{message}. Make ids unique")
         if self.check:
           try:
@@ -56,6 +56,6 @@ class Reader:
 
   @property
   def left_out(self) -> str:
-    """Describes the numbers of rows left out, as text."""
+    """Describes the number of excluded rows, and the first bad row."""
     bad = f"{self.skipped.count} bad rows"
     return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"

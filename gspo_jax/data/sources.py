@@ -181,16 +181,15 @@ def reader_of(
 
 
 class Batches(Iterator[list[structs.Prompt]]):
-  """An endless iterator over lists of `batch_size` prompts, reshuffled in every epoch.
+  """Iterates endlessly over batches of `batch_size` prompts; every epoch has a new order.
 
   Epochs follow each other without a gap. A batch may span two epochs, and a batch larger than the
   source repeats prompts. Each source of a mixture has its own epochs; the sources are interleaved
-  in a fixed order. `get_state()` returns a JSON-compatible dict; `set_state` continues from it.
+  in a fixed order. `get_state` returns a JSON-compatible dict; `set_state` resumes from it.
 
   A source may change before a restart: another file matches a pattern, lines or weights change.
-  The order of prompts then differs, and the saved position is meaningless. A new epoch starts, in a
-  new order and with every data row once. A source that grows between two calls
-  (`growing.Growing`) starts a new epoch too.
+  The saved position is then meaningless, so a new epoch starts, in a new order. A source that grows
+  between two calls (`growing.Growing`) starts a new epoch too.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
@@ -224,7 +223,7 @@ class Batches(Iterator[list[structs.Prompt]]):
   ) -> list[structs.Prompt]:
     """Returns the next `count` accepted prompts.
 
-    After two epochs without an accepted prompt, refused prompts are taken as well.
+    After two epochs without an accepted prompt, refused prompts are returned as well.
     """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)
@@ -253,7 +252,7 @@ class Batches(Iterator[list[structs.Prompt]]):
     edited = state["contents"] != self._contents
     changed = edited or state.get("rendered", self._rendered) != self._rendered
     if "rendered" not in state:
-      logging.warning("the checkpoint is older than the checksum of prompts' tokens: none compared")
+      logging.warning("the checkpoint has no checksum of prompts' tokens: they are not compared")
     self._start(state["restarts"] + changed)
     if edited:
       logging.warning("the training data has changed since the checkpoint: a new epoch starts")
@@ -267,7 +266,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Counts draws until every row of every source has come."""
+  """Counts the draws to cover every row of every source."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -286,7 +285,7 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of prompts' tokens and of demonstrations, in order."""
+  """Returns a checksum of prompts' tokens and of demonstrations."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -324,9 +323,9 @@ def demonstration_tokens(
   """
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
-    written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
-    tokens += written
-    mask += [1 - i % 2] * len(written)
+    turn = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
+    tokens += turn
+    mask += [1 - i % 2] * len(turn)
   return tokens, mask
 
 
@@ -354,7 +353,7 @@ def pack_demonstrations(
 
 
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
-  """Leaves out data rows over `length` tokens or without a demonstration.
+  """Excludes data rows over `length` tokens or without a demonstration.
 
   With on_error 'raise' the first such row raises DataError; with 'skip' it counts in `skipped`.
   An embedded task is checked on about 500 samples, and returned unchanged.

@@ -18,7 +18,7 @@ FOLDER = "additional_chat_templates"  # beside chat_template.jinja
 
 
 def read(directory: epath.Path, config: dict[str, Any]) -> str:
-  """Returns the default template of files or config; '': no template."""
+  """Returns the default template of files or config. Returns '' without one."""
   files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
   named = {
     "default" if file.parent == directory else file.stem: file.read_text()
@@ -32,8 +32,8 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
     template = {entry["name"]: entry["template"] for entry in template}
   if "default" not in template:
     raise TokenizerError(
-      f"{directory} has chat templates {sorted(template)} and none named 'default': put the one to"
-      " use into chat_template.jinja"
+      f"{directory} has chat templates {sorted(template)} and none named 'default': copy one of"
+      " them to chat_template.jinja"
     )
   return template["default"]
 

@@ -1,6 +1,6 @@
 """Tokenizers: raw bytes for the embedded default, Hugging Face files for real checkpoints.
 
-Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `render`.
+Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `chat`.
 Masks are explicit everywhere, and no code finds padding by comparing tokens with `pad_id`. So the
 padding token of a checkpoint may equal its stop token.
 """
@@ -48,7 +48,7 @@ class ByteTokenizer:
     return list(text.encode("utf-8"))
 
   def encode_text(self, text: str) -> list[int]:
-    """Encodes `text`; no special token has a name in it."""
+    """Encodes `text`. Special tokens have no names in text."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -56,16 +56,16 @@ class ByteTokenizer:
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the byte of each token; b"" for special tokens."""
+    """Returns the byte of each token. Special tokens have b""."""
     return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
 
   def begin(self, text: str) -> str:
-    """Begins a prompt with plain `text`, unchanged."""
+    """Returns the plain `text` of a prompt, unchanged."""
     return text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Renders messages one after another, on lines of their own."""
-    return "\n".join(message["content"] for message in _led(self.system, messages))
+    """Joins messages by line breaks."""
+    return "\n".join(message["content"] for message in _with_system_prompt(self.system, messages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class HFTokenizer:
   path: str
   tokenizer: tokenizers.Tokenizer
   chat_template: str  # Jinja source; '': no template
-  special_tokens: dict[str, str]  # text by name in chat templates: bos_token, eos_token, ...
+  special_tokens: dict[str, str]  # texts by name in chat templates: bos_token, eos_token, ...
   add_bos: bool  # plain text starts with the bos token (chat templates write their own)
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
@@ -104,7 +104,7 @@ class HFTokenizer:
   def encode_text(self, text: str) -> list[int]:
     """Returns the token ids of untrusted text, of a tool for example.
 
-    Names of special and other added tokens are plain text there.
+    Names of special and other added tokens are encoded as plain text.
     """
     cuts = [match.start() + 1 for match in self._names.finditer(text)]
     for ends in ([0, *cuts, len(text)], range(len(text) + 1)):
@@ -118,18 +118,18 @@ class HFTokenizer:
 
   @functools.cached_property
   def _added(self) -> dict[int, str]:
-    """Returns added tokens with a visible name."""
+    """Returns visible names of added tokens by id."""
     added = self.tokenizer.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if token.content.strip()}
 
   @functools.cached_property
   def _names(self) -> re.Pattern:
-    """Returns a pattern of the place before each added token."""
+    """Returns a pattern of positions before names of added tokens."""
     return re.compile(f"(?={'|'.join(map(re.escape, self._added.values())) or '(?!)'})")
 
   @functools.cached_property
   def _skipped(self) -> set[int]:
-    """Returns ids left out by `decode`: special and stop tokens, except tags.
+    """Returns ids omitted by `decode`. These are special and stop tokens, except tags.
 
     Tags such as <think> or </answer> are part of response formats, but some checkpoints flag them
     as special tokens.
@@ -171,17 +171,17 @@ class HFTokenizer:
     return bytes_V
 
   def begin(self, text: str) -> str:
-    """Begins a prompt with plain `text`, after the bos token if needed."""
+    """Prepends the bos token to plain `text`, if needed."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """Renders messages up to the assistant's turn.
 
-    Without a chat template, each message is on lines of its own.
+    Without a chat template, messages are joined by line breaks.
     """
     if not self.chat_template:
-      messages = _led(self.system, messages)
+      messages = _with_system_prompt(self.system, messages)
       return self.begin("\n".join(message["content"] for message in messages))
     return self.conversation(messages, add_generation_prompt=True)
 
@@ -191,7 +191,7 @@ class HFTokenizer:
     """Applies the chat template. Raises TokenizerError if it fails."""
     try:
       return templates.compiled(self.chat_template).render(
-        messages=_led(self.system, messages),
+        messages=_with_system_prompt(self.system, messages),
         add_generation_prompt=add_generation_prompt,
         strftime_now=self.date.strftime,
         **templates.UNSET | self.special_tokens | self.arguments,
@@ -203,10 +203,12 @@ class HFTokenizer:
       ) from error
 
 
-def _led(system: str, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def _with_system_prompt(
+  system: str, messages: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]]:
   """Prepends the system prompt unless the messages have one."""
-  speaks = bool(messages) and messages[0].get("role") in ("system", "developer")
-  first = [] if speaks or not system else [dict(role="system", content=system)]
+  has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
+  first = [] if has_system or not system else [dict(role="system", content=system)]
   return [*first, *messages]
 
 
@@ -218,16 +220,16 @@ FILES = (
 )
 GENERATION = "generation_config.json"
 # Characters for bytes in byte-level vocabularies: a printable byte is its own character.
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
-_BYTE_OF = {chr(byte): bytes([byte]) for byte in _SEEN}
-_BYTE_OF |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_UNSEEN)}
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE}
+_BYTE_OF |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_UNPRINTABLE)}
 
 Tokenizer = ByteTokenizer | HFTokenizer
 
 
 def shows(tokenizer: Tokenizer, text: str) -> bool:
-  """Whether decoded text can contain `text`; special tokens are not decoded."""
+  """Whether decoded text can contain `text`. Special tokens are not decoded."""
   return text.strip() in tokenizer.decode(tokenizer.encode(text))
 
 
@@ -298,11 +300,11 @@ def load_for(
   """
   tok = load(path)
   if prompts is not None:
-    tok = _prompting(tok, path, prompts)
+    tok = _apply_config(tok, path, prompts)
   if date is not None and isinstance(tok, HFTokenizer):
     tok = dataclasses.replace(tok, date=date)
   if tok.vocab_size > vocab_size and isinstance(tok, HFTokenizer):
-    tok = _without_special(tok, vocab_size)
+    tok = _remove_special_tokens(tok, vocab_size)
   if tok.vocab_size > vocab_size:
     raise TokenizerError(
       f"tokenizer {path!r} has {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
@@ -310,7 +312,7 @@ def load_for(
   return tok
 
 
-def _prompting(tok: Tokenizer, path: str, config: DataConfig) -> Tokenizer:
+def _apply_config(tok: Tokenizer, path: str, config: DataConfig) -> Tokenizer:
   tok = dataclasses.replace(tok, system=config.system)
   if isinstance(tok, HFTokenizer) and not config.chat_template:
     tok = dataclasses.replace(tok, chat_template="")
@@ -325,7 +327,7 @@ def _prompting(tok: Tokenizer, path: str, config: DataConfig) -> Tokenizer:
   return tok
 
 
-def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
+def _remove_special_tokens(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
   used, content = {*tok.stop_ids, tok.bos_id}, json.loads(tok.tokenizer.to_str())
   content["added_tokens"] = [
     token
@@ -334,11 +336,11 @@ def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
   ]
   tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
   pad_id = tok.pad_id if tok.pad_id < vocab_size else tok.stop_ids[-1]
-  size = _largest(tokenizer) + 1
+  size = _largest_id(tokenizer) + 1
   return dataclasses.replace(tok, tokenizer=tokenizer, vocab_size=size, pad_id=pad_id)
 
 
-def _largest(tokenizer: tokenizers.Tokenizer) -> int:
+def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
   return max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
@@ -366,12 +368,12 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
     add_bos=special_tokens.adds_bos(tokenizer, special, config),
     pad_id=stop_ids[-1] if pad_id is None else pad_id,
     stop_ids=stop_ids,
-    vocab_size=_largest(tokenizer) + 1,
+    vocab_size=_largest_id(tokenizer) + 1,
   )
 
 
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
-  """Returns the special token after an assistant's turn, if any.
+  """Finds the special token after an assistant's turn. Returns [id], or [] without one.
 
   Some base models (Qwen3) come with a chat template, but their files name another stop token.
   Without the end of the turn as a stop token, their later text would belong to the response.

@@ -47,7 +47,7 @@ UNJUDGEABLE = {
   "input that is cut off": (dict(official_tests=[dict(input="9\n1 2 3...", output="2")]), "test 1"),
   "output that is cut off": (
     dict(official_tests=[dict(input="1", output="2"), dict(input="1", output="0.5 12...\n")]),
-    r"test 2 is cut off",
+    r"test 2 is truncated",
   ),
   "no output": (dict(official_tests=[dict(input="1", output="")]), "`pass` is right"),
   "null output": (dict(official_tests=[dict(input="1", output=None)]), "is null"),

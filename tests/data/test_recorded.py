@@ -85,8 +85,14 @@ BAD = {
   "half of a character in the prompt": (ROW | dict(prompt="\ud800"), "prompt has half"),
   "cut off, perhaps": (ROW | dict(truncated="no"), "truncated='no'"),
   "a reward that is true": (ROW | dict(reward=True), "reward=True"),
-  "ids of another text": (ROW | dict(response_ids=[ord("4"), STOP]), "response_ids mean '4'.*'3'"),
-  "ids beyond the tokenizer": (ROW | dict(response_ids=[262, STOP]), "response_ids mean ''.*'3'"),
+  "ids of another text": (
+    ROW | dict(response_ids=[ord("4"), STOP]),
+    "response_ids decode to '4'.*'3'",
+  ),
+  "ids beyond the tokenizer": (
+    ROW | dict(response_ids=[262, STOP]),
+    "response_ids decode to ''.*'3'",
+  ),
   "ids of half of the text": (
     ROW | dict(response="34", response_ids=[ord("3"), STOP]),
     "another tokenizer",
@@ -95,8 +101,11 @@ BAD = {
     ROW | dict(response_ids=[ord("3"), ord("4"), STOP]),
     "another tokenizer",
   ),
-  "ids of another prompt": (ROW | dict(prompt_ids=[7, 8]), "prompt_ids mean.*prompt is '1.2='"),
-  "ids of half of the prompt": (ROW | dict(prompt_ids=[*b"1+2"]), "prompt_ids mean '1.2'"),
+  "ids of another prompt": (
+    ROW | dict(prompt_ids=[7, 8]),
+    "prompt_ids decode to.*prompt is '1.2='",
+  ),
+  "ids of half of the prompt": (ROW | dict(prompt_ids=[*b"1+2"]), "prompt_ids decode to '1.2'"),
   "an id beyond the vocabulary": (ROW | dict(response_ids=[264, STOP]), "from 0 to 263"),
   "a negative id": (ROW | dict(response_ids=[-1, STOP]), "from 0 to 263"),
   "an id that is true": (ROW | dict(response_ids=[True, STOP]), "from 0 to 263"),

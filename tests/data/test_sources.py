@@ -100,7 +100,7 @@ def test_bad_row_is_reported_with_file_and_line_or_skipped(tmp_path, bad, messag
 def test_duplicated_id_names_both_rows(tmp_path):
   path = write(tmp_path / "a.jsonl", [{"id": i, **GOOD} for i in (1, 2, 1)])
   with pytest.raises(
-    sources.DataError, match=r"line 3: the id '1' is that of .*a.jsonl, line 1 too"
+    sources.DataError, match=r"line 3: the id '1' is also that of .*a.jsonl, line 1"
   ):
     load(path)
   source = load(path, on_error="skip")
@@ -126,7 +126,7 @@ def test_missing_source_names_it_and_the_key(spec):
 
 def test_unknown_kind_of_file(tmp_path):
   (tmp_path / "a.csv").write_text("question,answer\n")
-  with pytest.raises(sources.DataError, match=r"a.csv is none of .jsonl"):
+  with pytest.raises(sources.DataError, match=r"a.csv ends in none of .jsonl"):
     load(tmp_path / "a.csv")
 
 

@@ -204,7 +204,7 @@ def test_prompts_that_render_otherwise_are_other_data(name, tmp_path, caplog):
   old = {key: value for key, value in state.items() if key != "rendered"}
   resumed = batches_of(tmp_path, path)
   resumed.set_state(old)  # of a checkpoint without the checksum
-  assert "older than the checksum" in caplog.text and resumed.get_state()["restarts"] == 0
+  assert "has no checksum" in caplog.text and resumed.get_state()["restarts"] == 0
   assert [x.id for x in next(resumed)] == [x.id for x in next(before)]
 
 

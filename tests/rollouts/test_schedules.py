@@ -426,7 +426,7 @@ def test_rows_of_a_checkpoint_that_have_changed_are_an_error(path):
   state = collecting[0].position()()
   path.write_text(lines([700]) + lines(range(1, 600)))
   again = collector(source_of(path, on_error="skip"), **GROWS)
-  with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
+  with pytest.raises(DataError, match=r"rows\.jsonl has changed"):
     again[0].set_position(state)
 
 
