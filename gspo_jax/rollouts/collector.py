@@ -182,7 +182,7 @@ class Collector:
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
     for group in self._in_flight:
       for g, old in enumerate(group.trajectories):
-        if old.oldest is not None and old.oldest < oldest_allowed:
+        if old.oldest_version is not None and old.oldest_version < oldest_allowed:
           ((new,),) = self._trajectories([group.prompt], 1, old.seed)
           new.sample, group.trajectories[g] = old.sample, new
           number += 1

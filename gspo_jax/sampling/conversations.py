@@ -1,9 +1,9 @@
 """Calls of environments, and checks of everything that they return.
 
-An environment is user code on arbitrary policy output, and often on outside services: its results
-are not trusted. If a call raises, exits, hangs or returns an unusable value, only its own
-conversation fails. All calls run in threads with a time limit
-(system/workers.py), and return plain, bounded values.
+An environment is user code. It reads arbitrary policy output and often calls outside services, so
+its results are not trusted. If a call raises, exits, hangs or returns an unusable value, only its
+own conversation fails. All calls run in threads with a time limit (system/workers.py), and return
+plain, bounded values.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from gspo_jax.tasks.environments import Make, time_limit
 
 FIGURES = 100  # Maximum number of figures (`Environment.figures`) of a conversation.
 NAME = 100  # Maximum characters of a figure's name.
-LARGEST_FIGURE = 1e30  # Largest absolute value; means are float32 on some pages.
+LARGEST_FIGURE = 1e30  # Largest absolute value of a figure; its mean must fit into float32.
 CALLS = 2**31  # Exclusive upper bound on tool calls.
 LIMIT_KEY = "time_limit_s of the environment's class"
 REASON = 300  # Maximum characters of a failure's description.
@@ -121,7 +121,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
   """Steps an environment with a turn of the policy. Raises any exception."""
   result = environment.step(turn.tokens)
   if not isinstance(result, tuple | list) or len(result) != 3:
-    raise Unusable(f"returned {_shown(result)}: return observation, reward and done")
+    raise Unusable(f"returned {_repr(result)}: return observation, reward and done")
   observation, reward, done = result
   reward, done, tokens = _reward(reward), _done(done), ()
   if not (done or turn.last):
@@ -144,8 +144,10 @@ def answer(call: concurrent.futures.Future) -> Answer:
     _warn_of_waiting(str(error))
     return Answer(failure=f"{error} ({LIMIT_KEY})")
   if isinstance(error, Unusable):
-    return Answer(failure=_line(lambda: str(error)))
-  return Answer(failure=_line(lambda: f"raised {error!r}: let it answer with an observation"))
+    return Answer(failure=_printable_line(lambda: str(error)))
+  return Answer(
+    failure=_printable_line(lambda: f"raised {error!r}: let it answer with an observation")
+  )
 
 
 def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
@@ -158,8 +160,8 @@ def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
     _warn_of_waiting(str(error))
     return None, f"{error} ({LIMIT_KEY})"
   if isinstance(error, Unusable):
-    return None, _line(lambda: str(error))
-  return None, _line(lambda: f"{type(error).__name__}: {error}")
+    return None, _printable_line(lambda: str(error))
+  return None, _printable_line(lambda: f"{type(error).__name__}: {error}")
 
 
 @functools.cache
@@ -171,10 +173,10 @@ def _warn_of_waiting(reason: str) -> None:
   )
 
 
-def _line(write: Callable[[], str]) -> str:
-  """Returns a short line of printable text.
+def _printable_line(write: Callable[[], str]) -> str:
+  """Returns a short, printable line of `write()`.
 
-  A user's exception may fail to write its own.
+  `write` may raise: formatting a user's exception runs user code.
   """
   try:
     text = " ".join(write().split())
@@ -184,7 +186,7 @@ def _line(write: Callable[[], str]) -> str:
   return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def _shown(value: Any) -> str:
+def _repr(value: Any) -> str:
   return reprlib.repr(value)
 
 
@@ -193,7 +195,7 @@ def _prompt(
 ) -> tuple[int, ...]:
   """Returns the prompt tokens of a result of `reset`."""
   if first is None or isinstance(first, str | bytes | bytearray | Mapping):
-    raise Unusable(f"{name} returned {_shown(first)}: return messages or token ids")
+    raise Unusable(f"{name} returned {_repr(first)}: return messages or token ids")
   entries = list(itertools.islice(first, longest + 1))
   if entries and isinstance(entries[0], Mapping):
     if render is None:
@@ -203,8 +205,8 @@ def _prompt(
   if not 0 < len(tokens) <= longest:
     more = " or more" if tokens else ""
     raise Unusable(
-      f"{name} begins with {len(tokens)} tokens{more}: it must be 1 to "
-      f"data.max_prompt_tokens={longest} of them"
+      f"{name} begins with {len(tokens)} tokens{more}: return 1 to "
+      f"data.max_prompt_tokens={longest} tokens"
     )
   _require_ids(tokens, vocab_size, f"{name} begins")
   return tokens
@@ -214,15 +216,15 @@ def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
   """Returns up to `turn.room` token ids of an observation."""
   advice = "encode it, an observation is token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
-    raise Unusable(f"answered with {_shown(observation)}: {advice}")
+    raise Unusable(f"answered with {_repr(observation)}: {advice}")
   try:
     tokens = tuple(map(operator.index, itertools.islice(observation, max(turn.room, 1))))
   except TypeError:
-    raise Unusable(f"answered with {_shown(observation)}: {advice}") from None
+    raise Unusable(f"answered with {_repr(observation)}: {advice}") from None
   if not tokens:
     raise Unusable(
-      "is not done and its observation is empty: the next turn could not be told from this one; "
-      "return a token at least, or done=True"
+      "is not done and its observation is empty: nothing would separate the next turn from this "
+      "one; return at least one token, or done=True"
     )
   _require_ids(tokens, turn.vocab_size, "answered")
   return tokens
@@ -240,7 +242,7 @@ def _reward(reward: Any) -> float:
   number = _number(reward)
   if not abs(number) <= LARGEST:  # NaN fails too.
     raise Unusable(
-      f"gave the reward {_shown(reward)}: return a finite number, {LARGEST:g} or less in size"
+      f"gave the reward {_repr(reward)}: return a finite number, {LARGEST:g} or less in size"
     )
   return number
 
@@ -248,7 +250,7 @@ def _reward(reward: Any) -> float:
 def _done(done: Any) -> bool:
   done = done.item() if isinstance(done, np.generic | np.ndarray) and not done.ndim else done
   if not (isinstance(done, bool | int) and done in (0, 1)):
-    raise Unusable(f"gave done={_shown(done)}: return True or False")
+    raise Unusable(f"gave done={_repr(done)}: return True or False")
   return bool(done)
 
 
@@ -264,15 +266,15 @@ def _number(value: Any) -> float:
 
 def _tool_calls(environment: Environment, before: int, default: int) -> int:
   """Returns the tool calls of a turn; `default` without `tool_calls`."""
-  counted = getattr(environment, "tool_calls", None)
-  if not isinstance(counted, int | np.integer):
+  total = getattr(environment, "tool_calls", None)
+  if not isinstance(total, int | np.integer):
     return default
-  if not before <= counted < CALLS:
+  if not before <= total < CALLS:
     raise Unusable(
-      f"has tool_calls={_shown(int(counted))} after {before}: let it count all calls of its "
+      f"has tool_calls={_repr(int(total))} after {before}: let it count all calls of its "
       "conversation"
     )
-  return int(counted) - before
+  return int(total) - before
 
 
 def _figures(environment: Environment) -> dict[str, float]:
@@ -286,8 +288,8 @@ def _figures(environment: Environment) -> dict[str, float]:
   figures = {}
   for name, value in pairs:
     if not (isinstance(name, str) and 0 < len(name) <= NAME and name.isprintable()):
-      raise Unusable(f"has a figure {_shown(name)}: name it by a printable text, not a long one")
+      raise Unusable(f"has a figure {_repr(name)}: name it by a printable text, not a long one")
     figures[name] = _number(value)
     if not abs(figures[name]) <= LARGEST_FIGURE:
-      raise Unusable(f"has the figure {name}={_shown(value)}: return a finite number")
+      raise Unusable(f"has the figure {name}={_repr(value)}: return a finite number")
   return figures

@@ -67,9 +67,9 @@ class Driver:
     A new group with one common prompt is one request, so the prompt is prefilled once.
     """
     prompt = group[0].prompt
-    same_prompt = all(each.prompt is prompt or each.prompt == prompt for each in group)
-    self._failed += [each for each in group if each.failure and not each.turn]
-    if same_prompt and not any(each.finished or len(each.tokens) for each in group):
+    same_prompt = all(x.prompt is prompt or x.prompt == prompt for x in group)
+    self._failed += [x for x in group if x.failure and not x.turn]
+    if same_prompt and not any(x.finished or len(x.tokens) for x in group):
       self._submit(group)
       return
     for trajectory in group:
@@ -77,7 +77,7 @@ class Driver:
         self._submit([trajectory])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
-    """Yields trajectories as they finish, until all have or `enough()` is true.
+    """Yields trajectories as they finish, until none is left or `enough()` is true.
 
     If an environment or a response fails, its trajectory is finished, with `failure` set.
     Unfinished trajectories keep their tokens; pass them to `begin` to resume.
@@ -125,11 +125,11 @@ class Driver:
     )
 
   def _handle_response(self, response: Response) -> None:
-    """Appends a response to its trajectory. A finished turn goes to the environment."""
+    """Appends a response to its trajectory. Passes a finished turn to the environment."""
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
-        f"{type(self._engine).__name__} records no top-k/top-p candidates, and without these "
-        "updates use another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
+        f"{type(self._engine).__name__} records no top-k/top-p candidates, so updates would use "
+        "another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
       )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)

@@ -17,8 +17,8 @@ def segment_ids(
 ) -> np.ndarray:
   """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
 
-  A segment begins with a new turn, after a token marked in `ends_BT`, and after `size` sampled
-  tokens of the previous segment. Observations in between are ignored.
+  A segment begins with a new turn, after a token marked in `ends_BT`, and once the previous segment
+  has `size` sampled tokens. Observations in between are ignored.
 
   Args:
     mask_BT: 1 for sampled tokens.
@@ -45,12 +45,12 @@ def segment_ids(
   return ids_BT
 
 
-def _latest(x_X: np.ndarray, where_X: np.ndarray) -> np.ndarray:
+def _latest(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
   """Returns, for each position, x at the latest marked position up to and including this one.
 
-  Position 0 must be marked in `where_X`.
+  Position 0 must be marked in `mark_X`.
   """
-  return x_X[np.maximum.accumulate(np.where(where_X, np.arange(len(x_X)), 0))]
+  return x_X[np.maximum.accumulate(np.where(mark_X, np.arange(len(x_X)), 0))]
 
 
 def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
@@ -72,8 +72,8 @@ def line_rewards(
     tokens_X: token ids of the response.
     breaks_V: number of line breaks of each token id, as in `breaks`.
   """
-  broken_X = np.cumsum(breaks(tokens_X, breaks_V))
-  end_U = np.searchsorted(broken_X, np.arange(1, len(reward_U) + 1))
+  breaks_X = np.cumsum(breaks(tokens_X, breaks_V))
+  end_U = np.searchsorted(breaks_X, np.arange(1, len(reward_U) + 1))
   reward_X = np.zeros(len(tokens_X), np.float32)
   if not len(tokens_X):  # The response could not be sampled.
     return reward_X

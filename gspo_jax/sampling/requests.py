@@ -9,7 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
-LEAST_PIECE = 64  # Minimum tokens of a partial response: each call to a server prefills again.
+# Minimum tokens of a partial response. Each further call to a server prefills the prefix again.
+LEAST_PIECE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
     window = workload.window  # Padding takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # A slot copies a waiting prefix's partial page.
+    least = -(-window // S) + 1  # One more: a slot copies a waiting prefix's last, partial page.
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "
@@ -163,7 +164,9 @@ class Request:
     if not self.prompt:
       raise ValueError("a prompt is empty: it has at least one token")
     if self.max_new_tokens < 1 or self.samples < 1:
-      raise ValueError(f"{self.samples} samples of {self.max_new_tokens} tokens: nothing")
+      raise ValueError(
+        f"samples={self.samples} and max_new_tokens={self.max_new_tokens}: both are at least 1"
+      )
     length = self.prefix_length
     if length > longest or length + self.max_new_tokens > window:
       raise ValueError(
@@ -212,7 +215,8 @@ class Usage:
   decode_seconds: float = 0.0
   put_aside: int = 0  # Responses displaced for lack of a free page, and restarted.
   cache_bytes: int = 0  # Maximum size of the cache, summed over devices.
-  servers: dict[str, float] = dataclasses.field(default_factory=dict)  # Metrics; {} for slots.
+  # Metrics of servers; {} for a local engine.
+  servers: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def add(self, other: "Usage") -> None:
     most, servers = max(self.cache_bytes, other.cache_bytes), self.servers | other.servers
@@ -262,7 +266,7 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # At most this many tokens of each response are sampled before they count in the budget.
+    # Tokens count in the budget only after a piece has arrived, so pieces are small.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 

@@ -84,7 +84,7 @@ def sample_rollout(
   seed: int = 0,
   pad_id: int = 0,
 ) -> Rollout:
-  """Samples single turns with an engine with loaded weights.
+  """Samples single turns through an engine with loaded weights.
 
   Returns:
     Batch rows in the prompts' order, with as many positions as the workload's window.

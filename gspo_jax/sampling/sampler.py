@@ -22,7 +22,7 @@ def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
-def within(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
+def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
   """Sets logits of ids >= `vocabulary`, of padded embeddings, to -inf; 0 changes none."""
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
@@ -53,20 +53,20 @@ def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   Tokens are in order of falling probability, padded with NO_TOKEN. Of tokens tied at rank k, only
   the first is included; `truncate` includes all.
   """
-  kept_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
-  kept_Bk = truncate(kept_Bk, dataclasses.replace(config, top_k=0))
-  return jnp.where(kept_Bk > -jnp.inf, token_Bk, NO_TOKEN).astype(jnp.int32)
+  logits_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
+  logits_Bk = truncate(logits_Bk, dataclasses.replace(config, top_k=0))
+  return jnp.where(logits_Bk > -jnp.inf, token_Bk, NO_TOKEN).astype(jnp.int32)
 
 
-def only(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
+def mask_outside(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
   """Sets logits outside the support to -inf."""
 
   def on_each_device(logits_BV, support_BX):
     B, V = logits_BV.shape
     row_B1 = jnp.arange(B)[:, None]
-    kept_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
+    logits_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
     index_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # Index V is dropped below.
-    return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, index_BX].set(kept_BX, mode="drop")
+    return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, index_BX].set(logits_BX, mode="drop")
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(logits_BV, support_BX)
@@ -103,21 +103,21 @@ def sample(
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:
-    kept_BV = truncate(within(tempered_BV, vocabulary), config)
+    masked_BV = truncate(mask_beyond(tempered_BV, vocabulary), config)
   else:
-    kept_BV = only(tempered_BV, support_BX)
-  kept_BJW = _blocks(kept_BV)
-  mass_BJ = jax.nn.logsumexp(kept_BJW, axis=-1)
-  J, W = kept_BJW.shape[1:]
+    masked_BV = mask_outside(tempered_BV, support_BX)
+  masked_BJW = _blocks(masked_BV)
+  mass_BJ = jax.nn.logsumexp(masked_BJW, axis=-1)
+  J, W = masked_BJW.shape[1:]
   if config.temperature > 0:
     noise = jax.vmap(lambda key, i: _noise(jax.random.fold_in(key, i), J + W))
     noise_BX = noise(keys_B, position_B)
     block_B = jnp.argmax(mass_BJ + noise_BX[:, :J], axis=-1)
-    row_BW = _row(kept_BJW, block_B)
+    row_BW = _row(masked_BJW, block_B)
     column_B = jnp.argmax(row_BW + noise_BX[:, J:], axis=-1)
   else:
-    block_B = jnp.argmax(jnp.max(kept_BJW, axis=-1), axis=-1)
-    row_BW = _row(kept_BJW, block_B)
+    block_B = jnp.argmax(jnp.max(masked_BJW, axis=-1), axis=-1)
+    row_BW = _row(masked_BJW, block_B)
     column_B = jnp.argmax(row_BW, axis=-1)
   chosen_B = _row(row_BW, column_B)
   full_BJ = mass_BJ

@@ -28,19 +28,19 @@ def end(
   strings = request.stop_strings
   if not strings:
     return None, None
-  most = max(len(s.encode()) for s in strings)
+  longest = max(len(s.encode()) for s in strings)
 
   def with_text(tokens: Sequence[int]) -> list[int]:
     # Each token is doubled, since some tokenizers drop a leading space.
     return [token for token in tokens if detokenize([token, token])]
 
   def complete(count: int) -> bool:
-    text = detokenize([*before, *new[:count]])
+    text = detokenize([*prefix, *new[:count]])
     return any(s in text for s in strings)
 
   turn = request.prior[len(request.prior) - request.unfinished :]
-  before = with_text(turn)[-most:] if tail is None else tail
-  completing = None
+  prefix = with_text(turn)[-longest:] if tail is None else tail
+  length = None
   if new and complete(len(new)):
-    completing = next(n for n in range(1, len(new) + 1) if complete(n))
-  return completing, [*before, *with_text(new)][-most:]
+    length = next(n for n in range(1, len(new) + 1) if complete(n))
+  return length, [*prefix, *with_text(new)][-longest:]

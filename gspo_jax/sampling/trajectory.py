@@ -50,9 +50,9 @@ class Environment(Protocol):
   def figures(self) -> Mapping[str, float]:
     """Returns metrics of a finished trajectory, by name (optional method).
 
-    Means over trajectories are logged by these names. A trajectory is right if `correct` is 1, by
-    default if the rewards sum to above 0 (`right`). `tokens`, `tool_calls` and
-    `overlong_observation` are added.
+    Means over trajectories are logged by these names. `correct` is 1 for a right trajectory; by
+    default, a positive sum of rewards is right. `tokens`, `tool_calls` and `overlong_observation`
+    are added.
     """
     return {}
 
@@ -114,7 +114,7 @@ class Trajectory:
     self.experts: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
-    self._begun = 0  # Tokens after the prompt at the start of the current turn.
+    self._turn_start = 0  # Tokens after the prompt at the start of the current turn.
 
   tokens = property(lambda self: self.columns["tokens"])
   turns = property(lambda self: self.columns["turns"])
@@ -127,14 +127,14 @@ class Trajectory:
     return int((self.turns >= 0).sum())
 
   @property
-  def oldest(self) -> int | None:
+  def oldest_version(self) -> int | None:
     """Oldest weight version of the sampled tokens; None without sampled tokens."""
     return min(self.version[self.turns >= 0].tolist(), default=None)
 
   @property
   def turn_tokens(self) -> list[int]:
     """Tokens of the current turn."""
-    return self.tokens[self._begun :].tolist()
+    return self.tokens[self._turn_start :].tolist()
 
   def add(self, response: Response) -> None:
     """Appends sampled tokens to the current turn."""
@@ -163,7 +163,7 @@ class Trajectory:
     self.columns["rewards"] = rewards
     self.calls = (*self.calls, calls)
     self.turn += 1
-    self._begun = len(self.tokens)
+    self._turn_start = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
     """Appends observation tokens; the next turn follows."""
@@ -177,24 +177,24 @@ class Trajectory:
       version=np.full(n, -1, np.int32),
       rewards=np.zeros(n, np.float32),
     )
-    self._begun = len(self.tokens)
+    self._turn_start = len(self.tokens)
 
   def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
     """Finishes the trajectory, with the environment's figures. None means no figures."""
     self.finished, self.stopped = True, stopped
     if not isinstance(self.environment, SingleTurn):
-      self.figures = self._own_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
+      self.figures = self._default_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
 
   def fail(self, failure: str) -> None:
     """Finishes the trajectory after a failure in or before the current turn.
 
     A trajectory without tokens becomes padding: its prompt is removed, too.
     """
-    if len(self.tokens) > self._begun:
+    if len(self.tokens) > self._turn_start:
       self.end_turn(0.0)
     if not len(self.tokens):
       self.prompt, self.experts = (), None
-    self.finished, self.failure, self.figures = True, failure, self._own_figures(0.0)
+    self.finished, self.failure, self.figures = True, failure, self._default_figures(0.0)
 
   def cut(self, limit: int) -> None:
     """Truncates a trajectory of more than `limit` tokens after the prompt.
@@ -206,7 +206,7 @@ class Trajectory:
       return
     n = int(np.flatnonzero(self.turns[:limit] >= 0)[-1])
     self.turn = int(self.turns[n])
-    self._begun = int(np.flatnonzero(self.turns == self.turn)[0])
+    self._turn_start = int(np.flatnonzero(self.turns == self.turn)[0])
     self.columns = {name: column[:n] for name, column in self.columns.items()}
     if self.support is not None:
       self.support = self.support[:n]
@@ -215,7 +215,7 @@ class Trajectory:
     self.calls, self.figures, self.failure = self.calls[: self.turn], {}, ""
     self.finished, self.stopped, self.limit = False, False, 0
 
-  def _own_figures(self, correct: float) -> dict[str, float]:
+  def _default_figures(self, correct: float) -> dict[str, float]:
     tokens, calls = float(self.length), float(sum(self.calls))
     return dict(correct=correct, tokens=tokens, tool_calls=calls)
 
@@ -237,14 +237,14 @@ class Trajectory:
     old = np.zeros((len(self.tokens), 0), np.int32) if self.support is None else self.support
     new = np.zeros((n, 0), np.int32) if new is None else new
     width = max(old.shape[1], new.shape[1])
-    self.support = np.concatenate([_widened(old, width), _widened(new, width)])
+    self.support = np.concatenate([_pad_support(old, width), _pad_support(new, width)])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON of everything except the environment, for a checkpoint."""
+    """Returns everything except the environment as JSON, for a checkpoint."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
-    plain = "prompt sample seed turn calls finished stopped limit figures failure _begun".split()
-    state = {name: getattr(self, name) for name in plain}
+    plain = "prompt sample seed turn calls finished stopped limit figures failure".split()
+    state = {name: getattr(self, name) for name in plain} | dict(_begun=self._turn_start)
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
 
   @classmethod
@@ -261,16 +261,17 @@ class Trajectory:
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
     trajectory = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
-    vars(trajectory).update(state | dict(calls=tuple(state["calls"])))
+    turn_start = state.pop("_begun")
+    vars(trajectory).update(state | dict(calls=tuple(state["calls"]), _turn_start=turn_start))
     trajectory.experts = arrays.pop("routing", None)
     trajectory.support = arrays.pop("support", None)
     trajectory.columns = arrays
     return trajectory
 
 
-def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
-  lacking = width - support_nX.shape[1]
-  return np.pad(support_nX, ((0, 0), (0, lacking)), constant_values=NO_TOKEN)
+def _pad_support(support_nX: np.ndarray, width: int) -> np.ndarray:
+  missing = width - support_nX.shape[1]
+  return np.pad(support_nX, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
 
 
 def recorded_turn(
@@ -286,7 +287,7 @@ def recorded_turn(
 
 
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
-  """Sums the rewards of each finished turn, float64 [U]."""
+  """Sums the rewards of each of U finished turns, float64 [U]."""
   sampled_X = trajectory.turns >= 0
   return np.bincount(trajectory.turns[sampled_X], trajectory.rewards[sampled_X], trajectory.turn)
 
@@ -301,7 +302,8 @@ def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.nd
   """Whether each conversation is right, bool [B]; failed ones are not.
 
   Args:
-    right_from: smallest total reward of a right one. None means a figure `correct` of 1 or more.
+    right_from: smallest total reward of a right conversation. None means that a conversation is
+      right if its figure `correct` is 1 or more.
   """
   if right_from is None:
     right_B = np.array([trajectory.figures["correct"] >= 1 for trajectory in trajectories], bool)
@@ -329,7 +331,7 @@ def assemble(
   """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished trajectories; recorded experts on all with sampled tokens or on none.
+    trajectories: finished trajectories. Either all with sampled tokens have experts, or none.
     length: positions of a batch row.
     pad_id: token id of padding.
     support: maximum number of tokens in a support; 0 for no support. Trajectories without a
@@ -361,10 +363,10 @@ def assemble(
     if trajectory.support is not None:
       if (width := trajectory.support.shape[1]) > support:
         raise ValueError(
-          f"sampling.top_k is {support} tokens now, and a response that was put aside has tokens "
-          f"drawn from {width}: set it to {width} until that response is finished"
+          f"sampling.top_k is {support}, but a partial rollout was sampled with {width}: set it to "
+          f"{width} until that response is finished"
         )
-      support_BLX[row, start:end] = _widened(trajectory.support, support)
+      support_BLX[row, start:end] = _pad_support(trajectory.support, support)
   mask = (fields["turns"] >= 0).astype(np.float32)
   return Rollout(
     **fields,

@@ -36,7 +36,7 @@ def test_rows_of_messages(tmp_path):
   assert BYTES.decode(prompt.tokens) == f"Be brief.\n{prompt.question}"
   bad = write(tmp_path / "c.jsonl", [dict(prompt=[system, queue], answer="2")])
   with pytest.raises(
-    sources.DataError, match=r"the system says\. Set data\.question_field=prompt,"
+    sources.DataError, match=r"a system message\. Set data\.question_field=prompt,"
   ):
     load(bad, question_field="prompt.0.content")
   bad = write(tmp_path / "d.jsonl", [dict(prompt=[system], answer="2")])

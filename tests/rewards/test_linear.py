@@ -8,7 +8,7 @@ from support.prompts import prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.report import page, rollouts
 from gspo_jax.rewards import shaping
-from gspo_jax.sampling.local.under_way import Live
+from gspo_jax.sampling.local.responses import LiveResponse
 from gspo_jax.sampling.requests import Request
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.calculator import Calculator
@@ -49,7 +49,7 @@ def text_of(hostile, length):
 def stop_strings(text):
   """Searches a whole response for a stop string, by 16 tokens, as engines do."""
   tokens = np.array(ByteTokenizer().encode(text), np.int32)
-  live = Live(Request((1,), 1 << 30, stop_strings=("</end>", "\n\n\n")), 0, 0, [])
+  live = LiveResponse(Request((1,), 1 << 30, stop_strings=("</end>", "\n\n\n")), 0, 0, [])
   for start in range(0, len(tokens), 16):
     live.parts.append((tokens[start : start + 16],))
     live.count += len(live.parts[-1][0])

@@ -171,8 +171,8 @@ def test_what_is_too_old_is_begun_again(kind):
     all(any(trajectory is x for x in current) for trajectory in rest)
     and out.metrics["partial/oldest"] <= 2
   )
-  assert all(trajectory.oldest in (None, 1, 3) for trajectory in current) and any(
-    trajectory.oldest == 3 for trajectory in current
+  assert all(trajectory.oldest_version in (None, 1, 3) for trajectory in current) and any(
+    trajectory.oldest_version == 3 for trajectory in current
   )
 
 

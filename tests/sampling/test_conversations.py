@@ -81,7 +81,7 @@ class BadText(Exception):
 
 ARRAY = np.array([1.0, 2.0])
 STEPS = {  # The result of a step, or what it does; and the failure.
-  "empty answer": (([], 0.0, False), r"empty.*a token at least, or done=True"),
+  "empty answer": (([], 0.0, False), r"empty.*at least one token, or done=True"),
   "token beyond the vocabulary": (([64], 0.0, False), "ids from 64 to 64.*0 to 63.*tokenizer"),
   "negative token": (([-1], 0.0, False), "ids from -1"),
   "huge token": (([10**30], 0.0, False), "ids from 1000"),

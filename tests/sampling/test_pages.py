@@ -13,7 +13,7 @@ from support.small_models import GEMMA, MOE, initial
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling import Request, Workload
-from gspo_jax.sampling.local import under_way
+from gspo_jax.sampling.local.responses import new_responses, restart_requests
 from gspo_jax.sampling.requests import paged, sizes
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
@@ -73,12 +73,12 @@ def test_responses_that_are_put_aside_go_on(expected, engine):
 def test_the_first_response_of_a_group_keeps_what_it_has_to_itself():
   """It is put aside in the same call as the prefix that its siblings, not begun, wait for."""
   group = Request(PROMPTS[0], NEW, samples=3)
-  lives = under_way.lives_of(group)
+  lives = new_responses(group)
   columns = (np.array([9, 8], np.int32), *np.zeros((2, 2), np.float32), None, None)
   lives[0].parts, lives[0].count = [columns], 2
   result = [
     (request.first_sample, request.samples, request.prior, request.max_new_tokens)
-    for request, _ in under_way.to_go_on(lives)
+    for request, _ in restart_requests(lives)
   ]
   assert result == [(0, 1, (9, 8), NEW - 2), (1, 2, (), NEW)]
 

@@ -127,7 +127,7 @@ def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
   if config(**changes).whole:
     np.testing.assert_array_equal(logp, full_logp)
   if changes.get("top_k"):
-    tempered = sampler.within(sampler.temper(logits, config(**changes)), 4)
+    tempered = sampler.mask_beyond(sampler.temper(logits, config(**changes)), 4)
     support = sampler.support(tempered, config(**changes))
     assert support.max() < 4
     np.testing.assert_array_equal(sampler.sample(*arguments, support, vocabulary=4)[0], tokens)

@@ -44,7 +44,7 @@ def test_a_support_is_what_truncation_keeps(truncation):
     assert (np.diff(logits_V[ids]) <= 0).all(), "the likeliest first"
     sizes.add(len(ids))
   assert len(sizes) > 1 or truncation in ((3,), (50,))
-  np.testing.assert_array_equal(sampler.only(logits_BV, jnp.asarray(support_BX)), kept_BV)
+  np.testing.assert_array_equal(sampler.mask_outside(logits_BV, jnp.asarray(support_BX)), kept_BV)
 
 
 def test_of_equal_tokens_only_so_many_are_drawn_from():
@@ -158,9 +158,7 @@ def test_a_trajectory_keeps_it_through_a_checkpoint():
   assert rollout.support.shape == (1, 7, 4) and rollout.support.dtype == np.int32
   np.testing.assert_array_equal(rollout.support[0, 2:6, :3], expected)
   assert (rollout.support[0, [0, 1, 6]] == -1).all() and (rollout.support[..., 3] == -1).all()
-  with pytest.raises(
-    ValueError, match=r"sampling\.top_k is 2 tokens now, .* drawn from 3: set it to"
-  ):
+  with pytest.raises(ValueError, match=r"sampling\.top_k is 2, .* sampled with 3: set it to"):
     assemble([trajectory], 7, 0, support=2)
   plain = Trajectory((5,), 0, 0, SingleTurn((5,)))
   plain.add(response([1], None))

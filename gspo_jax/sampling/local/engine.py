@@ -21,7 +21,7 @@ class LocalEngine:
     compute: trainer's compute settings; `config.dtype` overrides the dtype.
     publish: function from the trainer's parameters to the sampler's layout and dtype.
     detokenize: function from token ids to text, for stop strings; None without one.
-    stepped: callback with the number of decode steps after each `step`; None for none.
+    stepped: callback with the number of decode steps after each `step`; None for no callback.
   """
 
   loads_beside_steps = False  # Two threads must not start collectives on the same devices.

@@ -24,13 +24,13 @@ def refill(state: Any) -> Any:
   if not isinstance(state.cache, pages.Pages):
     free = (state.slots.left_B == 0).sum()
     count = jnp.minimum(free, state.waiting_R.sum())
-    return jax.lax.fori_loop(0, count, lambda _, s: _take(s), state)
-  state = _give_pages(state)
-  return jax.lax.while_loop(_may_take, _take, state)
+    return jax.lax.fori_loop(0, count, lambda _, s: _start_response(s), state)
+  state = _allocate_pages(state)
+  return jax.lax.while_loop(_can_start, _start_response, state)
 
 
-def _take(state):
-  """Starts a response in a free slot, of the prefix with the most waiting responses."""
+def _start_response(state):
+  """Starts a response in a free slot, to the prefix with the most waiting responses."""
   queue, waiting_R = state.queue, state.waiting_R
   w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
   key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
@@ -48,11 +48,11 @@ def _take(state):
   )
 
 
-def _may_take(state):
-  """Whether a response may start in a free slot.
+def _can_start(state):
+  """Whether a response can start in a free slot.
 
   One page is reserved for each active slot whose response may continue on another page. A further
-  page must be free. If no slot is active, `_give_pages` has already freed a page.
+  page must be free. If no slot is active, `_allocate_pages` has already freed a page.
   """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
@@ -94,8 +94,8 @@ def release(state: Any) -> Any:
   return _Owners.from_state(state).put_into(state)
 
 
-def _give_pages(state):
-  """Allocates a page for each slot's next position; displaces others if pages run out."""
+def _allocate_pages(state):
+  """Allocates a page for each slot's next position. If pages run out, prefixes or responses go."""
   s, S = state.slots, state.cache.page
   row_B = jnp.arange(len(s.left_B))
   sampled_B = s.position_B - s.start_B

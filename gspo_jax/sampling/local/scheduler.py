@@ -16,8 +16,14 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
+from gspo_jax.sampling.local.responses import (
+  Entry,
+  LiveResponse,
+  new_responses,
+  restart_requests,
+  split_by_response,
+)
 from gspo_jax.sampling.local.slots import Rows, Sampled, decode, new_state, prefill
-from gspo_jax.sampling.local.under_way import Entry, Live, by_response, lives_of, to_go_on
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload, sizes
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
@@ -87,14 +93,16 @@ class Scheduler:
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
     # Requests before prefill, each with its displaced responses; [] for a new request.
-    self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
-    self._live: dict[int, Live] = {}  # Prefilled, unfinished responses by id.
+    self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
+    self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
-    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # Entries by device.
+    # Free queue entries of each device.
+    self._free = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # Unfinished responses by device.
-    # Free pages of each device at the last report, and pages taken by prefixes since then.
-    self._pages, self._taken = np.full(self._shards, size.pages), np.zeros(self._shards, int)
+    # Free pages of each device at the last report, and pages of prefixes prefilled since then.
+    self._pages = np.full(self._shards, size.pages)
+    self._prefix_pages = np.zeros(self._shards, int)
     self._queued: dict[int, Entry] = {}  # Entries by number, over all devices.
     self._calls = 0  # Number of `decode` calls so far.
     self._in_flight = collections.deque()  # Dispatched calls before their results are fetched.
@@ -107,7 +115,7 @@ class Scheduler:
     request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
     if len(request.stop_ids) > self._stop_width:
       raise ValueError(
-        f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} announced"
+        f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} of the workload"
       )
     self._requests.append((request, []))
 
@@ -142,12 +150,12 @@ class Scheduler:
       finished += self._collect()
     lives = list(self._live.values())
     for request, displaced in self._requests:
-      lives += displaced or lives_of(request)
+      lives += displaced or new_responses(request)
     self._live.clear()
     self._requests.clear()
     return finished + [live.response(self._version) for live in lives]
 
-  # To the devices.
+  # Dispatch to the devices.
 
   def _fill_queue(self) -> None:
     """Prefills prefixes in batches of one padded length.
@@ -174,7 +182,7 @@ class Scheduler:
       if len(placed) < len(fitting):  # Too few free pages.
         return
 
-  def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[Live]]]:
+  def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[LiveResponse]]]:
     """Distributes requests in order to the least loaded devices, at most `rows` to each.
 
     With `cache_tokens`, a busy device takes a prefix only if one free page per slot remains.
@@ -182,24 +190,24 @@ class Scheduler:
     used, placed = [0] * self._shards, []
     for request, lives in fitting:
       pages = -(-(request.prefix_length - 1) // self._size.page)
-      open_to = [
+      candidates = [
         d
         for d in range(self._shards)
         if used[d] < min(rows, len(self._free[d]))
         and (
           not (self._config.cache_tokens and self._load[d])
-          or self._pages[d] - self._taken[d] - pages >= self._slots // self._shards
+          or self._pages[d] - self._prefix_pages[d] - pages >= self._slots // self._shards
         )
       ]
-      if not open_to:
+      if not candidates:
         break
-      shard = min(open_to, key=self._load.__getitem__)
-      lives = lives or lives_of(request)
+      shard = min(candidates, key=self._load.__getitem__)
+      lives = lives or new_responses(request)
       for live in lives:
         live.shard, live.call = shard, self._calls
       used[shard] += 1
       self._load[shard] += request.samples
-      self._taken[shard] += pages
+      self._prefix_pages[shard] += pages
       placed.append((request, lives))
     return placed
 
@@ -230,7 +238,7 @@ class Scheduler:
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
-        if not live.count:  # Otherwise the experts of the first forward pass remain recorded.
+        if not live.count:  # A restarted response keeps the experts of its first forward pass.
           live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
@@ -248,18 +256,19 @@ class Scheduler:
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
     self._cancelled = []
+    # Ready once the prefills have run, to measure their time.
     marker = self._state.waiting_R.sum() if self._prefills else None
     self._state, out = self._decode(self._params, self._state, _put_arrays(cancelled, P()))
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
-    self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
+    self._in_flight.append((self._calls, self._prefills, self._prefix_pages.copy(), marker, out))
     self._calls, self._prefills = self._calls + 1, []
 
-  # From the devices.
+  # Collection from the devices.
 
   def _collect(self) -> list[Response]:
     """Fetches the results of the oldest call; returns finished responses."""
-    call, prefills, taken, marker, out = self._in_flight.popleft()
+    call, prefills, prefix_pages, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
       self.usage.prefill_seconds += self._lap()
@@ -279,23 +288,23 @@ class Scheduler:
           del self._queued[number]
           self._free[number // self._entries].append(number % self._entries)
     finished, sampled = [], []
-    for id_, *part in by_response(out):
+    for id_, *part in split_by_response(out):
       live = self._live.get(id_)
       if live is None:
         continue  # The response ended with a stop string, and its slot is not cancelled yet.
-      before = live.count
+      old_count = live.count
       live.parts.append(tuple(part))
       live.count += len(part[0])
       count, stopped = live.count, bool(part[0][-1] in live.request.stop_ids)
       ended = stopped or count == live.request.max_new_tokens
-      cut = live.stopped_by(self._detokenize)
-      if cut is not None:
+      string_end = live.stopped_by(self._detokenize)
+      if string_end is not None:
         if not ended:
           self._cancelled.append(id_)  # The slot decodes until the next call cancels it.
-        count, stopped, ended = cut, True, True
-      self.usage.tokens += count - before
+        count, stopped, ended = string_end, True, True
+      self.usage.tokens += count - old_count
       # The number of input tokens equals the number of sampled tokens.
-      sampled.append((count - before, live.request.prefix_length + count - 1))
+      sampled.append((count - old_count, live.request.prefix_length + count - 1))
       if ended:
         finished.append(live.response(self._version, count, stopped, finished=True))
         self._load[live.shard] -= 1
@@ -304,9 +313,9 @@ class Scheduler:
       new, end = np.array(sampled).T
       self.usage.flops += float(np.sum(flops.work(self._model, 1, new, end).forward()))
     if out.live_W is not None:
-      self._pages, self._taken = out.free_d, self._taken - taken
-      for _, _, later, _, _ in self._in_flight:
-        later -= taken
+      self._pages, self._prefix_pages = out.free_d, self._prefix_pages - prefix_pages
+      for _, _, later_pages, _, _ in self._in_flight:
+        later_pages -= prefix_pages  # These pages are in the report already.
       self._requeue_displaced(call, out)
     return finished
 
@@ -323,7 +332,7 @@ class Scheduler:
       self._load[live.shard] -= 1
       del self._live[id_]
     self.usage.put_aside += len(displaced)
-    self._requests.extendleft(reversed(list(to_go_on(displaced.values()))))
+    self._requests.extendleft(reversed(list(restart_requests(displaced.values()))))
 
   def _lap(self) -> float:
     before, self._clock = self._clock, time.perf_counter()

@@ -1,8 +1,8 @@
 """Continuous batching on the device: a fixed number of self-refilling slots.
 
 Each slot decodes one token per step. The queue holds prefilled prefixes. A slot with a finished
-response takes the next prefix, with a copy of its keys and values, inside the decoding loop, so no
-slot waits for the host. On the host, `scheduler` collects sampled tokens and prefills prefixes
+response takes the next prefix and copies its keys and values inside the decoding loop, so no slot
+waits for the host. On the host, `scheduler` collects sampled tokens and prefills prefixes
 while the devices decode.
 """
 
@@ -24,7 +24,7 @@ from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.local.refill import refill, release
 from gspo_jax.sampling.requests import Sizes
-from gspo_jax.sampling.sampler import sample, support, temper, within
+from gspo_jax.sampling.sampler import mask_beyond, sample, support, temper
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
@@ -149,7 +149,7 @@ def prefill(
   Returns:
     The new state, and the experts [r, T, l, k], replicated on all hosts; None if not recorded.
   """
-  (r, T), layers = tokens_rT.shape, _layers(params)
+  (r, T), layers = tokens_rT.shape, params.depths
   cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
   real_rT = (jnp.arange(T)[None] < rows.position_B[:, None]).astype(jnp.int32)
   run = functools.partial(transformer.forward, params, model, compute=compute)
@@ -159,7 +159,7 @@ def prefill(
   else:
     positions_rT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (r, T))
 
-    def cut(x_rT):
+    def split_pieces(x_rT):
       return jnp.swapaxes(x_rT.reshape(r, T // piece, piece), 0, 1)
 
     def prefill_piece(cache, part):
@@ -167,7 +167,8 @@ def prefill(
       out = run(tokens, positions=positions, segments=segments, cache=cache)
       return out.cache, out.routing_lBTk
 
-    parts = (cut(tokens_rT), cut(sharding.reshard(positions_rT, P(BATCH))), cut(real_rT))
+    positions_rT = sharding.reshard(positions_rT, P(BATCH))
+    parts = tuple(map(split_pieces, (tokens_rT, positions_rT, real_rT)))
     cache, experts_jlrpk = jax.lax.scan(prefill_piece, cache, parts)
     experts_lrTk = None
     if record_routing and experts_jlrpk is not None:
@@ -190,8 +191,8 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     state = release(state)
     length_r = jnp.where(entry_r < len(state.waiting_R), rows.position_B, 0)
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
-    lacking = state.staged.shape[1] - table_rn.shape[1]
-    table_rn = jnp.pad(table_rn, ((0, 0), (0, lacking)), constant_values=pages.NONE)
+    missing = state.staged.shape[1] - table_rn.shape[1]
+    table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
     waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host restarts prefixes without pages.
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
@@ -262,17 +263,17 @@ def decode(
   def step(carry):
     i, state, out = carry
     state = _on_each_device(refill, state, like=state)
-    slots, cache, taken = _next_token(params, state, sampling, model, compute, width, vocabulary)
+    slots, cache, sampled = _next_token(params, state, sampling, model, compute, width, vocabulary)
     if out.experts_nWlk is None:
-      taken = taken.replace(experts_nWlk=None)
+      sampled = sampled.replace(experts_nWlk=None)
 
     def write(x, value):
       return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)
 
-    return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, taken)
+    return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, sampled)
 
   i, state, out = jax.lax.while_loop(continues, step, (jnp.zeros((), jnp.int32), state, out))
-  out = out.replace(steps=i, **_afterwards(state))
+  out = out.replace(steps=i, **_report(state))
   return state, jax.tree.map(lambda x: sharding.reshard(x, P()), out)
 
 
@@ -297,7 +298,7 @@ def _next_token(
   next_B = s.position_B + 1
   support_BX = None
   if width:
-    support_BX = support(within(temper(logits_BV, sampling), vocabulary), sampling)
+    support_BX = support(mask_beyond(temper(logits_BV, sampling), vocabulary), sampling)
   token_B, logp_B, full_logp_B = sample(
     logits_BV, key_B, next_B - s.start_B, sampling, support_BX, vocabulary
   )
@@ -315,7 +316,7 @@ def _next_token(
   return slots, out.cache, sampled
 
 
-def _afterwards(state: State) -> dict[str, Any]:
+def _report(state: State) -> dict[str, Any]:
   """Returns a state's counts for the host."""
   if not isinstance(state.cache, Pages):
     return dict(waiting_R=state.waiting_R)
@@ -337,7 +338,3 @@ def specs(tree: Any) -> Any:
 def _on_each_device(f, *arguments, like):
   """Applies `f` to each device's part; results have the layout of `like`."""
   return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)
-
-
-def _layers(params: transformer.Params) -> tuple[int, ...]:
-  return params.depths

@@ -21,15 +21,15 @@ class Entry(NamedTuple):
 
 
 @dataclasses.dataclass
-class Live:
+class LiveResponse:
   """A response in flight on the devices."""
 
   request: Request
   sample: int  # Sample number.
   shard: int  # Index of the device.
-  experts: list[np.ndarray]  # Experts of the prefix; [] until fetched.
+  experts: list[np.ndarray]  # Experts of the prefix, shared by its responses; [] until fetched.
   call: int = 0  # Index of the first `decode` call after the prefill.
-  # Sampled columns of each `decode` call, as from `by_response` without the id.
+  # Sampled columns of each `decode` call, in the order of `split_by_response`, without the id.
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0  # Number of sampled tokens.
   tail: list[int] | None = None  # Argument of `stop_strings.end`.
@@ -70,12 +70,12 @@ class Live:
     )
 
 
-def lives_of(request: Request) -> list[Live]:
+def new_responses(request: Request) -> list[LiveResponse]:
   """Returns new, empty responses to a request."""
-  return [Live(request, request.first_sample + i, 0, []) for i in range(request.samples)]
+  return [LiveResponse(request, request.first_sample + i, 0, []) for i in range(request.samples)]
 
 
-def by_response(out: Sampled) -> Iterator[tuple]:
+def split_by_response(out: Sampled) -> Iterator[tuple]:
   """Yields (id, tokens, logp, full_logp, experts, support) of each response with tokens.
 
   Experts and support are None if not recorded.
@@ -98,14 +98,14 @@ def by_response(out: Sampled) -> Iterator[tuple]:
   yield from zip(ids[starts].tolist(), *columns)
 
 
-def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
+def restart_requests(lives: Iterable[LiveResponse]) -> Iterator[tuple[Request, list[LiveResponse]]]:
   """Yields new requests for displaced responses, each with its responses.
 
   Responses of one request without tokens share a new request. A response with tokens has its own
   request, with the tokens in `prior`.
   """
 
-  def request_key(live: Live) -> tuple[int, int | None]:
+  def request_key(live: LiveResponse) -> tuple[int, int | None]:
     return id(live.request), live.sample if live.count else None
 
   for _, group in itertools.groupby(lives, request_key):
