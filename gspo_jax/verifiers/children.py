@@ -1,5 +1,5 @@
-"""Processes that end with this one."""
+"""Process groups to end together with this process."""
 
-# Leaders of the sessions of workers and sandboxes. Code that ends this process without Python's
-# clean-up (os._exit) kills these groups first; otherwise they notice by themselves.
+# Session leaders of workers and sandboxes. Code that ends this process without Python's clean-up
+# (os._exit) kills these groups first. Otherwise they notice the end themselves.
 process_groups: set[int] = set()

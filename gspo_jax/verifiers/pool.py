@@ -1,11 +1,10 @@
 """Worker processes that can be killed, for verifiers that may hang or die. Imports no jax.
 
-A worker is a fresh interpreter (`python -m gspo_jax.verifiers.pool`), neither a fork of this
-process, which would copy JAX's locks in whatever state they are, nor multiprocessing's spawn, which
-would import the trainer's main module, and jax with it, into every worker. Time is kept by the
-caller from the moment a worker is given an item, so waiting for a worker costs nothing, and it is
-enforced by SIGKILL alone: a handler of SIGALRM works in main threads only, and neither it nor a
-thread stops a computation that holds the interpreter lock.
+A worker is a fresh interpreter (`python -m gspo_jax.verifiers.pool`). A fork of this process would
+copy JAX's locks in any state. Spawn of multiprocessing would import the trainer's main module, and
+jax with it. The caller measures an item's time from its start in a worker, without queueing, and
+enforces the limit by SIGKILL. A handler of SIGALRM works in main threads only, and neither it nor a
+thread stops a computation with the interpreter lock.
 """
 
 import collections
@@ -28,16 +27,16 @@ from typing import Any
 
 from gspo_jax.verifiers import children
 
-START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
-GRACE_S = 2.0  # past its time a worker ends by itself: the pool, which kills it, must be gone
-START_ATTEMPTS = 3  # A worker's failures in a row in one call: an installation may be broken.
-WARM_UP = -1  # the item, by its index, that a new worker begins with
+START_LIMIT_S = 120.0  # limit of a worker's imports on a busy machine
+GRACE_S = 2.0  # a worker ends itself this long after its time limit, if the pool has not killed it
+START_ATTEMPTS = 3  # maximum failed starts of a worker in a row in one call
+WARM_UP = -1  # index of the warm-up item of a new worker
 
 
 class Failure(str):
-  """Stands in the place of a result: "timeout" or "crash", with a reason that fits on a line.
+  """Failed result, "timeout" or "crash", with a reason of one line.
 
-  A crash: the function raised, or its process died twice on this item, or none could be started.
+  On a crash, the function raised, its process died twice on this item, or none could be started.
   """
 
   def __new__(cls, name: str, reason: str = ""):
@@ -53,12 +52,12 @@ class Pool(contextlib.AbstractContextManager):
     function: `"package.module:name"` of a function from one JSON value to another.
     workers: processes.
     time_limit_s: wall-clock seconds that one item may run; queueing is not counted.
-    warm_up: an item that every new worker runs once before its first (imports, caches).
-    memory_bytes: address space of a worker; past it the item fails with MemoryError, a CRASH. None:
-      no limit.
+    warm_up: item that every new worker runs once before all others (imports, caches).
+    memory_bytes: address space of a worker; beyond it, an item fails with MemoryError, a crash.
+      None for no limit.
 
   Raises:
-    RuntimeError: if the workers cannot be started, with the worker's traceback.
+    RuntimeError: the workers cannot be started; the message is the worker's traceback.
   """
 
   def __init__(
@@ -86,15 +85,15 @@ class Pool(contextlib.AbstractContextManager):
   def map(self, items: Sequence[Any]) -> list[Any]:
     """Maps the items to values or `Failure`s, in order. Safe from any thread.
 
-    Whatever happens to the workers, nothing is raised: a call that cannot get any of them to start
-    fails its items, and the next call tries again.
+    Failures of workers raise nothing. If no worker starts, all items fail, and the next call tries
+    again.
     """
     with self._lock:
       if not self._workers:
         raise RuntimeError("the pool is closed")
       try:
         return self._run(items) if items else []
-      except BaseException:  # an interrupt: no late result may reach the next call
+      except BaseException:  # An interrupt. No late result may reach the next call.
         for worker in self._workers:
           if worker.item is not None:
             worker.kill()
@@ -132,14 +131,14 @@ class Pool(contextlib.AbstractContextManager):
       busy = [worker for worker in self._workers if worker.item is not None]
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
         return results
-      if not busy:  # there are items, and nobody to give them to
+      if not busy:  # There are items, but no worker.
         reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
         for index in waiting:
           results[index] = Failure("crash", reason)
         return results
       time_s = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
-      time_s = time.monotonic()  # before the pipes are read: a result that has arrived is not late
+      time_s = time.monotonic()  # Before reading the pipes: a result that has arrived is not late.
       for worker in busy:
         message = worker.receive()
         if message is None and time_s < worker.deadline:
@@ -155,11 +154,11 @@ class Pool(contextlib.AbstractContextManager):
         elif message or index in died:
           text = message.get("error", "its process died twice")
           results[index] = Failure("crash", last_line(text))
-        else:  # once may be somebody else's doing (the kernel out of memory); twice is the item's
+        else:  # The machine may have killed it (out of memory), so the item gets a second try.
           died.add(index)
           waiting.appendleft(index)
         if not message or message.get("last"):
-          worker.kill()  # a new one takes its place
+          worker.kill()  # A new one replaces it.
 
 
 def last_line(text: str) -> str:
@@ -168,7 +167,7 @@ def last_line(text: str) -> str:
 
 
 class _Worker:
-  """One process, its pipe, and the index of the item that it runs (None: it is idle)."""
+  """One process, its pipe, and the index of the running item; None for an idle worker."""
 
   def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
     self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
@@ -177,16 +176,16 @@ class _Worker:
 
   @property
   def alive(self) -> bool:
-    """Whether a process was started; `receive` finds out that it has died."""
+    """Whether a process was started. `receive` detects its death."""
     return self.process is not None
 
   def start(self) -> None:
-    """Starts the process and its warm-up; a failure is counted."""
+    """Starts the process and its warm-up, and counts a failure."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # Not the terminal's group: Ctrl-C is for the trainer, which then closes the pipe. A fixed hash
-    # seed makes SymPy take the same route for the same answer in every worker and every run. BLAS
-    # would reserve memory for a thread per core of the machine, and no work here is for it.
+    # A separate session: Ctrl-C reaches the trainer alone, which then closes the pipe. A fixed hash
+    # seed makes SymPy deterministic across workers and runs. BLAS would reserve memory for one
+    # thread per core, but workers do not use it.
     settings = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
       ours, theirs = socket.socketpair()
@@ -197,37 +196,37 @@ class _Worker:
           pass_fds=[theirs.fileno()],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.DEVNULL,
-          stderr=subprocess.DEVNULL,  # parsers print complaints; our errors come through the pipe
+          stderr=subprocess.DEVNULL,  # Warnings of parsers. Errors come through the pipe.
           start_new_session=True,
         )
         children.process_groups.add(self.process.pid)
         self.pipe = connection.Connection(ours.detach())
-    except OSError as error:  # too many processes, or files, or no memory for one more
-      self._failed(str(error))
+    except OSError as error:  # too many processes or files, or too little memory
+      self._count_failure(str(error))
       return
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
 
   def started(self, message: dict[str, Any] | None) -> None:
-    """Handles the answer to the warm-up. Kills a worker without one, or with an error."""
+    """Handles the answer to the warm-up. Kills the worker if the answer is missing or an error."""
     if message is None:
-      self._failed(f"it was not ready after {START_LIMIT_S:.0f} s")
+      self._count_failure(f"it was not ready after {START_LIMIT_S:.0f} s")
     elif "value" not in message:
-      self._failed(message.get("error", "it died without a message"))
+      self._count_failure(message.get("error", "it died without a message"))
     else:
       self.failed_starts = 0
 
-  def _failed(self, reason: str) -> None:
+  def _count_failure(self, reason: str) -> None:
     self.failed_starts, self.reason = self.failed_starts + 1, reason
     self.kill()
 
   def send(self, index: int, item: Any, time_limit_s: float) -> None:
-    """Hands over an item; its time starts."""
+    """Sends an item, and starts its time."""
     self.item, self.deadline = index, time.monotonic() + time_limit_s
-    with contextlib.suppress(OSError):  # the process is gone, as `receive` will say
+    with contextlib.suppress(OSError):  # `receive` will detect that the process is gone.
       self.pipe.send_bytes(json.dumps([time_limit_s, item]).encode())
 
   def receive(self) -> dict[str, Any] | None:
-    """Returns the next message. None if there is none yet, {} if the process is gone."""
+    """Returns the next message, None if there is none yet, or {} if the process is gone."""
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
     except (EOFError, OSError, ValueError):
@@ -237,7 +236,7 @@ class _Worker:
     process, pipe = self.process, self.pipe
     self.process, self.pipe, self.item = None, None, None
     if process is not None:
-      # It leads a session of its own; what its function has started is to end with it.
+      # It leads a session, which includes the processes that its function started.
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
       process.kill()
@@ -248,22 +247,22 @@ class _Worker:
 
 
 def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
-  """Reads `[time limit, item]` in a worker and answers with a value or an error."""
+  """Reads `[time limit, item]` in a worker, and answers with a value or an error."""
   pipe = connection.Connection(descriptor)
   _limit(resource.RLIMIT_CORE, 0)
   if memory_bytes:
     _limit(resource.RLIMIT_AS, memory_bytes)
   module, name = function.split(":")
-  with contextlib.suppress(EOFError, OSError):  # the pool is closed, or its process is gone
+  with contextlib.suppress(EOFError, OSError):  # The pool is closed, or its process is gone.
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
-      # If the pool's process dies nobody is left to kill this one: the kernel does then, as nothing
-      # handles SIGALRM. By the clock and not by RLIMIT_CPU, which counts the seconds of all threads
-      # and is inherited by an item's own processes: a prover, say, for later items.
+      # If the pool's process dies, the kernel ends this one by SIGALRM, which has no handler.
+      # RLIMIT_CPU would count the seconds of all threads, and child processes of an item would
+      # inherit it, for example a prover for later items.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}
-      except MemoryError as error:  # a fresh process instead of one whose caches are full
+      except MemoryError as error:  # Caches may be full, so a fresh process replaces this one.
         message = {"error": repr(error), "last": True}
       except BaseException:
         message = {"error": traceback.format_exc()[-10_000:]}

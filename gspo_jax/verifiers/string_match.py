@@ -1,4 +1,4 @@
-"""A verifier without a model or a parser: the response's answer is the gold text, normalised."""
+"""Verifier of texts: a response is right if its answer equals the gold text, both normalised."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-MAX_ANSWER = 2000  # characters, or twice the gold answer; longer is no answer
+MAX_ANSWER = 2000  # characters, or twice the gold answer if that is more; longer text is no answer
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _QUOTES = " \"'“”‘’"
@@ -17,7 +17,7 @@ _EMPHASIS = re.compile(r"([*_`]{1,3})(.*[^*_`])\1")
 
 @contextlib.contextmanager
 def open_verifier() -> Iterator[Callable]:
-  """`verify` of many; there is nothing to configure."""
+  """Yields `verify` for batches, without configuration."""
 
   def outcomes(responses, prompts, finished):
     answers = [prompt.answer for prompt in prompts]
@@ -27,13 +27,14 @@ def open_verifier() -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str, finished: bool = True) -> str:
-  """Compares both: "right", "wrong", or "unparsable" for a response without an answer.
+  """Returns "right", "wrong", or "unparsable" for a response without an answer.
 
   Raises:
-    ValueError: if nothing of the gold answer is left by `normalise`.
+    ValueError: the gold answer is empty after `normalise`.
   """
   check_answer(answer)
-  gold = normalise(_unlabelled(answer)) or normalise(answer)  # responses lose theirs too
+  # Labels ("the answer is") are removed from responses, so from the gold answer too.
+  gold = normalise(_without_label(answer)) or normalise(answer)
   candidate = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if candidate is None:
     return "unparsable"
@@ -43,24 +44,27 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
 def check_answer(text: str) -> None:
   """Raises ValueError for a gold answer without any content after `normalise`."""
   if not normalise(text):
-    raise ValueError(f"the gold answer {text!r:.80} is nothing but white space and punctuation")
+    raise ValueError(f"the gold answer {text!r:.80} has only white space and punctuation")
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
   """Returns the content of the last `<answer>`, else the last line, without "the answer is".
 
-  Only what follows the thought counts (`thought.after`), and the last line of a response that was
-  cut off (not `finished`) does not. None where there is nothing, or more than `longest` characters.
+  Only text after the thought counts (`thought.after`). Returns None if it is empty or has more than
+  `longest` characters.
+
+  Args:
+    finished: False for a truncated response; its last line is not an answer.
   """
   text = thought.after(response)
   line = last_tagged(text)
   if line is None:
     line = text.strip().rpartition("\n")[2] if finished else ""
-  line = _unlabelled(line)
+  line = _without_label(line)
   return line if len(line) <= longest and normalise(line) else None
 
 
-def _unlabelled(line: str) -> str:
+def _without_label(line: str) -> str:
   """Returns the text after the last "the answer is", or the line without one."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
@@ -77,10 +81,10 @@ def last_tagged(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-  """Folds compatible characters (NFKC), case and spaces. Quotes, full stops and Markdown's emphasis
-  around the text go.
+  """Folds compatible characters (NFKC), case and spaces.
 
-  Other signs stay: -1.5 is neither 1.5 nor 15, and 5! is not 5.
+  Removes quotes, full stops and Markdown's emphasis around the text. Other signs stay: -1.5 is
+  neither 1.5 nor 15, and 5! is not 5.
   """
   text = " ".join(map(_compatible, text.split())).casefold().replace("−", "-")
   bare = text.lstrip(_QUOTES).rstrip(_QUOTES + ".")

@@ -23,8 +23,8 @@ def math_reward(
     answer: the column of gold answers in the data set.
 
   Returns:
-    1 for a right answer and 0 for any other. None, which TRL leaves out of the reward: there is no
-    gold answer, or the verifier came to no verdict.
+    1 for a right answer and 0 for any other. None without a gold answer, or without a verdict of
+    the verifier; TRL excludes None from the reward.
   """
   texts = [text if isinstance(text, str) else _content(text) for text in completions]
   pairs = [(text, gold) for text, gold in zip(texts, answer, strict=True) if _has_answer(gold)]
@@ -43,8 +43,8 @@ def compute_score(
   """Scores one response for verl: `reward.custom_reward_function.name=compute_score`.
 
   Returns:
-    "score" and "acc" are 1 for a right answer and 0 for any other. "unknown" is 1 where the
-    verifier came to no verdict; the score is 0 then, as verl needs a number.
+    "score" and "acc" are 1 for a right answer and 0 for any other. "unknown" is 1 without a gold
+    answer or a verdict; the score is 0 then, since verl needs a number.
   """
   reward = None
   if _has_answer(ground_truth):
@@ -61,7 +61,7 @@ def _has_answer(gold: str | None) -> bool:
 
 
 def _content(conversation: Sequence[dict[str, Any]]) -> str:
-  """Returns the text of the last message. Parts without text (images) are left out."""
+  """Returns the text of the last message. Parts without text (images) are omitted."""
   content = conversation[-1].get("content") or ""
   if isinstance(content, str):
     return content

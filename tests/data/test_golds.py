@@ -16,7 +16,7 @@ def test_a_gold_answer_that_is_none_is_a_bad_row(tmp_path):
   good = [dict(question="0?", answer="5"), dict(question="1?", answer="cannot be determined")]
   for number, gold in enumerate(NUMINA):
     path = write(tmp_path / f"{number}.jsonl", [*good, dict(question="p", answer=gold)])
-    with pytest.raises(sources.DataError, match=r"line 3: .*the problem has none.*Correct the row"):
+    with pytest.raises(sources.DataError, match=r"line 3: .*is a placeholder.*Correct the row"):
       load(path, check)
   rows = [*good, *(dict(question=f"p{gold}", answer=gold) for gold in NUMINA)]
   source = load(write(tmp_path / "a.jsonl", rows), check, on_error="skip")

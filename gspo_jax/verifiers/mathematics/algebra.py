@@ -1,4 +1,4 @@
-"""Equality of two SymPy expressions: proved where that is cheap, else tested at many digits."""
+"""Equality of two SymPy expressions: proved if that is cheap, else tested numerically."""
 
 import contextlib
 import itertools
@@ -8,7 +8,7 @@ import sympy as sp
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
 MAX_TERMS = 1000  # Terms of a sum.
-DIGITS = 120  # to which two values without variables must agree, relative to their size
+DIGITS = 120  # digits of agreement of two values without variables, relative to their size
 PRINTED = 14  # digits of a double that are always right
 _POINTS = [  # one value per variable, in the order of their names
   [sp.Rational(n, d) for n, d in ((13, 11), (29, 17), (41, 37), (53, 43), (67, 59), (71, 61))],
@@ -17,25 +17,25 @@ _POINTS = [  # one value per variable, in the order of their names
   [sp.Rational(n, d) for n, d in ((19, 7), (-13, 29), (37, 3), (-43, 41), (17, 53), (-5, 47))],
   [sp.Rational(n, d) for n, d in ((-11, 3), (-3, 13), (-19, 23), (-41, 7), (-2, 37), (-59, 5))],
 ]
-_FAR = [  # beyond where a modulus or the root of a square changes its sign, and near 0
+_FAR = [  # far from 0 and near 0, on all sides of the kinks of moduli and roots
   [sp.Rational(n, 3) for n in (10007, -10009, 10037, -10039, 10061, -10067)],
   [sp.Rational(n, 3) for n in (-10079, 10091, -10093, 10099, -10103, 10111)],
   [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
 ]
 
-# One variable after the other steps from -12 to 12, where logarithms have narrow domains.
+# Further points, for narrow domains of logarithms: each variable takes all steps from -12 to 12.
 _STEPS = [
   [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
   for scale in (1, 30)
   for k in range(25)
 ]
-_WHOLE = [2, 3, 5, 8, 4, 7, 6, 9]  # for exponents of negative numbers, both even and odd
+_INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # values of exponents of negative numbers, even and odd
 
 _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
 _REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)  # SymPy's
 
-# Constant over whole ranges: a few points tell nothing of them.
-_FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
+# Functions by cases: a few points may miss a case.
+_PIECEWISE = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
 
 def same_expression(a, b) -> bool:
@@ -51,16 +51,16 @@ def same_expression(a, b) -> bool:
   a, b = commuting(a), commuting(b)
   if a == b:
     return True
-  a, b = (evaluated(side) for side in (a, b))
+  a, b = (evaluate(side) for side in (a, b))
   if any(side.has(*_UNEVALUATED) or _is_large(side) for side in (a, b)):
     return a == b
-  a, b = _variables(a, b)
+  a, b = _replace_functions(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.is_Rational and b.is_Rational:
     return a == b
   if not symbols:
     return _same_value(a, b)
-  if any(side.has(*_FLAT) for side in (a, b)):
+  if any(side.has(*_PIECEWISE) for side in (a, b)):
     return a == b
   if len(symbols) > len(_POINTS[0]):
     return sp.expand(a - b) == 0
@@ -83,8 +83,8 @@ def _has_products(value) -> bool:
   )
 
 
-def evaluated(value):
-  """Carries out sums and integrals, unless they have many terms."""
+def evaluate(value):
+  """Evaluates sums and integrals, unless they have many terms."""
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
@@ -110,8 +110,8 @@ def _is_large(value) -> bool:
   )
 
 
-def _variables(a, b):
-  """Values of unknown functions become variables."""
+def _replace_functions(a, b):
+  """Replaces values of unknown functions by variables."""
   functions = a.atoms(sp.core.function.AppliedUndef) | b.atoms(sp.core.function.AppliedUndef)
   twins = {f: sp.Symbol(f"value of {f}", real=True) for f in functions}
   return (a.xreplace(twins), b.xreplace(twins)) if twins else (a, b)
@@ -141,14 +141,15 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Compares at points, two at least, without roots or logarithms of negative numbers."""
-  agreed, whole = 0, _exponents(a) | _exponents(b)
+  """Compares values at two or more points. Roots and logarithms must be real at a point."""
+  count, integers = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
   for index, point in enumerate([*points, *_STEPS]):
-    if agreed >= 2 and index >= len(points):
+    if count >= 2 and index >= len(points):
       break
     values = dict(zip(symbols, point)) | {
-      s: sp.Integer(_WHOLE[(index + n) % len(_WHOLE)]) for n, s in enumerate(sorted(whole, key=str))
+      s: sp.Integer(_INTEGERS[(index + n) % len(_INTEGERS)])
+      for n, s in enumerate(sorted(integers, key=str))
     }
     if not _real_inside(itertools.chain((a, b)), values):
       continue
@@ -160,18 +161,18 @@ def _same_at_points(a, b, symbols) -> bool:
         return False
     elif not _same_value(first, second):
       return False
-    agreed += 1
-  return agreed >= 2
+    count += 1
+  return count >= 2
 
 
 def _exponents(value) -> set:
-  """Variables in exponents of negative numbers. They stand for integers, as in (-1)^n."""
+  """Returns variables in exponents of negative numbers. They are integers, as in (-1)^n."""
   powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
   return set().union(*(power.exp.free_symbols for power in powers))
 
 
 def _has_kinks(value) -> bool:
-  """Whether there are moduli or roots. A few points near 0 may miss one side of these."""
+  """Whether there are moduli or roots. A few points may miss one side of their kinks."""
   exponents = [power.exp for power in value.atoms(sp.Pow)]
   return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
 
@@ -190,8 +191,8 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """Returns the constant value of `a / b`. None if it is not constant."""
-  a, b = _variables(a, b)
+  """Returns the constant value of `a / b`. Returns None if it is not constant."""
+  a, b = _replace_functions(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
     return None
@@ -207,11 +208,11 @@ def constant_ratio(a, b):
 
 
 def rounds_to(rounded, places: int, value) -> bool:
-  """Whether a decimal is an irrational number in a computer's digits, all of them right."""
+  """Whether a decimal is an irrational number, rounded correctly to 14 digits or more."""
   if value.free_symbols or not value.is_real or value.is_Rational:
     return False
   digits = len(str(abs(rounded.p) * 10**places // rounded.q)) if rounded != 0 else 0
   if places < PRINTED or digits < PRINTED:
     return False
-  off = sp.Abs(value.evalf(digits + 20, maxn=800) - rounded)
-  return bool(off * 2 * 10**places <= 1)
+  error = sp.Abs(value.evalf(digits + 20, maxn=800) - rounded)
+  return bool(error * 2 * 10**places <= 1)

@@ -1,4 +1,4 @@
-"""Where tokens are cut: at relations, at other operators, before conditions that say nothing."""
+"""Splits tokens at relations and other operators, and drops conditions without content."""
 
 import re
 
@@ -12,11 +12,11 @@ def find(tokens: list[Token], *texts: str) -> bool:
 
 
 def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
-  """Finds operators outside of brackets (relations by default), and the parts between them."""
+  """Returns operators outside of brackets (relations by default), and the parts between them."""
   names = dict(zip(texts, texts)) or _RELATIONS
   operators, parts, depth = [], [[]], 0
   for token in tokens:
-    depth += _opened(token)
+    depth += _depth_change(token)
     sign = token.kind in ("symbol", "command", "separator")
     if depth == 0 and sign and token.text in names:
       operators.append(names[token.text])
@@ -35,7 +35,7 @@ def match(tokens: list[Token], start: int = 0) -> int:
   """Returns the index of the closing bracket for the one at `start`, or -1."""
   depth = 0
   for index in range(start, len(tokens)):
-    depth += _opened(tokens[index])
+    depth += _depth_change(tokens[index])
     if depth == 0:
       return index
   return -1
@@ -45,7 +45,7 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
   r"""Returns name, content and end of the environment at `start`.
 
   Raises:
-    Unreadable: if it does not end.
+    Unreadable: the environment does not end.
   """
   end = match(tokens, start)
   labels = [tokens[i + 1 : match(tokens, i + 1) + 1] for i in (start, end) if end > start]
@@ -55,20 +55,20 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
   return re.sub("[ {}*]", "", spell(labels[0])), inside, end + 1 + len(labels[1])
 
 
-def _opened(token: Token) -> int:
-  """Counts opened brackets and environments of a token: 1, 0, or -1 for a closing one."""
+def _depth_change(token: Token) -> int:
+  """Returns 1 if a token opens a bracket or environment, -1 if it closes one, else 0."""
   name = token.text if token.kind == "command" else token.kind
   return {"open": 1, "begin": 1, "close": -1, "end": -1}.get(name, 0)
 
 
 def without_reals(tokens: list[Token]) -> list[Token]:
-  r"""Returns the name before "\in \mathbb{R}", a condition without content."""
+  r"""Removes "\in \mathbb{R}", a condition without content, after a name."""
   operators, parts = cut(tokens)
   return parts[0] if operators == ["in"] and shape(parts[1]) == "mathbbR" else tokens
 
 
 def without_integers(tokens: list[Token]) -> list[Token]:
-  r"""2k\pi of "2k\pi, k \in \mathbb{Z}"."""
+  r"""Removes ", k \in \mathbb{Z}" after a formula with the letter k."""
   *before, last = split(tokens)
   operators, parts = cut(last)
   if not before or operators != ["in"] or shape(parts[1]) != "mathbbZ":

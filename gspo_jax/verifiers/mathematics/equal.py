@@ -1,4 +1,4 @@
-"""Compares answers that `structure` has read. No two numbers agree by an absolute bound."""
+"""Compares answers parsed by `structure`. Numbers have no absolute tolerance."""
 
 import fractions
 import re
@@ -51,7 +51,7 @@ def same_answer(gold, ours) -> bool:
 
 
 def _single(gold, ours) -> bool:
-  """A list or set of one item is the item."""
+  """Compares a list or set of one item as this item."""
   for group, other in ((gold, ours), (ours, gold)):
     if isinstance(group, Group) and group.kind in ("list", "set") and len(group.items) == 1:
       return same_answer(group.items[0], other)
@@ -59,7 +59,7 @@ def _single(gold, ours) -> bool:
 
 
 def _same_choice(gold, ours) -> bool:
-  """Compares choices: (B) 5 is B and it is 5, but neither (C) 5 nor (B) 6."""
+  """Compares choices: (B) 5 equals B and 5, but neither (C) 5 nor (B) 6."""
   if isinstance(gold, Choice) and isinstance(ours, Choice):
     values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
     return gold.letter == ours.letter and values
@@ -69,7 +69,7 @@ def _same_choice(gold, ours) -> bool:
 
 
 def _spelling(node) -> str | None:
-  """The text of a word or of a lone letter."""
+  """Returns the text of a word or of a lone letter. Returns None for other nodes."""
   if isinstance(node, Word):
     return node.text
   if isinstance(node, Scalar) and isinstance(node.value, sp.Symbol) and not node.unit:
@@ -80,7 +80,7 @@ def _spelling(node) -> str | None:
 def _same_named(gold, ours) -> bool:
   if isinstance(gold, Named) and isinstance(ours, Named):
     if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
-      ours = _renamed(ours, gold.parameter)
+      ours = _rename_parameter(ours, gold.parameter)
     if gold.name == ours.name or "text" in (gold.name, ours.name):
       return same_answer(gold.value, ours.value)
     return bool(gold.relation and ours.relation) and _same_relation(gold.relation, ours.relation)
@@ -88,15 +88,15 @@ def _same_named(gold, ours) -> bool:
     relations = [node.relation if isinstance(node, Named) else node for node in (gold, ours)]
     return None not in relations and _same_relation(*relations)
   if isinstance(ours, Named) and ours.name in names.CONSTANTS:
-    return False  # i = 18 is false, whatever was asked
+    return False  # i = 18 is false for any question.
   return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
 
 
-def _renamed(function: Named, parameter: str) -> Named:
+def _rename_parameter(function: Named, parameter: str) -> Named:
   """Writes f(t) = t + 1 as f(x) = x + 1, unless x already occurs there."""
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
   if isinstance(function.value, Pieces):
-    value = piecewise.renamed(function.value, old, new)
+    value = piecewise.rename(function.value, old, new)
   else:
     value = getattr(function.value, "value", None)
     value = (
@@ -109,9 +109,9 @@ def _renamed(function: Named, parameter: str) -> Named:
 
 
 def _is_sum(relation: Relation) -> bool:
-  """Whether it gives a sum of letters a value, as in m + n = 204.
+  """Whether a relation gives the value of a sum of letters, m + n = 204.
 
-  Not x + y = 204, which is a line.
+  x + y = 204 is a line instead.
   """
   total, *values = relation.members
   letters = total.args if isinstance(total, sp.Add) else ()
@@ -124,15 +124,15 @@ def _is_sum(relation: Relation) -> bool:
 
 
 def _is_name(term) -> bool:
-  """Whether it is a name but x, y or z: a letter, x_1, α, or a length AB."""
+  """Whether a term is a letter other than x, y and z, or x_1, α, a length AB."""
   letters = term.args if isinstance(term, sp.Mul) else (term,)
   pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
   return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:
-  """Compares chains from either end, and pairs up to a constant factor on both sides."""
-  for other in (ours, _turned(ours)):
+  """Compares chains from either end, and single relations up to a constant factor."""
+  for other in (ours, _reverse(ours)):
     if gold.operators == other.operators:
       if all(map(algebra.same_expression, gold.members, other.members)):
         return True
@@ -141,11 +141,11 @@ def _same_relation(gold: Relation, ours: Relation) -> bool:
   return False
 
 
-_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+_REVERSE = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
-def _turned(relation: Relation) -> Relation:
-  operators = tuple(_TURNED.get(o, o) for o in reversed(relation.operators))
+def _reverse(relation: Relation) -> Relation:
+  operators = tuple(_REVERSE.get(o, o) for o in reversed(relation.operators))
   return Relation(operators, relation.members[::-1])
 
 
@@ -168,7 +168,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
   if "ratio" in kinds and len(kinds) > 1:
     return False
   if kinds == {"list"} and all(getattr(i, "kind", "") == "tuple" for i in gold.items + ours.items):
-    kinds = {"set"}  # Solutions; a plain number may occur twice.
+    kinds = {"set"}  # Repeated solutions count once; repeated numbers do not.
   if len(gold.items) != len(ours.items) and kinds != {"set"}:
     return _single(gold, ours)
   if kinds == {"tuple"}:
@@ -178,8 +178,8 @@ def _same_group(gold: Group, ours: Group) -> bool:
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
   if kinds == {"list"}:
-    # x = 1, y = 2 against 1, 2
-    same = _any_order if _labels(gold) == _labels(ours) else _in_order
+    # Labels on one side only, x = 1, y = 2 against 1, 2, require the same order.
+    same = _any_order if _has_labels(gold) == _has_labels(ours) else _in_order
     return same(gold.items, ours.items)
   if "tuple" in kinds:
     return False
@@ -192,8 +192,8 @@ def _same_group(gold: Group, ours: Group) -> bool:
   return _any_order(gold.items, ours.items)
 
 
-def _labels(group: Group) -> bool:
-  """Whether the items of a list have different names."""
+def _has_labels(group: Group) -> bool:
+  """Whether all items of a list are named, with different names."""
   labels = [item.name for item in group.items if isinstance(item, Named)]
   return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
 
@@ -203,14 +203,14 @@ def _in_order(a, b) -> bool:
 
 
 def _any_order(a, b) -> bool:
-  """Matches items one to one, in any order. Equality is an equivalence here."""
-  rest = list(b)
+  """Matches items one to one, in any order. Greedy, since equality is transitive here."""
+  unmatched = list(b)
   for item in a:
-    match = next((i for i, other in enumerate(rest) if same_answer(item, other)), None)
+    match = next((i for i, other in enumerate(unmatched) if same_answer(item, other)), None)
     if match is None:
       return False
-    del rest[match]
-  return not rest
+    del unmatched[match]
+  return not unmatched
 
 
 def _same_vector(matrix, group) -> bool:
@@ -231,7 +231,7 @@ def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
       and all(map(algebra.same_expression, gold.value, ours.value))
     )
   a, b = gold.value, ours.value
-  if a.is_Rational and b.is_Rational and not _turn(gold, ours):
+  if a.is_Rational and b.is_Rational and not _one_in_degrees(gold, ours):
     quantities = [
       Quantity(fractions.Fraction(int(s.value.p), int(s.value.q)), s.places, s.unit)
       for s in (gold, ours)
@@ -240,28 +240,28 @@ def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
   return _same_real(gold, ours)
 
 
-def _turn(gold: Scalar, ours: Scalar) -> bool:
+def _one_in_degrees(gold: Scalar, ours: Scalar) -> bool:
   """Whether exactly one of them is an angle in degrees."""
   return [bool(s.unit and s.unit.degrees) for s in (gold, ours)].count(True) == 1
 
 
 def _same_real(gold: Scalar, ours: Scalar) -> bool:
-  """Compares symbolic values; units agree as for numbers."""
+  """Compares symbolic values. Units are compared as in `quantity.same`."""
   a, b = gold.value, ours.value
-  if _turn(gold, ours):
-    plain, turned = (gold, ours) if ours.unit and ours.unit.degrees else (ours, gold)
-    if plain.unit is None and algebra.same_expression(plain.value, turned.value):
+  if _one_in_degrees(gold, ours):
+    plain, degrees = (gold, ours) if ours.unit and ours.unit.degrees else (ours, gold)
+    if plain.unit is None and algebra.same_expression(plain.value, degrees.value):
       return True
     if plain.unit is None or plain.unit.dimensions == (("radian", 1),):
-      return algebra.same_expression(plain.value, turned.value * sp.pi / 180)
+      return algebra.same_expression(plain.value, degrees.value * sp.pi / 180)
     return False
   if gold.unit and ours.unit:
     if gold.unit.dimensions != ours.unit.dimensions:
       return False
     a, b = (side.value * rational(side.unit.scale) for side in (gold, ours))
   elif _percent(gold.unit) or _percent(ours.unit):
-    part, whole = (a, b) if _percent(gold.unit) else (b, a)
-    return algebra.same_expression(part / 100, whole) or algebra.same_expression(part, whole)
+    percent, number = (a, b) if _percent(gold.unit) else (b, a)
+    return any(algebra.same_expression(x, number) for x in (percent / 100, percent))
   if algebra.same_expression(a, b):
     return True
   for exact, rounded in ((gold, ours), (ours, gold)):
@@ -276,8 +276,8 @@ def _percent(unit: Unit | None) -> bool:
 
 def _same_region(gold, ours) -> bool:
   """Compares sets of real numbers; a tuple may be an open interval."""
-  about = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
-  if len(about) > 1:
+  variables = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
+  if len(variables) > 1:
     return False
   regions = [nodes.as_region(side) for side in (gold, ours)]
   if None in regions:
@@ -295,7 +295,7 @@ def _same_region(gold, ours) -> bool:
 
 
 def _pieces(region: sp.Set) -> list[tuple] | None:
-  """Returns the intervals of a set from left to right: (start, end, open, open)."""
+  """Returns the intervals (start, end, left open, right open) of a set. None for other sets."""
   if region is sp.S.EmptySet:
     return []
   pieces = []
@@ -311,7 +311,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 
 def same_text(gold: str, ours: str) -> bool:
-  """Compares texts without spaces, and without case if they are words."""
+  """Compares texts. Repeated spaces do not count, nor do first capitals of words."""
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):

@@ -1,8 +1,8 @@
-r"""Reads one expression, without lists and relations, into SymPy.
+r"""Parses one expression, without lists and relations, to SymPy.
 
-What is not understood raises `Unreadable`: nothing is skipped, so nothing can be smuggled past the
-comparison. Numbers stay exact, decimals among them. Sizes are bounded before anything is computed.
-Capital letters do not commute, as they may stand for matrices; `equal` decides what that means.
+Unsupported tokens raise `Unreadable`: nothing is skipped, so nothing escapes the comparison.
+Numbers stay exact, decimals included. Sizes are bounded before anything is computed. Letters of
+matrices (`values.MATRICES`) do not commute; `algebra.same_expression` compares their order.
 """
 
 import re
@@ -36,16 +36,19 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", 
 
 
 def read(tokens: list[Token], sign: int = 1):
-  r"""The SymPy value of all the tokens. `sign`: what \pm stands for.
+  r"""Returns the SymPy value of all tokens.
+
+  Args:
+    sign: value of \pm, 1 or -1.
 
   Raises:
-    Unreadable: if they are no expression, or one whose value is too large.
+    Unreadable: the tokens are not an expression, or its value is too large.
   """
   reader = _Reader(tokens, sign)
   try:
     value = reader.sum()
   except _REFUSALS as error:
-    raise Unreadable(str(error)) from error  # SymPy's refusals: shapes of matrices and the like
+    raise Unreadable(str(error)) from error  # SymPy rejects shapes of matrices and the like.
   if reader.position < len(tokens):
     raise Unreadable(f"unexpected {tokens[reader.position].text!r}")
   if isinstance(value, sp.MatrixBase):
@@ -61,7 +64,7 @@ class _Reader:
   def __init__(self, tokens: list[Token], sign: int):
     self.tokens, self.sign = tokens, sign
     self.position = self.depth = self.bars = 0
-    self.bound: set[str] = set()  # letters that a sum runs over, i among them
+    self.bound: set[str] = set()  # variables of sums, possibly i or e
 
   def peek(self, offset: int = 0) -> Token:
     index = self.position + offset
@@ -122,7 +125,7 @@ class _Reader:
   def starts_factor(self) -> bool:
     token = self.peek()
     if token.kind == "number":
-      # "3 4" is no product; 2x3 is none either.
+      # Neither "3 4" nor 2x3 is a product.
       return False
     if token.kind in ("letter", "word") or token.kind == "open":
       return True
@@ -140,7 +143,7 @@ class _Reader:
     return self.power()
 
   def plus_minus(self) -> int:
-    r"""Returns the sign of a \pm or \mp in this place: 1 or -1; 0 without one."""
+    r"""Returns the sign of a \pm or \mp at this position, 1 or -1. Returns 0 without one."""
     return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
 
   def power(self):
@@ -153,7 +156,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Multiplies the letters of a word but its last, the base of an exponent (ab^2)."""
+    """Multiplies the letters of a word except its last, a possible base of an exponent (ab^2)."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -216,7 +219,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""Reads 3\frac{1}{2} and 3 1/2 as three and a half; 204_5 is no number in base ten."""
+    r"""Reads the rest of a mixed number, 3\frac{1}{2} or 3 1/2, or of a number in a base, 204_5."""
     if base := self.base():
       return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]
@@ -236,7 +239,7 @@ class _Reader:
     return value
 
   def base(self) -> str:
-    """Reads a base: _5, _{five}, "base 5", or "" without one."""
+    """Reads a base: _5, _{five}, "base 5". Returns "" without one."""
     if self.accept("_"):
       text = self.subscript()
       return numerals.base(text) or text
@@ -249,7 +252,7 @@ class _Reader:
     return ""
 
   def subscript(self) -> str:
-    """The spelling of a subscript, its braces removed."""
+    """Reads the text of a subscript, without its braces."""
     if self.peek().text != "{":
       return spell([self.take()])
     return spell(self.group_tokens())
@@ -264,7 +267,7 @@ class _Reader:
     return self.tokens[start : self.position - 1]
 
   def inner(self, tokens: list[Token]):
-    """The value of tokens of their own."""
+    """Returns the value of separate tokens."""
     reader = _Reader(tokens, self.sign)
     reader.depth, reader.bound = self.depth + 1, self.bound
     value = reader.sum()
@@ -280,7 +283,7 @@ class _Reader:
     return symbol(name)
 
   def named(self, name: str):
-    """A letter with its subscript, primes and arguments."""
+    """Reads the subscript, primes and arguments after a letter."""
     plain = True
     if self.accept("_"):
       name, plain = f"{name}_{self.subscript()}", False

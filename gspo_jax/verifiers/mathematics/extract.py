@@ -1,22 +1,22 @@
-r"""Finds the answer in a response: a box, or a sentence of a form that states one.
+r"""Finds the answer in a response: a box, or a sentence of a known form.
 
-What stands in no such form is no answer, and of what does the whole is taken: `quantity` and
-`structure` read all of it or nothing, so that "18 is wrong" and "18 or 19" are no numbers. Every
-pattern is linear: no nested repetitions.
+Other text is not an answer. An answer is taken as a whole: `quantity` and `structure` read all of
+it or nothing, so "18 is wrong" and "18 or 19" are not numbers. Every pattern is linear, without
+nested repetitions.
 """
 
 import re
 
 from gspo_jax.verifiers import string_match, thought
 from gspo_jax.verifiers.mathematics import quantity, spelling, units
-from gspo_jax.verifiers.mathematics.spelling import DENIED, FORMULA, TEXT, inside, plain, trim
+from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
 
-TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
-_LAST = 16  # boxes and markers at the end of a response that are looked at
+TAIL = 2000  # characters searched at the end of a response without a box
+_MAX_MATCHES = 16  # maximum number of boxes or markers examined, the last ones
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
-# Nothing but a name may follow the "and": "and the sum is 7" begins another answer.
+# Only a name may follow the "and": "and the sum is 7" begins another answer.
 _JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
 _MARKER = re.compile(
@@ -26,7 +26,7 @@ _MARKER = re.compile(
   re.IGNORECASE,
 )
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
-# A full stop behind B may belong to a choice: B. 18.
+# A full stop after B may belong to a choice: B. 18.
 _SENTENCE = re.compile(
   r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])(?<!\bMr)(?<!\bMrs)(?<!\bi\.e)[.;](?=\s)|(?<=[a-z])!(?=\s)|[\n。]|\s(?=∴)"
 )
@@ -36,7 +36,7 @@ _LEAD = re.compile(
   r"|choice|a total of|each|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
   re.IGNORECASE,
 )
-# Verbs by which a sentence states its number, whatever it is of; "cannot be" is none.
+# Verbs before the number that a sentence states, of any subject. "Cannot be" is not among them.
 _VERBS = (
   """is are was were equals? has have had gives?(?:_us)? makes? gets? got obtain leaves? yields?
   becomes? costs? takes? needs? earn(?:s|ed)? totals? ends?_with left_with
@@ -44,31 +44,31 @@ _VERBS = (
   (?:must|will|should|turn(?:s|ed)?_out_to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
-# Verbs right before a number with a unit, which tell that it was so: Jojo scored 54 points.
-_DONE = """
+# Verbs that report a number with a unit, "Jojo scored 54 points": stems, and irregular past tenses.
+_STEMS = """
   scor walk earn us need collect receiv produc sav pick bak plant donat deliver bik hik travel
   practic climb complet finish work play cook wash harvest contribut start cover invest rais
   gain add remov order purchas serv deposit borrow print pack fill paint clean eat run make
   spend drink sell buy pay read weigh contain requir recruit repair grad teach stud hir sew
   knit catch leav swim fl div jump push pull load mov stay sleep wait fish shar drop lift draw
   cost grow keep total""".split()
-_DID = """ran ate won lost found spent drove gave grew sold bought paid rose kept built rode wrote
-  slept caught made took read saw drank cut flew swam""".split()
-_TOLD = re.compile(
-  rf"((?:[^\d=]* )?[A-Za-z'’]+ (?:(?:{'|'.join(_DONE)})[a-z]?(?:ed|e?s)|{'|'.join(_DID)})"
+_PAST_TENSES = """ran ate won lost found spent drove gave grew sold bought paid rose kept built rode
+  wrote slept caught made took read saw drank cut flew swam""".split()
+_REPORT = re.compile(
+  rf"((?:[^\d=]* )?[A-Za-z'’]+ (?:(?:{'|'.join(_STEMS)})[a-z]?(?:ed|e?s)|{'|'.join(_PAST_TENSES)})"
   r"(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
   r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
-_UNTOLD = re.compile(  # Words of wishes, thoughts or other subjects before such a verb.
+_NO_REPORT = re.compile(  # Words of wishes, thoughts or other subjects before such a verb.
   r"\b(?:answer|value|number|solution|could|may|might|would|should|ought|to|than|almost|any|every"
   r"|when|once|until|till|before|after|(?:think|want|hope|wish|expect|claim|believe|sa[iy])[a-z]*"
   r"|thought|(?-i:[a-z]+ly))\b",
   re.IGNORECASE,
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
-_TAKEN_BACK = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
-# What may follow an answer and its unit, and adds nothing to them; numbers only behind some words.
-_BEHIND = re.compile(
+_RETRACTION = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
+# Text after an answer and its unit that does not change them; only some words allow numbers.
+_TRAILER = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
   r"(?: .*)?"
   r"|,? ?(?:at|to|of|on|from|during|every|each|per|that|who|by|with|and|while|than|altogether"
@@ -77,13 +77,14 @@ _BEHIND = re.compile(
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
-_BEHIND_A_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
+_TRAILER_OF_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
 _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
-# What stands in no sum of counts, as 9 eggs * $2/egg is one: signs, and letters but articles and x.
-_UNCOUNTED = re.compile(
+# Characters outside sums of counts such as "9 eggs * $2/egg": other signs, and single letters
+# except articles and x.
+_NOT_IN_SUM = re.compile(
   r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
   r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
 )
@@ -91,8 +92,8 @@ _OPERATOR = re.compile(
   r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
 )
 _UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, before an equals sign
-# A unit of one letter behind a formula, as in "$5\\sqrt{2}$ m".
-_UNIT_BEHIND = re.compile(
+# A unit of one letter after a formula, as in "$5\\sqrt{2}$ m".
+_UNIT_AFTER_FORMULA = re.compile(
   r"((?<!\\)\$|\\\)|π(?= \w[²³/])) ([msghJNVWKL](?:[²³]|/[smh][²³]?)?)(?=[\s.,;]|$)"
 )
 _MARKDOWN = re.compile(
@@ -109,15 +110,19 @@ _FUNCTIONS = re.compile(
 def extract(response: str, finished: bool = True) -> str | None:
   r"""Extracts the answer of a response; None if there is none.
 
-  Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
-  answer, together with those before it that it is listed with (`\boxed{1}` and `\boxed{2}`); a
-  response whose only box is empty or cut off gives none. Without a box: all that the last
-  `<answer>` holds, else what follows the last "####" or "answer is/:/=", else what the last
-  sentence with a number states: none where the response was cut off (not `finished`), as it is
-  where the tokens ran out.
+  Only text after the thought counts (`thought.after`). The last complete `\boxed{}` is the answer,
+  together with boxes listed before it (`\boxed{1}` and `\boxed{2}`). A response has no answer if
+  its only box is empty or incomplete. Without a box, the answer is the first of these:
+
+  1. the text after the last "####" or "answer is/:/=", within the last `<answer>` if there is one;
+  2. the whole content of the last `<answer>`;
+  3. the statement of the last sentence with a number.
+
+  Args:
+    finished: False for a truncated response; its last sentence is incomplete and not read.
   """
   text = thought.after(response)
-  boxes = [match.span() for match in BOX.finditer(text)][-_LAST:]
+  boxes = [match.span() for match in BOX.finditer(text)][-_MAX_MATCHES:]
   if boxes:
     return _boxed(text, boxes)
   tagged = string_match.last_tagged(text)
@@ -126,7 +131,7 @@ def extract(response: str, finished: bool = True) -> str | None:
   if answer is None and tagged is not None:
     answer = trim(tagged)
   elif answer is None and finished:
-    answer = _last(tail)
+    answer = _last_statement(tail)
   return answer or None
 
 
@@ -136,35 +141,36 @@ def _on_one_line(display: re.Match) -> str:
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """Returns the text after the last marker, "" if it is no answer. None without a marker.
+  """Returns the answer after the last marker. Returns "" if it is no answer, None without a marker.
 
-  "####" begins a heading of Markdown if its line is more than a value, and not the last one.
+  "####" begins a heading of Markdown, unless its line is a value or the last line.
   """
-  for match in [*_MARKER.finditer(text)][: -_LAST - 1 : -1]:
+  for match in [*_MARKER.finditer(text)][: -_MAX_MATCHES - 1 : -1]:
     lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
     line = lines[0] if lines else ""
     if match[0] == "####" and not (finished and len(lines) < 2) and not _is_value(line):
       continue
     before = _SENTENCE.split(text[: match.start()])[-1]
-    denied = DENIED.search(before) or _TAKEN_BACK.search(text, match.end())
+    denied = DENIAL.search(before) or _RETRACTION.search(text, match.end())
     return "" if denied else _statement(line)
   return None
 
 
 def _statement(line: str) -> str:
-  """Returns the first sentence of a line without filler words."""
+  """Returns the answer in the first sentence of a line."""
   first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
-  instead = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
-  if instead and first.startswith("not "):
-    first = instead[1]
-  value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there
+  correction = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
+  if correction and first.startswith("not "):
+    first = correction[1]
+  value = _value(first.rpartition(r"\$ =")[2])  # An escaped $ in place of the formula's end.
   if _is_value(value):
     return value
-  named = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
-  return _stated(first[named.end() :] if named and not DENIED.search(named[0]) else first)
+  subject = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
+  denied = subject and DENIAL.search(subject[0])
+  return _stated_value(first[subject.end() :] if subject and not denied else first)
 
 
-def _last(text: str) -> str:
+def _last_statement(text: str) -> str:
   """Returns the statement of the last sentence with a number or formula."""
   text = text.strip()
   if FORMULA.fullmatch(text):
@@ -175,19 +181,19 @@ def _last(text: str) -> str:
     if is_formula(formula):
       return trim(formula)
     if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)|\b[A-J] is correct", sentence):
-      return _stated(sentence)
-    if DENIED.search(sentence):
+      return _stated_value(sentence)
+    if DENIAL.search(sentence):
       return ""
   return ""
 
 
-def _stated(sentence: str) -> str:
-  """Returns the text after a verb, unless the sentence denies something before it."""
-  named = re.fullmatch(
+def _stated_value(sentence: str) -> str:
+  """Returns the value after a verb, unless the clause before the verb denies it."""
+  subject = re.fullmatch(
     r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
   )
-  if named:
-    return _value(named[1])
+  if subject:
+    return _value(subject[1])
   if _result(sentence) and _is_value(value := _value(sentence)):
     return value
   for verb in [*_VERB.finditer(sentence)][::-1]:
@@ -195,14 +201,14 @@ def _stated(sentence: str) -> str:
     if _is_value(value):
       subject = sentence[: verb.start()]
       clause = re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", subject)[-1]
-      return "" if DENIED.search(clause) or _MAY_BE.search(clause) else value
-  return _reported(sentence) or _value(sentence)
+      return "" if DENIAL.search(clause) or _MAY_BE.search(clause) else value
+  return _reported_value(sentence) or _value(sentence)
 
 
-def _reported(sentence: str) -> str:
-  """Returns 54 points of "Jojo scored 54 points": the first number with its unit, or ""."""
-  report = _TOLD.match(sentence)
-  if not report or DENIED.search(report[1]) or _UNTOLD.search(report[1]):
+def _reported_value(sentence: str) -> str:
+  """Returns a reported number with its unit, "54 points" of "Jojo scored 54 points", or ""."""
+  report = _REPORT.match(sentence)
+  if not report or DENIAL.search(report[1]) or _NO_REPORT.search(report[1]):
     return ""
   value = _value(sentence[report.end() :])
   number = quantity.read(value)
@@ -217,27 +223,30 @@ def _value(text: str) -> str:
   number = None if text.startswith(("~", "≈")) else _NUMBER.match(text)
   words = text[number.end() :].split(" ") if number else []
   for count in range(min(6, len(words)), 0, -1):
-    unit, behind = " ".join(words[:count]).rstrip(" ,."), " ".join(words[count:]).strip(" .")
-    ended = not behind or (_BEHIND.fullmatch(behind) and not DENIED.search(behind))
-    ended = ended or (result and _BEHIND_A_SUM.fullmatch(behind))
-    if ended and (units.parse(unit) if unit else count == 1):
+    unit, trailer = " ".join(words[:count]).rstrip(" ,."), " ".join(words[count:]).strip(" .")
+    ends = not trailer or (_TRAILER.fullmatch(trailer) and not DENIAL.search(trailer))
+    ends = ends or (result and _TRAILER_OF_SUM.fullmatch(trailer))
+    if ends and (units.parse(unit) if unit else count == 1):
       return trim(number[0] + unit)
   return "" if text.startswith(("~", "≈")) else trim(text)
 
 
 def _result(text: str) -> str:
-  """Returns 120 pints of "15 gallons * 8 pints / gallon = 120 pints", but "" of 2x + 3 = 7."""
+  """Returns the result of a sum of counts: "120 pints" of "15 gallons * 8 pints = 120 pints".
+
+  An equation in unknowns, 2x + 3 = 7, gives "".
+  """
   *names, terms, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
-  start = max((match.end() for match in _UNCOUNTED.finditer(terms)), default=0)
-  counted = terms[start:].rstrip()
-  if not counted or (re.search(r"\d", terms) and not _OPERATOR.search(counted)):
+  start = max((match.end() for match in _NOT_IN_SUM.finditer(terms)), default=0)
+  counts = terms[start:].rstrip()
+  if not counts or (re.search(r"\d", terms) and not _OPERATOR.search(counts)):
     return ""
-  if re.search(r"[\w\\^)}]$", terms[:start]) and not counted[0].isspace():
+  if re.search(r"[\w\\^)}]$", terms[:start]) and not counts[0].isspace():
     return ""
   if not all(_UNKNOWN.search(name) or _result(name + "=1") for name in names):
     return ""
-  subject = re.match(r"[^\d$(]*", counted)[0].split()[-2:]
-  return "" if DENIED.search(" ".join(subject)) else right.strip()
+  subject = re.match(r"[^\d$(]*", counts)[0].split()[-2:]
+  return "" if DENIAL.search(" ".join(subject)) else right.strip()
 
 
 def _without_lead(text: str) -> str:
@@ -246,11 +255,11 @@ def _without_lead(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-  """A line without Markdown and with formulas as plain text."""
+  """Removes Markdown and delimiters of formulas from a line."""
   line = _MARKDOWN.sub("", plain(line))
   if FORMULA.fullmatch(line.rstrip(" .")):
     return line
-  return FORMULA.sub(inside, _UNIT_BEHIND.sub(r"\1 \\text{\2}", line))
+  return FORMULA.sub(inside, _UNIT_AFTER_FORMULA.sub(r"\1 \\text{\2}", line))
 
 
 def _is_value(line: str) -> bool:
@@ -283,7 +292,8 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   """Returns the content of the last complete box, and of the boxes in its list."""
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]
-  spans = [a for a, b in zip(spans, [*spans[1:], (len(text),)]) if a[1] <= b[0]]  # nested ones
+  # Only the inner one of nested boxes remains.
+  spans = [a for a, b in zip(spans, [*spans[1:], (len(text),)]) if a[1] <= b[0]]
   if not spans:
     return None
   final = _after_box(text[spans[-1][1] :][-TAIL:])
@@ -301,9 +311,9 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 
 
 def _after_box(text: str) -> str | None:
-  """Returns the text of "the final answer is" after the last box. It replaces the box.
+  """Returns the value of "the final answer is" after the last box. It replaces the box.
 
-  The box is the surer one where more is said than a value and its unit.
+  Returns None if more than a value and its unit follows, since the box is more certain then.
   """
   end = max((match.end() for match in _FINAL.finditer(text)), default=None)
   line = text[end:].partition("\n")[0] if end is not None else ""
@@ -322,7 +332,10 @@ def _is_listing(gap: str) -> bool:
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
-  """Returns the braces' content or the word at `start`, and its end. None: not closed."""
+  """Returns the end and content of the braces, or the word, at `start`.
+
+  The content is None if the braces are not closed.
+  """
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])
     return (start + word.end(), trim(word[0]) or None) if word else (start, None)

@@ -1,4 +1,4 @@
-r"""Matrices, sums, integrals, vectors and commands that mean nothing, for `expression`'s reader."""
+r"""Matrices, sums, integrals, vectors and unknown commands, for the reader of `expression`."""
 
 import re
 
@@ -14,7 +14,7 @@ ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".spl
 
 
 def matrix(reader):
-  r"""Reads a matrix after its `\begin`; between bars, its determinant."""
+  r"""Reads a matrix after its `\begin`, or the determinant of a `vmatrix`."""
   name, inside, reader.position = cuts.environment(reader.tokens, reader.position - 1)
   if name == "array" and inside and inside[0].text == "{":
     inside = inside[cuts.match(inside) + 1 :]
@@ -29,7 +29,7 @@ def matrix(reader):
 
 
 def series(reader, name: str):
-  """A sum, a product or an integral with its bounds."""
+  """Reads a sum, a product or an integral with its bounds."""
   lower = upper = None
   for _ in range(2):
     if reader.accept("_"):
@@ -50,7 +50,7 @@ def series(reader, name: str):
 
 
 def limit(reader):
-  """Reads a limit, of one side perhaps."""
+  """Reads a limit, from both sides or one."""
   reader.take("_")
   bounds = reader.group_tokens()
   if len(bounds) < 3 or bounds[0].kind != "letter" or bounds[1].text != "to":
@@ -67,7 +67,7 @@ def limit(reader):
 
 
 def _integrand(reader) -> tuple[list, str]:
-  """Takes an integrand and its variable, in a numerator perhaps: dx/(1+x^2)."""
+  """Reads an integrand and its variable, possibly in a numerator: dx/(1+x^2)."""
   start, tokens = reader.position, reader.tokens
   places = [i for i in range(start, len(tokens)) if re.fullmatch("d[a-z]?", tokens[i].text)]
   place = places[0] if places else len(tokens)
@@ -98,7 +98,7 @@ def vector(reader):
 
 
 def opaque(reader, name: str):
-  """Reads an unknown command: equal to itself with the same arguments."""
+  """Reads an unknown command. It equals itself with the same arguments only."""
   if name in ENDS or not name.isalpha() or name in ("end", "circ"):
     raise Unreadable(f"unexpected \\{name}")
   arguments = []

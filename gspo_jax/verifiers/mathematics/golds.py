@@ -8,7 +8,7 @@ import re
 from gspo_jax.verifiers.mathematics.spelling import TEXT
 from gspo_jax.verifiers.mathematics.tokens import is_product
 
-# A phrase a line, in small letters; spaces, hyphens and underscores do not count.
+# Phrases in small letters. Spaces, hyphens and underscores do not count.
 _PHRASES = """
   notfound; answer not found; solution not found; none found; none; none given; none provided; null
   nan; unknown; answer unknown; not known; answer missing; tbd; tba; todo; placeholder; proofs
@@ -63,9 +63,9 @@ def placeholder(gold: str) -> bool:
 
 
 def word(gold: str) -> str | None:
-  """Returns the words of a gold answer in small letters; None for others.
+  """Returns a gold answer of words in small letters. Returns None for other answers.
 
-  A run of two to four capital letters may be a length, and names none.
+  Two to four capital letters may be a length (AB), and are not words.
   """
   text = " ".join(_bare(gold).strip(_EDGES).split())
   if not _WORDS.fullmatch(text) or is_product(text) or (text.isupper() and len(text) < 5):

@@ -1,7 +1,7 @@
-r"""Environments of lines (align, array), and the pieces of a function.
+r"""Environments of lines (align, array), and functions by cases.
 
-An environment of lines becomes its equations, with commas between; `\begin{cases}` with conditions
-stays, and `pieces` has its values and conditions.
+An environment of lines is replaced by its equations, with commas between them. `\begin{cases}` with
+conditions stays; `pieces` returns its values and conditions.
 """
 
 import re
@@ -25,26 +25,28 @@ _OTHERWISE = re.compile(
 
 
 def unwrap(tokens: list[Token]) -> list[Token]:
-  """Replaces the environments of lines by their content."""
-  result = _unwrapped(tokens)
-  if any(map(_begins, result)):
+  """Replaces environments of lines by their content."""
+  result = _replace_lines(tokens)
+  if any(map(_is_begin, result)):
     return result
-  return _inline([_COMMA if t.text == "\\\\" else t for t in result if t.text != "&"])
+  return _to_cases([_COMMA if t.text == "\\\\" else t for t in result if t.text != "&"])
 
 
-def _unwrapped(tokens: list[Token]) -> list[Token]:
+def _replace_lines(tokens: list[Token]) -> list[Token]:
   result, index = [], 0
   while index < len(tokens):
     if tokens[index].kind == "command" and tokens[index].text == "bold":
       group, index = _bold(tokens, index)
       result += group
       continue
-    if not _begins(tokens[index]):
+    if not _is_begin(tokens[index]):
       result.append(tokens[index])
       index += 1
       continue
     name, inside, end = cuts.environment(tokens, index)
-    inside = _unwrapped(inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside)
+    inside = _replace_lines(
+      inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
+    )
     # \left\{ \begin{array} ... \end{array} \right.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
@@ -63,7 +65,7 @@ def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
   braces = tokens[start + 1].text == "{"
   inside = tokens[start + 2 : end] if braces else tokens[start + 1 : end + 1]
   if start == 0 and end == len(tokens) - 1:
-    return _unwrapped(inside), end + 1
+    return _replace_lines(inside), end + 1
   if (
     inside
     and inside[0].kind in ("letter", "word", "command")
@@ -72,11 +74,11 @@ def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
     )
   ):
     return [Token("command", "vec", tokens[start].spaced), *tokens[start + 1 : end + 1]], end + 1
-  braced = [tokens[start + 1], *_unwrapped(inside), tokens[end]]
+  braced = [tokens[start + 1], *_replace_lines(inside), tokens[end]]
   return braced if braces else inside, end + 1
 
 
-def _begins(token: Token) -> bool:
+def _is_begin(token: Token) -> bool:
   return token.kind == "command" and token.text == "begin"
 
 
@@ -85,24 +87,24 @@ def _has_argument(name: str, inside: list[Token]) -> bool:
 
 
 def _content(name: str, inside: list[Token]) -> list[Token]:
-  """Returns the content of lines; none for a matrix."""
+  """Returns the content of an environment of lines. Returns [] for a matrix."""
   rows = [row for row in cuts.cut(inside, "\\\\")[1] if any(t.kind != "separator" for t in row)]
   if name in _CASES:
     if any(map(_piece, rows)):
       return _cases(inside)
-    return _joined(rows)
+    return _join_equations(rows)
   if name in _LINES:
-    return _joined(_last_steps(_equations(rows)))
-  related = any(_related(row) for row in rows)
+    return _join_equations(_last_steps(_equations(rows)))
+  relations = any(_has_relation(row) for row in rows)
   if name in ("array", "tabular", "matrix", "smallmatrix") and (
-    related or (len(rows) == 1 and not _cut(rows[0]))
+    relations or (len(rows) == 1 and not _cells(rows[0]))
   ):
-    return _cases(inside) if all(map(_piece, rows)) and len(rows) > 1 else _joined(rows)
+    return _cases(inside) if all(map(_piece, rows)) and len(rows) > 1 else _join_equations(rows)
   return []
 
 
-def _cut(row: list[Token]) -> list[list[Token]]:
-  """Splits a row at its ampersands; returns nothing without one."""
+def _cells(row: list[Token]) -> list[list[Token]]:
+  """Splits a row at its ampersands. Returns [] without one."""
   cells = cuts.cut(row, "&")[1]
   return cells if len(cells) > 1 else []
 
@@ -111,7 +113,7 @@ def _without_spaces(tokens: list[Token]) -> list[Token]:
   return [t for t in tokens if t.text != "quad"]
 
 
-def _related(tokens: list[Token]) -> bool:
+def _has_relation(tokens: list[Token]) -> bool:
   return any(t.text in _RELATIONS and t.kind in ("symbol", "command") for t in tokens)
 
 
@@ -125,23 +127,23 @@ def _equations(rows: list[list[Token]]) -> list[list[Token]]:
   equations = []
   for row in rows:
     row = [t for t in row if t.text != "&"]
-    row = _stripped(row)
+    row = _strip(row)
     if row and row[0].kind == "command" and row[0].text in _ARROWS:
       row = row[1:]
-    if equations and row and _related(row[:1]):
+    if equations and row and _has_relation(row[:1]):
       equations[-1] += row
     elif row:
       equations.append(row)
   return equations
 
 
-def _joined(rows: list[list[Token]]) -> list[Token]:
+def _join_equations(rows: list[list[Token]]) -> list[Token]:
   equations = _equations(rows)
   return [t for row in equations for t in (*row, _COMMA)][:-1]
 
 
 def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
-  """Returns the last step of a solution: x = 31 of 2x = 62, x = 31."""
+  """Returns the last step of a solution, x = 31 of 2x = 62, x = 31. Other rows stay."""
   sides = cuts.cut(rows[-1], "=")[1] if rows else []
   unknown = sides[0] if len(sides) > 1 and names.name(sides[0]) else []
   if len(unknown) == 1 and all(
@@ -154,32 +156,37 @@ def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
 
 
 def _words(tokens: list[Token]) -> str:
-  """Returns the first words of tokens."""
+  """Joins the words at the beginning of tokens."""
   count = next((i for i, t in enumerate(tokens) if t.kind not in ("word", "text")), len(tokens))
   return " ".join(t.text for t in tokens[:count])
 
 
 def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
-  """Splits a row into value and condition; None for an equation."""
-  cells = [_stripped(cell) for cell in _cut(row)]
+  """Splits a row into value and condition. Returns None for an equation."""
+  cells = [_strip(cell) for cell in _cells(row)]
   if cells:
     value, condition = cells[0], [t for cell in cells[1:] for t in cell]
-    if _says(value) and not _says(condition):
+    if _is_condition(value) and not _is_condition(condition):
       value, condition = condition, value
   else:
     spaces = [i for i, t in enumerate(row) if t.kind == "separator" or _starts_condition(row[i:])]
-    places = [i for i in spaces if _says(_stripped(row[i:])) and not _related(row[:i])]
+    places = [i for i in spaces if _is_condition(_strip(row[i:])) and not _has_relation(row[:i])]
     if not places:
       return None
     value, condition = row[: places[0]], row[places[0] :]
-  value, condition = _stripped(value), _stripped(condition)
+  value, condition = _strip(value), _strip(condition)
   worded = cells and any(t.kind in ("word", "text") for t in condition)  # n even
-  if not value or _says(value) or _related(condition[:1]) or not (worded or _says(condition)):
+  if (
+    not value
+    or _is_condition(value)
+    or _has_relation(condition[:1])
+    or not (worded or _is_condition(condition))
+  ):
     return None
   return value, condition
 
 
-def _stripped(tokens: list[Token]) -> list[Token]:
+def _strip(tokens: list[Token]) -> list[Token]:
   """Removes separators at both ends, and wide spaces."""
   tokens = _without_spaces(tokens)
   while tokens and tokens[0].kind == "separator":
@@ -189,9 +196,9 @@ def _stripped(tokens: list[Token]) -> list[Token]:
   return tokens
 
 
-def _says(tokens: list[Token]) -> bool:
-  """Whether tokens are a condition: a relation, "if" or "otherwise"."""
-  return _related(tokens) or _starts_condition(tokens)
+def _is_condition(tokens: list[Token]) -> bool:
+  """Whether tokens are a condition: a relation, or words such as "if" or "otherwise"."""
+  return _has_relation(tokens) or _starts_condition(tokens)
 
 
 def _starts_condition(tokens: list[Token]) -> bool:
@@ -200,13 +207,13 @@ def _starts_condition(tokens: list[Token]) -> bool:
 
 
 def pieces(tokens: list[Token]) -> list[tuple[list[Token], list[Token] | None]] | None:
-  """Returns values and conditions (None: otherwise); None without cases."""
-  if not tokens or not _begins(tokens[0]):
+  """Returns values and conditions, None for "otherwise". Returns None without cases."""
+  if not tokens or not _is_begin(tokens[0]):
     return None
   name, inside, end = cuts.environment(tokens, 0)
   if name != "cases" or end < len(tokens):
     return None
-  rows = [row for row in cuts.cut(inside, "\\\\")[1] if _stripped(row)]
+  rows = [row for row in cuts.cut(inside, "\\\\")[1] if _strip(row)]
   return [_read(row) for row in rows]
 
 
@@ -226,7 +233,7 @@ def _read(row: list[Token]) -> tuple[list[Token], list[Token] | None]:
   return value, condition
 
 
-def _inline(tokens: list[Token]) -> list[Token]:
+def _to_cases(tokens: list[Token]) -> list[Token]:
   """Writes "x if x > 0, -x if x < 0" as cases."""
   if not any(t.kind in ("word", "text") for t in tokens):
     return tokens

@@ -1,22 +1,22 @@
-r"""What may stand before an equals sign so that the answer is what stands behind it."""
+r"""Names before an equals sign: the answer follows the sign."""
 
 import re
 
 from gspo_jax.verifiers.mathematics.cuts import cut, match, split
 from gspo_jax.verifiers.mathematics.expression import GREEK
-from gspo_jax.verifiers.mathematics.spelling import DENIED
+from gspo_jax.verifiers.mathematics.spelling import DENIAL
 from gspo_jax.verifiers.mathematics.tokens import Token, is_product
 
-# A letter, or one under a mark; lengths and angles by their points: AB, \angle ABC.
+# A letter, with or without a mark above it; lengths and angles by their points: AB, \angle ABC.
 _MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
 _LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
 _POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"
 _BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
 _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
-# Letters of functions: x(y+z) is a product, and so may n(3) be.
+# Letters of functions: x(y+z) is a product, and n(3) may be one.
 _FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
-# Functions that measure something: their value may be asked for. That of a sine may not.
+# Functions whose value may be asked for, unlike that of a sine.
 _MEASURE = (
   r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
 )
@@ -26,14 +26,14 @@ _NAME = re.compile(
   rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|[a-z]\([A-Z][^()=<>+-]*\)"
   rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
 )
-# Words that name something: they neither deny nor change what follows.
+# Words of a name: they neither deny nor change the value after it.
 _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.IGNORECASE)
 
 
 def name(tokens: list[Token]) -> str | None:
-  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area". None for others.
+  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area". None for other tokens.
 
-  2x, -x, x^2 or x+1 are none: where they equal 18, the answer is not 18.
+  2x, -x, x^2 and x+1 are not names: if one of them equals 18, the answer is not 18.
   """
   if not tokens:
     return None
@@ -41,7 +41,7 @@ def name(tokens: list[Token]) -> str | None:
   if len(words) > 1 and all(
     t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens
   ):
-    return "text" if _WORDS.fullmatch(words) and not DENIED.search(words) else None
+    return "text" if _WORDS.fullmatch(words) and not DENIAL.search(words) else None
   if tokens[0].text == "(" and match(tokens) == len(tokens) - 1:
     labels = list(map(name, split(tokens[1:-1])))
     return ",".join(labels) if len(labels) > 1 and all(labels) else None
@@ -75,24 +75,24 @@ def series(tokens: list[Token]) -> str | None:
       return series(rest[inner:]) if rest[0].text == "^" and match(rest, 1) + 1 == inner else None
     *_, d, last = [Token("end", ""), *(t for t in rest if t.text not in ("vec", "{", "}"))]
     variable = last.kind == "letter" or last.text in GREEK
-    whole = re.fullmatch("d[a-zA-Z]", last.text) or (variable and d.text == "d")
+    single = re.fullmatch("d[a-zA-Z]", last.text) or (variable and d.text == "d")
   else:
-    whole = tokens[0].text in _SERIES and not any(len(cut(rest, sign)[1]) > 1 for sign in "+-")
+    single = tokens[0].text in _SERIES and not any(len(cut(rest, sign)[1]) > 1 for sign in "+-")
   bound = {t.text for t in bounds}
   unknown = any(
     following.text == "_" or (t.text in "fghFGHP" and t.text not in bound)
     for t, following in zip(rest, [*rest[1:], Token("end", "")])
     if t.kind == "letter"
   )
-  return "series" if whole and unknown else None
+  return "series" if single and unknown else None
 
 
-# Names of numbers, which equal nothing else.
+# Names of numbers, which equal no other number.
 CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
 
 
-def multiplied(tokens: list[Token]) -> list[Token]:
-  """Returns the name after a number and the tokens between. Empty without one."""
+def multiplied_name(tokens: list[Token]) -> list[Token]:
+  """Returns the tokens of a name with a number before it, x of 2x. Returns [] without one."""
   number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
   for start in range(1, len(tokens) if number else 0):
     if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
@@ -101,7 +101,7 @@ def multiplied(tokens: list[Token]) -> list[Token]:
 
 
 def parameter(tokens: list[Token]) -> str | None:
-  """Returns the letter x of f(x); another letter may replace it."""
+  """Returns the letter x of f(x), replaceable by another letter. None for other tokens."""
   call = tokens[-3:]
   single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
   return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None

@@ -1,4 +1,4 @@
-"""The parts of an answer, and answers as sets of real numbers."""
+"""Nodes of a parsed answer, and their conversion to sets of real numbers."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from gspo_jax.verifiers.mathematics import units
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-  """An expression or matrix; `places`: digits after the point if it is a decimal as written."""
+  """An expression or matrix. `places` is the digits after the point of a plain decimal, or None."""
 
   value: Any
   places: int | None = None
@@ -19,7 +19,7 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """`kind`: list (no brackets), tuple, set or ratio. `brackets` of a tuple, "(]" say."""
+  """Items. `kind`: list (no brackets), tuple, set or ratio. `brackets` of a tuple, such as "(]"."""
 
   kind: str
   items: tuple
@@ -28,7 +28,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-  """A set of real numbers, and the variable that it is about, if one is named."""
+  """A set of real numbers. `name` is the variable in it, or None."""
 
   region: sp.Set
   name: str | None = None
@@ -36,16 +36,17 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-  """Function by cases: pairs of value and condition (None: otherwise)."""
+  """Function by cases: pairs of value and condition. The condition None means otherwise."""
 
   pieces: tuple[tuple[Any, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-  """`x = 5`: a name and what it stands for; `relation` is the same as an equation.
+  """A name and its value, `x = 5`.
 
-  `parameter` is the letter x of f(x).
+  `relation` is the same equation, without a special role of the name; None if one side cannot be
+  read. `parameter` is the letter x of f(x), or None.
   """
 
   name: str
@@ -56,7 +57,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-  """Expressions with `=`, `<`, `<=` or `!=` between them; no name stands alone."""
+  """Expressions with `=`, `<`, `<=` or `!=` between them."""
 
   operators: tuple[str, ...]
   members: tuple
@@ -64,7 +65,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """A letter of a multiple choice, and what was said beside it."""
+  """A letter of a multiple choice, and the value after it, if any."""
 
   letter: str
   value: Any = None
@@ -72,13 +73,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-  """Text, which is compared as text."""
+  """Text, compared as text."""
 
   text: str
 
 
 def as_region(node) -> Region | None:
-  """Returns the set of real numbers: (1, 2) is an open interval. None if it is no set."""
+  """Converts a node to a set of real numbers. (1, 2) is an open interval; None for other nodes."""
   if isinstance(node, Region):
     return node
   if isinstance(node, Scalar) and not node.unit and node.value.is_extended_real:
@@ -98,7 +99,7 @@ def as_region(node) -> Region | None:
 
 
 def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
-  """Solves for `difference` below, above, not at or at zero."""
+  """Returns the solutions x of `difference` `operator` 0."""
   if operator == "!=":
     zeros = sp.solveset(difference, x, sp.S.Reals)
     return sp.Complement(sp.S.Reals, zeros)
@@ -109,6 +110,6 @@ def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
 
 
 def unknowns(value) -> set:
-  """Returns variables, and values of unknown functions."""
+  """Returns the variables and the values of unknown functions."""
   functions = value.atoms(sp.core.function.AppliedUndef)
   return functions | (value.free_symbols - set().union(*(f.free_symbols for f in functions)))

@@ -23,14 +23,14 @@ _NUMERAL = re.compile(
 )
 _GAP = re.compile(r"(?<=sand|lion),\s|\s*-?\s*")
 _HALF = re.compile(r"\s+and (?:a|one)[ -]half\b", re.IGNORECASE)
-_MOST = 24  # Words and numbers of a numeral.
+_MAX_ITEMS = 24  # Words and numbers of a numeral.
 _LARGEST = 10**15
 
 
 def to_digits(text: str) -> str:
   """Writes the words of a number in digits: 1250 for "12 hundred fifty".
 
-  Only a unit may follow them; another text stays.
+  Only a unit may follow them; other text is returned unchanged.
   """
   bare = TEXT.sub(r" \1 ", text)
   start = _SIGN.match(bare)
@@ -53,7 +53,7 @@ def _unit(text: str, currency: str | None):
 def _items(text: str, position: int) -> tuple[list[str], int]:
   """Splits a numeral into words and digits."""
   items, ends = [], [position]
-  while len(items) < _MOST and (match := _NUMERAL.match(text, position)):
+  while len(items) < _MAX_ITEMS and (match := _NUMERAL.match(text, position)):
     items.append(match[0].lower().replace(",", ""))
     ends.append(match.end())
     position = _GAP.match(text, match.end()).end()
@@ -63,36 +63,36 @@ def _items(text: str, position: int) -> tuple[list[str], int]:
 
 
 def _value(items: list[str]) -> int | None:
-  """Returns the value of a numeral; None for "twenty twenty"."""
-  total, group, room, scale = 0, 0, _LARGEST, _LARGEST
+  """Returns the value of a numeral. Returns None if it has none ("twenty twenty")."""
+  total, group, limit, scale = 0, 0, _LARGEST, _LARGEST
   for index, item in enumerate(items):
     if item in ("a", "an"):
       if index or items[1] not in _SCALES:
         return None
-      group, room = 1, 1
+      group, limit = 1, 1
     elif item == "and":
       if not index or items[index - 1] not in _SCALES:
         return None
     elif item == "hundred":
       if not 0 < group < 100:
         return None
-      group, room = 100 * group, 100
+      group, limit = 100 * group, 100
     elif item in _SCALES:
       if not group or _SCALES[item] >= scale:
         return None
-      room = scale = _SCALES[item]
+      limit = scale = _SCALES[item]
       total, group = total + group * scale, 0
     else:
       value = WORDS.get(item)
       value = int(item) if value is None else value
-      if value >= room:
+      if value >= limit:
         return None
-      group, room = group + value, 10 if item in _TENS else 1
+      group, limit = group + value, 10 if item in _TENS else 1
   return total + group if items else None
 
 
 def base(text: str) -> str | None:
-  """Returns the digits of a base: 5 of "base five"; None for others."""
+  """Returns the digits of a base, 5 of "base five". Returns None for other text."""
   words = re.sub(r"[(){}\s,.-]+", " ", text).strip().lower()
   words = re.sub(r"^(?:in )?(?:base )?", "", words)
   return words if words.isdigit() else str(_BASES[words]) if words in _BASES else None

@@ -10,21 +10,21 @@ from gspo_jax.verifiers.mathematics.nodes import Pieces, Region, Relation, Scala
 
 Same = Callable[[object, object], bool]
 _OPPOSITE = {"even": "odd", "odd": "even", "rational": "irrational", "irrational": "rational"}
-_MOST = 16  # Pieces whose conditions are compared as sets.
+_MAX_PIECES = 16  # Maximum number of pieces to compare conditions as sets.
 
 
 def same(gold, ours, same_answer: Same) -> bool:
-  """Whether two functions by cases agree; an expression is one case."""
+  """Whether two functions by cases agree. An expression is one case."""
   first, second = (_pieces(side) for side in (gold, ours))
   if first is None or second is None:
     return False
-  if len(first) == len(second) and _matched(first, second, same_answer):
+  if len(first) == len(second) and _match_pieces(first, second, same_answer):
     return True
-  return max(len(first), len(second)) <= _MOST and _same_function(first, second, same_answer)
+  return max(len(first), len(second)) <= _MAX_PIECES and _same_function(first, second, same_answer)
 
 
-def renamed(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
-  """Replaces a variable; None if the new one occurs or a value is no expression."""
+def rename(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
+  """Renames a variable. Returns None if the new name occurs or a value is no expression."""
   pieces = []
   for value, condition in node.pieces:
     if not isinstance(value, Scalar) or new in value.value.free_symbols:
@@ -53,7 +53,7 @@ def _pieces(node) -> tuple | None:
 
 
 def _explicit(pieces: tuple) -> tuple:
-  """Writes "otherwise" behind "n even" as "n odd"."""
+  """Writes "otherwise" after "n even" as "n odd"."""
   words = [condition.text.split() for _, condition in pieces if isinstance(condition, Word)]
   if len(pieces) != 2 or len(words) != 1 or words[0][-1:] == [] or words[0][-1] not in _OPPOSITE:
     return pieces
@@ -61,19 +61,19 @@ def _explicit(pieces: tuple) -> tuple:
   return tuple((value, rest if condition is None else condition) for value, condition in pieces)
 
 
-def _matched(first: tuple, second: tuple, same_answer: Same) -> bool:
+def _match_pieces(first: tuple, second: tuple, same_answer: Same) -> bool:
   """Matches pieces one to one, in any order."""
-  rest = list(second)
+  unmatched = list(second)
   for value, condition in first:
-    for index, (other_value, other_condition) in enumerate(rest):
+    for index, (other_value, other_condition) in enumerate(unmatched):
       if _same_condition(condition, other_condition, same_answer) and same_answer(
         value, other_value
       ):
-        del rest[index]
+        del unmatched[index]
         break
     else:
       return False
-  return not rest
+  return not unmatched
 
 
 def _same_condition(first, second, same_answer: Same) -> bool:
@@ -84,13 +84,13 @@ def _same_condition(first, second, same_answer: Same) -> bool:
 
 def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
   """Compares values on the intersections of the conditions."""
-  about = {c.name for _, c in (*first, *second) if isinstance(c, Region) and c.name}
+  names = {c.name for _, c in (*first, *second) if isinstance(c, Region) and c.name}
   sets = [_sets(pieces) for pieces in (first, second)]
-  if len(about) > 1 or None in sets:
+  if len(names) > 1 or None in sets:
     return False
   if sp.Union(*sets[0]) != sp.Union(*sets[1]):
     return False
-  variable = sp.Symbol(about.pop() if about else "x", real=True)
+  variable = sp.Symbol(names.pop() if names else "x", real=True)
   for (value, _), region in zip(first, sets[0]):
     for (other, _), other_region in zip(second, sets[1]):
       if not _same_on(value, other, sp.Intersection(region, other_region), variable, same_answer):
@@ -99,7 +99,7 @@ def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
 
 
 def _sets(pieces: tuple) -> list[sp.Set] | None:
-  """Returns the sets of the conditions; "otherwise" is the rest."""
+  """Returns the sets of the conditions. "Otherwise" is the complement of the others."""
   regions = [nodes.as_region(condition) for _, condition in pieces if condition is not None]
   if None in regions or len(regions) < len(pieces) - 1:
     return None
@@ -120,7 +120,7 @@ def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Sam
     return same_answer(value, other)
   signed = sp.Symbol(f"{variable}", positive=True)
   for part, sign in ((sp.Interval(0, sp.oo), 1), (sp.Interval(-sp.oo, 0), -1)):
-    if region.is_subset(part):  # |x| is x there
+    if region.is_subset(part):  # With a fixed sign, SymPy simplifies |x|.
       point = {variable: sign * signed}
       return same_answer(value, other) or same_answer(
         _evaluate(value, point), _evaluate(other, point)

@@ -1,4 +1,4 @@
-r"""Plain numbers with or without a unit, which are compared exactly and at once, without SymPy."""
+r"""Plain numbers with or without a unit, compared exactly and without SymPy."""
 
 import dataclasses
 import fractions
@@ -17,13 +17,15 @@ _VALUE = re.compile(
 )
 _VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
 _BEFORE_TEXT = re.compile(r"\s*[a-zA-Z]{1,3}\s*\\[a-z]")
-ROUNDED = 6  # digits after the point from which a decimal may stand for a number without an end
-SIGNIFICANT = 5  # of them
+# Minimum digits after the point, and significant digits, of a decimal that may be a rounding of an
+# endless number.
+ROUNDED = 6
+SIGNIFICANT = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-  """A number as it was written: exact value, digits after the point if decimal, unit if any."""
+  """A number: exact value, digits after the point of a decimal, and unit, or None."""
 
   value: fractions.Fraction
   places: int | None = None
@@ -33,9 +35,12 @@ class Quantity:
 
 @functools.lru_cache(maxsize=1 << 16)
 def read(text: str, letters: bool = False) -> Quantity | None:
-  r"""Reads a plain number with separators and unit: integer, decimal, a/b or \frac.
+  r"""Parses a plain number with separators and unit: integer, decimal, a/b or \frac.
 
-  None for anything else. `letters`: "12 m" is metres rather than a variable.
+  Returns None for other text.
+
+  Args:
+    letters: whether "12 m" is metres rather than a variable.
   """
   if len(text) > 80:
     return None
@@ -70,11 +75,11 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
 
 def same(gold: Quantity, ours: Quantity) -> bool | None:
-  r"""Compares quantities; None if only symbols can decide (degrees against radians).
+  r"""Compares quantities. Returns None if only SymPy can decide (degrees against radians).
 
-  Units must agree where both have one; where one has none, the question named it. 50\% agrees with
-  0.5 and, as questions for "how many percent" want it, with 50. 7 dozen agree with 84 and, as those
-  for "how many dozen" want it, with a bare 7.
+  Two units must agree; a missing unit is taken to be in the question. So 50\% agrees with 0.5, and
+  with 50 as the answer to "how many percent"; but 0.5\% does not agree with 0.5. 7 dozen agree with
+  84, and with 7 as the answer to "how many dozen".
   """
   if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
     return True
@@ -87,8 +92,8 @@ def same(gold: Quantity, ours: Quantity) -> bool | None:
   if same_number(gold, ours):
     return not _is_percent(gold, ours) or abs(gold.value) >= 1 or gold.value == 0
   if _is_percent(gold, ours):
-    part, whole = (gold, ours) if gold.unit else (ours, gold)
-    return same_number(Quantity(part.value / 100), whole)
+    percent, number = (gold, ours) if gold.unit else (ours, gold)
+    return same_number(Quantity(percent.value / 100), number)
   angles = [side for side in (gold, ours) if side.unit and side.unit.degrees]
   return None if angles else False
 
@@ -102,7 +107,7 @@ def _angular(unit: units.Unit) -> bool:
 
 
 def same_number(a: Quantity, b: Quantity) -> bool:
-  """Compares numbers; a decimal may be a rounding of an endless one (0.333333 is 1/3)."""
+  """Compares numbers. A decimal may be a rounding of an endless number (0.333333 is 1/3)."""
   if a.value == b.value:
     return True
   for exact, rounded in ((a, b), (b, a)):

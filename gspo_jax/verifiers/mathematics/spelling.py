@@ -1,4 +1,4 @@
-r"""One spelling for what is typeset in several ways. Every pattern is linear."""
+r"""Normalises the spelling of typeset answers. Every pattern is linear."""
 
 import re
 
@@ -6,7 +6,7 @@ MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
 SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # thousands, typed or typeset
 _SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
 _ENVIRONMENT = r"\\begin\{[a-zA-Z]+\*?\}"
-# As Pandoc has it: $5 and $6 are two prices, and no formula.
+# Rules of Pandoc: $5 and $6 are two prices, not a formula.
 FORMULA = re.compile(
   r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)(?<!and )(?<!to )\$(?!\d)"
   r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
@@ -20,8 +20,8 @@ TEXT = re.compile(
 _FACE = re.compile(
   r"\s*\\(?:math(?:bf|bb|cal|scr|frak)|boldsymbol|bm|pmb)\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*"
 )
-# Words by which a sentence denies its number, doubts it, or makes it another one.
-DENIED = re.compile(
+# Words with which a sentence denies its number, doubts it, or changes it to another number.
+DENIAL = re.compile(
   r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
   r"|suppose|assume|let|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe"
   r"|perhaps|guess(?:es|ed)?|wait|invalid|between|either|half|twice|double|triple|whose|other"
@@ -34,7 +34,7 @@ _DASHES = re.compile("[‐‑‒–—―−﹘﹣－]|⁻(?=\\s?\\d)")
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
 _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
 _ANGLES = {"<": "langle", ">": "rangle"}
-_LOOKS = re.compile(
+_STYLE = re.compile(
   r"\\(?:(?:left|right)\s*\.|(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
   r"|LARGE|huge|Huge|blacksquare|qed|qedhere)(?![a-zA-Z])|bbox\s*\[[^\[\]]*\]|tag\*?\s*\{[^{}]*\}"
   r"|label\s*\{[^{}]*\})|\\(?:square|Box|checkmark)\s*$|[∎■]"
@@ -58,18 +58,18 @@ _LABEL = re.compile(
 
 
 def plain(text: str) -> str:
-  """Removes "the answer is", "∴", colours and sizes. There is one kind of dash, and 12th is 12."""
+  """Removes "the answer is", "∴", colours and sizes; unifies dashes, and writes 12th as 12."""
   text = _SO.sub(lambda match: match["open"] or "", text)
   face = _FACE.fullmatch(text)
   text = face[1] if face and re.search(r"\d", face[1]) else text
   text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
   text = re.sub(r"\\(left\s*<|right\s*>)", lambda m: rf"\{_ANGLES[m[1][-1]]} ", text)
   text = _SUFFIX.sub(lambda m: rf"\text{{ {_SUFFIXES.get(m[1], 'billion')}}}", text)
-  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
+  return _ORDINAL.sub("", _STYLE.sub("", _DASHES.sub("-", text)))
 
 
 def trim(text: str) -> str:
-  """Without the Markdown, math delimiters and punctuation around an answer."""
+  """Removes Markdown, math delimiters and punctuation around an answer."""
   text = text.strip().strip("*_` \t")
   if not text.endswith("..."):
     text = text.rstrip(".,;:。*_` \\")  # a thin space is \,
@@ -83,7 +83,7 @@ def inside(formula: re.Match) -> str:
 
 
 def normalise(text: str) -> str:
-  """One spelling of an answer; the meaning stays."""
+  """Normalises an answer's spelling without changing its meaning."""
   text = FORMULA.sub(lambda match: f" {inside(match)} ", plain(trim(text)))
   text = re.sub(r"^\s*(?:\\text\s*\{\s*)?(?:minus|negative)\b[\s}]+(?=[\d$\\])", "-", text)
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", _THOUSANDS.sub(",", text.strip()))

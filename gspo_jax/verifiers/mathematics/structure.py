@@ -1,4 +1,4 @@
-"""Reads an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
+"""Parses an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from gspo_jax.verifiers.mathematics.tokens import (
   tokenise,
 )
 
-_REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
+_REFUSALS = (  # SymPy's errors, for unsolvable inequalities and the like
   ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
 )  # fmt: skip
 MAX_ITEMS = 64
@@ -57,7 +57,7 @@ _CHOICE = re.compile(
   re.DOTALL,
 )
 _TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
-# What is said of a formula for every x says nothing more.
+# A suffix "for all x" adds nothing to a formula.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
   rf"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{{[, ]*(?:for|where) {_EVERY} ?\}}|for {_EVERY}|\\forall)"
@@ -89,7 +89,7 @@ def read(
       value = read(choice[4], tight, unit_letters, solve_inequalities) if choice[4] else None
       return Choice(choice[1] or choice[2] or choice[3], value)
     tokens = tokenise(_FOR_ALL.sub("", text), tight, unit_letters != "variables")
-    return _Structure(unit_letters, solve_inequalities).everything(layout.unwrap(tokens))
+    return _Structure(unit_letters, solve_inequalities).parse(layout.unwrap(tokens))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
 
@@ -99,11 +99,11 @@ class _Structure:
   unit_letters: Letters
   solve_inequalities: bool
 
-  def everything(self, tokens: list[Token]):
-    """A whole answer, or an item of one."""
+  def parse(self, tokens: list[Token]):
+    """Parses a whole answer, or an item of one."""
     if not tokens:
-      raise Unreadable("nothing")
-    return self.words(tokens) or self.listed(tokens) or self.related(tokens)
+      raise Unreadable("no tokens")
+    return self.words(tokens) or self.items(tokens) or self.relation_or_value(tokens)
 
   def cases(self, tokens: list[Token]) -> Pieces | None:
     """Reads a function by cases; None for other tokens."""
@@ -112,7 +112,7 @@ class _Structure:
       return None
     if len(pieces) > MAX_ITEMS:
       raise Unreadable("too many cases")
-    return Pieces(tuple((self.everything(v), c and self.condition(c)) for v, c in pieces))
+    return Pieces(tuple((self.parse(v), c and self.condition(c)) for v, c in pieces))
 
   def condition(self, tokens: list[Token]):
     """Reads a condition: a set of numbers or a relation, else its words."""
@@ -121,7 +121,7 @@ class _Structure:
     outside = any(t.text == "notin" for t in tokens)
     plain = [dataclasses.replace(t, text="in") if t.text == "notin" else t for t in tokens]
     with contextlib.suppress(Unreadable, ValueError, *_REFUSALS):
-      node = _points(self.everything(plain))
+      node = _points(self.parse(plain))
       if outside and isinstance(node, Region):
         return Region(sp.Complement(sp.S.Reals, node.region), node.name)
       if isinstance(node, Region | Relation) and not outside:
@@ -154,29 +154,29 @@ class _Structure:
       return None
     return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
 
-  def listed(self, tokens: list[Token]):
-    """Items between separators; conditions on one variable are one region."""
+  def items(self, tokens: list[Token]):
+    """Parses items between separators. Conditions on one variable are one region."""
     whole, tokens = tokens, cuts.without_integers(tokens)
     outer = cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or")
     parts = [part for part in (cuts.cut(tokens, ";")[1] if outer else split(tokens)) if part]
     if len(parts) < 2:
       if parts and len(parts[0]) < len(whole):
-        return self.everything(parts[0])
+        return self.parse(parts[0])
       return None
     if len(parts) > MAX_ITEMS:
       raise Unreadable("too many items")
-    items = [self.everything(part) for part in parts]
+    items = [self.parse(part) for part in parts]
     join = sp.Union if cuts.find(tokens, "or") else sp.Intersection
     if join is sp.Union and any(isinstance(item, Region) for item in items):
       items = [_points(item) for item in items]
-    about = {item.name if isinstance(item, Region) else None for item in items}
-    if len(about) == 1 and None not in about:
+    variables = {item.name if isinstance(item, Region) else None for item in items}
+    if len(variables) == 1 and None not in variables:
       return Region(join(*(item.region for item in items)), items[0].name)
     if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
       return items[0]  # 3/8 or 0.375
     return Group("list", tuple(_flatten(items)))
 
-  def related(self, tokens: list[Token]):
+  def relation_or_value(self, tokens: list[Token]):
     operators, members = cuts.cut(tokens)
     if not operators:
       return self.value(tokens)
@@ -202,16 +202,16 @@ class _Structure:
       last = operators.index("~") + 1
       operators, members = operators[: last - 1], members[:last]
     labels = [names.name(member) or names.series(member) for member in members]
-    named = next((label for label in labels[:-1] if label), None)
-    for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
-      # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
-      apart = rest and rest[0].spaced and members[i][-len(rest) - 1].text != "pi"
-      if rest and (i == 0 or apart or names.name(rest) == labels[0]):
-        raise Unreadable("two equations, or a multiple of what is asked for")
-    if named or (len(members) == 2 and labels[1] and labels[1] not in names.CONSTANTS):
-      value = self.value(members[-1] if named else members[0])
+    label = next((label for label in labels[:-1] if label), None)
+    for i, unknown in enumerate(map(names.multiplied_name, members[:-1]) if label else ()):
+      # Rejects 2x = 18, x = 2x = 18, and x = 5 y = 18 (two equations), but not P = 4s = 18.
+      apart = unknown and unknown[0].spaced and members[i][-len(unknown) - 1].text != "pi"
+      if unknown and (i == 0 or apart or names.name(unknown) == labels[0]):
+        raise Unreadable("two equations, or a multiple of the unknown")
+    if label or (len(members) == 2 and labels[1] and labels[1] not in names.CONSTANTS):
+      value = self.value(members[-1] if label else members[0])
       relation = self.relation(["="], [members[0], members[-1]])
-      return Named(named or labels[1], value, relation, names.parameter(members[0]))
+      return Named(label or labels[1], value, relation, names.parameter(members[0]))
     values = [self.value(member) for member in members]
     if all(isinstance(value, Scalar) for value in values):
       close = operators == ["~"] and len({value.unit for value in values if value.unit}) < 2
@@ -221,7 +221,7 @@ class _Structure:
         if not all(equal.same_answer(value, values[-1]) for value in values):
           raise Unreadable("an equation that is false")
         return values[-1]
-      exact = [algebra.evaluated(value.value) for value in values]
+      exact = [algebra.evaluate(value.value) for value in values]
       if all(algebra.is_zero(a - exact[-1]) for a in exact[:-1]):
         return values[-1]
       if not any(value.free_symbols for value in exact):
@@ -250,9 +250,9 @@ class _Structure:
     return Region(region, str(unknown))
 
   def value(self, tokens: list[Token]):
-    """Reads a value without separators and relations at its top."""
+    """Parses a value without separators and relations outside brackets."""
     if not tokens:
-      raise Unreadable("nothing")
+      raise Unreadable("no tokens")
     if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
       return self.regions(tokens)
     if cuts.find(tokens, ":"):
@@ -283,34 +283,34 @@ class _Structure:
     if opening in ("\\{", "{"):
       builder = cuts.cut(inner, ":", "|")[1]
       if opening == "\\{" and len(builder) == 2 and names.name(cuts.without_reals(builder[0])):
-        return self.everything(builder[1])
+        return self.parse(builder[1])
       if opening == "{" and len(parts) == 1:
-        return self.everything(inner)
-      return Group("set", tuple(_flatten([self.everything(part) for part in parts])))
+        return self.parse(inner)
+      return Group("set", tuple(_flatten([self.parse(part) for part in parts])))
     if len(parts) == 1 and opening == "(":
-      return self.everything(inner) if closing == ")" else None
+      return self.parse(inner) if closing == ")" else None
     if len(parts) == 1 and inner[0].text == "begin":
-      return self.everything(inner)
+      return self.parse(inner)
     brackets = "()" if opening == "langle" else opening + closing
     if brackets not in ("()", "[]", "(]", "[)") or len(parts) > MAX_ITEMS:
       raise Unreadable("brackets do not match")
-    items = tuple(self.everything(part) for part in parts)
+    items = tuple(self.parse(part) for part in parts)
     return Group("tuple", items, brackets if len(items) == 2 else "()")
 
   def regions(self, tokens: list[Token]):
-    """Unions, intersections and differences, from left to right."""
+    """Evaluates unions, intersections and differences, from left to right."""
     operators, parts = cuts.cut(tokens, "cup", "cap", "setminus")
     result = None
     for operator, part in zip(["", *operators], parts):
       region = nodes.as_region(self.value(part) if part else None)
       if region is None:
-        raise Unreadable("a union of what are no sets")
+        raise Unreadable("a union of other things than sets")
       join = {"cup": sp.Union, "cap": sp.Intersection, "setminus": sp.Complement}.get(operator)
       result = join(result, region.region) if join else region.region
     return Region(result)
 
   def scalar(self, tokens: list[Token], sign: int = 1) -> Scalar:
-    """An expression, with a unit if there is one."""
+    """Parses an expression with an optional unit."""
     currency = ""
     if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
       currency, tokens = tokens[0].text, tokens[1:]
@@ -318,8 +318,8 @@ class _Structure:
       unit = suffixes.unit(tokens, start, currency, self.unit_letters)
       if unit:
         factor, unit = unit
-        turned = unit and "angle" in dict(unit.dimensions)
-        if turned and any(t.text in expression.TRIGONOMETRIC for t in tokens):
+        degrees = unit and "angle" in dict(unit.dimensions)
+        if degrees and any(t.text in expression.TRIGONOMETRIC for t in tokens):
           continue
         try:
           value = expression.read(tokens[:start], sign)
@@ -333,9 +333,9 @@ class _Structure:
 
 
 def _points(node):
-  """x = 2 as a set of numbers."""
-  named = isinstance(node, Named) and nodes.as_region(node.value)
-  return Region(named.region, node.name) if named else node
+  """Converts x = 2 to a set of numbers. Other nodes stay."""
+  region = isinstance(node, Named) and nodes.as_region(node.value)
+  return Region(region.region, node.name) if region else node
 
 
 def _places(tokens: list[Token]) -> int | None:
@@ -357,14 +357,14 @@ def _exact(first: Scalar, second: Scalar) -> Scalar | None:
     if decimal.places is None or exact.places is not None or exact.value.is_Integer:
       continue
     if exact.value.is_real and not exact.value.free_symbols:
-      off = sp.Abs(exact.value - decimal.value).evalf(15, maxn=400)
-      if 2 * off <= sp.Rational(1, 10**decimal.places):
+      error = sp.Abs(exact.value - decimal.value).evalf(15, maxn=400)
+      if 2 * error <= sp.Rational(1, 10**decimal.places):
         return exact
   return None
 
 
 def _flatten(items: list) -> list:
-  r"""Lists within a list come from \pm."""
+  r"""Flattens lists within a list. These come from \pm."""
   flat = []
   for item in items:
     if (

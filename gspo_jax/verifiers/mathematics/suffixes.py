@@ -1,4 +1,4 @@
-r"""Units behind an expression, as tokens: `cm`, \text{ m}, `km/h`."""
+r"""Units after an expression, as tokens: `cm`, \text{ m}, `km/h`."""
 
 import re
 from typing import Literal
@@ -12,7 +12,7 @@ _OTHERS = _SIGNS | {"^", "{", "}", "(", ")", "/", "cdot", "-"}
 
 
 def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
-  """Reads the unit from `start` on; None if the tokens are none."""
+  """Parses the unit from `start` on, as `units.parse`. Returns None for other tokens."""
   rest = tokens[start:]
   if not all(
     t.kind in ("word", "text", "letter") or t.text in _OTHERS for t in rest if t.kind != "number"
@@ -35,7 +35,7 @@ def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
 
 
 def _begins_unit(rest: list[Token]) -> bool:
-  r"""Whether the first token belongs to the unit: not m of 2m \text{ kg}."""
+  r"""Whether the first token belongs to the unit, unlike m of 2m \text{ kg}."""
   first, second = rest[0], rest[min(1, len(rest) - 1)]
   product = _glued_product(first)
   if first.kind != "letter" and not (product and second.kind == "text"):
@@ -45,5 +45,5 @@ def _begins_unit(rest: list[Token]) -> bool:
 
 
 def _glued_product(token: Token) -> bool:
-  """Whether letters right behind a number may be a product: 2mg."""
+  """Whether letters right after a number may be a product: 2mg."""
   return token.kind == "word" and not token.spaced and is_product(token.text)

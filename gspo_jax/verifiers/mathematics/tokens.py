@@ -1,4 +1,4 @@
-r"""Cuts an answer into tokens: LaTeX, Unicode and plain text become the same ones."""
+r"""Splits an answer into tokens: LaTeX, Unicode and plain text give equal tokens."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from gspo_jax.verifiers.mathematics.spelling import TEXT
 
 
 class Unreadable(ValueError):
-  """The text is not mathematics, or none that is read here."""
+  """The text is not mathematics, or of an unsupported kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Token:
 
   kind: str
   text: str
-  spaced: bool = False  # white space stands before it
+  spaced: bool = False  # whether white space precedes it
 
 
 def _by_spelling(table: str) -> dict[str, str]:
-  """Maps the other words of each entry of a table to its first."""
+  """Maps the further words of each entry of a table to its first word."""
   return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
 
 
@@ -42,8 +42,8 @@ _UNICODE = {sign: rf"\{name} " for sign, name in _COMMANDS.items()} | {
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗᵀ", "0123456789+-=()nixyabkmtT"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼₐ", "0123456789+-=()nkmxija"))
 _BARRED = re.compile("(?:\\d\u0305)+")
-_RAISED = re.compile(f"[{''.join(_SUPER)}]+")
-_LOWERED = re.compile(f"[{''.join(_SUB)}]+")
+_SUPERSCRIPTS = re.compile(f"[{''.join(_SUPER)}]+")
+_SUBSCRIPTS = re.compile(f"[{''.join(_SUB)}]+")
 _ALIASES = _by_spelling("""
   le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
   frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
@@ -54,13 +54,13 @@ _ALIASES = _by_spelling("""
   ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
 """) | {"R": "mathbb R"}
-_KINDS = (  # Names of characters, and of commands and their aliases.
+_KINDS = (  # Kinds of characters and commands.
   dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
   | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
   | dict.fromkeys([",", ";", "and", "or"], "separator")
   | dict.fromkeys("$%#&_|<>/'", "symbol")
 )
-_DROPPED = frozenset(
+_IGNORED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
   mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
   phantom middle rm bf it hfill scriptstyle small tiny scriptsize footnotesize
@@ -76,7 +76,7 @@ _TEXT = re.compile(
   r"\\(?P<name>text(?:bf|it|rm|normal|sc|sf|sl|tt|up)?|math(?:rm|it|sf|tt|up)|[mh]box|units?"
   r"|operatorname\*?)\s*\{(?P<content>(?:[^{}]|\{[^{}]*\})*)\}"
 )
-_RAISED_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
+_EXPONENT_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
 _ITALIC = ("mathit", "textit")
 _UNIT_TEXT = r"\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?)\s*"
 _RATE = re.compile(rf"\\[dt]?frac\s*\{{{_UNIT_TEXT}\}}\s*\{{{_UNIT_TEXT}\}}")
@@ -85,7 +85,7 @@ _ROMAN = re.compile(
   r"\{\s*\\rm(?:\s|\\[ ,;:])\s*([^{}]*)\}|\\rm\s*\{([^{}]*)\}"
   r"|\\(?:mathrm|text)\s+([a-zA-Z])(?![a-zA-Z])"
 )
-_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
+_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # a word; a formula in \text{} has none
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
 _REPEATING = re.compile(
   r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
@@ -96,14 +96,14 @@ _PLAIN = re.compile(
   rf"(?:\d{{1,3}}(?:{_TYPESET}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?{_EXPONENT}|\.\d+{_EXPONENT}"
 )
 _COMMAS = re.compile(rf"[1-9]\d{{0,2}}(?:(?:,|{_TYPESET})\d{{3}})+(?!\d)(?:\.\d+)?")
-# JSON that was escaped twice: no row of a matrix starts with the letters of a command.
+# Backslashes of JSON escaped twice: no row of a matrix starts with the letters of a command.
 _DOUBLED = re.compile(
   r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.)", re.DOTALL)
 _SIGNS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
 _RUN = re.compile(r"[A-Za-z]+")
-_COMPARED = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
+_COMPARISON = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
 _COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~=": "approx"}
 
 
@@ -111,8 +111,8 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
   r"""Returns the tokens of an answer.
 
   Args:
-    tight: 1,234 outside brackets is one number, not two.
-    lone: \text{m} is a word, which may be a unit, rather than a letter.
+    tight: whether 1,234 outside brackets is one number, not two.
+    lone: whether \text{m} is a text, which may be a unit, and not a letter.
   """
   text = _DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text)))
   tokens = list(_tokenise(_RATE.sub(_rate, _ROMAN.sub(_roman, text)), tight, lone))
@@ -123,15 +123,15 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
       parts.append([])
     else:
       parts[-1].append(token)
-  # A wide space lists equations and is nothing elsewhere.
+  # A wide space separates equations. Elsewhere it has no meaning.
   several = len(parts) > 1 and all(any(t.text in _SIGNS for t in part) for part in parts)
   gap = [Token("separator", ",")] * several
   return [token for part in parts for token in (*gap, *part)][len(gap) :]
 
 
 def _to_ascii(text: str) -> str:
-  text = _RAISED.sub(lambda m: "^{" + "".join(map(_SUPER.get, m[0])) + "}", text)
-  text = _LOWERED.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
+  text = _SUPERSCRIPTS.sub(lambda m: "^{" + "".join(map(_SUPER.get, m[0])) + "}", text)
+  text = _SUBSCRIPTS.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
   text = _BARRED.sub(lambda m: r"\overline{" + m[0].replace("\u0305", "") + "}", text)
   text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
   return re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", r"\\circ ", "".join(map(_character, text)))
@@ -151,6 +151,7 @@ def _character(char: str) -> str:
 
 def _tokenise(text: str, tight: bool, lone: bool = False):
   position, depth, spaced = 0, 0, False
+  # If spaces follow the commas of a list, commas within digits separate thousands.
   loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
   while position < len(text):
     char = text[position]
@@ -174,7 +175,7 @@ def _tokenise(text: str, tight: bool, lone: bool = False):
       match = _RUN.match(text, position)
       run = match[0] if match else char
       tokens, end = _letters(run, spaced), position + len(run)
-    elif match := _COMPARED.match(text, position):
+    elif match := _COMPARISON.match(text, position):
       end = match.end()
       name = _COMPARISONS.get(match[0])
       kind = "command" if name else "symbol"
@@ -192,7 +193,7 @@ def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[T
   """Returns the tokens of a command, and its end."""
   match = _TEXT.match(text, position)
   if match:
-    content = _RAISED_IN_TEXT.sub(r"\1", match["content"])
+    content = _EXPONENT_IN_TEXT.sub(r"\1", match["content"])
     unit = content.strip(" .,;")
     if lone and len(unit) == 1 and match["name"] not in _ITALIC and _is_unit(unit):
       # \mathrm{h} right behind a letter may be a variable.
@@ -206,7 +207,7 @@ def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[T
   quad = re.match(r"q?quad", name)
   if quad:
     return [Token("separator", "quad")], position + 1 + quad.end()
-  if name in _DROPPED or name in ",;:! ()[]":
+  if name in _IGNORED or name in ",;:! ()[]":
     return [], end
   name = _ALIASES.get(name, name)
   if name == "\\":
@@ -218,7 +219,7 @@ def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[T
 
 
 def _in_text(content: str, spaced: bool) -> list[Token]:
-  """Reads words as words, and all else as mathematics."""
+  """Returns the tokens of a \\text command: words, and mathematics for all else."""
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
@@ -274,22 +275,22 @@ def is_product(run: str) -> bool:
 
 
 def fold(text: str) -> str:
-  """Ignores the case of a word's first letter: Monday is monday, but mgH not mgh."""
+  """Lowers the first letters of words: Monday is monday, but mgH is not mgh."""
 
-  def small(match: re.Match) -> str:
+  def lower(match: re.Match) -> str:
     word = match[0]
     if len(word) < 2 or (is_product(word) and not re.search("(?i:a)", word[1:])):
       return word
     return word.lower() if word.isupper() else word[0].lower() + word[1:]
 
-  return re.sub(r"[A-Za-z']+", small, text)
+  return re.sub(r"[A-Za-z']+", lower, text)
 
 
 def decimal(text: str) -> str:
-  """The digits of a number token without its separators."""
+  """Removes the separators from a number token."""
   return re.sub(_TYPESET + "|,", "", text)
 
 
 def spell(tokens: list[Token]) -> str:
-  """Returns one text for equal tokens."""
+  """Joins tokens to a text. Equal tokens give equal texts."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)

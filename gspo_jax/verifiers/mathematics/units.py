@@ -1,4 +1,4 @@
-"""Units: what the words after a number say about it. Cost is linear in the text."""
+"""Units, counted things and multipliers after a number. Cost is linear in the text."""
 
 import dataclasses
 import fractions
@@ -6,7 +6,7 @@ import re
 
 F = fractions.Fraction
 
-# dimension: unit, how much of it that is, and its other names (plurals in -s need none); ...
+# Dimension: unit, its scale, its other names; ... Plurals in -s need no name.
 _TABLE = """
 length: m 1 meter metre; cm 1/100 centimeter centimetre; mm 1/1000 millimeter millimetre
 length: dm 1/10 decimeter decimetre; km 1000 kilometer kilometre; µm 1/1000000; nm 1/1000000000
@@ -49,7 +49,7 @@ pascal: Pa 1 pascal; kPa 1000 kilopascal; MPa 1000000; hPa 100; atm 101325 atmos
 mole: mol 1 mole; mmol 1/1000; kmol 1000
 hertz: Hz 1 hertz; kHz 1000; MHz 1000000; GHz 1000000000
 """
-UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, how much)
+UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, scale)
 for _line in _TABLE.strip().split("\n"):
   _key, _, _entries = _line.partition(":")
   _dimension, _, _power = _key.partition("^")
@@ -68,7 +68,7 @@ _COMPOUND = {
 }
 _COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
 
-# Words that multiply the number before them, and letters that do: 18K are 18,000, and no kelvins.
+# Words and letters that multiply the number before them: 18K is 18,000, not kelvins.
 _ORDINALS = (
   "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth"
   " fifteenth sixteenth seventeenth eighteenth nineteenth twentieth".split()
@@ -82,9 +82,9 @@ _ILLIONS = "m b tr quadr quint sext sept oct non dec".split()
 MULTIPLIERS |= {f"{word}illion": F(1000**n) for n, word in enumerate(_ILLIONS, 2)}
 _LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
 _LETTERS["bn"] = F(10**9)
-COUNTED = ("dozen", "quarter", "half", "halve")  # Some are things as well.
+COUNTED = ("dozen", "quarter", "half", "halve")  # Multipliers that may also be counted things.
 
-# What names things that are counted: a plural, behind adjectives. No closed class of words does.
+# Plurals without -s. A counted thing is a plural after adjectives, without any word of _CLOSED.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
 _CLOSED = frozenset(
   """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't
@@ -109,7 +109,7 @@ _FILLER = frozenset("the more total".split())
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # 5 - m
 _DOTS = re.compile(r"\\?cdot(?![a-zA-Z])|⋅|∙|•")
 _SPACES = re.compile(r"\\[,;:! ]|~")
-_BEHIND = re.compile(
+_TRAILER = re.compile(
   r"\s+(?:in total|in all|total|altogether|each|apiece|overall|times|left|remaining|long|wide|high"
   r"|tall|deep|old|away|apart|more)$"
 )
@@ -123,7 +123,7 @@ _ITEM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """`scale` of the product of dimensions; a thing that is counted is a dimension of its own."""
+  """A scale, and a product of dimensions. Each counted thing is a separate dimension."""
 
   scale: F
   dimensions: tuple[tuple[str, int], ...]  # (name, power), sorted
@@ -143,20 +143,22 @@ def spaces(text: str) -> str:
 
 
 def multiplier(word: str) -> F | None:
-  """Returns the factor of a word: 12 of dozen. None if it is no factor."""
+  """Returns the factor of a word, 12 for dozen. Returns None for other words."""
   word = word.casefold()
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
 def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
-  """Parses words after a number: (factor, unit or None). None if they are no unit.
+  """Parses words after a number to (factor, unit). Returns None if they are neither.
 
-  `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
-  no unit of measurement stands apart from the number and is a plural, or follows "per".
+  The unit is None after a factor alone. A counted thing is a plural after a space, or any word
+  after "per".
 
   Args:
-    currency: the sign before the number.
-    typeset: the words are in \\text or the like: A is amperes, and K is kelvins rather than 1000.
+    text: plain text: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%".
+    currency: sign before the number; "" without one.
+    typeset: whether the words are in \\text or the like. A is then amperes, and K is kelvins
+      rather than 1000.
   """
   text = spaces(text).translate(_PLAIN)
   text = re.sub(r"\^?\s*circ\b ?", "°", text)
@@ -173,7 +175,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
   kind = _OF.search(text)
   if kind and not _CLOSED.isdisjoint(kind[0].split()):
     return None
-  text = _BEHIND.sub("", text[: kind.start()] if kind else text)
+  text = _TRAILER.sub("", text[: kind.start()] if kind else text)
   items = _items(text, glued, typeset)
   if items is None:
     return None
@@ -196,7 +198,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
 
 
 def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
-  """Splits words into a factor and units; None if they are none."""
+  """Splits words into a factor and units. Returns None if a word is neither."""
   factor, start, groups = F(1), 0, [[]]
   while start < len(text.rstrip()):
     match = _ITEM.match(text, start)
@@ -214,30 +216,33 @@ def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
       if groups != [[]]:
         return None
       factor *= size
-    elif lower in ("squared", "cubed") and groups[-1] and _named(groups[-1][-1][0]) and not power:
+    elif (
+      lower in ("squared", "cubed") and groups[-1] and _unit_name(groups[-1][-1][0]) and not power
+    ):
       groups[-1][-1] = (groups[-1][-1][0], 2 if lower == "squared" else 3)
     elif lower not in _FILLER:
-      has_unit = _named(word) or lower in _SHAPES
+      has_unit = _unit_name(word) or lower in _SHAPES
       if not has_unit and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
         return None
       groups[-1].append((word, int((power or "1").replace(" ", ""))))
   return factor, groups
 
 
-def _named(word: str) -> str | None:
+def _unit_name(word: str) -> str | None:
   """Returns a unit's name in `UNITS`: as written, in small letters, or singular."""
-  names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]  # K and k are two
+  # A single letter is not singular.
+  names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]
   return next(filter(UNITS.__contains__, names), None)
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, its power, scale) of words but adjectives. None: they name nothing."""
+  """Returns (dimension, power, scale) of each unit. Returns None if the words name none."""
   measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()
     if lower in _SHAPES:
       shape = _SHAPES[lower]
-    elif name := _named(word):
+    elif name := _unit_name(word):
       dimension, base, size = UNITS[name]
       power, shape = power * shape, 1
       measures.append((dimension, base * power, size**power))
@@ -245,7 +250,7 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
       return None
   if measures or not group:
     money = any(dimension in CURRENCIES for dimension, *_ in measures)
-    return None if money and len(measures) > 1 else measures  # 18m dollars are no metres
+    return None if money and len(measures) > 1 else measures  # 18m dollars are not metres.
   word, power = group[-1]
   lower = word.casefold()
   if shape > 1 and len(group) == 1:

@@ -1,4 +1,4 @@
-"""Numbers, variables and powers as SymPy has them, of bounded size."""
+"""Numbers, variables and powers as SymPy values of bounded size."""
 
 import fractions
 import re
@@ -7,11 +7,9 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.tokens import Unreadable, decimal
 
-MAX_BITS = 50_000  # Largest factorial.
-MAX_FACTORIAL = 3000
-
-
-MATRICES = frozenset("ABCDMNPQXYZT")  # letters of what may be matrices; R, L and V are numbers
+MAX_BITS = 50_000  # Maximum size of a power.
+MAX_FACTORIAL = 3000  # Largest operand of a factorial, and largest exponent.
+MATRICES = frozenset("ABCDMNPQXYZT")  # Letters that may be matrices; R, L and V are numbers.
 
 
 def symbol(name: str) -> sp.Symbol:
@@ -22,7 +20,7 @@ def symbol(name: str) -> sp.Symbol:
 
 
 def power(base, exponent):
-  """`base ** exponent`, if it is of a bounded size."""
+  """Returns `base ** exponent`. Raises Unreadable if it is too large."""
   if isinstance(base, sp.MatrixBase):
     if exponent == sp.Symbol("T", commutative=False) or exponent == sp.Symbol("top", real=True):
       return base.T
@@ -33,7 +31,7 @@ def power(base, exponent):
     bits = max(abs(base.p), base.q).bit_length()
     if bits > 1 and abs(exponent.p) * bits > MAX_BITS * exponent.q:
       raise Unreadable("a number too large")
-    if exponent.q % 2 and exponent.q > 1 and base < 0:  # the real root, as schools have it
+    if exponent.q % 2 and exponent.q > 1 and base < 0:  # the real root, as taught in schools
       return (-1) ** exponent.p * (-base) ** exponent
   elif exponent.is_Integer and abs(exponent) > MAX_FACTORIAL and not base.is_Symbol:
     raise Unreadable("a power too large")
@@ -55,7 +53,7 @@ def number(text: str) -> sp.Rational:
     whole, digits = endless.groups()
     repeated = re.fullmatch(r"(\d*?)(?:(\d)\2{2,}|(\d\d)\3{2,}|(\d{3,6})\4+)", digits)
     if not repeated:
-      raise Unreadable("digits that go on, nobody knows how")
+      raise Unreadable("digits without a period")
     head, block = repeated[1], repeated[2] or repeated[3] or repeated[4]
   else:
     exponent = re.search(r"[eE]([-+]?\d+)$", text)

@@ -1,4 +1,4 @@
-"""The tests of a programming problem, as text that data sets can carry, and how outputs compare.
+"""Tests of a programming problem, as text in data sets, and comparison of outputs.
 
 An answer is a JSON object in one of these forms:
 
@@ -28,25 +28,25 @@ from gspo_jax.verifiers import thought
 from gspo_jax.verifiers.programs import files
 from gspo_jax.verifiers.programs.sandbox import wire
 
-MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
+MAX_DECODED = 1 << 30  # maximum bytes of decompressed private tests; the largest have about 100 MB
 _HUMANEVAL = ("prompt", "test", "entry_point")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,9})?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-  """The task of a program."""
+  """Tests of a program."""
 
   kind: str  # "stdin": whole programs | "call": one function | "check": assertions
   inputs: tuple[Any, ...] = ()  # stdin: texts; call: lists of arguments; check: one placeholder
   outputs: tuple[Any, ...] = ()  # Expected outputs, parallel to `inputs`.
-  function: str = ""  # call, check: its name
-  wrapped: bool = False  # call: an expected value may stand alone in a list (APPS, TACO)
-  preamble: str = ""  # check: what stands before the function
+  function: str = ""  # call, check: name of the function
+  wrapped: bool = False  # call: an expected value may be the only item of a list (APPS, TACO)
+  preamble: str = ""  # check: code before the function
   code: str = ""  # check: the assertions
   input_files: tuple[str, ...] = ()  # stdin: files with the standard input
   output_files: tuple[str, ...] = ()  # stdin: files that may replace the standard output
-  tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0: none
+  tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0 for none
 
   def passes(self, output: str, expected: Any) -> bool:
     """Compares printed text, or the JSON of a call, with the expected output."""
@@ -56,10 +56,10 @@ class Tests:
 
 
 def parse(text: str) -> Tests:
-  """Reads an answer.
+  """Parses an answer.
 
   Raises:
-    ValueError: if it is not JSON of a known form, or has no test that a program could pass.
+    ValueError: it is not JSON of a known form, or its tests cannot tell right from wrong.
   """
   try:
     fields = _loads(text)
@@ -95,22 +95,22 @@ def _require_check(prompt: Any, code: Any, function: Any) -> None:
   """Raises ValueError unless `code` defines a `check` of the function."""
   if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
     raise ValueError("prompt, test and entry_point must be text, and the last one a name")
-  _parsed(standalone(prompt), "prompt")
-  tree = _parsed(code, "test")
+  _parse_code(standalone(prompt), "prompt")
+  tree = _parse_code(code, "test")
   defined = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "check"]
   if not defined:
     raise ValueError("test defines no function `check`, as HumanEval's do")
   arguments = [argument.arg for argument in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
   names = {x.id for part in defined[-1].body for x in ast.walk(part) if isinstance(x, ast.Name)}
   if not arguments or not names & {arguments[0], function}:
-    raise ValueError("`check` of test never looks at the function that it is given")
+    raise ValueError("`check` of test never uses its argument, the function")
   kinds = [x for x in ast.walk(tree) if isinstance(x, ast.Assert | ast.Raise)]
   texts = (getattr(x, "id", getattr(x, "attr", "")) for x in ast.walk(tree))
   if not kinds and not any("assert" in text.lower() for text in texts):
     raise ValueError("test asserts nothing, so that every program is right")
 
 
-def _parsed(code: str, name: str) -> ast.Module:
+def _parse_code(code: str, name: str) -> ast.Module:
   try:
     return ast.parse(code)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -118,7 +118,7 @@ def _parsed(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """Completes a preamble to valid Python: a function without a body gets one."""
+  """Completes a preamble to valid Python, with a body for its last function."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -164,26 +164,26 @@ def _text(value: Any) -> str:
 
 
 def _from_livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
-  """LiveCodeBench's columns as inputs, outputs and a function's name."""
-  cases = [*_loaded(row["public_test_cases"]), *decode_private(row["private_test_cases"])]
+  """Converts LiveCodeBench's columns to inputs, outputs and a function's name."""
+  cases = [*_load_column(row["public_test_cases"]), *decode_private(row["private_test_cases"])]
   return dict(
     inputs=[case["input"] for case in cases],
     outputs=[case["output"] for case in cases],
-    fn_name=(_loaded(row["metadata"]) or {}).get("func_name"),
+    fn_name=(_load_column(row["metadata"]) or {}).get("func_name"),
   )
 
 
-def _loaded(column: Any) -> Any:
+def _load_column(column: Any) -> Any:
   return _loads(column) if isinstance(column, str) else column
 
 
 def decode_private(column: str | list) -> list[dict[str, str]]:
   """Decodes LiveCodeBench's private tests: JSON, or base64 of zlib of pickled JSON.
 
-  Nothing that the pickle names is imported or called: it may hold strings and builtin containers.
+  The pickle may have strings and builtin containers only; no name in it is imported or called.
 
   Raises:
-    ValueError: if it is none of these, or decompresses to more than `MAX_DECODED` bytes.
+    ValueError: it is none of these, or decompresses to more than `MAX_DECODED` bytes.
   """
   if not isinstance(column, str):
     return column
@@ -197,13 +197,13 @@ def decode_private(column: str | list) -> list[dict[str, str]]:
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(base64.b64decode(column, validate=True), MAX_DECODED)
     if not unpacker.eof:
-      raise ValueError(f"it is cut off, or holds more than {MAX_DECODED} bytes")
+      raise ValueError(f"it is incomplete, or has more than {MAX_DECODED} bytes")
     content = _Unpickler(io.BytesIO(data)).load()
     cases = _loads(content) if isinstance(content, str) else content
     if not isinstance(cases, list):
       raise ValueError(f"a list was expected, not {type(cases).__name__}")
     return cases
-  except Exception as error:  # pickle raises whatever its bytes make it stumble over
+  except Exception as error:  # Invalid pickles raise errors of many types.
     raise ValueError(f"private tests cannot be decoded: {error}") from error
 
 
@@ -218,10 +218,13 @@ class _Unpickler(pickle.Unpickler):
 def extract(response: str, fences: bool = True) -> str | None:
   """Extracts the program of a response; None if there is none.
 
-  It is the last complete fenced block that is marked as Python; if none is, the last one without a
-  mark. Only what follows the thought counts (`thought.after`). With `fences=False` a response
-  without any fence is a program as a whole, as base models complete functions. Lines lose the
-  indentation of their fence, which is a list's.
+  It is the last complete fenced block marked as Python, else the last one without a mark. Only text
+  after the thought counts (`thought.after`). The indentation of a fence, as in a list, is removed
+  from its lines.
+
+  Args:
+    fences: whether a program must be fenced. If not, a response without any fence is a program as a
+      whole, since base models complete functions.
   """
   text = thought.after(response)
   blocks, block, mark, opening, indent = {}, None, "", "", 0
@@ -243,7 +246,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence, three or more of ` or ~, and its mark. Both are empty without one."""
+  """Returns a line's fence, three or more of ` or ~, and its mark. Returns "", "" without one."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -261,18 +264,20 @@ def completes(program: str, tests: Tests) -> str:
 
 
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
-  """LiveCodeBench's rule for printed output (grade_stdio in lcb_runner/evaluation/testing_util.py).
+  """Compares printed output by LiveCodeBench's rule.
 
-  Both are stripped and cut into lines, which are stripped. As many lines; each is the same text, or
-  the same sequence of decimal numbers, exactly. With a tolerance, a decimal of `expected` (with a
-  point or an exponent) may differ by it, absolutely or relative to its size.
+  Both texts and their lines are stripped. The numbers of lines must be equal, and each line must be
+  the same text or the same sequence of decimal numbers. A decimal of `expected` (with a point or an
+  exponent) may differ by `tolerance`, absolutely or relative to its size.
+
+  Reference: grade_stdio in lcb_runner/evaluation/testing_util.py.
   """
   ours, gold = output.strip(), expected.strip()
-  if ours.count("\n") != gold.count("\n"):  # before anything is made of lines by the million
+  if ours.count("\n") != gold.count("\n"):  # First, to avoid splitting millions of lines.
     return False
   bound = decimal.Decimal(tolerance)
   lines = zip(ours.split("\n"), gold.split("\n"))
-  return all(_same_line(mine, line, bound) for mine, line in lines)
+  return all(_same_line(line, gold_line, bound) for line, gold_line in lines)
 
 
 def _same_line(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
@@ -302,13 +307,15 @@ def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
     return x == y
   try:
     return abs(x - y) <= tolerance * max(1, abs(y))
-  except ArithmeticError:  # exponents beyond all bounds
+  except ArithmeticError:  # too large exponents
     return False
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns a length above any equal output, printed or as JSON. 1 MiB more than needed is for
-  spaces and other spellings of numbers."""
+  """Returns an upper bound on the length of an equal output, printed or as JSON.
+
+  1 MiB is added for spaces and other spellings of numbers.
+  """
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
@@ -316,14 +323,15 @@ def most_bytes(expected: Any) -> int:
 def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: float = 0.0) -> bool:
   """Compares returned values by LiveCodeBench's rule (grade_call_based): a tuple is a list.
 
-  That holds for the outermost tuple only. `wrapped`: as APPS and TACO have them, JSON of Python's
-  values. The expected value may stand alone in a list, all tuples are lists, and keys texts.
+  This holds for the outermost tuple only.
 
   Args:
-    text: JSON that holds `wire.encode(value)`; or anything at all, which is equal to nothing. It is
-      walked along with `expected`, in linear time: no set and no dict is made of it.
-    expected: what JSON can hold.
-    tolerance: allowed error of a float in `expected`, absolute or relative to it; 0: exact.
+    text: JSON with `wire.encode(value)`; any other text is unequal. It is compared in linear time,
+      without building sets or dicts of it.
+    expected: JSON value.
+    wrapped: whether the value is converted to JSON, as in APPS and TACO. The expected value may
+      then be the only item of a list, all tuples are lists, and keys are texts.
+    tolerance: allowed error of a float in `expected`, absolute or relative to it; 0 for none.
   """
   try:
     value = json.loads(text)["value"]
@@ -337,10 +345,10 @@ def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: floa
 
 
 class _Rule(NamedTuple):
-  """How values are compared."""
+  """Options of a comparison of values."""
 
-  as_json: bool  # Tuples are lists, and keys of dicts texts.
-  tolerance: float  # Allowed error of a float, absolute or relative; 0: none.
+  as_json: bool  # Whether tuples are lists, and keys of dicts texts.
+  tolerance: float  # Allowed error of a float, absolute or relative; 0 for none.
 
 
 def _same(value: Any, expected: Any, rule: _Rule) -> bool:
@@ -352,7 +360,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
     if kind == "tuple" and rule.as_json:
       return _same(content, expected, rule)
     if kind not in ("int", "complex"):
-      return False  # JSON has no tuples, sets and bytes to compare with
+      return False  # JSON has no tuples, sets or bytes.
     value = int(content, 16) if kind == "int" else complex(*content)
   if isinstance(value, list):
     same_length = isinstance(expected, list) and len(value) == len(expected)
@@ -368,7 +376,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Compares the pairs of a dict. Keys of `expected` are texts, as JSON's are."""
+  """Compares the pairs of a dict. Keys of `expected` are texts, as in JSON."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)
@@ -382,7 +390,7 @@ def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
 
 
 def number_keys(value: Any) -> Any:
-  """Returns a value with integers for dicts' keys if all keys of a dict are such texts."""
+  """Converts the keys of each dict to integers if all of them are integers as text."""
   if isinstance(value, list):
     return [number_keys(item) for item in value]
   if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Programs that read and write files, run with standard input and output.
+"""Programs with input and output files, run with standard input and output.
 
-Code before the program copies the standard input to the input files; at its end the output files
-follow a mark on the standard output. Both happen in the program's process, so a program can forge
-its own output and nothing else.
+Code before the program copies the standard input to the input files. At the program's end, the
+output files are written to the standard output, after a mark. All this happens in the program's
+process, so a program can forge its own output only.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def _use_files(inputs, outputs, mark):
 
 
 def with_files(program: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-  """Returns a program with standard input and output for one with files."""
+  """Converts a program with files to one with standard input and output."""
   arguments = f"{list(inputs)!r}, {list(outputs)!r}, {MARK.encode()!r}"
   run = f"exec(compile({program!r}, 'program', 'exec'), globals())"
   return f"{_PROLOGUE}\n_use_files({arguments})\n{run}\n"

@@ -1,7 +1,7 @@
-"""Starting, asking and ending a sandbox, and finding out whether this machine allows one.
+"""Starts, uses and ends sandboxes, and tests whether this machine allows them.
 
-The verifier's side of it. What runs inside lies in sandbox/ and is loaded by an interpreter that
-has nothing of our environment.
+This is the verifier's side. The inside is in sandbox/, loaded by an interpreter without the
+verifier's environment.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ class Limits:
   """Resources that one test may use."""
 
   cpu_s: int = 6  # LiveCodeBench's limit per test; whole seconds, as the kernel counts
-  wall_s: float = 15.0  # a busy machine must not fail a program that computes
+  wall_s: float = 15.0  # longer than the CPU time, for busy machines
   memory_bytes: int = 1 << 30  # address space
   output_bytes: int = 16 << 20
   file_bytes: int = 16 << 20  # Largest file.
-  scratch_bytes: int = 64 << 20  # All files together; they lie in memory.
+  scratch_bytes: int = 64 << 20  # All files together, in memory.
   open_files: int = 64
   threads: int = 64
 
@@ -44,17 +44,20 @@ DEFAULTS = Limits()
 
 
 class SandboxError(Exception):
-  """The sandbox failed, and not the program in it."""
+  """The sandbox failed, not the program in it."""
 
 
 class Sandbox(contextlib.AbstractContextManager):
   """One sandbox: an interpreter that runs tests one after another, each in a fresh process."""
 
   def __init__(self, isolation: str, limits: Limits, channel: socket.socket | None = None):
-    """Starts it. `channel` is given to the first test's process; there is no second test then.
+    """Starts the sandbox.
+
+    Args:
+      channel: socket for the process of the first test, which is then the only one; None without.
 
     Raises:
-      SandboxError: if it does not start; says which step the kernel denied.
+      SandboxError: it does not start; the message names the step that the kernel denied.
     """
     if isolation not in ISOLATIONS[1:]:
       raise ValueError(f"no isolation is called {isolation!r}")
@@ -88,8 +91,8 @@ class Sandbox(contextlib.AbstractContextManager):
       f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
       "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
     )
-    # No site-packages and no user's settings at the start; a fixed hash seed, so that a program
-    # that depends on the order of a set does not pass in one run and fail in the next.
+    # No site-packages and no user settings at the start. A fixed hash seed fixes the order of sets,
+    # so a program passes in all runs or in none.
     with theirs:
       self._process = subprocess.Popen(
         [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
@@ -104,10 +107,13 @@ class Sandbox(contextlib.AbstractContextManager):
       children.process_groups.add(self._process.pid)
 
   def start(self, request: dict[str, Any], most: int | None = None) -> None:
-    """Starts a test. `most`: bytes of an output that are of use; a longer one is not reported.
+    """Starts a test.
 
-    The program's process has a copy of `request`, so nothing in it depends on what is expected;
-    `most` may, and is read when that process has ended.
+    Args:
+      request: the test. The program's process has a copy, so it is independent of the expected
+        output.
+      most: maximum bytes of a reported output; None for no maximum. It may depend on the expected
+        output, since the sandbox reads it after the program's end.
     """
     try:
       self._control.settimeout(None)
@@ -117,10 +123,10 @@ class Sandbox(contextlib.AbstractContextManager):
       raise SandboxError(f"the sandbox died: {error!r}") from error
 
   def report(self) -> dict[str, Any]:
-    """Returns how the running test ended, with the fields of runner._run.
+    """Returns the report on the running test, with the fields of runner._run.
 
     Raises:
-      SandboxError: if the sandbox died, or did not report although the test is long overdue.
+      SandboxError: the sandbox died, or its report is long overdue.
     """
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
@@ -129,9 +135,9 @@ class Sandbox(contextlib.AbstractContextManager):
     return self.report()
 
   def close(self) -> None:
-    """Kills everything in it."""
+    """Kills all processes of the sandbox, and removes its files."""
     if self._process is not None:
-      if self._process.poll() is None:  # else its number may be another's by now
+      if self._process.poll() is None:  # Otherwise another process may have its number.
         with contextlib.suppress(ProcessLookupError):
           os.killpg(self._process.pid, signal.SIGKILL)
       self._process.wait()
@@ -145,7 +151,7 @@ class Sandbox(contextlib.AbstractContextManager):
     self.close()
 
   def _receive(self, limit_s: float) -> dict[str, Any]:
-    # A timer, and not a timeout of the socket: this is a blocking read of a whole message.
+    # A timer instead of a socket timeout: this is a blocking read of a whole message.
     timer = threading.Timer(limit_s, self._process.kill)
     timer.daemon = True
     timer.start()
@@ -161,8 +167,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 def _remove(directory: str) -> None:
-  """Removes a program's files, whatever their depth and permissions. What cannot be removed stays,
-  and nothing is raised."""
+  """Removes a program's files, of any depth and permissions. Failures raise nothing."""
   for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
     with contextlib.suppress(OSError):
       os.rmdir(directory)
@@ -183,16 +188,16 @@ _ENVIRONMENT = {
 
 
 def _packages() -> list[str]:
-  """Returns the trainer's package directories; a program finds only NumPy there."""
+  """Returns the trainer's package directories. A program sees only NumPy in them."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def choose_isolation(setting: str) -> str:
-  """Returns `setting`, or "namespaces" for "auto", after trying it. It never falls back to "none".
+  """Returns `setting`, or "namespaces" for "auto", after a trial. Never falls back to "none".
 
   Raises:
-    ValueError: for an unknown name; or if programs cannot be confined here: says why, and what to
-      do.
+    ValueError: the name is unknown, or programs cannot be confined here; the message has the reason
+      and the remedy.
   """
   if setting not in ISOLATIONS:
     raise ValueError(f"reward.isolation={setting!r} is not one of {', '.join(ISOLATIONS)}")
@@ -203,7 +208,7 @@ def choose_isolation(setting: str) -> str:
     ending = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
     if isolation == "none" or ending == "confined":
       return isolation
-    reason = f"a program that tries it out ends with {ending!r}"
+    reason = f"a trial program ends with {ending!r}"
   except SandboxError as error:
     reason = str(error)
   if isolation == "none":
@@ -225,13 +230,13 @@ def describe(setting: str, isolation: str) -> str:
 
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
-# No network, and no more threads than are allowed: the kernel does not count those of its root.
+# Looks for an open network and unlimited threads: the kernel does not count those of its root.
 _PROBE = """
 import _thread, socket, statistics
-found = []
+faults = []
 try:
   socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
-  found.append("an open network")
+  faults.append("an open network")
 except OSError:
   pass
 _thread.stack_size(1 << 16)
@@ -241,9 +246,9 @@ try:
   while threads < 32:
     _thread.start_new_thread(hold.acquire, (True, 9))
     threads += 1
-  found.append("threads without a bound")
+  faults.append("threads without a bound")
 except RuntimeError:
   if not threads:
-    found.append("no thread can be started")
-print(" and ".join(found) or "confined")
+    faults.append("no thread can be started")
+print(" and ".join(faults) or "confined")
 """

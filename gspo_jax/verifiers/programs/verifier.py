@@ -1,12 +1,13 @@
 """Verifier of programs by their tests. Imports no jax; works from any thread.
 
-Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
-test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
-what a program printed or returned, as text no longer than what is expected allows, and never saw
-that. Comparing takes time and memory linear in it (cases.py). Assertions that are
-Python code (HumanEval's `check(candidate)`) run in a second sandbox, where `candidate` is a stub
-that sends its arguments to the first one; so no code of the candidate's ever shares a process with
-an assertion, and ending early, patching builtins or forging messages cannot make one pass.
+Every candidate has a separate sandbox (sandbox/isolation.py confines it), and every test in it a
+separate process. Tests are judged here, outside the sandbox. The sandbox never sees the expected
+output. It returns the printed or returned value as text, with a length limit from the expected
+output. Comparing takes linear time and memory (cases.py).
+
+Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
+a stub that sends its arguments to the first sandbox. So no code of the candidate shares a process
+with an assertion: ending early, patching builtins or forging messages cannot make one pass.
 """
 
 import concurrent.futures
@@ -26,15 +27,15 @@ from gspo_jax.verifiers.programs import cases, files, process
 from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.verifiers.programs.sandbox import assertions, wire
 
-TOLERANCE = 1e-6  # of contests
+TOLERANCE = 1e-6  # as in programming contests
 
 
 class Outcome(enum.StrEnum):
-  """A response is counted as this: all tests passed, or how the first one failed."""
+  """Outcome of a response: all tests passed, or the failure of the first one."""
 
   RIGHT = "right"
   WRONG = "wrong"
-  UNPARSABLE = "unparsable"  # it holds no program
+  UNPARSABLE = "unparsable"  # no program in the response
   ERROR = "error"  # an exception, a signal, no result, or too much output
   TIMEOUT = "timeout"  # The program's: CPU or wall-clock time.
   MEMORY = "memory"
@@ -48,8 +49,10 @@ OUTCOMES = tuple(Outcome)
 def open_verifier(
   workers: int, time_limit_s: float, memory_mb: int, isolation: str, tolerance: float
 ) -> Iterator[Callable]:
-  """A `CodeVerifier` as `gspo_jax.rewards` has it. It says what confines programs: in a line at the
-  start, and in the metrics."""
+  """Opens a `CodeVerifier` with the interface of `gspo_jax.rewards`.
+
+  The isolation of programs is named in a line at the start, and in the metrics.
+  """
   cpu_s = math.ceil(time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
   with CodeVerifier(workers, limits, isolation, tolerance) as verifier:
@@ -68,16 +71,16 @@ def check_answer(text: str) -> None:
 
 
 class CodeVerifier(contextlib.AbstractContextManager):
-  """Scores responses that hold programs.
+  """Scores responses with programs.
 
   Args:
-    workers: candidates that run at the same time.
-    limits: what a test may use.
+    workers: number of candidates that run at the same time.
+    limits: resources of a test.
     isolation: one of `process.ISOLATIONS`; "auto" never takes "none".
-    tolerance: allowed error of a decimal in an expected output, absolute or relative; 0: exact.
+    tolerance: allowed error of a decimal in an expected output, absolute or relative; 0 for none.
 
   Raises:
-    ValueError: if programs cannot be confined.
+    ValueError: programs cannot be confined.
   """
 
   def __init__(
@@ -92,15 +95,15 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
     self._kills = 0
-    self._asked = threading.local()  # Per thread: `_kills` when its work was submitted.
+    self._submitted = threading.local()  # Per thread: `_kills` when its work was submitted.
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
     """Returns one outcome per response, in order. Equal programs for equal tests run once.
 
-    Whatever fails while a response is verified is that response's outcome, a crash.
+    A failure of the verifier on a response is a crash, the outcome of this response alone.
 
     Raises:
-      ValueError: if the lengths differ or an answer holds no tests.
+      ValueError: the lengths differ, or an answer has no tests.
     """
     tests = {
       text: dataclasses.replace(cases.parse(text), tolerance=self._tolerance)
@@ -126,7 +129,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     """Runs a program on its tests up to the first failure, as LiveCodeBench does.
 
     Raises:
-      SandboxError: if the verifier failed, and not the program.
+      SandboxError: the verifier failed, not the program.
     """
     if tests.kind == "check":
       return self._check(program, tests)
@@ -135,7 +138,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     with self._sandbox() as sandbox:
       for value, expected in zip(tests.inputs, tests.outputs):
         if failure := _test(sandbox, program, tests, value, expected):
-          # JSON has made texts of the keys of a dict.
+          # A second try: JSON has converted integer keys of dicts to text.
           numbered = cases.number_keys(value) if tests.wrapped else value
           if numbered == value or _test(sandbox, program, tests, numbered, expected):
             return failure
@@ -146,12 +149,15 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._kill()
 
   def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
-    """Returns the outcome of a program. Work submitted before a kill, of which there were `kills`,
-    ends."""
+    """Returns the outcome of a program, after a second try if the verifier fails.
+
+    Args:
+      kills: value of `_kills` when the work was submitted. After a further kill, the work ends.
+    """
     if program is None:
       return Outcome.UNPARSABLE
-    self._asked.kills, reason = kills, ""
-    for _ in range(2):  # once may be the machine's doing (out of memory); twice is ours
+    self._submitted.kills, reason = kills, ""
+    for _ in range(2):  # The first failure may be the machine's (out of memory).
       try:
         return self.outcome(program, tests)
       except Exception as error:  # a full disk, a directory too deep to delete, ...
@@ -170,26 +176,26 @@ class CodeVerifier(contextlib.AbstractContextManager):
       program = cases.completes(program, tests)
       candidate.start(request | {"kind": "serve", "code": program}, most=0)
       check = request | {"kind": "check", "code": tests.code}
-      checked = asserting.run(check | {"output_bytes": self._limits.output_bytes}, most=0)
+      verdict = asserting.run(check | {"output_bytes": self._limits.output_bytes}, most=0)
       report = candidate.report()
-    ended = checked["status"] if checked["reason"] == "ended" else None
-    if ended == assertions.CHECKED:
+    status = verdict["status"] if verdict["reason"] == "ended" else None
+    if status == assertions.CHECKED:
       return Outcome.RIGHT
-    if ended == assertions.BROKEN:
+    if status == assertions.BROKEN:
       return Outcome.CRASH
     if failure := _failure(report):
       return failure
-    if ended == assertions.ASSERTION:
+    if status == assertions.ASSERTION:
       return Outcome.WRONG
-    return _failure(checked) or Outcome.ERROR
+    return _failure(verdict) or Outcome.ERROR
 
   @contextlib.contextmanager
   def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
     with Sandbox(self.isolation, self._limits, channel) as sandbox:
       self._open.add(sandbox)
       try:
-        if getattr(self._asked, "kills", self._kills) != self._kills:
-          raise SandboxError("interrupted while it was being made")
+        if getattr(self._submitted, "kills", self._kills) != self._kills:
+          raise SandboxError("interrupted during its start")
         yield sandbox
       finally:
         self._open.discard(sandbox)
@@ -203,7 +209,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
 def _test(
   sandbox: Sandbox, program: str, tests: cases.Tests, value: Any, expected: Any
 ) -> Outcome | None:
-  """Runs one test; None if the program passes it."""
+  """Runs one test. Returns its failure, or None if the program passes."""
   request = {"kind": tests.kind, "code": program}
   if tests.kind == "stdin":
     request["stdin"] = value
@@ -214,14 +220,14 @@ def _test(
     return failure
   output = report["stdout" if tests.kind == "stdin" else "result"]
   if tests.kind == "call" and output == "":
-    return Outcome.ERROR  # it ended early, whatever its status says
+    return Outcome.ERROR  # It ended without a result, with any status.
   if output is None or not tests.passes(output, expected):
     return Outcome.WRONG
   return None
 
 
 def _failure(report: dict[str, Any]) -> Outcome | None:
-  """Returns the failure before a program's end; None if it came there."""
+  """Returns the failure of a program before its end, or None if it reached its end."""
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
     return Outcome.TIMEOUT

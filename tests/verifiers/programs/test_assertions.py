@@ -191,8 +191,8 @@ def test_a_prompt_may_end_before_its_function_begins(verifier):
   [
     (dict(test="METADATA = {}\n"), "no function `check`"),
     (dict(test="def test(c):\n  assert c(1) == 1\n"), "no function `check`"),
-    (dict(test="def check(c):\n  pass\n"), "never looks at the function"),
-    (dict(test="def check():\n  assert True\n"), "never looks at the function"),
+    (dict(test="def check(c):\n  pass\n"), "never uses its argument"),
+    (dict(test="def check():\n  assert True\n"), "never uses its argument"),
     (dict(test="def check(c)\n  assert c(1) == 1\n"), "test is no Python"),
     (dict(test="def check(c):\n  assert c(1) ==\n"), "test is no Python"),
     (dict(test=""), "no function `check`"),

@@ -1,1 +1,1 @@
-"""The inside of a sandbox. Standard library only: it is loaded without the package above it."""
+"""The inside of a sandbox, loaded without its parent package. Imports the standard library only."""

@@ -1,13 +1,13 @@
-"""Assertions in Python, as HumanEval has them, against a function that runs in another sandbox.
+"""Runs assertions in Python (HumanEval) on a function in another sandbox.
 
-No code of a candidate's is in this process: `candidate` is a stub that sends its arguments over a
-channel and gets a value, or the name of an exception, back. What a candidate can do to the
-assertions is return and raise, and so each of the following ends them, whatever they catch:
+No code of the candidate is in this process: `candidate` is a stub. It sends its arguments over a
+channel, and receives a value or the name of an exception. So a candidate can only return or raise.
+Each of the following answers ends the assertions, even inside `except`:
 
-- an exception that ends iterations, where `all(map(candidate, cases))` would take it for the end;
-- NaN and infinity, where the tests speak of neither: they pass `not abs(x - y) > 1e-6` and
+- StopIteration, since `all(map(candidate, cases))` would take it for the end of the cases;
+- NaN and infinity, unless the tests mention them: they pass `not abs(x - y) > 1e-6` and
   `abs(x - y) <= 1e-6 * max(abs(x), abs(y))`;
-- an answer that is none, and none at all.
+- an invalid message, or none.
 """
 
 import ast
@@ -20,40 +20,41 @@ from . import wire
 
 # Exit statuses, beside `runner.FAILED`.
 OUT_OF_MEMORY = 101
-ASSERTION = 102  # one failed
-RAISED = 103  # the candidate's function did
+ASSERTION = 102  # an assertion failed
+RAISED = 103  # the candidate's function raised
 GONE = 104  # the candidate ended before its answer
-CHECKED = 105  # all held, and the function was called
-BROKEN = 106  # the tests themselves: they never called it, or with what cannot be sent
+CHECKED = 105  # all assertions passed, and the function was called
+BROKEN = 106  # the tests never called the function, or with arguments that cannot be sent
 
-_UNREAL = frozenset("nan inf infinity isnan isinf isfinite isposinf isneginf".split())
-
-
-class _Over(BaseException):
-  """Ends the assertions. It is no Exception, and once raised it is raised by every further call."""
+_NONFINITE = frozenset("nan inf infinity isnan isinf isfinite isposinf isneginf".split())
 
 
-class _Raised(Exception):
-  """The candidate's function raised."""
+class _EndAssertions(BaseException):
+  """Ends the assertions. Not an Exception; every further call of the stub raises it again."""
+
+
+class _CandidateError(Exception):
+  """Error raised by the candidate's function."""
 
 
 class _Candidate:
-  """The stub. `ended` is the status that is settled, whatever the assertions make of it."""
+  """The stub. `ended` is the final status, even if the assertions catch its exception."""
 
-  def __init__(self, channel: int, most: int, unreal: bool):
-    self._channel, self._most, self._unreal = channel, most, unreal
-    self._opaque = False  # it has returned what is no data, and an assertion may pass that on
+  def __init__(self, channel: int, most: int, allow_nonfinite: bool):
+    self._channel, self._most, self._allow_nonfinite = channel, most, allow_nonfinite
+    # Whether a returned value was not data; an assertion may then pass it back as an argument.
+    self._opaque = False
     self.called, self.ended = False, 0
 
   def call(self, *arguments, **options) -> Any:
     if self.ended:
-      raise _Over
+      raise _EndAssertions
     self.called = True
     try:
       question = wire.encode([arguments, options])
     except TypeError:  # a function, say
       self._end(ASSERTION if self._opaque else BROKEN)
-    except Exception:  # too deep: it came from the candidate
+    except Exception:  # Too deep, so the value came from the candidate.
       self._end(ASSERTION)
     try:
       wire.send(self._channel, question)
@@ -69,7 +70,7 @@ class _Candidate:
     if raised is not None:
       self._raise(raised)
     self._opaque |= "value" not in answer
-    if not (self._unreal or _real(value)):
+    if not (self._allow_nonfinite or _is_finite(value)):
       self._end(ASSERTION)
     return value
 
@@ -82,35 +83,37 @@ class _Candidate:
       self._end(RAISED)
     if issubclass(kind, AssertionError | ExceptionGroup):
       kind = Exception
-    mixed = type(kind.__name__, (_Raised,) if kind is Exception else (kind, _Raised), {})
-    raise mixed.__new__(mixed)  # some want arguments, which nobody knows here
+    mixed = type(
+      kind.__name__, (_CandidateError,) if kind is Exception else (kind, _CandidateError), {}
+    )
+    raise mixed.__new__(mixed)  # Some constructors need arguments, which are unknown.
 
   def _end(self, status: int) -> None:
     self.ended = status
-    raise _Over
+    raise _EndAssertions
 
 
-def _real(value: Any) -> bool:
-  """Whether there is neither NaN nor infinity in it."""
+def _is_finite(value: Any) -> bool:
+  """Whether a value has neither NaN nor infinity in it."""
   if isinstance(value, float):
     return math.isfinite(value)
   if isinstance(value, complex):
     return math.isfinite(value.real) and math.isfinite(value.imag)
   if isinstance(value, dict):
-    return all(map(_real, value)) and all(map(_real, value.values()))
-  return not isinstance(value, list | tuple | set) or all(map(_real, value))
+    return all(map(_is_finite, value)) and all(map(_is_finite, value.values()))
+  return not isinstance(value, list | tuple | set) or all(map(_is_finite, value))
 
 
-def _speaks_of_nan(code: str) -> bool:
-  """Whether tests name NaN or infinity: `math.inf`, `float("nan")`. Comments and prose do not."""
+def _mentions_nonfinite(code: str) -> bool:
+  """Whether code mentions NaN or infinity: `math.inf`, `float("nan")`. Comments do not count."""
   parts = ast.walk(ast.parse(code))
   names = (getattr(x, "id", getattr(x, "attr", getattr(x, "value", ""))) for x in parts)
-  return any(str(name).strip("+-").casefold() in _UNREAL for name in names)
+  return any(str(name).strip("+-").casefold() in _NONFINITE for name in names)
 
 
 def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) -> int:
-  """Runs the tests and returns their exit status; `load` runs a module."""
-  stub = _Candidate(channel, request["output_bytes"], _speaks_of_nan(request["code"]))
+  """Runs the tests and returns their exit status. `load` runs a module."""
+  stub = _Candidate(channel, request["output_bytes"], _mentions_nonfinite(request["code"]))
 
   def candidate(*arguments, **options):
     return stub.call(*arguments, **options)
@@ -121,7 +124,7 @@ def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) 
     exec(compile(request["code"], "<tests>", "exec", dont_inherit=True), module)
     module["check"](candidate)
     status = CHECKED
-  except _Raised:
+  except _CandidateError:
     status = RAISED
   except MemoryError:
     status = OUT_OF_MEMORY

@@ -1,8 +1,8 @@
-"""The system calls that a program may make, on x86-64 and AArch64. All others are refused.
+"""System calls allowed to a program, on x86-64 and AArch64. All others are refused.
 
-A list of what is allowed, and not of what is not: what the kernel learns next year is refused too.
-Whatever reaches another process, the network, or an inode that other processes look at is missing:
-sockets, signals, priorities, locks, leases, watches on files, attributes, and starting processes.
+The list names allowed calls, so calls of future kernels are refused too. It omits all calls that
+reach another process, the network, or an inode visible to other processes: sockets, signals,
+priorities, locks, leases, watches on files, attributes, and starting processes.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# By name: the number on x86-64 and on AArch64; None where the architecture has no such call.
+# Numbers on x86-64 and AArch64, by name. None means that the architecture has no such call.
 ALLOWED = dict(
   read=(0, 63), write=(1, 64), readv=(19, 65), writev=(20, 66), pread64=(17, 67),
   pwrite64=(18, 68), preadv=(295, 69), pwritev=(296, 70), lseek=(8, 62), close=(3, 57),
@@ -47,20 +47,20 @@ ALLOWED = dict(
   epoll_wait=(232, None), epoll_pwait=(281, 22), eventfd=(284, None), eventfd2=(290, 19),
   recvfrom=(45, 207), getsockname=(51, 204), getsockopt=(55, 209),
 )  # fmt: skip
-# Calls that are allowed for some values of one argument: their numbers, which argument, the values.
-# They are compared as the kernel reads them, in 32 bits.
+# Calls allowed for some values of one argument: numbers, index of the argument, its values. They
+# are compared in 32 bits, as the kernel reads them.
 ALLOWED_VALUES = dict(
-  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no locks, leases or
-  # notices, and no signals of one's choice to anybody.
+  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no locks, leases,
+  # notices or signals.
   fcntl=((72, 25), 1, (0, 1, 2, 3, 4, 1030, 1032)),
   # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: no flags of inodes.
   ioctl=((16, 29), 1, (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
   prctl=((157, 167), 0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
   prlimit64=((302, 261), 0, (0,)),  # Limits of the process itself.
-  socketpair=((53, 199), 0, (1,)),  # AF_UNIX: asyncio's loop wakes itself by one
+  socketpair=((53, 199), 0, (1,)),  # AF_UNIX: the loop of asyncio wakes itself with it.
 )
-# And these, by other rules: threads may be started, processes may not; `send` is `sendto` without
-# an address.
+# Calls with other rules: threads may be started, but not processes; `send` is `sendto` without an
+# address.
 CLONE, CLONE3, SENDTO = (56, 220), (435, 435), (44, 206)
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -86,7 +86,7 @@ def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
 
 
 def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
-  """Returns the filter for an architecture; `column` is its place in the tables above."""
+  """Returns the filter for an architecture. `column` is its index in the tables above."""
   lines = [
     (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), _KILL,
     _NUMBER, (_AT_LEAST, 0, 1, _X32), _REFUSE,
@@ -100,7 +100,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
   ]
   rules += [
     (CLONE, [_argument(0), (_ANY_BIT, 2, 0, _CLONE_NEW), (_ANY_BIT, 0, 1, _CLONE_THREAD), _ALLOW]),
-    # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
+    # A filter cannot read its flags in memory. The C library falls back to clone.
     (CLONE3, [_ABSENT]),
     (SENDTO, [_argument(4), (_EQUAL, 0, 3, 0), _argument(4, True), (_EQUAL, 0, 1, 0), _ALLOW]),
   ]
@@ -114,7 +114,7 @@ def apply() -> None:
   """Confines this process and its children to the calls above for good.
 
   Raises:
-    OSError: on another architecture, or where the kernel has no seccomp filters.
+    OSError: the architecture is another one, or the kernel has no seccomp filters.
   """
   machine = os.uname().machine
   if machine not in _ARCHITECTURES:

@@ -1,9 +1,9 @@
 """Confinement of a candidate program by the kernel. Linux on x86-64 and AArch64.
 
-A program gets mount, process, network, IPC and host-name namespaces of its own (and a user
-namespace if not root). The root directory holds Python and the system's libraries, read-only, and
-an empty memory file system that is the working directory. Resource limits and a list of allowed
-system calls (`calls.py`) come on top of that.
+A program runs in separate mount, process, network, IPC and host-name namespaces (and a user
+namespace if not root). The root directory has Python and the system's libraries, read-only, and an
+empty memory file system as the working directory. Resource limits and a list of allowed system
+calls (`calls.py`) are further bounds.
 """
 
 import contextlib
@@ -25,20 +25,21 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
 SCRATCH = "/scratch"  # Working directory of programs; /tmp is a link to it.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-UID = 0x70000000  # plus a process id: users that exist nowhere else, so that limits per user hold
+# A program's user is UID plus a process id, and no other process has it: limits per user hold.
+UID = 0x70000000
 _MAX_PID = 1 << 22
-_ROOT = "/dev"  # Mount point of the new root, seen by the sandbox alone.
+_ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
 
 
 def enter_namespaces(identity: int) -> bool:
-  """Leaves the parent's namespaces. The next child is process 1 of its own.
+  """Leaves the parent's namespaces. The next child is process 1 of a new one.
 
-  Root without the right to do so (in a container) first becomes the user `identity`, since the
-  kernel does not bound the threads of its root. Returns whether this process is still the machine's
+  Root without the right to unshare (in a container) first becomes the user `identity`, since the
+  kernel does not limit the threads of its root. Returns whether this process is still the machine's
   root, which can take another user's identity.
 
   Raises:
-    OSError: if the kernel or a container's policy denies it.
+    OSError: the kernel or a container's policy denies it.
   """
   spaces = NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS
   if os.geteuid() == 0 and _has_users():
@@ -61,24 +62,25 @@ def enter_namespaces(identity: int) -> bool:
 
 
 def _has_users() -> bool:
-  """Whether users from UID on exist; in a container they may not."""
+  """Whether user ids from UID on exist. In a container they may not."""
   with open("/proc/self/uid_map") as file:
     ranges = [list(map(int, line.split())) for line in file]
   return any(first <= UID and first + count >= UID + _MAX_PID for first, _, count in ranges)
 
 
 def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
-  """Enters a new root with `mounts` and an empty SCRATCH. It lies in memory, leaves nothing on
-  disk, and goes with the namespace.
+  """Enters a new root in memory, with `mounts` and an empty SCRATCH.
+
+  It ends with the namespace, and leaves nothing on disk.
 
   Args:
-    mounts: paths of the host that can be read, each with its path inside.
+    mounts: from readable paths of the host to paths inside.
 
   Raises:
-    OSError: if something cannot be mounted (kernels before 5.12, for one).
+    OSError: a mount fails, for example on kernels before 5.12.
   """
   _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-  # Opened first: the new root hides whatever lies below it.
+  # Opened first, since the new root hides all files below its mount point.
   mounts = mounts | {path: path for path in DEVICES}
   sources = {target: os.open(path, os.O_PATH) for path, target in mounts.items()}
   links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
@@ -101,7 +103,9 @@ def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
   os.mkdir(_ROOT + SCRATCH)
   os.symlink(SCRATCH, _ROOT + "/tmp")
   os.chdir(_ROOT)
-  _check(_libc.pivot_root(b".", b"."), "pivot_root")  # the old root now lies over the new one
+  _check(
+    _libc.pivot_root(b".", b"."), "pivot_root"
+  )  # The old root is now mounted over the new one.
   _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
   os.chdir("/")
   mount_scratch(scratch_bytes)
@@ -109,7 +113,7 @@ def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
 
 
 def mount_scratch(size: int) -> None:
-  """An empty SCRATCH of at most `size` bytes."""
+  """Mounts an empty SCRATCH of at most `size` bytes."""
   options = f"size={size},nr_inodes=4096,mode=1777"
   _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -123,12 +127,16 @@ def die_with_parent() -> None:
 
 
 def hide_from_debuggers() -> None:
-  """Denies other processes of the user this one's memory and descriptors."""
+  """Hides this process's memory and descriptors from other processes of the user."""
   _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def set_limits(limits: dict, tasks: int | None) -> None:
-  """Sets `process.Limits` for this process. `tasks` counts processes and threads of this user."""
+  """Sets `process.Limits` for this process.
+
+  Args:
+    tasks: maximum processes and threads of this user; None for no maximum.
+  """
   most_of = {
     resource.RLIMIT_CPU: limits["cpu_s"],
     resource.RLIMIT_AS: limits["memory_bytes"],
@@ -136,13 +144,13 @@ def set_limits(limits: dict, tasks: int | None) -> None:
     resource.RLIMIT_NOFILE: limits["open_files"],
     resource.RLIMIT_CORE: 0,
     resource.RLIMIT_MEMLOCK: 0,
-    # Deep recursion in C, which solutions do rely on.
+    # Solutions rely on deep recursion in C.
     resource.RLIMIT_STACK: min(limits["memory_bytes"] // 4, 1 << 28),
   }
   if tasks is not None:
     most_of[resource.RLIMIT_NPROC] = tasks
   for kind, soft in most_of.items():
-    hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU, and SIGKILL for who catches that
+    hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU, then SIGKILL a second later.
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
       soft, hard = min(soft, most), min(hard, most)
@@ -150,7 +158,7 @@ def set_limits(limits: dict, tasks: int | None) -> None:
 
 
 def take_identity(uid: int) -> None:
-  """Becomes a user without any files. For the machine's root only."""
+  """Becomes a user without any files. Requires the machine's root."""
   os.setgroups([])
   os.setresgid(uid, uid, uid)
   os.setresuid(uid, uid, uid)

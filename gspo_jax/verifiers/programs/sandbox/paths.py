@@ -1,9 +1,9 @@
-"""Paths inside a sandbox. Python and NumPy have fixed ones, wherever they lie on the host.
+"""Paths inside a sandbox. Python and NumPy have fixed paths there, independent of the host.
 
-An interpreter or an environment may lie in a home or in a checkout. Bound at its own path it would
-show the names of all directories above it. System directories, which every machine has, keep their
-paths. Text in memory, such as the file name of a code object, may still hold a host's path; no file
-can be opened or looked at by it.
+An interpreter may be in a home directory or a checkout. At its own path it would reveal the names
+of all directories above it. System directories, which every machine has, keep their paths. Text in
+memory, such as the file name of a code object, may still have a path of the host. No file can be
+opened or examined by it.
 """
 
 import os
@@ -19,12 +19,12 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
   """Plans the readable paths for this interpreter.
 
   Args:
-    packages: the directories in which the verifier finds NumPy.
+    packages: directories with NumPy, on the host.
 
   Returns:
-    mounts: paths of the host, each with its path inside.
-    moved: prefixes of this interpreter's paths, each with its prefix inside.
-    packages: the directories inside in which a program finds NumPy.
+    mounts: from paths of the host to paths inside.
+    moved: from prefixes of this interpreter's paths to prefixes inside.
+    packages: directories with NumPy, inside.
   """
   system = [*SYSTEM, *(path for path in ("/lib", "/lib64") if not os.path.islink(path))]
   mounts = {path: path for path in system if os.path.exists(path)}
@@ -51,7 +51,7 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
 
 
 def inside(path: str, moved: dict[str, str]) -> str:
-  """Returns the path inside of a path of the host. Only moved prefixes change."""
+  """Converts a path of the host to a path inside. Only moved prefixes change."""
   for prefix in sorted(moved, key=len, reverse=True):
     if _below(path, [prefix]):
       return moved[prefix] + path[len(prefix) :]
@@ -63,7 +63,7 @@ def _below(path: str, directories: Iterable[str]) -> bool:
 
 
 def move_modules(moved: dict[str, str]) -> None:
-  """Moves the paths of this interpreter and its modules, for further imports."""
+  """Updates the paths of this interpreter and its modules, for further imports."""
   sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix  # no environment inside
   names = "prefix exec_prefix base_prefix base_exec_prefix executable _base_executable _stdlib_dir"
   for name in names.split():
@@ -81,7 +81,7 @@ def move_modules(moved: dict[str, str]) -> None:
 
 
 def _move(holder: Any, name: str, moved: dict[str, str]) -> None:
-  """Moves a path, or a list of paths."""
+  """Updates an attribute with a path or a list of paths."""
   value = getattr(holder, name, None)
   if isinstance(value, list):
     value[:] = [inside(path, moved) for path in value]

@@ -1,10 +1,10 @@
-"""Runs candidate programs inside a sandbox, one process per test, and reports how each ended.
+"""Runs candidate programs inside a sandbox, one process per test, and reports their ends.
 
-Three kinds of process. The *outer* one leaves the namespaces. Its child, the *keeper*, lives in
-them, is trusted, and never runs code of a candidate: it forks a process per test, keeps the clock,
-collects the output and kills everything that is left. The forked process, the *candidate*, gives up
-every right and then runs the program. The keeper's messages are all that the verifier believes, and
-no expected output ever enters a candidate's sandbox.
+There are three kinds of processes. The *outer* process leaves the parent's namespaces. Its child,
+the *keeper*, is process 1 of the new ones. It is trusted, and never runs code of a candidate: it
+forks a process per test, enforces time limits, collects the output and kills remaining processes.
+The forked process, the *candidate*, gives up every right and then runs the program. The verifier
+trusts the keeper's messages only, and no expected output ever enters a candidate's sandbox.
 """
 
 import atexit
@@ -23,23 +23,23 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit statuses: why a program failed, never that it passed. A program that forges one only chooses
-# the name of its failure. `assertions` has more.
+# Exit statuses are reasons of failures, never successes, so a forged one only changes the name of
+# the failure. `assertions` has more of them.
 FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # descriptors in the candidate's process
 
-# What LiveCodeBench puts in front of every program (lcb_runner/evaluation/testing_util.py).
+# Imports that LiveCodeBench prepends to every program (lcb_runner/evaluation/testing_util.py).
 _STAR = (
   "string re datetime collections heapq bisect copy math random statistics itertools functools "
   "operator io sys json builtins typing"
 ).split()
 _PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
-builtins.exit = builtins.quit = sys.exit  # `site`, which is not imported here, has them too.
+builtins.exit = builtins.quit = sys.exit  # `site`, which is not imported here, would define them.
 
 
 def main(settings: str) -> None:
-  """The outer process. `settings`: JSON of what `process.Sandbox` passes."""
+  """Runs the outer process. `settings` is JSON from `process.Sandbox`."""
   s = json.loads(settings)
   s["uid"] = isolation.UID + os.getpid()
   root = False
@@ -61,15 +61,15 @@ def main(settings: str) -> None:
       mounts, moved, s["packages"] = paths.plan(s["packages"])
       isolation.enter_root(mounts, s["limits"]["scratch_bytes"])
       paths.move_modules(moved)
-    _keep(s, root)
+    _run_keeper(s, root)
   except wire.Closed:
-    pass  # the verifier has gone: with this process everything in the namespace ends
+    pass  # The verifier is gone. All processes of the namespace end with this one.
   except BaseException as error:
     wire.send(s["control"], {"error": f"{type(error).__name__}: {error}"})
 
 
-def _keep(s: dict, root: bool) -> None:
-  """The keeper: one request, one report."""
+def _run_keeper(s: dict, root: bool) -> None:
+  """Runs the keeper: one report for each request."""
   isolation.hide_from_debuggers()
   if s["isolation"] == "namespaces" and os.getpid() != 1:
     raise RuntimeError("this must be process 1 of a namespace: it kills every other process")
@@ -79,10 +79,10 @@ def _keep(s: dict, root: bool) -> None:
   while True:
     request = wire.receive(s["control"], 1 << 30)
     if request["kind"] in ("stdin", "call") and not prelude:
-      _fill(prelude)
+      _import_prelude(prelude)
     wire.send(s["control"], _run(s, request, prelude, root))
     if s["channel"]:
-      return  # a channel has one conversation
+      return  # A channel is for one test.
     if s["isolation"] == "namespaces":
       os.chdir("/")
       isolation.unmount_scratch()
@@ -90,8 +90,8 @@ def _keep(s: dict, root: bool) -> None:
       os.chdir(s["directory"])
 
 
-def _fill(prelude: dict) -> None:
-  """Imported once, here, and not in every candidate's process."""
+def _import_prelude(prelude: dict) -> None:
+  """Imports the prelude once, in the keeper, for all candidates."""
   for name in _STAR:
     exec(f"from {name} import *", prelude)
   for name in _PLAIN:
@@ -100,10 +100,11 @@ def _fill(prelude: dict) -> None:
 
 
 def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
-  """Runs one test in a process of its own and reports its end.
+  """Runs one test in a separate process, and reports its end.
 
-  The longest output that is reported, in bytes, follows the request; a longer one is None. It
-  depends on what is expected, so it is read when the candidate, which would have a copy, has ended.
+  The maximum length of a reported output, in bytes, is a second message; a longer output is None.
+  It depends on the expected output, so it is read after the end of the candidate, which would
+  otherwise have a copy.
   """
   stdin = os.memfd_create("stdin")
   os.write(stdin, request.get("stdin", "").encode("utf-8", "surrogatepass"))
@@ -144,7 +145,7 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
 
 
 def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
-  """Collects output until the process ends, is late or writes too much. Then kills the rest."""
+  """Collects output until the process ends, is late or writes too much. Then kills it."""
   handle = os.pidfd_open(candidate)
   output = {name: bytearray() for name in readers}
   names = {reader: name for name, reader in readers.items()}
@@ -184,30 +185,30 @@ def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str
   return reason, output
 
 
-def _drain(reader: int, into: bytearray) -> int | None:
-  """Reads once. Returns how much, 0 at the end, None if there is nothing now."""
+def _drain(reader: int, output: bytearray) -> int | None:
+  """Reads once. Returns the number of bytes, 0 at the end, or None if none are ready."""
   try:
     part = os.read(reader, 1 << 16)
   except BlockingIOError:
     return None
-  into += part
+  output += part
   return len(part)
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Ends the candidate and its children. It stays a zombie until it is waited for."""
+  """Kills the candidate and its children. The candidate stays a zombie until `wait4`."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
-      os.kill(-1, signal.SIGKILL)  # every process of the namespace but this one
+      os.kill(-1, signal.SIGKILL)  # All processes of the namespace except this one.
     else:
       os.kill(candidate, signal.SIGKILL)
-      os.killpg(candidate, signal.SIGKILL)  # it leads a session, which the filter lets none leave
+      os.killpg(candidate, signal.SIGKILL)  # Its session; the filter forbids leaving it.
   except ProcessLookupError:
     pass
 
 
 def _reap() -> None:
-  """Waits for the candidate's orphans, children of process 1 now."""
+  """Waits for the candidate's orphans, which are now children of process 1."""
   try:
     while True:
       os.waitpid(-1, 0)
@@ -223,9 +224,9 @@ def _candidate(
   try:
     isolation.die_with_parent()
     if os.getppid() != keeper:
-      os._exit(FAILED)  # it died before
+      os._exit(FAILED)  # The keeper died before `die_with_parent`.
     os.setsid()
-    # Above the final numbers first, so that none is overwritten before it is copied.
+    # Copied to high numbers first, so that no descriptor is overwritten before its copy.
     high = [fcntl.fcntl(d, fcntl.F_DUPFD, 200) for d in descriptors if d]
     for target, descriptor in enumerate(high):
       os.dup2(descriptor, target)
@@ -252,7 +253,7 @@ def _candidate(
 
 def _finish() -> None:
   """Runs Python's steps at the end of a program."""
-  threading._shutdown()  # waits for the program's threads
+  threading._shutdown()  # Waits for the program's threads.
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
     if stream is not None and not getattr(stream, "closed", False):
@@ -264,14 +265,14 @@ def _report(error: BaseException) -> None:
     import traceback
 
     traceback.print_exception(error, limit=-5)
-  except BaseException:  # the program has replaced what this needs
+  except BaseException:  # The program has replaced functions used here.
     pass
 
 
 def _confine(s: dict, root: bool) -> None:
   if s["isolation"] == "namespaces" and root:
     isolation.take_identity(s["uid"])
-  # Where processes cannot be started, the limit would count the user's processes elsewhere too.
+  # Without namespaces, the limit would count the user's other processes too.
   alone = s["isolation"] == "namespaces"
   isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
   if s["isolation"] != "none":
@@ -282,7 +283,7 @@ def _confine(s: dict, root: bool) -> None:
 def _load(request: dict, name: str, names: dict) -> dict:
   """Runs the program as the module `name` with the variables `names`.
 
-  `quit()` ends the module, and what it has defined by then is there.
+  `quit()` ends the module. Definitions before it remain.
   """
   module = types.ModuleType(name)
   sys.modules[name] = module
@@ -296,23 +297,23 @@ def _load(request: dict, name: str, names: dict) -> dict:
 
 
 def _stdin(request: dict, prelude: dict) -> int:
-  """The whole program, with its input as standard input."""
+  """Runs the whole program with its standard input."""
   _load(request, "__main__", prelude)
   return 0
 
 
 def _call(request: dict, prelude: dict) -> int:
-  """One function call; its value goes to the result descriptor."""
+  """Calls a function once, and writes its value to the result descriptor."""
   module = _load(request, "solution", prelude)
   value = _find(module, request["function"])(*wire.decode(request["arguments"]))
-  data = memoryview(json.dumps(_described(value)).encode())
+  data = memoryview(json.dumps(_encode_value(value)).encode())
   while data:
     data = data[os.write(_RESULT, data) :]
   return 0
 
 
-def _described(value) -> dict:
-  """Returns a value as data; other values equal no expected one."""
+def _encode_value(value) -> dict:
+  """Encodes a value as data. A value of another type equals no expected one."""
   try:
     return {"value": wire.encode(value)}
   except TypeError:
@@ -334,7 +335,7 @@ def _serve(request: dict, prelude: dict) -> int:
     except wire.Closed:
       return 0
     try:
-      answer = _described(function(*arguments[0], **arguments[1]))
+      answer = _encode_value(function(*arguments[0], **arguments[1]))
     except MemoryError:
       raise
     except Exception as error:
@@ -343,7 +344,7 @@ def _serve(request: dict, prelude: dict) -> int:
       answer = {"raised": kinds[0]}
     try:
       wire.send(_CHANNEL, answer)
-    except wire.Closed:  # an assertion has failed, and nobody waits for this
+    except wire.Closed:  # An assertion has failed, and its process has ended.
       return 0
 
 

@@ -1,15 +1,15 @@
 """Messages between the verifier and a sandbox, and values of candidate programs as data.
 
-A value crosses as JSON that can only mean a builtin container, string or number. What a candidate
-returns is therefore never compared by a method of the candidate's. `decode` runs in sandboxes only:
-its sets and dicts may be made of keys that collide.
+A value is sent as JSON of builtin containers, strings and numbers. So no method of a candidate
+compares its values. `decode` runs in sandboxes only: keys of its sets and dicts may be chosen to
+collide.
 """
 
 import json
 import os
 from typing import Any
 
-_INT_BITS = 13_000  # longer integers travel in hexadecimal: Python bounds decimal conversions
+_INT_BITS = 13_000  # Longer integers are sent in hexadecimal: Python limits decimal conversions.
 
 
 class Closed(Exception):
@@ -31,8 +31,8 @@ def receive(descriptor: int, limit: int) -> Any:
   """Reads one message of at most `limit` bytes.
 
   Raises:
-    Closed: if the other side is gone.
-    ValueError: if the message is longer than `limit` or is not JSON.
+    Closed: the other side is gone.
+    ValueError: the message is longer than `limit`, or is not JSON.
   """
   size = int.from_bytes(_read(descriptor, 8), "big")
   if size > limit:
@@ -60,7 +60,7 @@ def encode(value: Any) -> Any:
   Subclasses of builtin types become the builtin type; NumPy scalars become Python's.
 
   Raises:
-    TypeError: for what is not made of None, numbers, strings and builtin containers.
+    TypeError: it has parts other than None, numbers, strings and builtin containers.
   """
   if value is None:
     return None
@@ -91,7 +91,7 @@ def decode(value: Any) -> Any:
   """Decodes a value of `encode`.
 
   Raises:
-    ValueError, TypeError, RecursionError: for what `encode` does not write.
+    ValueError, TypeError, RecursionError: `encode` does not write this value.
   """
   if isinstance(value, list):
     return [decode(item) for item in value]
