@@ -2,7 +2,7 @@
 
 The module of such a verifier has a function `right_lines(response, answer)`. For each of the n
 expected lines, it returns whether the response's line at this index is right, in time linear in the
-response. Let p be `reward.partial`, with 0 read as 1. A right line gets p/n. The response's last
+response. Let p be `reward.partial`, or 1 if that is 0. A right line gets p/n. The response's last
 line also gets 1 − p if the whole response is right, and the additions for format and length. The
 sum over lines equals the reward of the whole response.
 """
@@ -19,13 +19,13 @@ from gspo_jax.settings.rewards import RewardConfig
 RightLines = Callable[[str, str], Sequence[bool]]
 
 
-def judge(module: Any, name: str) -> RightLines:
+def line_verifier(module: Any, name: str) -> RightLines:
   """Returns `right_lines` of verifier `name`. Raises ValueError without this function."""
   right_lines = getattr(module, "right_lines", None)
   if right_lines is None:
     raise ValueError(
-      f"reward.per_line=True: reward.name={name!r} judges whole responses; set it to False, or the"
-      " name to recurrence"
+      f"reward.per_line=True: reward.name={name!r} judges whole responses; set"
+      " reward.per_line=False or reward.name=recurrence"
     )
   return right_lines
 
@@ -55,22 +55,22 @@ def rewards(
     flipped by noise, {} without noise.
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
-  misjudged = dict(false_positive=0, false_negative=0) if any(rates) else {}
+  flips = dict(false_positive=0, false_negative=0) if any(rates) else {}
   for response, answer, correct in zip(responses, answers, correct_B, strict=True):
-    texts, expected = response.split("\n"), right_lines(response, answer)
-    right_U = np.array(expected[: len(texts)], bool)
-    if misjudged:
+    texts, verdicts = response.split("\n"), right_lines(response, answer)
+    right_U = np.array(verdicts[: len(texts)], bool)
+    if flips:
       chance_U = _chances(texts[: len(right_U)], f"0/{answer}\0")
       flips_U = chance_U < np.where(right_U, *rates[::-1])
-      misjudged["false_positive"] += int((flips_U & ~right_U).sum())
-      misjudged["false_negative"] += int((flips_U & right_U).sum())
+      flips["false_positive"] += int((flips_U & ~right_U).sum())
+      flips["false_negative"] += int((flips_U & right_U).sum())
       right_U ^= flips_U
     partial = config.partial or 1.0
     reward_U = np.zeros(len(texts), np.float32)
-    reward_U[: len(right_U)] = right_U * (partial / len(expected))
+    reward_U[: len(right_U)] = right_U * (partial / len(verdicts))
     reward_U[-1] += (1 - partial) * correct
     rewards_BU.append(reward_U)
-  return rewards_BU, misjudged
+  return rewards_BU, flips
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:

@@ -7,7 +7,7 @@ A verifier is a module with these members; VERIFIERS lists the verifiers in this
 - `open_verifier`: context manager of a `Verify` function. Its parameters are keys of section
   `reward`. The function may have an attribute `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: words of a gold answer in words, None for other answers.
+- `word(text)`, optional: a gold answer that consists of words, normalised; None for other answers.
 - `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
@@ -43,10 +43,10 @@ class Prompt(Protocol):
   # An optional attribute `thinks`, a bool: whether the prompt ends with <think>.
 
 
-# Function from responses, prompts, and whether each response ended by itself. It returns outcomes,
-# one of OUTCOMES for each response; and values, or None for 1 at outcome "right" and 0 otherwise.
-# Values from `reward.right_from` on are right too. An unknown outcome may be a `pool.Failure`, with
-# a reason.
+# Function from responses, prompts, and whether each response stopped (was not truncated). It
+# returns outcomes, one of OUTCOMES for each response, and values. None instead of values means 1 if
+# the outcome is "right", else 0. A response is also right if its value is `reward.right_from` or
+# more. An outcome without a verdict may be a `pool.Failure`, with a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -129,7 +129,7 @@ def check_importable(name: str, key: str = "reward.name") -> None:
 def check_lines(config: RewardConfig) -> None:
   """Raises ValueError if `per_line` is set for a verifier of whole responses."""
   if config.per_line:
-    lines.judge(_verifier(config.name), config.name)
+    lines.line_verifier(_verifier(config.name), config.name)
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
@@ -138,9 +138,9 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent gold answer if a word.
+  """Returns the most frequent gold answer and its share, if a word.
 
-  None for another most frequent answer, and for verifiers without `word`.
+  Returns None if the most frequent answer is no word, and for verifiers without `word`.
   """
   word = getattr(_verifier(name), "word", None) if name else None
   if word is None:
@@ -170,7 +170,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
   """
   verifier = _verifier(config.name)
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
-  right_lines = lines.judge(verifier, config.name) if config.per_line else None
+  right_lines = lines.line_verifier(verifier, config.name) if config.per_line else None
   keys = inspect.signature(verifier.open_verifier).parameters
   with verifier.open_verifier(**{key: getattr(config, key) for key in keys}) as verify:
     scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify, right_lines)
@@ -225,10 +225,10 @@ def _score(
   values = np.array([right if value is None else value for right, value in pairs], np.float32)
   graded = right_lines is not None or any(value is not None for _, value in verdicts)
   answers = [prompt.answer for prompt in prompts]
-  by_line, line_values, misjudged = None, None, {}
+  by_line, line_values, flips = None, None, {}
   if right_lines is not None:
     plain = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
-    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, exact)
+    by_line, flips = lines.rewards(config, right_lines, responses, answers, exact)
     line_values, _ = lines.rewards(plain, right_lines, responses, answers, exact)
     values = _sums(line_values)
   right_from = config.threshold if graded else 1.0
@@ -236,14 +236,14 @@ def _score(
   correct[list(unknown)] = 0
   # All outcomes get a count, 0 included.
   labels = ["right" if right else str(outcome) for right, (outcome, _) in zip(correct, verdicts)]
-  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(labels) | misjudged
+  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(labels) | flips
   scores = Scores(values, outcomes, correct, unknown, by_line, values, line_values)
   if by_line is None and (config.false_positive or config.false_negative):
-    scores = _misjudged(config, scores, responses, answers, right_from)
+    scores = _add_noise(config, scores, responses, answers, right_from)
   return _with_additions(config, scores, responses, lengths)
 
 
-def _misjudged(
+def _add_noise(
   config: RewardConfig,
   scores: Scores,
   responses: Sequence[str],
@@ -267,24 +267,21 @@ def _with_additions(
   lengths: Sequence[int] | None,
 ) -> Scores:
   """Adds rewards of format and length."""
-  added, outcomes, reward = (
-    np.zeros(len(responses), np.float32),
-    dict(scores.outcomes),
-    scores.reward,
-  )
+  addition_B = np.zeros(len(responses), np.float32)
+  outcomes, reward = dict(scores.outcomes), scores.reward
   if config.format_weight:
-    formatted = [shaping.keeps_format(response, config.format) for response in responses]
-    outcomes["format_kept"] = sum(formatted)
-    added += config.format_weight * np.array(formatted, np.float32)
+    formats = [shaping.keeps_format(response, config.format) for response in responses]
+    outcomes["format_kept"] = sum(formats)
+    addition_B += config.format_weight * np.array(formats, np.float32)
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
-    added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
+    addition_B += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
   if scores.lines is not None:
     reward = _sums(scores.lines)
-    for reward_U, addition, scored in zip(scores.lines, added, scores.known):
+    for reward_U, addition, has_verdict in zip(scores.lines, addition_B, scores.known):
       reward_U[-1] += addition
-      reward_U *= scored
-  reward = np.where(scores.known, reward + added, 0).astype(np.float32)
+      reward_U *= has_verdict
+  reward = np.where(scores.known, reward + addition_B, 0).astype(np.float32)
   return dataclasses.replace(scores, reward=reward, outcomes=outcomes)
 
 
@@ -299,7 +296,7 @@ def _verdicts(
   """Returns outcome of each response, and its value or None.
 
   If the verifier raises, the two halves of the batch are verified separately, recursively. So only
-  responses on which the verifier itself fails have no verdict.
+  the responses that make the verifier fail have no verdict.
   """
   if not batch:
     return []
@@ -340,5 +337,5 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
     raise NoVerdictError(
       f"there is no verdict on any of {total} responses ({times} times: {reason}). They are in "
       f"{place}. Correct reward.name or environment.name, the gold answers, the machine or a "
-      "service; the same command then goes on from the last checkpoint"
+      "service; the same command then continues from the last checkpoint"
     )

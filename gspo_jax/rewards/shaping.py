@@ -6,7 +6,7 @@ The shaped reward of a response is
 
 with v the verifier's value after noise, F whether the format is kept (0 or 1), and L the soft
 overlong punishment (-1 to 0). `Scores.correct` is the verdict without noise and additions.
-Values are any finite numbers; a response with a value from `reward.right_from` on is right.
+Values are finite numbers. A response is right if its value is at least `reward.right_from`.
 """
 
 import hashlib
@@ -33,16 +33,16 @@ def keeps_format(response: str, name: str) -> bool:
     response: text of the response.
     name: "think" or "think_answer".
   """
-  thought, closed, answer = response.removesuffix("<|im_end|>").partition("</think>")
+  thought, tag, answer = response.removesuffix("<|im_end|>").partition("</think>")
   thought = thought.strip().removeprefix("<think>")
-  if not closed or not thought.strip() or _TAG.search(thought):
+  if not tag or not thought.strip() or _TAG.search(thought):
     return False
   answer = answer.strip()
   if name == "think":
     return bool(answer) and "<think>" not in answer and "</think>" not in answer
   content = answer.removeprefix("<answer>").removesuffix("</answer>")
-  tagged = len(answer) - len(content) == len("<answer></answer>")
-  return tagged and bool(content.strip()) and not _TAG.search(content)
+  has_tags = len(answer) - len(content) == len("<answer></answer>")
+  return has_tags and bool(content.strip()) and not _TAG.search(content)
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
@@ -80,9 +80,10 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns values of misjudged right and wrong responses.
+  """Returns the values of misjudged right and misjudged wrong responses.
 
-  They are the smallest value, at most 0, and the largest, at least `right_from`.
+  The first is the smallest value, at most 0 and below `right_from`. The second is the largest
+  value, at least `right_from`.
   """
   low = float(np.min(value_B, initial=0.0))
   high = float(np.max(value_B, initial=right_from))

@@ -42,7 +42,7 @@ class Signals:
     Args:
       responses: texts of the responses.
       tokens: sampled tokens of each response.
-      stopped: whether each response ended by itself.
+      stopped: whether each response stopped; False for truncated responses.
       prompts: prompt of each response.
 
     Returns:
@@ -53,14 +53,14 @@ class Signals:
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
     }
     unknown = {i: f"{n}: {why}" for n, s in verdicts.items() for i, why in s.unknown.items()}
-    measured = {}
+    signals = {}
     for name, entry in self._signals.items():
       scores = verdicts.get(entry.signal)
-      values = scores.reward if scores else self._shown(entry, responses, tokens, stopped)
-      measured[name] = np.asarray(values, np.float32)
-    return measured, unknown
+      values = scores.reward if scores else self._measure(entry, responses, tokens, stopped)
+      signals[name] = np.asarray(values, np.float32)
+    return signals, unknown
 
-  def _shown(
+  def _measure(
     self,
     entry: RewardSignal | CostSignal,
     responses: Sequence[str],
@@ -83,7 +83,7 @@ class Signals:
 
 @contextlib.contextmanager
 def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """Opens the configured signals and their verifiers' processes; None without signals.
+  """Opens the configured signals and their verifiers. Yields None without signals.
 
   Raises:
     ValueError: a verifier cannot be started.

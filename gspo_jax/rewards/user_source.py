@@ -12,8 +12,8 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def checksum(name: str) -> str:
   """Returns a checksum of a user's module and its local imports; "" for other names.
 
-  Local modules lie in the module's package; outside of installed packages also beside it. They are
-  read, not imported.
+  Local modules are those of the module's package, and those beside it unless it is installed. They
+  are read, not imported.
 
   Args:
     name: `package.module:function`.
@@ -36,14 +36,14 @@ def checksum(name: str) -> str:
 def _read_local(module: str, root: Path) -> dict[str, bytes]:
   """Reads a module and its imports below `root`, by name. Raises OSError for the first one."""
   package = module.partition(".")[0]
-  alone = not _INSTALLED.isdisjoint(root.parts)
+  installed = not _INSTALLED.isdisjoint(root.parts)
   sources, pending = {module: _path(root, module).read_bytes()}, [module]
   while pending:
     importer = pending.pop()
     for name in _imports(sources[importer], importer, _path(root, importer)):
       first = name.partition(".")[0]
       path = _path(root, name)
-      if name in sources or first == "gspo_jax" or (alone and first != package):
+      if name in sources or first == "gspo_jax" or (installed and first != package):
         continue
       if path.is_file():
         sources[name] = path.read_bytes()
@@ -69,8 +69,8 @@ def _imports(source: bytes, module: str, path: Path) -> Iterator[str]:
       names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
       up = node.level - (path.name == "__init__.py")
-      within = parents[: len(parents) - up] if node.level else []
-      base = ".".join([*within, *filter(None, [node.module])])
+      package = parents[: len(parents) - up] if node.level else []
+      base = ".".join([*package, *filter(None, [node.module])])
       names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
     else:
       continue

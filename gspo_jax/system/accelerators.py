@@ -47,15 +47,16 @@ class Chip:
 
 _MORE = 32 * 2**20  # vector memory of a kernel on later chips
 
-# As https://docs.cloud.google.com/tpu/docs/v5p and the other chips' pages give them, per chip.
-# Where versions of a page differ: v5e's and v6e's 800 and 1600 GB/s are also printed as 819 and
-# 1638, 1.024 times as much, which is what the tpu7x page has for v6e; the GB of capacities are
-# GiB. The v4 page has no figure for the links: 6 of 50 GB/s each way is what others quote from
-# arXiv:2304.01433, whose table we have not seen. Links in use reach less:
-# https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and v5e, and 90 for v5p,
-# v6e and tpu7x, where the pages give 50 and 100. The network of the data centre: 50 Gbit/s a chip
-# of v5p, 100 of v6e and tpu7x, 6.4 Tbit/s for the 256 chips of v5e; v4's page has no figure, and
-# v5p's is taken. The clock is that at which the matrix units make the peak.
+# Source: https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips, per chip.
+# Memory: versions of a page differ, 800 or 819 GB/s for v5e and 1600 or 1638 for v6e. The larger
+# ones are used, as on the tpu7x page for v6e. GB of capacities are GiB.
+# Links: the v4 page has no figure. 6 links of 50 GB/s each way are quoted by others from
+# arXiv:2304.01433 (its table was not checked). Measured speeds are lower: 45 GB/s per link of v4
+# and v5e instead of 50, and 90 for v5p, v6e and tpu7x instead of 100
+# (https://jax-ml.github.io/scaling-book/tpus).
+# Network of the data centre: 50 Gbit/s per chip of v5p, 100 of v6e and tpu7x, 6.4 Tbit/s for the
+# 256 chips of v5e. The v4 page has no figure, so that of v5p is used.
+# Clock: the one at which the matrix units reach the peak.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, 1.05e9, "v4-8", ("TPU v4",)),
   "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, 1.5e9, "v5litepod-4",
@@ -104,9 +105,12 @@ class Device:
 
 
 def peak_flops(kind: str) -> float | None:
-  """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown.
+  """Returns the peak FLOP/s of one device in bfloat16. None for an unknown device.
 
   An unlisted board of a GPU has the peak of its SXM module.
+
+  Args:
+    kind: `Device.device_kind`.
   """
   if chip := find(kind):
     return chip.flops / chip.devices
@@ -115,20 +119,20 @@ def peak_flops(kind: str) -> float | None:
 
 
 def memory(kind: str) -> float | None:
-  """Bytes of one device for arrays, as JAX counts devices; None if `kind` is unknown."""
+  """Returns bytes for arrays on one JAX device. None for an unknown `kind`."""
   chip = find(kind)
   return chip and chip.usable / chip.devices
 
 
 def vector_memory(kind: str) -> int:
-  """Bytes of vector memory for a Pallas kernel on one device.
+  """Returns bytes of vector memory for a Pallas kernel on one device.
 
-  For an unknown `kind` it is the minimum.
+  Returns the minimum for an unknown `kind`.
   """
   return (find(kind) or Chip).vector_memory
 
 
 def find(kind: str) -> Chip | None:
-  """Returns the chip of a device; None if its `kind` is unknown."""
+  """Returns the chip of a device. None for an unknown `kind`."""
   chips = (*CHIPS.values(), *GPUS.values())
   return next((chip for chip in chips if kind in chip.kinds), None)

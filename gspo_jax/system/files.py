@@ -1,5 +1,4 @@
-"""Files that a run can trust: never half written, sealed where damage would do harm, and one line
-about places that are none and files that cannot be written."""
+"""Paths and files of a run: atomic writes, checksums against damage, errors of one line."""
 
 import contextlib
 import errno
@@ -14,17 +13,19 @@ from etils import epath
 
 
 class WriteError(Exception):
-  """Something that a run has to keep cannot be written; the message names the file."""
+  """A file of the run cannot be written; the message names the file."""
 
 
 def place(name: str) -> epath.Path:
-  """Returns the path of a name: local, `~` too, or in a bucket. Raises ValueError for other
-  schemes."""
+  """Returns the path of a name: local, `~` included, or in a bucket.
+
+  Raises ValueError for other schemes.
+  """
   scheme, separator, _ = name.partition("://")
   if separator and scheme != "gs":
     raise ValueError(
-      f"{name}: no file system is known by {scheme}://; there are paths, gs://BUCKET/... and, of "
-      "models, OWNER/NAME[@REVISION] of the Hugging Face hub"
+      f"{name}: no file system is known by {scheme}://; use a path, gs://BUCKET/... or, for a"
+      " model, OWNER/NAME[@REVISION] of the Hugging Face hub"
     )
   return epath.Path(name).expanduser()
 
@@ -33,7 +34,7 @@ def located(name: str, key: str) -> epath.Path:
   """Returns the path named by a key.
 
   Raises:
-    ValueError: there is no such file system, or it does not answer; names the key.
+    ValueError: there is no such file system, or it does not answer; the message names the key.
   """
   try:
     path = place(name)
@@ -51,19 +52,19 @@ def check_writable(key: str, directory: str | os.PathLike) -> None:
   """Raises ValueError, beginning with `key`, if the directory cannot be made or written to."""
   path = Path(directory)
   try:
-    above = next(p for p in (path, *path.absolute().parents) if _is_there(p))
+    existing = next(p for p in (path, *path.absolute().parents) if _exists(p))
   except OSError as error:
     raise ValueError(f"{key}: {error.strerror}; give another name") from error
-  if not above.is_dir():
-    raise ValueError(f"{key}: {above} is no directory; give one, or a new name")
-  if above.absolute() == path.absolute() == Path("/"):
+  if not existing.is_dir():
+    raise ValueError(f"{key}: {existing} is no directory; give one, or a new name")
+  if existing.absolute() == path.absolute() == Path("/"):
     raise ValueError(f"{key}: that is the root of all files; give a directory of its own")
-  if not os.access(above, os.W_OK | os.X_OK):
-    raise ValueError(f"{key}: {above} is not writable; give another one")
+  if not os.access(existing, os.W_OK | os.X_OK):
+    raise ValueError(f"{key}: {existing} is not writable; give another one")
 
 
-def _is_there(path: Path) -> bool:
-  """Whether there is something, be it a link to nothing. OSError if there never can be."""
+def _exists(path: Path) -> bool:
+  """Whether a path exists, broken links included. Raises OSError for an impossible path."""
   try:
     path.lstat()
   except (FileNotFoundError, NotADirectoryError):
@@ -73,20 +74,19 @@ def _is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-  """Turns an OSError within into a `WriteError` with the file's name."""
+  """Converts an OSError to a `WriteError` with the file's name."""
   try:
     yield
   except OSError as error:
-    name, why = error.filename or path, error.strerror or str(error)
-    raise WriteError(f"{name} cannot be written: {why}") from error
+    name, reason = error.filename or path, error.strerror or str(error)
+    raise WriteError(f"{name} cannot be written: {reason}") from error
 
 
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
-  """Writes texts beside `path` and moves the file there.
+  """Writes texts to a temporary file, and renames it to `path`.
 
-  Readers see the old or the new file.
-
-  Lone surrogates, which UTF-8 cannot hold, are escaped.
+  So readers see the whole old file or the whole new one. Lone surrogates are escaped, since UTF-8
+  excludes them.
 
   Raises:
     WriteError: the directory is gone or read-only, the disk is full, or the like.
@@ -104,7 +104,7 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
 
 
 def seal(value: Any) -> str:
-  """Returns one line of JSON with a checksum, to detect any change (`unseal`)."""
+  """Returns one line of JSON with a checksum. `unseal` detects any change."""
   text = json.dumps(value)
   return json.dumps(dict(crc32=zlib.crc32(text.encode()), value=value))
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def is_first() -> bool:
-  """Returns if this is the first process, which decides and writes for all."""
+  """Whether this is the first process; it decides and writes for all."""
   return jax.process_index() == 0
 
 
@@ -39,7 +39,7 @@ def join() -> None:
 
 
 def broadcast(value: Any) -> Any:
-  """Returns the first process's value on all processes. All call it."""
+  """Returns the first process's value on all processes. Collective."""
   if jax.process_count() == 1:
     return value
   content = pickle.dumps(value)
@@ -51,17 +51,17 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(number: int) -> list[int]:
-  """Returns the numbers of all processes, below 2**32, in their order. All call it."""
+  """Returns the numbers of all processes, below 2**32, in their order. Collective."""
   if jax.process_count() == 1:
     return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()
 
 
 def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
-  """Runs `work` on the first process and returns its result on all. All call it.
+  """Runs `work` on the first process and returns its result on all. Collective.
 
-  An error is raised unchanged on the first process. The others raise ValueError with its text if it
-  is a ValueError, and `otherwise` if not: all processes end alike, and none waits for another.
+  The first process raises an error unchanged. The others raise ValueError or `otherwise` with the
+  error's text: ValueError for a ValueError. So no process waits for another after an error.
   """
   result = error = None
   if is_first():
@@ -80,11 +80,11 @@ def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = Runtim
 
 @contextlib.contextmanager
 def enter_on_first_host(context: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
-  """Enters a context on the first process alone and yields its value; None on the others.
+  """Enters a context on the first process alone, and yields its value there. Collective.
 
-  Errors on entering are raised as by `run_on_first_host`.
+  The other processes yield None. Errors on entering are raised as by `run_on_first_host`.
   """
-  entered: list[T] = []
+  values: list[T] = []
   with contextlib.ExitStack() as stack:
-    run_on_first_host(lambda: entered.append(stack.enter_context(context)))
-    yield entered[0] if entered else None
+    run_on_first_host(lambda: values.append(stack.enter_context(context)))
+    yield values[0] if values else None

@@ -1,9 +1,9 @@
 """Repositories of the Hugging Face hub as directories: OWNER/NAME, or OWNER/NAME@REVISION.
 
-What is small (configuration, tokenizer, index of the weights) is in the cache as soon as the
-directory is asked for. A file of weights is either downloaded into the cache, or read in ranges.
-`huggingface_hub` says where the cache is, whether the network may be used, and as whom: HF_HOME,
-HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are its environment variables.
+`Repository.directory` downloads small files (configuration, tokenizer, index of the weights) to the
+cache. A file of weights is either downloaded to the cache, or read in ranges. Cache, network and
+user are set by the environment variables of `huggingface_hub`: HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT
+and HF_TOKEN.
 """
 
 import concurrent.futures
@@ -27,40 +27,41 @@ from gspo_jax.system import hosts
 from gspo_jax.system.files import place
 from gspo_jax.system.transfer import Transfer
 
-# As the hub names them; a path with a dot or a slash at its beginning is none.
+# Names of repositories. A path that begins with a dot or a slash does not match.
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
 SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-AT_ONCE = 8  # files on their way: what `huggingface_hub` has
+AT_ONCE = 8  # concurrent downloads, as many as in `huggingface_hub`
 
 
 class HubError(ValueError):
-  """A repository that cannot be read; says why, and what to do."""
+  """A repository cannot be read; the message has the reason and the remedy."""
 
 
 def is_id(name: str) -> bool:
-  """Returns if `name` is a repository's. An existing path is a path."""
+  """Whether `name` is that of a repository. An existing path is not."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
 def pinned(name: str, file: str = "config.json") -> str:
-  """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged.
+  """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged. Collective.
 
-  Of several processes the first one finds out, and all call this. Without a network it is the
-  commit that the cache has of this revision.
+  The first process resolves the name. Without a network, the commit is the cached one of this
+  revision.
 
   Args:
-    file: that the repository has to have.
+    file: a required file of the repository.
 
   Raises:
     HubError: there is no such repository, revision or file, or it cannot be reached.
   """
-  may_be = _ID.fullmatch(name)
-  return hosts.run_on_first_host(lambda: _resolved(name, file)) if may_be else name
+  if not _ID.fullmatch(name):
+    return name
+  return hosts.run_on_first_host(lambda: _resolve(name, file))
 
 
-def _resolved(name: str, file: str = "config.json") -> str:
-  """Returns the result of `pinned`, for this process."""
+def _resolve(name: str, file: str = "config.json") -> str:
+  """Returns the result of `pinned`, in this process alone."""
   if not is_id(name):
     return name
   id_, revision = _ID.fullmatch(name).groups()
@@ -70,40 +71,40 @@ def _resolved(name: str, file: str = "config.json") -> str:
 
   with _raise_hub_errors(name, file):
     path = Path(hf_hub_download(id_, file, revision=revision, tqdm_class=_no_bar()))
-  return f"{id_}@{path.parent.name}"  # the cache has a directory per commit
+  return f"{id_}@{path.parent.name}"  # The cache has a directory per commit.
 
 
 def directory(name: str) -> epath.Path:
-  """Returns the directory of a name.
+  """Returns the directory of a repository or path.
 
-  A repository's is in the cache, with all small files; a path may be in a bucket (`gs://`).
-  Raises ValueError if it cannot be read.
+  The directory of a repository is in the cache, with all small files. A path may be in a bucket
+  (`gs://`). Raises ValueError if it cannot be read.
   """
   if is_id(name):
     return Repository.from_name(name).directory
   path = place(name)
   if "://" in name:
-    with contextlib.suppress(FileNotFoundError), _read_from(path):
-      next(path.iterdir(), None)  # `exists` is silent about missing rights
+    with contextlib.suppress(FileNotFoundError), _raise_file_errors(path):
+      next(path.iterdir(), None)  # Unlike `exists`, this raises without the right to read.
   return path
 
 
 def bucket_reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
   """Returns size and reader of a file in a bucket, as `Repository.reader` does."""
-  with _read_from(path):
+  with _raise_file_errors(path):
     system, name = fsspec.core.url_to_fs(str(path))
     size = system.size(name)
 
   def read(start: int, stop: int) -> bytes:
-    with _read_from(path):
+    with _raise_file_errors(path):
       return system.cat_file(name, start=start, end=stop)
 
   return size, read
 
 
 @contextlib.contextmanager
-def _read_from(path: epath.Path) -> Iterator[None]:
-  """Turns any error of a file system into a HubError."""
+def _raise_file_errors(path: epath.Path) -> Iterator[None]:
+  """Converts errors of a file system to HubError, except FileNotFoundError."""
   try:
     yield
   except FileNotFoundError:
@@ -123,7 +124,7 @@ class Repository:
 
   @classmethod
   def from_name(cls, name: str) -> "Repository":
-    return cls(*_resolved(name).split("@"))
+    return cls(*_resolve(name).split("@"))
 
   @property
   def name(self) -> str:
@@ -131,7 +132,7 @@ class Repository:
 
   @functools.cached_property
   def directory(self) -> epath.Path:
-    """Its place in the cache, filled with the small files."""
+    """Directory in the cache, with all small files."""
     from huggingface_hub import snapshot_download
 
     small = dict(allow_patterns=list(SMALL), tqdm_class=_no_bar())
@@ -140,7 +141,7 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of its files; those in the cache, if they include the weights' index."""
+    """Names of files. Only the cached ones if these include the weights or their index."""
     from huggingface_hub import HfApi
 
     local = [path.name for path in self.directory.iterdir()]
@@ -150,11 +151,11 @@ class Repository:
       return HfApi().list_repo_files(self.id, revision=self.commit)
 
   def download(self, files: Iterable[str]) -> None:
-    """Puts files into the cache. What an earlier attempt left of one is continued, and all are
-    compared with their SHA-256.
+    """Downloads files to the cache. Partial files of earlier attempts are continued.
 
     Raises:
-      HubError: the network or the hub fails, the disk is too small, or a file is not what it was.
+      HubError: the network or the hub fails, the disk is too small, or a file differs from its
+        SHA-256.
     """
     with _raise_hub_errors(self.name):
       remotes = [_Remote.find(self, file) for file in files]
@@ -176,7 +177,7 @@ class Repository:
   def reader(self, file: str) -> tuple[int, Callable[[int, int], bytes]]:
     """Returns a file's size, and a thread-safe function to read a range.
 
-    Both raise HubError.
+    This method and the function raise HubError.
     """
     with _raise_hub_errors(self.name, file):
       remote = _Remote.find(self, file)
@@ -185,12 +186,12 @@ class Repository:
 
 @dataclasses.dataclass
 class _Remote:
-  """A file of a repository: where it can be read for a while, and its place in the cache."""
+  """A file of a repository, with a temporary URL to read it, and its place in the cache."""
 
   repository: Repository
   file: str
   url: str
-  location: str  # signed: ranges need no further request to the hub
+  location: str  # signed URL, valid for about an hour; reads of ranges skip the hub
   size: int
   blob: Path
 
@@ -220,21 +221,24 @@ class _Remote:
 
     def get() -> Any:
       at_hub = urllib.parse.urlsplit(self.url).netloc == urllib.parse.urlsplit(self.location).netloc
-      headers = build_hf_headers() if at_hub else {}  # the token is for nobody else
+      headers = build_hf_headers() if at_hub else {}  # The token is for the hub alone.
       headers |= {"Range": f"bytes={start}-{stop - 1}"}
       return http_backoff("GET", self.location, headers=headers)
 
     with _raise_hub_errors(self.repository.name, self.file):
       response = get()
-      if response.status_code in (401, 403):  # signatures are good for an hour
+      if response.status_code in (401, 403):  # The signature has expired.
         self.location = self.find(self.repository, self.file).location
         response = get()
       hf_raise_for_status(response)
     return response.content if response.status_code == 206 else response.content[start:stop]
 
   def download(self, transfer: Transfer) -> None:
-    """Puts the file into the cache. The library itself begins anew with a file that a process which
-    was ended has left: so it is given the whole one, and does the rest."""
+    """Downloads the file to the cache.
+
+    The library would restart a download of an ended process. So the whole file is stored here, and
+    the library only adds it to the revision.
+    """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
@@ -244,10 +248,10 @@ class _Remote:
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
       if not self.blob.exists() and self.bytes_in_cache > self.size:
-        self.partial.unlink()  # two processes wrote it: not all disks have locks
+        self.partial.unlink()  # Two processes wrote it, on a file system without locks.
       transfer.add(self.bytes_in_cache, before=True)
       if not self.blob.exists():
-        with _Counted(self.partial, transfer) as file:
+        with _CountingFile(self.partial, transfer) as file:
           http_get(
             self.url, file, resume_size=file.tell(), headers=build_hf_headers(),
             expected_size=self.size, tqdm_class=_no_bar(),
@@ -264,13 +268,13 @@ class _Remote:
     if self.partial.stat().st_size != self.size or (is_digest and digest != self.blob.name):
       self.partial.unlink()
       raise HubError(
-        f"{self.file} of {self.repository.name} did not arrive as it is on the hub, and was removed"
-        ": try again"
+        f"{self.file} of {self.repository.name} was damaged on its way from the hub, and was "
+        "removed: try again"
       )
 
 
-class _Counted(io.BufferedWriter):
-  """A file that is continued, and whose bytes are counted."""
+class _CountingFile(io.BufferedWriter):
+  """A file for appending. Its new bytes count in a transfer."""
 
   def __init__(self, path: Path, transfer: Transfer):
     super().__init__(io.FileIO(path, "ab"))
@@ -284,7 +288,7 @@ class _Counted(io.BufferedWriter):
 
 @functools.cache
 def _no_bar() -> type:
-  """Hides the library's progress bars: `Transfer` shows progress."""
+  """Returns a hidden progress bar for the library. `Transfer` shows progress."""
   from tqdm import tqdm
 
   class NoBar(tqdm):
@@ -297,7 +301,7 @@ def _no_bar() -> type:
 
 @contextlib.contextmanager
 def _raise_hub_errors(name: str, file: str = "") -> Iterator[None]:
-  """Turns errors of `huggingface_hub` and its HTTP client into a HubError."""
+  """Converts errors of `huggingface_hub` and its HTTP client to HubError."""
   import httpx2
 
   try:

@@ -1,11 +1,11 @@
-"""JSON that somebody else wrote: read strictly, with errors that a user can act on."""
+"""Strict parsing of JSON from users and downloads, with errors for users."""
 
 import collections
 import json
 from collections.abc import Iterable
 from typing import Any
 
-DEEPEST = 200  # objects within objects: whoever shows or writes a value goes down as far
+DEEPEST = 200  # maximum nesting; code that shows or writes a value is recursive
 
 
 def parse(text: str | bytes) -> Any:
@@ -17,7 +17,7 @@ def parse(text: str | bytes) -> Any:
   try:
     if isinstance(text, bytes):
       text = text.decode("utf-8-sig")
-    value = json.loads(text, object_pairs_hook=_once)
+    value = json.loads(text, object_pairs_hook=_require_unique_keys)
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
       raise RecursionError
     return value
@@ -38,7 +38,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Any) -> dict[str, Any]:
-  """The object in a file (`pathlib` or `epath`). ValueError names the file."""
+  """Reads the object in a file (`pathlib` or `epath`). Raises ValueError with the file's name."""
   try:
     return parse_object(path.read_bytes())
   except ValueError as error:
@@ -66,7 +66,7 @@ def _is_deep(value: Any) -> bool:
   return True
 
 
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
   value = dict(pairs)
   if len(value) < len(pairs):
     twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]

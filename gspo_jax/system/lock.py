@@ -1,4 +1,4 @@
-"""One run at a time in a directory."""
+"""Locks of directories, each for one run at a time."""
 
 import contextlib
 import errno
@@ -20,29 +20,29 @@ FILE = "lock"
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """Locks directories for this run, and creates missing ones.
 
-  The first process takes the locks for all of the run. The kernel gives a lock back when the
-  process ends, however it ends. On NFS the server keeps it, across machines. A file system without
-  locks gets a warning, and gs:// has none, without one: there nothing keeps a second run out.
+  The first process takes the locks for the whole run. The kernel releases a lock at any end of the
+  process. On NFS the server holds it, across machines. On a file system without locks, a warning
+  says that a second run is not prevented. Directories in buckets (gs://) are skipped silently.
 
   Raises:
-    ValueError: another run is there; on all processes.
-    WriteError: a directory cannot be made or written.
+    ValueError: another run has a directory; raised on all processes.
+    WriteError: a directory cannot be created or written.
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
   with contextlib.ExitStack() as stack:
-    hosts.run_on_first_host(lambda: _take(local, stack), WriteError)
+    hosts.run_on_first_host(lambda: _lock_all(local, stack), WriteError)
     yield
 
 
 def check(*directories: str | os.PathLike) -> None:
-  """Raises ValueError, as `alone_in` does, if another run is in one of the directories."""
+  """Raises ValueError, as `alone_in` does, if another run has one of the directories."""
   for directory in (Path(d).absolute() for d in directories if d and "://" not in str(d)):
     if (directory / FILE).is_file():
       with open(directory / FILE, encoding="utf-8") as file:
         _lock(file, fcntl.LOCK_SH, directory)
 
 
-def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
+def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
   """Locks all directories until the stack is closed."""
   for directory in dict.fromkeys(directories):
     path = directory / FILE
@@ -58,7 +58,7 @@ def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
 
 
 def _lock(file: TextIO, kind: int, directory: Path) -> None:
-  """Locks a directory's open file without waiting. ValueError: another run has it."""
+  """Locks a directory's open file without waiting. Raises ValueError if another run has it."""
   try:
     fcntl.flock(file, kind | fcntl.LOCK_NB)
   except OSError as error:

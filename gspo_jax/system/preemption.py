@@ -1,8 +1,8 @@
-"""A run that is told to stop, and saves first: the machine is about to be taken away, or Ctrl-C.
+"""Stops of a run by a signal: it saves and ends, on Ctrl-C or before the machine is taken away.
 
-SIGTERM is how TPU VMs, Kubernetes, Slurm and most others say it. A run then saves where it stands
-and ends; the same command goes on from there. On several hosts JAX's own service carries the notice
-from the one that got it to all others, and they stop at the same check.
+TPU VMs, Kubernetes, Slurm and most others send SIGTERM. A run then saves its state and ends, and
+the same command resumes it. On several hosts, JAX's own service sends the notice from one host to
+all others, and all stop at the same check.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from jax.experimental import multihost_utils
 from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
-# From SIGTERM to SIGKILL 30 are usual: Kubernetes, Slurm, preemptible machines of Google. Less by
-# two, since whoever starts runs again goes by the exit code, which SIGKILL would take.
+# Grace period in seconds. Kubernetes, Slurm and preemptible machines of Google usually send SIGKILL
+# 30 s after SIGTERM. Two less, since SIGKILL would destroy the exit code that restarts a run.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # name of the machine in Linux
 
 
 class Preempted(Exception):
-  """Raised by `check` once this process, or another one of the run, was told to stop.
+  """Raised by `check` after a signal to this process, or to another one of the run.
 
   Attributes:
-    code: the exit code that says so.
-    saved: what was saved, in words; "": nothing was.
+    code: exit code of the process.
+    saved: description of the saved state; "" if nothing was saved.
   """
 
   def __init__(self, code: int = EXIT_CODE):
@@ -43,7 +43,7 @@ class Preempted(Exception):
 def grace(seconds: float | None) -> float | None:
   """Returns `checkpoint.grace_s`, or the platform's grace period.
 
-  None: the process is not killed.
+  None means that the process is not killed.
   """
   if seconds is not None:
     return seconds
@@ -53,13 +53,13 @@ def grace(seconds: float | None) -> float | None:
 
 
 class _Watch:
-  """A notice belongs to the process, and so does this; there is one of them at most."""
+  """Handler of this process's signals, with their state. There is one at most."""
 
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
     self.describe: Callable[[], str] = lambda: "what is on disk"
-    self.first: int | None = None  # signal
-    self.due = False  # `check` raises
+    self.first: int | None = None  # first signal
+    self.due = False  # whether `check` raises
     self.timer: threading.Timer | None = None
     self.checked, self.longest = time.monotonic(), 0.0
 
@@ -67,22 +67,22 @@ class _Watch:
   def code(self) -> int:
     return stops.code(self.first or signal.SIGTERM)
 
-  def answer(self, number: int) -> None:
+  def handle(self, number: int) -> None:
     if self.first is not None and number == signal.SIGINT:
       self.end(number, "ended at once")
     if self.first is None:
       self.first = number
       if jax.distributed.is_initialized() and number != signal.SIGTERM:
-        os.kill(os.getpid(), signal.SIGTERM)  # JAX's, which tells the others
+        os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler notifies the other hosts.
       else:
         self.due = True
       if number != signal.SIGTERM:
         stops.say(f"{stops.name(number)}: saves and ends when it can; Ctrl-C ends it at once")
     if number == signal.SIGTERM:
-      self.hurry()
+      self.start_grace_period()
 
-  def hurry(self) -> None:
-    """Begins the time until this process will be killed."""
+  def start_grace_period(self) -> None:
+    """Starts the time until this process will be killed."""
     self.due = True
     if self.timer is not None:
       return
@@ -97,21 +97,21 @@ class _Watch:
     late = f"{self.grace_s:g} s after the notice: unsaved work is lost"
     self.end(signal.SIGTERM, late)
 
-  def end(self, number: int, why: str) -> NoReturn:
-    stops.end(number, f"{why}; the same command continues from {self.describe()}")
+  def end(self, number: int, reason: str) -> NoReturn:
+    stops.end(number, f"{reason}; the same command continues from {self.describe()}")
 
 
 _watch: _Watch | None = None
-_checks = itertools.count()  # checks of all watches: hosts agree by their count
+_checks = itertools.count()  # number of checks; all hosts stop at the same one
 _thread_check = threading.local()
 
 
 @contextlib.contextmanager
 def watch(grace_s: float | None) -> Iterator[None]:
-  """Defers signals to the next `check` within, or to the end.
+  """Defers signals to the next `check` in the context, or to its end.
 
-  A second Ctrl-C does not wait. The process ends `grace_s` after SIGTERM at the latest. A watch
-  within another one is the outer one. With several hosts JAX handles SIGTERM.
+  A second Ctrl-C ends the process at once. The process ends `grace_s` after SIGTERM at the latest.
+  A watch inside another one has no effect. With several hosts, JAX handles SIGTERM.
   """
   global _watch
   if _watch is not None:
@@ -120,18 +120,18 @@ def watch(grace_s: float | None) -> Iterator[None]:
   _watch = current = _Watch(grace(grace_s))
   ours = [n for n in stops.SIGNALS if n != signal.SIGTERM or not jax.distributed.is_initialized()]
   try:
-    with stops.answered(current.answer, ours):
+    with stops.answered(current.handle, ours):
       yield
   finally:
     _watch = None
     if current.timer:
       current.timer.cancel()
-  if current.due:  # it came after the last check, or whoever made that has not passed it on
+  if current.due:  # The signal came after the last check, or that exception was caught.
     raise Preempted(current.code)
 
 
 def check() -> None:
-  """Raises `Preempted` after a signal. All hosts call it equally often: it is how they agree."""
+  """Raises `Preempted` after a signal. All hosts must call it equally often, to stop together."""
   if thread_check := getattr(_thread_check, "check", None):
     return thread_check()
   stops.listen()
@@ -142,15 +142,15 @@ def check() -> None:
   if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(
     next(_checks)
   ):
-    _watch.hurry()
+    _watch.start_grace_period()
   if _watch.due:
     raise Preempted(_watch.code)
 
 
 def too_long() -> str:
-  """Returns a warning if two checks lay further apart than the grace period.
+  """Returns a warning if two checks were further apart than the grace period.
 
-  It looks at checks since the last call, and returns "" otherwise.
+  Covers checks since the last call; returns "" otherwise.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -160,8 +160,8 @@ def too_long() -> str:
   return (
     f"warning: for {longest:.0f} s the run could not have been stopped, and {_watch.grace_s:g} s "
     "after a notice (SIGTERM) the machine is taken away: work since the last checkpoint would be "
-    "lost. Set checkpoint.every_minutes to an affordable loss, checkpoint.grace_s to the time of "
-    "your platform (docs/running.md)"
+    "lost. Set checkpoint.every_minutes to an affordable loss, and checkpoint.grace_s to the grace "
+    "period of your platform (docs/running.md)"
   )
 
 
@@ -172,19 +172,21 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check` with one process, or in a thread with its own check.
+  """Calls `check` if the run has one process, or the thread has its own check.
 
-  Of several processes, all would have to call `check`.
+  With several processes, all would have to call `check`.
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()
 
 
 @contextlib.contextmanager
-def checked_by(instead: Callable[[], None]) -> Iterator[None]:
-  """In this thread `check` is `instead` within. For a thread whose work is still needed after a
-  notice, by what is saved then; whoever started it ends it."""
-  _thread_check.check = instead
+def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
+  """Replaces `check` in this thread.
+
+  For threads with work that a save after a notice still needs. Their owner ends them.
+  """
+  _thread_check.check = replacement
   try:
     yield
   finally:

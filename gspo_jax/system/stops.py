@@ -1,10 +1,9 @@
-"""Being told to stop, from the first second of a process to its last: Ctrl-C, SIGTERM, SIGHUP.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP, from the first second of a process to its last.
 
-Python runs a handler in the main thread, once that is back from C: from a compiler after minutes.
-And what a handler raises tears apart what must be whole, or is lost where Python ignores exceptions
-(in JAX's callbacks of the garbage collector, for one). So nothing is raised here: a thread hears
-the signals at once and gives them to whoever answers. Imports
-nothing that takes time.
+Python runs a signal handler in the main thread, after its return from C: from a compiler after
+minutes. An exception of a handler may interrupt any statement, or is lost where Python ignores
+exceptions (in JAX's callbacks of the garbage collector, for example). So handlers raise nothing
+here: a thread receives the signals at once, and calls the latest `Answer`. Imports no slow module.
 """
 
 import contextlib
@@ -18,33 +17,36 @@ from typing import NoReturn
 from gspo_jax.verifiers.children import process_groups
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TRY_AGAIN = os.EX_TEMPFAIL  # 75, of sysexits.h: the exit code after a notice
-INTERRUPTED = 128 + signal.SIGINT  # 130, as shells have it: the one after Ctrl-C
+TRY_AGAIN = os.EX_TEMPFAIL  # 75, from sysexits.h: exit code after a notice
+INTERRUPTED = 128 + signal.SIGINT  # 130, as in shells: exit code after Ctrl-C
 
-Answer = Callable[[int], None]
+Answer = Callable[[int], None]  # function of the signal's number
 
-_answers: list[Answer] = []  # the last one counts
-_pipe: tuple[int, int] | None = None  # C handlers write, the thread reads
+_answers: list[Answer] = []  # The last one is called.
+_pipe: tuple[int, int] | None = None  # C handlers write, the thread reads.
 _lock = threading.Lock()
 
 
 def begin(text: str) -> None:
-  """Ends the process at once on a signal from now on.
+  """Ends the process at once on a signal, with a line that ends in `text`.
 
-  Its line ends in `text`. Commands call this first.
+  Commands call this first.
   """
-  _hear(SIGNALS)
+  _install(SIGNALS)
   _answers.append(lambda number: end(number, text))
 
 
 @contextlib.contextmanager
 def answered(answer: Answer, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
-  """Gives these signals to `answer`, in a thread, within. What is ignored (nohup) stays ignored. In
-  another thread than the main one nothing is heard, as Python has it."""
+  """Calls `answer` for these signals, in a thread.
+
+  Ignored signals (nohup) stay ignored. Has no effect outside the main thread, where Python cannot
+  set handlers.
+  """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  before, wakeup = _hear(numbers)
+  before, wakeup = _install(numbers)
   _answers.append(answer)
   try:
     yield
@@ -75,7 +77,7 @@ def name(number: int) -> str:
 
 
 def end(number: int, text: str) -> NoReturn:
-  """Ends the process and its process groups now, with a line."""
+  """Ends the process and its process groups at once, with a line."""
   say(f"{name(number)}: {text}")
   for group in list(process_groups):
     with contextlib.suppress(OSError):
@@ -84,52 +86,54 @@ def end(number: int, text: str) -> NoReturn:
 
 
 def say(text: str) -> None:
-  """Writes past Python's buffers. Without a terminal (SIGHUP) this and all later output is
-  discarded."""
+  """Writes a line to stderr, past Python's buffers.
+
+  If the terminal is gone (SIGHUP), this and all later output is discarded.
+  """
   try:
     os.write(2, f"gspo_jax: {text}\n".encode())
   except OSError:
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
-      os.dup2(nowhere, descriptor)
+      os.dup2(null, descriptor)
 
 
-def _hear(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
-  """Has these signals go to the thread; the handlers before, and the descriptor before."""
+def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
+  """Sends these signals to the thread. Returns the previous handlers and wakeup descriptor."""
   global _pipe
   if _pipe is None:
     _pipe = os.pipe()
     for descriptor in _pipe:
       os.set_blocking(descriptor, False)
-    threading.Thread(target=_always, name="stops", daemon=True).start()
+    threading.Thread(target=_listen_always, name="stops", daemon=True).start()
   wakeup = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
   before = {n: signal.getsignal(n) for n in numbers}
-  # Where JAX has put its own in the place of _heard, Python still has _heard, and JAX's stays.
+  # JAX replaces C handlers, while Python still reports _ignore. JAX's handler stays.
   before = {
-    n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _heard)
+    n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _ignore)
   }
   for number in before:
-    signal.signal(number, _heard)
+    signal.signal(number, _ignore)
   return before, wakeup
 
 
-def _heard(*_: object) -> None:
-  """The C handler has told the thread already."""
+def _ignore(*_: object) -> None:
+  """Does nothing: the C handler has written to the pipe."""
 
 
-def _always() -> None:
+def _listen_always() -> None:
   while True:
     select.select([_pipe[0]], [], [])
     listen()
 
 
-def _forget() -> None:
-  """Resets signals in a fork, which has no such thread."""
+def _reset() -> None:
+  """Resets the signals in a fork, which has no such thread."""
   if _pipe is not None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-      if signal.getsignal(number) is _heard:
+      if signal.getsignal(number) is _ignore:
         signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset)

@@ -4,16 +4,16 @@ import difflib
 import re
 from collections.abc import Iterable
 
-# Control characters but tab and line feed (a terminal obeys them), marks of direction (what follows
-# is shown in another order than it is in), and half characters, which nothing can show.
-_UNSEEN = re.compile(
+# Control characters except tab and line feed (a terminal obeys them), marks of direction (they
+# reorder the text after them), and lone surrogates (they cannot be shown).
+_INVISIBLE = re.compile(
   "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
   r"""Returns the text with invisible characters spelled out, an escape as \x1b."""
-  return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+  return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -23,7 +23,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def clock_text(seconds: float) -> str:
-  """Seconds as m:ss or h:mm:ss."""
+  """Formats seconds as m:ss or h:mm:ss."""
   minutes, second = divmod(round(seconds), 60)
   hours, minute = divmod(minutes, 60)
   return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,4 +1,4 @@
-"""Progress of bytes that are on their way: one line."""
+"""Progress of a transfer of bytes, in one line."""
 
 import sys
 import threading
@@ -12,14 +12,18 @@ GB = 1e9
 
 
 class Transfer:
-  """Counts bytes and says how many there are, how fast they come and how long it will take.
+  """Counts bytes, and shows their number, speed and remaining time. Thread-safe.
 
-  On a terminal the line is written over; in a log there is a new one every `interval` seconds.
-  Nothing is said in the first second, nor if not `active`. Threads may count at the same time.
+  On a terminal the line is overwritten; a log has a new line every `interval` seconds. Nothing is
+  shown in the first second.
 
   Args:
-    title: begins the line.
-    total: bytes.
+    title: beginning of the line.
+    total: number of bytes.
+    active: whether to show anything.
+    interval: seconds between lines of a log.
+    stream: output; None for stderr.
+    clock: current time in seconds.
   """
 
   def __init__(
@@ -36,32 +40,32 @@ class Transfer:
     self._stream = sys.stderr if stream is None else stream
     self._terminal = self._stream.isatty()
     self._interval = min(interval, 0.5) if self._terminal else interval
-    self._lock, self._begun = threading.Lock(), clock()
-    self._due, self._said = self._begun + 1.0, False
-    self._there = self._come = 0
+    self._lock, self._start = threading.Lock(), clock()
+    self._due, self._shown = self._start + 1.0, False
+    self._present = self._received = 0  # Bytes in all, and bytes since the start.
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
-    """Counts arrived bytes, or those there `before`, which do not count for the speed.
+    """Counts received bytes, or bytes present `before`, without effect on the speed.
 
-    Raises RuntimeError once it is closed, to end threads.
+    Raises RuntimeError after `close`, to end threads.
     """
     with self._lock:
       if self._closed:
         raise RuntimeError("the transfer was broken off")
-      self._there += count
-      self._come += 0 if before else count
-      if self._active and self._come and self._clock() >= self._due:
-        self._say()
+      self._present += count
+      self._received += 0 if before else count
+      if self._active and self._received and self._clock() >= self._due:
+        self._show()
         self._due = self._clock() + self._interval
 
   def close(self) -> None:
     """Ends the line on a terminal, or writes a log's last line."""
     self._closed = True
-    if self._said and self._terminal:
+    if self._shown and self._terminal:
       self._stream.write("\n")
-    elif self._said:
-      self._say()
+    elif self._shown:
+      self._show()
 
   def __enter__(self) -> "Transfer":
     return self
@@ -69,11 +73,11 @@ class Transfer:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _say(self) -> None:
-    rate = self._come / max(self._clock() - self._begun, 1e-9)
-    remaining = clock_text(max(self._total - self._there, 0) / rate) if rate else "?"
-    progress = f"{self._there / GB:.2f} of {self._total / GB:.2f} GB"
+  def _show(self) -> None:
+    rate = self._received / max(self._clock() - self._start, 1e-9)
+    remaining = clock_text(max(self._total - self._present, 0) / rate) if rate else "?"
+    progress = f"{self._present / GB:.2f} of {self._total / GB:.2f} GB"
     line = f"{self._title}: {progress}  {rate / 1e6:,.0f} MB/s  left {remaining}"
     self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
     self._stream.flush()
-    self._said = True
+    self._shown = True

@@ -1,10 +1,9 @@
 """Threads for calls of user code: a call has a time limit, and stops are checked during a wait.
 
-A thread cannot be killed. A call beyond its limit is given up: its result is a TooLong, another
-thread takes the queue, and `GivenUp` is raised in the old thread as soon as that runs Python again
-(a loop ends there; a wait on a socket or for `time.sleep` remains). All threads are daemons, so the
-process ends in spite of them. At most MOST_HANGING of them may remain; later calls then fail at
-once.
+A thread cannot be killed. A call beyond its limit is given up: its result is a TooLong, and a new
+thread serves the queue. `GivenUp` is raised in the old thread as soon as it runs Python again. That
+ends a loop, but not a wait for a socket or `time.sleep`. All threads are daemons, so the process
+can end without them. At most MOST_HANGING old threads may remain; later calls then fail at once.
 """
 
 import concurrent.futures
@@ -29,7 +28,7 @@ class GivenUp(SystemExit):
 
 
 class TooLong(TimeoutError):
-  """A call took longer than its limit, or too many earlier calls still do."""
+  """A call took longer than its limit, or too many earlier calls still run."""
 
 
 class Call(concurrent.futures.Future):
@@ -59,7 +58,7 @@ class Workers:
   def __init__(self, count: int):
     self._missing = count  # Threads to start before the next call.
     self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    # Whoever removes a running call decides its result: its thread, or `expire`.
+    # Either the thread of a running call removes it here, or `expire`; that one sets its result.
     self._running: dict[Call, threading.Thread] = {}
     self._hanging: list[threading.Thread] = []
 

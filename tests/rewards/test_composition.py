@@ -189,7 +189,7 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
   check(PRINTS_2)
   with pytest.raises(ValueError, match="JSON object"):
     check("42")
-  with pytest.raises(ValueError, match="nothing but white space and punctuation"):
+  with pytest.raises(ValueError, match="only white space and punctuation"):
     rewards.answer_check("string")(" .")
   with pytest.raises(ValueError, match="'1,234' is no whole number"):
     rewards.answer_check("arithmetic")("1,234")

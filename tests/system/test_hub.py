@@ -140,7 +140,7 @@ def test_what_did_not_arrive_as_it_was_is_removed(size, source, repository):
   partial.parent.mkdir(parents=True, exist_ok=True)
   partial.write_bytes(bytes(size))
   if size < (source / FILE).stat().st_size:
-    with pytest.raises(hub.HubError, match="did not arrive as it is on the hub"):
+    with pytest.raises(hub.HubError, match="was damaged on its way from the hub"):
       repository.download([FILE])
   repository.download([FILE])
   assert arrived(repository, source)
