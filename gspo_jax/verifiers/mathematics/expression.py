@@ -1,8 +1,8 @@
 r"""Parses one expression, without lists and relations, to SymPy.
 
 Unsupported tokens raise `Unreadable`: nothing is skipped, so nothing escapes the comparison.
-Numbers stay exact, decimals included. Sizes are bounded before anything is computed. Letters of
-matrices (`values.MATRICES`) do not commute; `algebra.same_expression` compares their order.
+Numbers stay exact. Sizes are bounded before anything is computed. Letters that may be matrices do
+not commute (`values.MATRICES`); `algebra.same_expression` compares their order.
 """
 
 import re
@@ -36,10 +36,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", 
 
 
 def read(tokens: list[Token], sign: int = 1):
-  r"""Returns the SymPy value of all tokens.
-
-  Args:
-    sign: value of \pm, 1 or -1.
+  r"""Returns the SymPy value of all tokens, with `sign` (1 or -1) for \pm.
 
   Raises:
     Unreadable: the tokens are not an expression, or its value is too large.
