@@ -104,7 +104,9 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
   row: dict[str, Any] = dict(fits=False, hbm_gib=chip.usable / GIB, slices=slices)
   try:
-    compiled = program.function.trace(*program.arguments).lower().compile()
+    with cuda.tracing_for(chip):
+      traced = program.function.trace(*program.arguments)
+    compiled = traced.lower().compile()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 from jax.experimental import topologies
 
 from gspo_jax.aot import chips
@@ -82,6 +83,24 @@ def devices_of(topology: str, target: str = "") -> list:
       raise ValueError(
         f"--topology={topology}: {reason}{' ' + detail[1] if detail else ''}"
       ) from error
+
+
+@contextlib.contextmanager
+def tracing_for(chip: Chip) -> Iterator[None]:
+  """Traces cuDNN's attention as on this chip.
+
+  JAX 0.10 asks a GPU of this process for its capability, even if a program is for others: without
+  one it refuses heads beyond 128.
+  """
+
+  def supports(capability: str) -> bool:
+    return chip.cuda is not None and chip.cuda.capability >= tuple(map(int, capability.split(".")))
+
+  original, fused_attention.check_compute_capability = fused_attention.check_compute_capability, supports
+  try:
+    yield
+  finally:
+    fused_attention.check_compute_capability = original
 
 
 @contextlib.contextmanager

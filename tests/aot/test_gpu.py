@@ -1,5 +1,8 @@
 """Compiling for NVIDIA GPUs without one: what needs no compiler, and with it a small run."""
 
+import contextlib
+import functools
+
 import jax
 import pytest
 from jax.experimental import topologies
@@ -34,6 +37,18 @@ def test_attention_on_a_gpu_is_cudnns_as_far_as_its_heads_go(kind):
   assert attention.choose("auto", 1, "bfloat16") == "plain"
   widest = {"NVIDIA A100-SXM4-80GB": "blockwise", "NVIDIA H100 80GB HBM3": "cudnn"}
   assert attention.choose("auto", 1024, "bfloat16", width=256) == widest[kind]
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+  "card, width, fits", [("h100", 256, True), ("a100", 128, True), ("a100", 256, False)]
+)
+def test_attention_is_traced_for_the_target_not_for_this_machine(card, width, fits):
+  q = jax.ShapeDtypeStruct((1, 256, 2, width), "bfloat16")
+  fused = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+  refused = contextlib.nullcontext() if fits else pytest.raises(NotImplementedError, match="head")
+  with cuda.tracing_for(GPUS[card]), refused:
+    assert jax.eval_shape(fused, q, q, q).shape == q.shape
 
 
 def test_remat_auto_knows_the_memory_of_a_gpu(kind):
