@@ -96,7 +96,8 @@ def tracing_for(chip: Chip) -> Iterator[None]:
   def supports(capability: str) -> bool:
     return chip.cuda is not None and chip.cuda.capability >= tuple(map(int, capability.split(".")))
 
-  original, fused_attention.check_compute_capability = fused_attention.check_compute_capability, supports
+  original = fused_attention.check_compute_capability
+  fused_attention.check_compute_capability = supports
   try:
     yield
   finally:

@@ -11,10 +11,8 @@ import re
 import runpy
 import sys
 import textwrap
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from gspo_jax.system import stops
 from gspo_jax.system.text import did_you_mean
@@ -185,7 +183,7 @@ def usage() -> str:
   keys, lines = page.by_name(), []
   for name in OFTEN:
     key = keys[name]
-    words = typing.get_args(key.kind) if typing.get_origin(key.kind) is Literal else ()
+    words = page.words(key.kind)
     why = f"{' | '.join(words)}: {key.why}" if words else key.why
     lines.append(_entry(f"{name}={page.shown(key.default)}", why, 32))
   return USAGE.format(configs="\n".join(map(_help_entry, installed())), keys="\n".join(lines))

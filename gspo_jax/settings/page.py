@@ -76,6 +76,14 @@ def page() -> str:
   return "\n".join(lines).rstrip() + "\n"
 
 
+def words(kind: Any) -> tuple[str, ...]:
+  """Returns the permitted words of a key; () for other types."""
+  if typing.get_origin(kind) is typing.Literal:
+    return typing.get_args(kind)
+  names = (x for x in getattr(kind, "__metadata__", ()) if isinstance(x, ranges.Name))
+  return next((name.words for name in names), ())
+
+
 def shown(value: Any) -> str:
   """Formats a value for the command line."""
   return value if value and isinstance(value, str) else '""' if value == "" else str(value)
