@@ -20,7 +20,7 @@ def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
   return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
 
 
-def in_force(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
+def scale_ranges(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
   """Scales the clip ranges by `factor`; None leaves them unchanged."""
   if factor is None:
     return hyperparameters
@@ -37,7 +37,7 @@ def adapted(
   """
   if state.clip_factor is None:
     return state
-  factor = _adapted(
+  factor = _adapt(
     state.clip_factor,
     row[METRIC],
     row["grad_norm"],
@@ -49,6 +49,6 @@ def adapted(
 
 
 @functools.partial(jax.jit, static_argnames="stop")
-def _adapted(factor, clipped, grad_norm, skipped, hyperparameters, *, stop):
+def _adapt(factor, clipped, grad_norm, skipped, hyperparameters, *, stop):
   usable = jnp.isfinite(clipped) & (grad_norm != 0) & ((skipped == 0) | (not stop))
   return jnp.where(usable, adapted_factor(factor, clipped, **hyperparameters), factor)

@@ -122,13 +122,13 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
       mask_BT = batch.mask_BT > 0
       drift_BT = jnp.where(mask_BT, batch.old_logp_BT - batch.ref_logp_BT, 0)
       prices.append(coef * drift_BT.sum(axis=1))
-      rewards.append(_in_groups(batch.advantage_inputs.reward_BT.sum(axis=1) - prices[-1], batch))
-      valid.append(_in_groups(mask_BT.any(axis=1), batch))
+      rewards.append(_group_order(batch.advantage_inputs.reward_BT.sum(axis=1) - prices[-1], batch))
+      valid.append(_group_order(mask_BT.any(axis=1), batch))
     reward_PG, valid_PG = (jnp.concatenate(x).reshape(-1, group_size) for x in (rewards, valid))
     advantages = jnp.split(estimate(reward_PG, valid_PG=valid_PG).reshape(-1), len(batches))
     total = Mean(sum(price_B.sum() for price_B in prices), valid_PG.sum(dtype=jnp.float32))
     batches = [
-      b.replace(advantage_inputs=AdvantageInputs(), advantage_B=_in_rows(x, b))
+      b.replace(advantage_inputs=AdvantageInputs(), advantage_B=_row_order(x, b))
       for b, x in zip(batches, advantages)
     ]
     return batches, {"reward/kl_penalty": total.compute()}
@@ -136,15 +136,15 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
   return lambda batches: advantages(list(batches), config.reward_kl_coef)
 
 
-def _in_groups(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
+def _group_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
   """Restores the order before `packing.plan`, on every device."""
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
 
 
-def _in_rows(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Undoes `_in_groups`."""
+def _row_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
+  """Reverses `_group_order`."""
   if batch.order_B is not None:
     x_B = x_B[sharding.reshard(batch.order_B, P())]
   return sharding.reshard(x_B, sharding.BY_ROW)
@@ -203,11 +203,11 @@ def teacher_advantages(config: DistillationConfig) -> Part:
   hold `old_logp_BT` and `teacher_logp_BT`. The estimator fills `advantage_BT` and drops
   `teacher_logp_BT`.
   """
-  return lambda batches: _distilled(list(batches), config.hyperparameters())
+  return lambda batches: _distill(list(batches), config.hyperparameters())
 
 
 @jax.jit
-def _distilled(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
+def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT
     if reward_BT is None:

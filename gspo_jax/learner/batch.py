@@ -122,7 +122,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns the reward of each trained token, float32 [B, L].
 
-  in_parts: whether turns or lines have rewards; False: each response has a reward, at its end.
+  in_parts: whether turns or lines have rewards; otherwise each response has one, at its end.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -284,7 +284,7 @@ def minibatches(
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:
     place = _places(prompts, group_size, parts)
-    batch = jax.tree.map(lambda x: x[place], _widened(batch, missing))
+    batch = jax.tree.map(lambda x: x[place], _pad_rows(batch, missing))
   pieces = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
   batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*pieces)]
@@ -296,9 +296,9 @@ def minibatches(
   return [sharding.put_batch(batch, mesh) for batch in batches]
 
 
-def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
+def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
   """Appends batch rows of padding."""
-  # Here 0 would be a valid expert, or token.
+  # In these fields, 0 would be a valid expert or token.
   empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
   def widen(path, x):

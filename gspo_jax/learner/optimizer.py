@@ -42,7 +42,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
-    rest=max(1, updates - config.warmup_steps - 1),  # Updates after the warmup.
+    decay_updates=max(1, updates - config.warmup_steps - 1),  # Updates after the warmup.
     final=1.0 if config.schedule == "constant" else config.final_fraction,
     cosine=float(config.schedule == "cosine"),
   )
@@ -60,9 +60,9 @@ def rate(schedule: Mapping[str, Any], count: Any) -> Any:
   # The warmup starts at peak/warmup: a learning rate of 0 would waste a rollout.
   first = peak / jnp.maximum(warmup, 1)
   rise = first + (peak - first) * count / jnp.maximum(warmup, 1)
-  done = jnp.clip((count - warmup) / schedule["rest"], 0, 1)
-  done = jnp.where(schedule["cosine"], (1 - jnp.cos(jnp.pi * done)) / 2, done)
-  return jnp.where(count < warmup, rise, peak * (1 - (1 - schedule["final"]) * done))
+  progress = jnp.clip((count - warmup) / schedule["decay_updates"], 0, 1)
+  progress = jnp.where(schedule["cosine"], (1 - jnp.cos(jnp.pi * progress)) / 2, progress)
+  return jnp.where(count < warmup, rise, peak * (1 - (1 - schedule["final"]) * progress))
 
 
 def last_rate(schedule: Mapping[str, Any], opt_state: Any) -> jax.Array:

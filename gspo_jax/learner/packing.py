@@ -72,7 +72,7 @@ def places(
     longest = with_prompts(T, response_tokens)
     group_X = order_X // sharing
     return Places(
-      order_X, *beside_prompts(length_B[order_X], shared_B[order_X], group_X, T, longest)
+      order_X, *first_fit_with_prompts(length_B[order_X], shared_B[order_X], group_X, T, longest)
     )
 
   grouped = _on_each(grouped_B, shards, fill)
@@ -123,12 +123,12 @@ def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
   Sequences are dealt in descending length, one per device in each round. The longest sequence of a
   round goes to the device with the fewest tokens so far, and so on.
   """
-  load, turns = np.zeros(shards, np.int64), []
+  load, rounds = np.zeros(shards, np.int64), []
   for longest_first in np.argsort(-length_B, kind="stable").reshape(-1, shards):
     least_first = np.argsort(load, kind="stable")
     load[least_first] += length_B[longest_first]
-    turns.append(longest_first[np.argsort(least_first)])
-  return np.sort(np.stack(turns, axis=1), axis=1).reshape(-1).astype(np.int32)
+    rounds.append(longest_first[np.argsort(least_first)])
+  return np.sort(np.stack(rounds, axis=1), axis=1).reshape(-1).astype(np.int32)
 
 
 def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +147,7 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
   return row_B, start_B
 
 
-def beside_prompts(
+def first_fit_with_prompts(
   length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, size: int, longest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """Returns places of sequences with shared prompts within a row.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.learner import layout, packing, programs
-from gspo_jax.learner.adaptive_clip import in_force
+from gspo_jax.learner.adaptive_clip import scale_ranges
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.metrics import token_gradient
 from gspo_jax.learner.objective import configured_loss
@@ -197,7 +197,7 @@ def make_review(
       logp_BT = replay_pass(params, batch.old_experts_BTlk, batch.inputs)
     else:
       logp_BT = old_policy(params, batch.inputs).old_logp_BT
-    hyperparameters = in_force(objective.hyperparameters(), clip_factor)
+    hyperparameters = scale_ranges(objective.hyperparameters(), clip_factor)
     return measure(logp_BT, batch, hyperparameters)
 
   return review
@@ -304,7 +304,7 @@ def accumulate(
   """
   if max_number == 1:
     return function(0)
-  none = jax.tree.map(
+  zeros = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), jax.eval_shape(function, 0)
   )
 
@@ -317,4 +317,4 @@ def accumulate(
     new = function(i)
     return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
 
-  return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), none))[1]
+  return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), zeros))[1]

@@ -13,7 +13,7 @@ from gspo_jax.sharding import P
 
 
 def apart(params: Any) -> Any:
-  """Marks parameters: each replica then keeps its own gradient."""
+  """Marks parameters, so that each replica keeps its own gradient."""
   if sharding.axis_size("data") == 1:
     return params
   return jax.tree.map(
@@ -29,19 +29,19 @@ def summed(grads: Any) -> Any:
   """
   if sharding.axis_size("data") == 1:
     return grads
-  return jax.tree.map(_summed, grads)
+  return jax.tree.map(_sum, grads)
 
 
-def _summed(x: jax.Array) -> jax.Array:
+def _sum(x: jax.Array) -> jax.Array:
   split = sharding.spec_of(x)
   if not jax.typeof(x).sharding.spec.unreduced:
     return x
-  divided = _divided(x.shape, split)
+  divided = _divide(x.shape, split)
   part = jax.sharding.reshard(x, P(*divided, unreduced={"data"}))
   return jax.sharding.reshard(jax.sharding.reshard(part, divided), split)
 
 
-def _divided(shape: tuple[int, ...], split: P) -> P:
+def _divide(shape: tuple[int, ...], split: P) -> P:
   """Splits the largest possible dimension over a replica's unused axes."""
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})

@@ -12,7 +12,7 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner import programs, replicas
-from gspo_jax.learner.adaptive_clip import in_force
+from gspo_jax.learner.adaptive_clip import scale_ranges
 from gspo_jax.learner.critic import Critic
 from gspo_jax.learner.layout import Rows
 from gspo_jax.learner.metrics import (
@@ -286,7 +286,7 @@ def _step(
   def step(state: TrainState, batch: TrainBatch, hyperparameters: Mapping[str, Any]):
     number, part = parts(batch, learner)
     if "objective" in hyperparameters:
-      objective = in_force(hyperparameters["objective"], state.clip_factor)
+      objective = scale_ranges(hyperparameters["objective"], state.clip_factor)
       hyperparameters = hyperparameters | dict(objective=objective)
     policy, frozen = lora.split(state.params)
     constants = dict(frozen=frozen, part=part, hyperparameters=hyperparameters, critic_weight=None)

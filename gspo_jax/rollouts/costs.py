@@ -19,11 +19,12 @@ def charge(
 ) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Adds the figures `reward` (without costs) and `cost`. Call it once per conversation. A
+  Adds the figures `reward` (before costs) and `cost`. Call it once per conversation. A
   conversation with contradictory counts of tool calls fails.
 
   Args:
-    right_from: smallest reward of right conversations; None: their figure `correct` decides.
+    right_from: smallest reward of right conversations. None means that their figure `correct`
+      decides.
 
   Returns:
     float32 [B]: total reward less costs of each conversation. It depends on the sums of rewards,
@@ -31,7 +32,7 @@ def charge(
   """
   if not config.costs:
     return totals(trajectories)
-  worth = []
+  net_rewards = []
   for trajectory, is_right in zip(trajectories, right(trajectories, right_from), strict=True):
     # Sums of float32 in float64 are exact: the order of rewards over turns does not matter.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
@@ -48,8 +49,8 @@ def charge(
       trajectory.columns["rewards"] = rewards
       cost = config.token_cost * int(tokens_U.sum()) + config.call_cost * int(calls_U.sum())
     trajectory.figures = trajectory.figures | dict(reward=reward, cost=cost)
-    worth.append(reward - cost)
-  return np.array(worth, np.float32)
+    net_rewards.append(reward - cost)
+  return np.array(net_rewards, np.float32)
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
@@ -63,7 +64,7 @@ def teaches(group: Group, config: EnvironmentConfig) -> bool:
 
 
 def _disagreement(trajectory: Trajectory) -> str:
-  """Describes contradictory counts of tool calls, "" if there are none."""
+  """Describes contradictory counts of tool calls. Returns "" without a contradiction."""
   reported, calls = trajectory.figures["tool_calls"], sum(trajectory.calls)
   if reported == calls:
     return ""

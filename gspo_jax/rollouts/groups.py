@@ -32,7 +32,7 @@ class Group:
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # float32 [G] by name: further rewards, and costs (rewards/signals.py).
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  # float32: the verifier's score before reward shaping. None if it is `correct_G`.
+  # float32: the verifier's score before reward shaping. None if equal to `correct_G`.
   value_G: np.ndarray | None = None
   # Returns of each response's turns or lines, float64 [U], before reward shaping. None if whole
   # responses are compared.
@@ -122,11 +122,11 @@ class Group:
     return filled(group, size, prompt.tokens, MISSING)
 
 
-def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_SAMPLED) -> Group:
+def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NOT_SAMPLED) -> Group:
   """Fills a scored group up to `size` responses with blank rows.
 
-  A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict, for the
-  reason `why`.
+  A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict; `reason` says
+  why.
   """
   blanks, no_tokens = range(len(group.trajectories), size), np.zeros(0, np.int32)
   rows = [recorded_turn(prompt, g, no_tokens, False, group.prompt.id) for g in blanks]
@@ -140,7 +140,7 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
     [*group.responses, *[""] * len(blanks)],
     widen(group.reward_G),
     widen(group.correct_G),
-    {**group.unknown, **dict.fromkeys(blanks, why)},
+    {**group.unknown, **dict.fromkeys(blanks, reason)},
     {name: widen(value_G) for name, value_G in group.signals.items()},
     None if group.value_G is None else widen(group.value_G),
     None if group.returns is None else [*group.returns, *(np.zeros(0) for _ in blanks)],
@@ -183,7 +183,7 @@ def restored(
 def require_lengths(trajectories: Sequence[Trajectory], longest_prompt: int, longest: int) -> None:
   """Raises ValueError for prompts or responses beyond the configured lengths.
 
-  Updates would use 0 for the log-probs of tokens beyond.
+  Updates would use 0 for the log-probs of tokens beyond these lengths.
   """
   limits = (
     ("prompt", "data.max_prompt_tokens", longest_prompt),

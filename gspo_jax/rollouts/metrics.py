@@ -17,15 +17,15 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   Metrics of rewards are over responses with a verdict.
   """
   trajectories = trajectories_of(groups)
-  judged = [group.reward_G[group.known_G] for group in groups]
-  reward_X = np.concatenate(judged)
+  rewards = [group.reward_G[group.known_G] for group in groups]
+  reward_X = np.concatenate(rewards)
   lengths = [trajectory.length for trajectory in trajectories]
   row = {
     "reward/mean": float(reward_X.mean()),
     "reward/std": float(reward_X.std()),
     "reward/min": float(reward_X.min()),
     "reward/max": float(reward_X.max()),
-    "groups_without_spread": float(np.mean([alike(x_X) for x_X in judged if len(x_X)])),
+    "groups_without_spread": float(np.mean([alike(x_X) for x_X in rewards if len(x_X)])),
     "response_length/mean": float(np.mean(lengths)),
     "response_length/max": float(max(lengths)),
     "truncated_fraction": float(1 - np.mean([x.stopped for x in trajectories])),
@@ -94,14 +94,14 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   row = {f"environment/{name}": value for name, value in figures.items()}
   row["environment/turns"] = float(np.mean([trajectory.turn for trajectory in trajectories]))
   sampled = sum(trajectory.length for trajectory in trajectories)
-  following = sum(len(trajectory.tokens) for trajectory in trajectories)
-  return row | {"environment/observation_fraction": 1 - sampled / following}
+  total = sum(len(trajectory.tokens) for trajectory in trajectories)
+  return row | {"environment/observation_fraction": 1 - sampled / total}
 
 
 def partial_metrics(
   sampled: Sequence[Group],
   chosen: Sequence[Group],
-  under_way: Sequence[Group],
+  in_flight: Sequence[Group],
   surplus: Container[int],
   version: int,
 ) -> dict[str, float]:
@@ -111,18 +111,18 @@ def partial_metrics(
   iteration, the number of finished groups deferred to later ones, and the tokens carried over.
 
   Args:
-    under_way: groups carried over to the next iteration, finished or not.
+    in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
     version: last version of the sampling weights.
   """
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)
-  waiting = [group for group in under_way if group.finished]
-  carried = sum(trajectory.length for trajectory in trajectories_of(under_way))
+  waiting = [group for group in in_flight if group.finished]
+  tokens = sum(trajectory.length for trajectory in trajectories_of(in_flight))
   return {
     "partial/stale_tokens": float((version_X < version).mean()),
     "partial/oldest": float(version - version_X.min()),
     "partial/finished_groups": float(sum(id(g) not in surplus for g in [*sampled, *waiting])),
     "partial/waiting_groups": float(len(waiting)),
-    "partial/tokens_in_flight": float(carried),
+    "partial/tokens_in_flight": float(tokens),
   }

@@ -23,7 +23,7 @@ from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
 # Multipliers are arguments of the program: new values need no compilation.
-_combined = jax.jit(O.constrained_advantages)
+_combine = jax.jit(O.constrained_advantages)
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class Constraints:
     self,
     groups: Sequence[Group],
     valid_PG: np.ndarray | None = None,
-    combine: Callable = _combined,
+    combine: Callable = _combine,
   ) -> tuple[np.ndarray, dict[str, float]]:
     """Computes advantages [P, G] and metrics; then updates the multipliers.
 
@@ -65,17 +65,17 @@ class Constraints:
     if valid_PG is None:
       valid_PG = np.stack([group.known_G for group in groups])
 
-    def stacked(name: str) -> np.ndarray:
+    def stack(name: str) -> np.ndarray:
       return np.stack([group.signals[name] for group in groups])
 
-    gains = [np.stack([group.reward_G for group in groups]), *map(stacked, c.active_rewards)]
+    gains = [np.stack([group.reward_G for group in groups]), *map(stack, c.active_rewards)]
     weights = [c.reward_weight, *(reward.weight for reward in c.active_rewards.values())]
-    costs = {name: cost.sign * stacked(name) for name, cost in c.active_costs.items()}
+    costs = {name: cost.sign * stack(name) for name, cost in c.active_costs.items()}
     prices = [self.multipliers[name].value for name in costs]
     advantage_PG = combine(gains, list(costs.values()), weights, prices, valid_PG=valid_PG)
-    row = {f"constraint/{name}/reward": _mean(stacked(name), valid_PG) for name in c.active_rewards}
+    row = {f"constraint/{name}/reward": _mean(stack(name), valid_PG) for name in c.active_rewards}
     for name, cost in c.active_costs.items():
-      mean, multiplier = _mean(stacked(name), valid_PG), self.multipliers[name]
+      mean, multiplier = _mean(stack(name), valid_PG), self.multipliers[name]
       excess, spread = cost.sign * (mean - cost.limit), deviation(costs[name], valid_PG)
       row |= {
         f"constraint/{name}/cost": mean,

@@ -164,10 +164,10 @@ class Pipeline:
 
     def state() -> dict[str, Any]:
       with preemption.checked_by(lambda: None):  # A notice may be the reason for saving.
-        ahead = [self._wait(job) for job in jobs]
-      snapshot = ahead[-1].position if ahead else position
-      batches = [get_state(collected) for collected, _ in ahead]
-      return snapshot() | (dict(ahead=batches) if batches else {})
+        batches = [self._wait(job) for job in jobs]
+      snapshot = batches[-1].position if batches else position
+      states = [get_state(collected) for collected, _ in batches]
+      return snapshot() | (dict(ahead=states) if states else {})
 
     return state
 
@@ -183,16 +183,16 @@ class Pipeline:
       try:
         collected = from_state(batch, self._collector)
       except ValueError as error:
-        reason = f"a batch waits to be trained on in the checkpoint: {error}"
+        reason = f"the checkpoint has a batch that is not trained on yet: {error}"
         raise ValueError(f"{reason}, or begin in a new --workdir") from error
-      self._jobs.append(_done(CollectedBatch(collected, self._position)))
+      self._jobs.append(_finished_job(CollectedBatch(collected, self._position)))
       self._last_started += 1
 
   def _begin(self, step: int) -> concurrent.futures.Future:
     weights, version = self._published
     if self._worker is not None:
       return self._worker.submit(self._collect_in_worker, step, weights, version)
-    return _done(self._collect(step, version, self._stages))
+    return _finished_job(self._collect(step, version, self._stages))
 
   def _collect(self, step: int, version: int, stages: Stages) -> CollectedBatch:
     collected = self._collector.collect(step, stages, version)
@@ -207,7 +207,7 @@ class Pipeline:
         self._check()
         with stages("load"):
           self._load(weights, version)
-        ahead = self._collect(step, version, stages)
+        batch = self._collect(step, version, stages)
     except BaseException:
       self._stop.set()  # Later batches would differ from those of a run without the error.
       raise
@@ -215,8 +215,8 @@ class Pipeline:
     seconds = stages.lap() | {"time/wait_for_learner": waited}
     # Separate names: the seconds of the trainer's stages sum to the iteration's.
     times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
-    ahead.collected.metrics.update(times)
-    return ahead
+    batch.collected.metrics.update(times)
+    return batch
 
   def _check(self) -> None:
     """Raises Preempted in the worker thread once the pipeline has stopped.
@@ -245,9 +245,9 @@ class Pipeline:
     return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
 
 
-def _done(ahead: CollectedBatch) -> concurrent.futures.Future:
+def _finished_job(batch: CollectedBatch) -> concurrent.futures.Future:
   job = concurrent.futures.Future()
-  job.set_result(ahead)
+  job.set_result(batch)
   return job
 
 
@@ -270,7 +270,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
   except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-    raise ValueError(f"rl.replay: {path} is no batch of such a run: {error}") from error
+    raise ValueError(f"rl.replay: {path} is no batch of this configuration: {error}") from error
 
 
 def get_state(collected: Collected) -> dict[str, Any]:

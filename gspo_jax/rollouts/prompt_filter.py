@@ -27,8 +27,8 @@ class PromptFilter:
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # By prompt id: number of groups, of responses and of right responses; length of the current run
-    # of all-right (above 0) or all-wrong groups (below 0); and the data row's `Prompt.content`.
+    # By prompt id: number of groups, of responses and of right responses; length of the current
+    # streak of all-right (above 0) or all-wrong groups (below 0); the data row's `Prompt.content`.
     self._tried: dict[str, list[Any]] = {}
     self._dropped: dict[str, int] = {}  # Iteration of dropping by prompt id.
 
@@ -43,7 +43,7 @@ class PromptFilter:
     return self._row(prompt) not in self._dropped
 
   def _row(self, prompt: Prompt) -> str:
-    """Returns a prompt's id; forgets the counts of an earlier data row with this id."""
+    """Returns a prompt's id, and drops the counts of another data row with this id."""
     if self._tried.get(prompt.id, ())[4:] not in ((), [], [prompt.content]):
       del self._tried[prompt.id]
       self._dropped.pop(prompt.id, None)
@@ -52,10 +52,10 @@ class PromptFilter:
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`; drops or readmits their prompts.
 
-    A group may readmit a dropped prompt by ending its run of equal outcomes.
+    A group may readmit a dropped prompt by ending its streak of equal outcomes.
 
-    A response without a verdict does not count. Its group does not extend a run. It ends the run
-    only if the group's other responses contradict the run.
+    A response without a verdict does not count. Its group does not extend a streak, and ends it
+    only if the group's other responses contradict the streak.
     """
     if not self._counts:
       return
@@ -64,17 +64,18 @@ class PromptFilter:
       right_X = group.correct_G[known_G] > 0
       if not len(right_X):
         continue
-      tried, responses, right, run, *_ = self._tried.get(name, (0, 0, 0, 0))
+      tried, responses, right, streak, *_ = self._tried.get(name, (0, 0, 0, 0))
       all_wrong = not right_X.any() and not group.mixed
       kind = int(right_X.all()) - int(all_wrong)  # 1 if all right, -1 if all wrong.
-      same_kind = run * kind > 0
+      same_kind = streak * kind > 0
       if known_G.all():
-        run = run + kind if same_kind else kind
+        streak = streak + kind if same_kind else kind
       elif not same_kind:
-        run = 0
+        streak = 0
       right += int(right_X.sum())
-      self._tried[name] = [tried + 1, responses + len(right_X), right, run, group.prompt.content]
-      if 0 < self.config.drop_after <= abs(run):
+      counts = tried + 1, responses + len(right_X), right, streak
+      self._tried[name] = [*counts, group.prompt.content]
+      if 0 < self.config.drop_after <= abs(streak):
         self._dropped.setdefault(name, step)
       else:
         self._dropped.pop(name, None)

@@ -23,17 +23,19 @@ WORTH = 1.25  # Minimum ratio of two buckets; for less, another program is not w
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
-  """Number of responses for a prompt with `right` right responses among `tried`.
+  """Returns the number of responses for a prompt.
 
-  This is the smallest number with at least one right response at probability SOLVED, clipped to
-  [`least`, `most`]. Each response is right with probability (right + 1) / (tried + 2), by Laplace's
-  rule of succession. Untried prompts have `most` responses.
+  The prompt has had `right` right responses among `tried`.
+
+  The result is the smallest number with at least one right response at probability SOLVED, clipped
+  to [`least`, `most`]. Each response is right with probability (right + 1) / (tried + 2), by the
+  rule of Laplace. Untried prompts have `most` responses.
   """
   if not tried:
     return most
-  wrong, missed, size = (tried - right + 1) / (tried + 2), 1.0, 0
-  while size < most and (size < least or 1 - missed < SOLVED):
-    missed *= wrong
+  wrong, all_wrong, size = (tried - right + 1) / (tried + 2), 1.0, 0
+  while size < most and (size < least or 1 - all_wrong < SOLVED):
+    all_wrong *= wrong
     size += 1
   return size
 
@@ -51,7 +53,7 @@ def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int
 
 
 def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, ...]:
-  """Prompt lengths of the batch rows of updates, at most three, ascending.
+  """Returns prompt lengths of the updates' batch rows, at most three, ascending.
 
   The only bucket is `data.max_prompt_tokens` if later prompts may be longer (growing files,
   embedded tasks), and for packed rows and conversations.
@@ -64,10 +66,10 @@ def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, .
   finite = bool(parts) and all(isinstance(part, Prompts) for part in parts)
   if config.rl.packed or config.environment.name or not finite:
     return (most,)
-  ordered = sorted(len(prompt.tokens) for part in parts for prompt in part.rows)
-  places = (math.ceil(len(ordered) * share ** (1 / config.rl.prompts)) - 1 for share in SHARES)
+  lengths = sorted(len(prompt.tokens) for part in parts for prompt in part.rows)
+  ranks = (math.ceil(len(lengths) * share ** (1 / config.rl.prompts)) - 1 for share in SHARES)
   buckets: list[int] = []
-  for length in sorted((ordered[i] for i in places), reverse=True):
+  for length in sorted((lengths[i] for i in ranks), reverse=True):
     bucket = min(-(-length // MULTIPLE) * MULTIPLE, most)
     if not buckets or WORTH * bucket <= buckets[0]:
       buckets.insert(0, bucket)
@@ -75,8 +77,8 @@ def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, .
 
 
 def bucket_length(longest: int, buckets: Sequence[int], most: int) -> int:
-  """Smallest bucket for a prompt of `longest` tokens; `most` if no bucket is large enough.
+  """Returns the smallest bucket for `longest` prompt tokens.
 
-  Data before a restart may have had prompts longer than all buckets.
+  Returns `most` if no bucket is large enough: before a restart, data may have had longer prompts.
   """
   return next((bucket for bucket in buckets if bucket >= longest), most)

@@ -31,7 +31,9 @@ class Verdicts:
   rewards: Sequence[np.ndarray] | None = None  # By token; None if a response has one reward.
   figures: Sequence[Mapping[str, float]] | None = None  # Metrics of conversations.
   failures: Sequence[str] | None = None  # Failures of environments; "" without one.
-  values: np.ndarray | None = None  # float32 [B]: scores before shaping; None if as `correct`.
+  values: np.ndarray | None = (
+    None  # float32 [B]: scores before shaping; None if `correct` has them.
+  )
   # Returns of each response's turns or lines, before shaping. None if not compared.
   returns: Sequence[np.ndarray] | None = None
 
@@ -45,7 +47,8 @@ def score_conversations(
   """Collects the environments' verdicts on finished conversations, and charges costs.
 
   Args:
-    right_from: smallest reward of right conversations. None: the figure `correct` decides.
+    right_from: smallest reward of right conversations. None means that their figure `correct`
+      decides.
     compares_parts: whether advantages compare turns of equal number.
   """
   trajectories = trajectories_of(groups)
@@ -79,8 +82,8 @@ def score_responses(
   """Scores single-turn responses by the verifier and the signals.
 
   Args:
-    longest: length passed to the overlong penalty for a response at its sampling limit; shorter
-      responses are shifted equally. 0: actual lengths.
+    longest: length of the overlong penalty for a response at its sampling limit; other lengths are
+      shifted by as many tokens. 0 for actual lengths.
     breaks_V: number of line breaks in each token's text, for rewards of lines.
     signals: further rewards and costs. None means none.
     discount: γ of the returns of lines. None if whole responses are compared.
@@ -98,14 +101,14 @@ def score_responses(
     rewards = [
       parts.line_rewards(reward_U, ids, breaks_V) for reward_U, ids in zip(scores.lines, tokens)
     ]
-  measured, unmeasured = signals(texts, tokens, stopped, prompts) if signals else ({}, {})
-  unknown = {**unmeasured, **scores.unknown}
+  values, unknown = signals(texts, tokens, stopped, prompts) if signals else ({}, {})
+  unknown = {**unknown, **scores.unknown}
   return Verdicts(
     scores.reward,
     scores.correct,
     unknown,
     scores.outcomes,
-    measured,
+    values,
     rewards,
     values=scores.values,
     returns=None if discount is None else _returns(scores.line_values, discount),
@@ -129,7 +132,7 @@ def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
   for group in groups:
     end = start + len(group.trajectories)
     group.reward_G, group.correct_G = verdicts.reward[start:end], verdicts.correct[start:end]
-    group.unknown = {i - start: why for i, why in verdicts.unknown.items() if start <= i < end}
+    group.unknown = {i - start: x for i, x in verdicts.unknown.items() if start <= i < end}
     group.value_G = None if verdicts.values is None else verdicts.values[start:end]
     group.returns = None if verdicts.returns is None else verdicts.returns[start:end]
     group.signals = {name: value_B[start:end] for name, value_B in verdicts.signals.items()}

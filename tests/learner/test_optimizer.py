@@ -66,7 +66,7 @@ def test_schedule_and_warm_up_of_a_critic_are_counted_in_updates_of_all_iteratio
   policy, critic = optimizers(c)
   assert c.rl.updates == 4 and critic.hyperparameters["warmup"] == 3 * 4
   for tx, updates in ((policy, 7 * 4), (critic.tx, 10 * 4)):
-    assert tx.hyperparameters["warmup"] + tx.hyperparameters["rest"] + 1 == updates
+    assert tx.hyperparameters["warmup"] + tx.hyperparameters["decay_updates"] + 1 == updates
   least = c.rl_optimizer.learning_rate * c.rl_optimizer.final_fraction
   before, last = rate(policy.hyperparameters, np.array([26, 27]))
   assert before > last == pytest.approx(least)

@@ -159,7 +159,10 @@ def test_recorded_batches_are_trained_on_again(tmp_path):
   (batches / "000004.json").unlink()
   with opened(2, replay=str(batches)) as sampling:
     train(sampling, last=2)
-    for step, why in {3: "is no batch of such a run", 4: "cannot be read: No such file"}.items():
+    for step, why in {
+      3: "is no batch of this configuration",
+      4: "cannot be read: No such file",
+    }.items():
       with pytest.raises(ValueError, match=rf"rl\.replay: .*{step:06d}\.json {why}"):
         sampling.next(step)
 
@@ -197,7 +200,7 @@ def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
   rl = dataclasses.replace(collecting._config.rl, **wrong)
   collecting._config = dataclasses.replace(collecting._config, rl=rl)
   message = r"4 groups of 3 responses do not fit rl\.prompts=\d and rl\.group_size=\d: set"
-  with pytest.raises(ValueError, match=f"waits to be trained on in the checkpoint: {message}"):
+  with pytest.raises(ValueError, match=f"has a batch that is not trained on yet: {message}"):
     again.set_position(state)
   with pytest.raises(ValueError, match=rf"rl\.replay: \S*1\.json is no .* run: {message}"):
     read(tmp_path / "batches", 1, collecting)

@@ -9,7 +9,7 @@ from gspo_jax.models.families.lookup import FAMILIES, names, relatives
 __all__ = ["ARCHITECTURES", "FAMILY_OF", "OUTER", "language_model", "names", "relatives"]
 
 ARCHITECTURES = {key: value for f in FAMILIES.values() for key, value in f.architectures.items()}
-# Model_type of another model with a language model in its text_config -> that of the latter.
+# The model_type of an outer model -> that of the language model in its text_config.
 OUTER = {a.outer: key for key, a in reversed(ARCHITECTURES.items()) if a.outer}
 FAMILY_OF = {key: name for name, f in FAMILIES.items() for key in f.architectures}
 
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns config.json of the language model, `raw` itself without another model."""
+  """Returns config.json of the language model in `raw`. That may be all of it."""
   if raw.get("model_type") not in OUTER:
     return dict(raw)
   text = raw.get("text_config")

@@ -4,7 +4,7 @@ One table has the layout of each parameter in the files, for both `load` and `sa
 `load` copies slices of memory-mapped files straight into each device's part of a parameter, `save`
 writes one tensor after the other.
 
-The architectures of `models/families`, as published and as written by transformers 5.
+The architectures are those of `models/families`, as published and as written by transformers 5.
 """
 
 import collections
@@ -81,7 +81,7 @@ def load(
   layout = reading = [None] * len(leaves)
   if mesh is not None:
     layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
-    if files.elsewhere:
+    if files.remote:
       reading = [_reading(leaf, mesh) for leaf in leaves]
   # All headers first: a wrong shape in the last file must not cost reading the others.
   needed = files.in_files(_needed(leaves, reading, twin))
@@ -156,7 +156,7 @@ def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
 
 
 def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarray]) -> jax.Array:
-  """Reads a parameter by parts into a layout (None: one device)."""
+  """Reads a parameter by parts into a layout. None means one device."""
   if layout is None:
     return jax.block_until_ready(jax.device_put(read(whole(leaf))))
   parts = []
@@ -168,10 +168,11 @@ def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarra
 
 
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Layout for reading a remote parameter in many parts.
+  """Returns a layout for reading a remote parameter in many parts.
 
-  Its sizes limit the number of parts. A part has whole tensors or rows, one range of a file. So
-  hosts read different bytes, and links between devices, faster than a bucket, redistribute them.
+  A part has whole tensors or rows, so it is one range of a file; the parameter's sizes limit the
+  number of parts. Hosts read different bytes, and the links between devices, faster than a bucket,
+  redistribute them.
   """
   parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.axes[0][0]):
@@ -284,12 +285,12 @@ def save(
   if other_model.names and load_config(like) != model_config:
     raise ValueError(f"{like} holds another model than model_config")
   leaves = leaves_of(model_config, other_model.rename(names))
-  arrays = _checked(_merged(params, dtype), model_config)
+  arrays = _check_shapes(_merge(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
-  config = other_model.around(config) | dict(more or {})
+  config = other_model.wrap_config(config) | dict(more or {})
   require_finite(directory, leaves, arrays, kinds)
   plan = by_layer(leaves)
   entries = [
@@ -310,14 +311,14 @@ def save(
     multihost_utils.sync_global_devices("hf.save")  # Readers wait for complete files.
 
 
-def _merged(params: transformer.Params, dtype: Any) -> transformer.Params:
+def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
   """Merges adapters; in float32 the sum is exact."""
   if dtype is not None and jnp.dtype(dtype) == jnp.float32:
     return lora.merged(params, jnp.float32)
   return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))
 
 
-def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]:
+def _check_shapes(params: transformer.Params, config: ModelConfig) -> list[jax.Array]:
   """Flattens the parameters; raises ValueError if they do not match `config`."""
   table = transformer.table(config)
   if jax.tree.structure(params) != jax.tree.structure(table):

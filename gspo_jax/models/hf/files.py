@@ -47,7 +47,7 @@ class Files:
     self._repository = hub.Repository.from_name(name) if hub.is_id(name) else None
     self.name = self._repository.id if self._repository else name
     directory = self.directory = hub.directory(name)
-    self.elsewhere = self._repository is not None or "://" in name
+    self.remote = self._repository is not None or "://" in name
     self.file_of: dict[str, epath.Path] = {}  # tensor name -> file
     self._handles: dict[epath.Path, Any] = {}
     names = [single] if (directory / single).is_file() else self._names()
@@ -60,7 +60,7 @@ class Files:
       return
     stems = [single] if single in names else sorted(n for n in names if n.endswith(".safetensors"))
     if not stems:
-      raise FileNotFoundError(f"{name}: no *.safetensors file{_instead(names)}")
+      raise FileNotFoundError(f"{name}: no *.safetensors file{_other_format(names)}")
     for path in (directory / stem for stem in stems):
       for tensor in self._open(path).keys():  # noqa: SIM118, not a mapping
         if tensor in self.file_of:
@@ -76,14 +76,14 @@ class Files:
   def _open(self, path: epath.Path) -> Any:
     if path not in self._handles:
       try:
-        self._handles[path] = self._opened(path)
+        self._handles[path] = self._open_file(path)
       except (FileNotFoundError, hub.HubError):
         raise
       except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from error
     return self._handles[path]
 
-  def _opened(self, path: epath.Path) -> Any:
+  def _open_file(self, path: epath.Path) -> Any:
     if self._repository is not None and not path.exists():
       return RangedFile(*self._repository.reader(path.name))
     if "://" not in str(path):
@@ -126,7 +126,7 @@ class Files:
 
   def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
     """Calls `work` with each of the arguments, concurrently for remote files."""
-    if not self.elsewhere:
+    if not self.remote:
       collections.deque(itertools.starmap(work, arguments), maxlen=0)
       return
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
@@ -168,9 +168,9 @@ class Files:
     ]
     problems = []
     if missing:
-      problems.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
+      problems.append(f"{len(missing)} tensors are missing: {_enumerate(missing)}")
     if leftover:
-      problems.append(f"{len(leftover)} tensors belong to no parameter: {_listed(leftover)}")
+      problems.append(f"{len(leftover)} tensors belong to no parameter: {_enumerate(leftover)}")
     if problems:
       raise CheckpointError(f"{self.directory}: {'; '.join(problems)}")
 
@@ -181,7 +181,7 @@ class Files:
       indexed = {name for name, file in self.file_of.items() if file == path}
       if inside != indexed:
         raise CheckpointError(
-          f"{path}: it and {INDEX} disagree about {_listed(sorted(inside ^ indexed))}"
+          f"{path}: it and {INDEX} disagree about {_enumerate(sorted(inside ^ indexed))}"
         )
       for name in sorted(inside & shapes.keys()):
         header = self._open(path).get_slice(name)
@@ -198,7 +198,7 @@ class Files:
           )
 
 
-def _instead(names: Iterable[str]) -> str:
+def _other_format(names: Iterable[str]) -> str:
   """Returns advice for weights in another format, or ""."""
   endings = {Path(name).suffix for name in names}
   if ".gguf" in endings:
@@ -211,7 +211,7 @@ def _instead(names: Iterable[str]) -> str:
   return ""
 
 
-def _listed(names: list[str], most: int = 8) -> str:
+def _enumerate(names: list[str], most: int = 8) -> str:
   return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 

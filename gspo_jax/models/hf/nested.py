@@ -1,7 +1,8 @@
-"""Directories with more than a language model: inside another model, or with further layers.
+"""Directories of a language model inside another model, or with further layers.
 
-Gemma 3 from 4B on and Mistral 3 are of the first kind. GLM-4.5 has layers of multi-token prediction
-after the last one. `load` leaves tensors of the other parts where they are, and `save` copies them.
+Gemma 3 from 4B on and Mistral 3 are inside another model. GLM-4.5 has layers of multi-token
+prediction after the last one. `load` ignores the tensors of these other parts, and `save` copies
+them.
 """
 
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ class Other:
     """Finds the other model.
 
     Args:
-      directory: a path or a repository, perhaps without this file; "" for none.
+      directory: a path or a repository, possibly without config.json; "" for none.
       files: its files, if they are open.
     """
     self.raw: dict[str, Any] = {}
-    self.keys: dict[str, Any] = {}  # Of config.json, for the other tensors.
+    self.keys: dict[str, Any] = {}  # Keys of config.json for the other tensors.
     self.names: list[str] = []
     path = hub.directory(directory) / "config.json" if directory else None
     raw = read_json(path) if path and path.is_file() else {}
@@ -56,10 +57,10 @@ class Other:
     for prefix, outer in PREFIXES.items():
       if any(tensor.startswith(prefix) for tensor in tensors):
         starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}
-        return {key: (_moved(name, starts), axes) for key, (name, axes) in names.items()}
+        return {key: (_rename_start(name, starts), axes) for key, (name, axes) in names.items()}
     raise CheckpointError(f"{self._files.name}: no tensor begins with {' or '.join(PREFIXES)}")
 
-  def around(self, config: dict[str, Any]) -> dict[str, Any]:
+  def wrap_config(self, config: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json of the whole model."""
     if not self.raw:
       return config | self.keys
@@ -76,6 +77,6 @@ class Other:
       yield self._files.read(entry.name, tuple(slice(0, size) for size in entry.shape))
 
 
-def _moved(name: str, starts: dict[str, str]) -> str:
+def _rename_start(name: str, starts: dict[str, str]) -> str:
   start = next(start for start in starts if name.startswith(start))
   return starts[start] + name.removeprefix(start)

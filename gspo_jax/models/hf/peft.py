@@ -28,14 +28,15 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of calculation, with the values of a plain sum W + BA. Other initialisations change W.
+# Keys that change the result, with their values for a plain sum W + BA. Other initialisations
+# change W.
 _PLAIN = dict(
   peft_type=("LORA",),
   task_type=("CAUSAL_LM", None),
   bias=("none",),
   init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
 )
-# Keys without effect on the sum. Names, shapes and other keys decide instead.
+# Keys without effect on the sum. Names and shapes of tensors, and other keys, determine it.
 _ANY = frozenset(
   """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
   base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
@@ -46,7 +47,7 @@ _WRITTEN = dict(
   fan_in_fan_out=False, use_rslora=False, use_dora=False, lora_bias=False, modules_to_save=None,
   rank_pattern={}, alpha_pattern={}, megatron_config=None, lora_dropout=0.0, inference_mode=True,
 )  # fmt: skip
-_ADAPTED = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Group 1: name of the module.
+_MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Group 1: name of the module.
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
@@ -84,7 +85,7 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   _require_plain(path, settings)
   opened = files.Files(name, TENSORS)
   matrix_of = _modules(model)
-  modules = {match[1] for match in map(_ADAPTED.search, opened.file_of) if match}
+  modules = {match[1] for match in map(_MODULE.search, opened.file_of) if match}
   matrices = {matrix_of[module] for module in modules & matrix_of.keys()}
   stored = dict(rank=settings.get("r"), alpha=settings.get("lora_alpha"))
   stored |= dict(matrices=sorted(matrices)) if matrices else {}
@@ -123,7 +124,7 @@ def check_readable(model: ModelConfig, config: LoraConfig) -> None:
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
   wrong = ""
   if dense and len(layers) > 1:
-    wrong = "leaves out those of dense layers beside layers with experts"
+    wrong = "ignores adapters of dense layers beside layers with experts"
   elif True in layers and len(dense - {"down_proj"}) == 1:
     wrong = f"needs gate_proj and up_proj of experts together, not {min(dense - {'down_proj'})}"
   if wrong:
@@ -175,7 +176,7 @@ def _modules(model: ModelConfig) -> dict[str, str]:
 
 
 def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
-  """The tensors, and `by_layer` of them."""
+  """Returns the tensors to write, and their order as from `by_layer`."""
   plan, float32 = hf_leaves.by_layer(leaves), np.dtype("float32")
   entries = [files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, float32) for _, i, p in plan]
   return entries, plan
@@ -189,7 +190,7 @@ def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   for leaf, w in zip(hf_leaves.leaves_of(model, names(published(model))), weights, strict=True):
     if lora.is_adapted(w):
       if len(leaf.axes) != 2:
-        raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters of it")
+        raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters for it")
       stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
       for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
         name = f"base_model.model.{stem}.lora_{side}.weight"

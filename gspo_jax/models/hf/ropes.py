@@ -77,7 +77,7 @@ def _rule(
     if rope.get(keys[field]) is None:
       raise ValueError(f"no {place}.{keys[field]}, which rope_type={rule!r} needs")
   values = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
-  if "original_length" in keys:  # transformers' meaning of its absence.
+  if "original_length" in keys:  # The default of transformers.
     values.setdefault("original_length", raw.get("max_position_embeddings"))
   kinds = {field.name: type(field.default) for field in dataclasses.fields(RopeConfig)}
   values = {
@@ -112,7 +112,7 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
   content = dict(rope_scaling=scaling)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:
-    plain = dict(rope_type="default")  # Else transformers 5 gives local layers a theta of its own.
+    plain = dict(rope_type="default")  # Otherwise transformers 5 sets its own theta locally.
     content["rope_parameters"] = {
       LOCAL: plain | dict(rope_theta=config.local_rope_theta),
       GLOBAL: (scaling or plain) | dict(rope_theta=config.rope_theta),

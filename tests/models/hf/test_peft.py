@@ -185,7 +185,7 @@ def test_adapters_that_peft_would_lose_are_refused():
   both = dataclasses.replace(MOE, intermediate_size=48, mlp_only_layers=(0,))
   peft.check_readable(both, LoraConfig(rank=1, matrices=("q_proj",)))
   peft.check_readable(MOE, LoraConfig(rank=1, matrices=("down_proj",)))
-  with pytest.raises(ValueError, match="leaves out those of dense layers"):
+  with pytest.raises(ValueError, match="ignores adapters of dense layers"):
     peft.check_readable(both, LoraConfig(rank=1))
   with pytest.raises(ValueError, match="gate_proj and up_proj of experts together, not up_proj"):
     peft.check_readable(MIXTRAL, CONFIG)
