@@ -35,7 +35,7 @@ class Leaf:
 
   @property
   def order(self) -> list[int]:
-    """Letters of the tensor's axes, in the file's order."""
+    """Indices of the leaf's axes, in the file's order."""
     inner = self.letters[len(self.stacked) :]
     return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
 

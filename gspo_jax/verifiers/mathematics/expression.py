@@ -169,7 +169,9 @@ class _Reader:
     if self.depth > MAX_DEPTH:
       raise Unreadable("nested too deeply")
     if self.accept("-"):
-      return -self.exponent()
+      value = -self.exponent()
+      self.depth -= 1
+      return value
     before = self.letters_before()
     digits = self.peek().kind == "number"  # x^2\frac{1}{3} has no mixed number.
     value = self.postfix(number(self.take().text) if digits else self.atom())
