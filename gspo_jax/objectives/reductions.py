@@ -12,6 +12,7 @@ gradients over the merged denominator.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
@@ -19,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn import logsumexp
+
+from gspo_jax.objectives import signatures
 
 
 class _Over(NamedTuple):
@@ -184,6 +187,7 @@ class Reduced(Protocol[Arguments]):
   """A function of scalars, and with `.sums` of what they are made of."""
 
   __name__: str
+  __signature__: inspect.Signature
   sums: Callable[Arguments, Any]
 
   def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -199,6 +203,7 @@ def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
 
   function = cast(Reduced[Arguments], computed)
   function.sums = sums
+  function.__signature__ = signatures.short(sums, Reduction)
   return function
 
 

@@ -148,6 +148,9 @@ def _with_forms(
   def sums(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Mean, Metrics]:
     return undivided(*args, **kwargs)[:2]
 
+  pair = inspect.signature(function).replace(return_annotation=tuple[Mean, Metrics])
+  sums.__signature__ = pair  # type: ignore[attr-defined]
+
   @functools.wraps(function)
   def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
     return undivided(*args, **kwargs)[2]
