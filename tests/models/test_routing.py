@@ -98,7 +98,7 @@ def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
   assert (free.routing_lBTk != old).any()
   assert jnp.abs(free.hidden_BTD - replaying.hidden_BTD).max() > 0.1
 
-  def route(x_BTD, router_DE, config, valid_BT, replayed_experts_BTk, bias_E):
+  def route(x_BTD, router_DE, config, valid_BT, replayed_experts_BTk, *biases):
     """Softmax over the current logits of the replayed experts (arXiv:2512.01374, gates in R3)."""
     logit_BTk = jnp.take_along_axis(x_BTD @ router_DE, replayed_experts_BTk, -1)
     return jax.nn.softmax(logit_BTk, axis=-1), replayed_experts_BTk, moe.RouterStats(*jnp.zeros(6))

@@ -58,7 +58,7 @@ def stop_strings(text):
 
 def shown_in_the_report(text):
   tokens = [text[i : i + 3] for i in range(0, len(text), 3)]
-  record = dict(response=text, tokens=tokens, log_ratio=[0.1] * len(tokens))
+  record = dict(prompt="", response=text, tokens=tokens, log_ratio=[0.1] * len(tokens))
   samples = [rollouts._color(record), rollouts._plain(record)]
   page._embed(dict(samples=samples, whole=text))
 

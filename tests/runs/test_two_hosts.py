@@ -217,7 +217,7 @@ def growing(workdir, process):
   try:
     source.look()
   except DataError as error:
-    changed = "rows.jsonl is not what it was" in str(error)
+    changed = "rows.jsonl has changed" in str(error)
   return dict(rows=rows, drawn=drawn, changed=changed)
 
 
