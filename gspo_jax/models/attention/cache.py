@@ -147,6 +147,11 @@ def decode(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
   return (_decoded(x) * scale[0][..., None] if scale else _decoded(x)).astype(dtype)
 
 
+def tile(dtype: Any) -> int:
+  """Returns the positions in a hardware tile, at least 16."""
+  return max(16, 32 // jnp.dtype(dtype).itemsize)
+
+
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """Writes row j of `rows` to row index_j; drops indices out of range.
 

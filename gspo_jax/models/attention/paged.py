@@ -8,7 +8,6 @@ writing a token in place.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
+from gspo_jax.models.attention.cache import tile
 
 ROWS = 16  # Maximum batch rows per grid step of one core.
 LANES = 128  # Of a hardware tile.
-
-
-def tile(dtype: Any) -> int:
-  """Returns the positions written back together: a hardware tile, at least of bfloat16."""
-  return max(16, 32 // jnp.dtype(dtype).itemsize)
 
 
 def attend(

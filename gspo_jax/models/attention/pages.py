@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention.blocks import Scores
-from gspo_jax.models.attention.cache import Cache, decode, decoded, encode, spec
+from gspo_jax.models.attention.cache import Cache, decode, decoded, encode, spec, tile
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -214,6 +214,6 @@ def attend(
 
 def choose(cache: Block, implementation: str) -> str:
   """Returns the implementation of `attend` for `ComputeConfig.attention`."""
-  (S, H), tile = cache.kv_lpK2SH.shape[-2:], 32 if cache.scale_lpK2S is not None else 16
+  S, H = cache.kv_lpK2SH.shape[-2:]
   kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"
-  return "kernel" if kernel and S % tile == 0 and H % 128 == 0 else "plain"
+  return "kernel" if kernel and S % tile(cache.kv_lpK2SH.dtype) == 0 and H % 128 == 0 else "plain"
