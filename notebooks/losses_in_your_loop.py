@@ -16,29 +16,20 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. With gspo_jax installed, the cell does nothing. Expect pip's complaint about an older JAX, and SystemExit at the end of the cell.
+# The losses need only JAX, 0.7 or newer. Flax, Optax and Matplotlib, which this page needs too, are on Colab. With gspo_jax installed, the next cell does nothing.
 
 # %% tags=["install"]
 import importlib.util
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
 
 if importlib.util.find_spec("gspo_jax") is None:
   if "OWNER" in REPOSITORY:
     raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
-  tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-  packages = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
-  if not tpu and shutil.which("nvidia-smi"):
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
-    if driver.isdecimal():  # CUDA 13 needs driver 580
-      packages.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
-  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
-  raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", REPOSITORY], check=True)
+  importlib.invalidate_caches()  # so that this session finds it
 
 # %% [markdown]
 # ## The task

@@ -17,6 +17,7 @@ from support import smollm2, toy_qwen3
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 IN_CLONE = "experiment_figures"  # needs what is not in the package
+LOSSES = "losses_in_your_loop"  # installs the losses alone, beside the JAX of its session
 FIX = "jupytext --to ipynb --update notebooks/*.py"
 
 CHECKS = dict(
@@ -85,10 +86,20 @@ def test_notebooks_equal_their_scripts(name):
 
 def test_notebooks_install_alike_and_open_in_colab():
   names = [name for name in NAMES if name != IN_CLONE]
-  assert len({tagged(script(name), "install").source for name in names}) == 1
+  sources = {tagged(script(name), "install").source for name in names if name != LOSSES}
+  assert len(sources) == 1
   for name in names:
     address = f"colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/{name}.ipynb"
     assert address in script(name).cells[0].source
+
+
+def test_losses_notebook_goes_on_after_its_installation(monkeypatch):
+  source = tagged(script(LOSSES), "install").source.replace("/OWNER/", "/somebody/")
+  commands = []
+  monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  exec(source, {})  # Without a SystemExit, and without the extra that replaces JAX.
+  assert [command[-1] for command in commands] == ["git+https://github.com/somebody/gspo_jax"]
 
 
 @pytest.mark.parametrize("name", NAMES)

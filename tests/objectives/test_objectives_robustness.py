@@ -141,6 +141,16 @@ def test_bfloat16_is_computed_in_float32():
   assert grad.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("mean, clipped", [(-0.5, 0.16), (-1, 0.30), (-4, 0.46)])
+def test_rounded_log_probs_beside_exact_old_ones_are_clipped(mean, clipped):
+  """The figures of docs/objectives.md, for ten tokens of exponentially distributed -log π."""
+  draws, coin = jax.random.split(jax.random.key(0))
+  old_BT = mean * jax.random.exponential(draws, (4000, 10))
+  sign_B = jnp.where(jax.random.bernoulli(coin, shape=(4000,)), 1.0, -1.0)
+  _, metrics = O.gspo_loss(old_BT.astype(jnp.bfloat16), old_BT, sign_B, jnp.ones((4000, 10)))
+  assert abs(metrics["clip_fraction/sequence"] - clipped) < 0.01
+
+
 def arguments(**changed):
   named = dict(logp_BT=CASE["logp"], old_logp_BT=CASE["old"], advantage=CASE["advantage"])
   return list((named | dict(mask_BT=CASE["mask"]) | changed).values())
