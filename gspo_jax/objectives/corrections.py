@@ -132,6 +132,7 @@ def mismatch(
   """Mismatch of trainer and sampler, with Δ = log π_train − log π_sampler.
 
     mismatch/abs/mean, /max      |Δ| of the tokens
+    mismatch/tail                share of tokens with |Δ| > log 2: probabilities off by a factor of 2
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
     mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which
                                  does not average out over a sequence as noise does
@@ -156,6 +157,7 @@ def mismatch(
   return {
     "mismatch/abs/mean": Mean(abs(log_ratio_BT).sum(), number),
     "mismatch/abs/max": _largest(log_ratio_BT, number),
+    "mismatch/tail": ratios.tail(log_ratio_BT, number),
     "mismatch/k3": Mean(k3_BT.sum(), number),
     "mismatch/sequence/mean": Mean(mean_BU.sum(), responses),
     "mismatch/sequence/abs/mean": Mean(abs(mean_BU).sum(), responses),

@@ -14,10 +14,12 @@ from jax.typing import ArrayLike
 from gspo_jax.objectives import checks
 from gspo_jax.objectives.aggregation import at_tokens, unit_sum
 from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.reductions import Mean
 
 # No log-probability is as large as this: only garbage is cut. It keeps the sums over a batch, and
 # the squares, of whatever finite numbers come in finite in float32.
 _GARBAGE = 1e12
+_TAIL = math.log(2)
 
 
 def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
@@ -143,6 +145,11 @@ def finite(x: Array) -> Array:
   """Clips x at max^0.8 of its dtype, 1e30 in float32. Sums over a batch stay finite."""
   largest = float(jnp.finfo(x.dtype).max) ** 0.8
   return jnp.clip(x, -largest, largest)
+
+
+def tail(log_ratio_BT: Array, number: Array) -> Mean:
+  """Share of `number` tokens with a ratio above 2 or below 1/2."""
+  return Mean((abs(log_ratio_BT) > _TAIL).sum(dtype=number.dtype), number)
 
 
 def bounded_exp(log_x: Array, share: float = 0.75) -> Array:

@@ -320,15 +320,19 @@ def _deviation(log_ratio: Array) -> Array:
 
 
 def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
-  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved. And over how many tokens of
-  a response its log-ratio is spread, in the mean over responses that moved by more than rounding:
-  the spread of that is another with every layout of a batch."""
+  """Distance of the policy from the old one, by tokens.
+
+  k1 and k3 (kl.py) of KL(π_old‖π_θ), and the share of tokens with a ratio above 2 or below 1/2. And
+  over how many tokens of a response its log-ratio is spread, in the mean over responses that moved
+  by more than rounding: the spread of that is another with every layout of a batch.
+  """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
   moved_BT = jnp.where(abs(log_ratio_BT) > rounding, log_ratio_BT, 0)
   size_BU = clip_ranges.effective_length(moved_BT, tokens.mask_BT, tokens.response_BT)
   return {
     "ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype)),
+    "ratio/tail": ratios.tail(log_ratio_BT, tokens.number()),
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
     "kl/k3": Mean(k3_BT.sum(), tokens.number()),
   }

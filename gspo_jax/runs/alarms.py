@@ -9,7 +9,7 @@ true.
 import collections
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gspo_jax.settings.training import AlarmConfig
@@ -29,6 +29,7 @@ class Alarms:
     self._best = -float("inf")
     self._range = math.inf, -math.inf  # Smallest and largest reward so far.
     self._idle = 0  # Consecutive iterations with a gradient of 0.
+    self._compared = False  # Whether a row has compared sampler and trainer.
     self._active: set[str] = set()
     for row in rows:
       self(row)
@@ -44,8 +45,7 @@ class Alarms:
   def _conditions(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yields name and message of each true condition."""
     c = self._config
-    names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
-    norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
+    norm, entropy, reward = (_finite(row.get(x)) for x in ("grad_norm", "entropy", "reward/mean"))
     if norm is not None:
       self._idle = 0 if norm else self._idle + 1
     if norm == 0 and self._idle >= IDLE_ITERATIONS:
@@ -59,12 +59,14 @@ class Alarms:
     trained = row.get("ratio/mean") != 0  # The mean ratio is 0 if no token was trained on.
     if c.entropy and entropy is not None and entropy < c.entropy and trained:
       yield "entropy", f"the policy's entropy is down to {entropy:.3g} nats per token"
-    if c.ratio and deviation is not None and deviation > c.ratio:
-      yield "ratio", f"importance ratios are off 1 by {deviation:.3g} in the mean"
-    for name, metric, text in _MISMATCHES:
-      distance, clip_range = abs(_finite(row.get(metric)) or 0.0), row.get("clip_range")
-      if c.mismatch and clip_range and distance > c.mismatch * clip_range:
-        yield name, text.format(distance, clip_range)
+    for bound in _BOUNDS:
+      value, limit = _finite(row.get(bound.metric)), bound.limit(c, row)
+      if value is not None and limit and value > limit:
+        yield bound.name, bound.text.format(value, row.get("clip_range"))
+    if (share := _outside_range(row)) is not None:
+      if c.mismatch and share > OUTSIDE and not self._compared:
+        yield "mismatch_clips", _CLIPS.format(share, row["clip_range"], row[_DISTANCE])
+      self._compared = True
     if reward is not None:
       spread = self._spread(row)
       self._rewards.append(reward)
@@ -117,6 +119,24 @@ ALARMS = {
     "Set engine.dtype and engine.cache_dtype to compute.dtype, or widen the clip range.",
     "docs/sampling.md#log-probabilities",
   ),
+  "mismatch_clips": Alarm(
+    "Rounding of the sampler alone takes more than a tenth of the responses out of the clip range.",
+    "Three ways out: objective.old_logp=recompute costs a pass of the trainer, and ratios begin at "
+    "1; wider objective.clip_low and objective.clip_high cost nothing, and admit larger updates; "
+    "objective.old_logp=behaviour with objective.correction.name=masked costs a pass and the "
+    "responses that it leaves out.",
+    "docs/sampling.md#rollouts-in-eight-bits",
+  ),
+  "mismatch_tail": Alarm(
+    "For more than a tenth of the tokens sampler and trainer differ by a factor above 2.",
+    "Set engine.dtype and engine.cache_dtype to compute.dtype. With the same types, or with "
+    "servers, sampler and trainer are two models: compare their weights and chat templates.",
+    "docs/sampling.md#rollouts-in-eight-bits",
+  ),
+  "ratio_tail": Alarm(
+    "For more than a tenth of the tokens the policy has moved by a factor above 2.",
+    "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
+  ),
   "recomputed": Alarm(
     "Rounding of recomputed log-probs exceeds the clip range.",
     "Set compute.dtype=float32, or widen the clip range.",
@@ -166,20 +186,82 @@ def advice(name: str) -> str:
 
 WINDOW = 10  # Iterations of medians and means.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
-_MISMATCHES = (  # Name, metric, and message with the metric's value and the clip range.
-  (
+TAIL = 0.1  # Share of tokens with a ratio above 2 or below 1/2; runs beyond it are known to fail.
+OUTSIDE = 0.1  # Share of responses outside the clip range before any update.
+
+
+class Bound(NamedTuple):
+  """Alarm on one metric above a limit."""
+
+  name: str
+  metric: str
+  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # 0: no alarm.
+  text: str  # With the metric's value and the clip range.
+
+
+def _ratio_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
+  return config.ratio
+
+
+def _mismatch_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
+  return config.mismatch * (row.get("clip_range") or 0.0)
+
+
+def _tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
+  return TAIL
+
+
+_DISTANCE = "mismatch/sequence/abs/mean"  # Not the signed mean, in which noise cancels.
+_BOUNDS = (
+  Bound(
+    "ratio",
+    "ratio/deviation",
+    _ratio_limit,
+    "importance ratios are off 1 by {:.3g} in the mean",
+  ),
+  Bound(
     "mismatch",
-    "mismatch/sequence/mean",
+    _DISTANCE,
+    _mismatch_limit,
     "the trainer's log-probs are off the sampler's by {:.2g} in the mean, and the clip range is "
     "{:.2g}: old_logp=sampler clips on policy, with old_logp=recompute the batch is off policy",
   ),
-  (
+  Bound(
     "recomputed",
     "mismatch/recomputed",
+    _mismatch_limit,
     "recomputed old log-probs are off the update's own by {:.2g} in the mean, and the clip range "
     "is {:.2g}: rounding clips from the second mini-batch on",
   ),
+  Bound(
+    "mismatch_tail",
+    "mismatch/tail",
+    _tail_limit,
+    "sampler and trainer differ by a factor above 2 on {:.1%} of the tokens",
+  ),
+  Bound(
+    "ratio_tail",
+    "ratio/tail",
+    _tail_limit,
+    "the policy has moved by a factor above 2 on {:.1%} of the tokens",
+  ),
 )
+_CLIPS = (
+  "{:.0%} of the responses are outside the clip range of {:.2g} before any update, by the rounding "
+  "of the sampler alone (mean |Δ log-prob| of a response: {:.2g})"
+)
+
+
+def _outside_range(row: Mapping[str, Any]) -> float | None:
+  """Returns the share of responses outside the clip range by the mismatch alone.
+
+  P(|N(0, m)| > range) with m √(2/π) the mean distance of a response. None without such a metric or
+  range, and with recomputed old log-probs, whose ratios begin at 1.
+  """
+  distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
+  if distance is None or not clip_range or "mismatch/recomputed" in row:
+    return None
+  return math.erfc(clip_range / (distance * math.sqrt(math.pi))) if distance else 0.0
 
 
 def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:

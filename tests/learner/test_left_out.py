@@ -42,7 +42,7 @@ def test_mismatch_is_over_tokens_of_the_current_weights(microbatches):
   params, row = after(step, SHALLOW, whole.with_fields(sampler_logp_BT=far, current_BT=current))
   _, expected = after(step, SHALLOW, whole.replace(mask_BT=current))
   names = [name for name in row if name.startswith("mismatch/")]
-  assert len(names) == 9 and row["mismatch/abs/max"] > 0
+  assert len(names) == 10 and row["mismatch/abs/max"] > 0
   for name in names:
     assert row[name] == pytest.approx(expected[name], rel=1e-5), name
   plain_params, _ = after(step, SHALLOW, whole)
@@ -61,7 +61,7 @@ def test_metrics_without_tokens_are_absent():
   shares = {f"by_age/responses/{age}" for age in range(3)}
   by_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
   older = {name for name in compared if name.startswith("mismatch/older/")}
-  assert compared == shares | by_age | older and len(older) == 10
+  assert compared == shares | by_age | older and len(older) == 11
   _, row = after(step, SHALLOW, whole.with_fields(current_BT=whole.mask_BT))
   assert {"mismatch/abs/max", "mismatch/current/ess/sequence"} <= row.keys()
   assert {n for n in row if n.startswith("mismatch/older/")} == {"mismatch/older/tokens"}

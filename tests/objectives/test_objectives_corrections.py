@@ -94,6 +94,7 @@ def test_mismatch():
   expected = {
     "mismatch/abs/mean": abs(delta).mean(),
     "mismatch/abs/max": abs(delta).max(),
+    "mismatch/tail": (abs(delta) > np.log(2)).mean(),
     "mismatch/k3": (np.exp(delta) - 1 - delta).mean(),
     "mismatch/sequence/mean": rows.mean(),
     "mismatch/sequence/abs/mean": abs(rows).mean(),
@@ -282,6 +283,7 @@ def test_metrics_by_hand():
       "ratio/std": ratio.std(),
       "ratio/deviation": abs(ratio - 1).mean(),
       "ratio/effective_length": np.mean(lengths),  # all tokens have moved alike
+      "ratio/tail": 0,
       "kl/k1": -(delta * lengths).sum() / 10,
       "kl/k3": ((ratio - 1 - delta) * lengths).sum() / 10,
     }
@@ -312,6 +314,9 @@ def test_the_effective_length_is_of_the_tokens_that_move(name):
   packed = compiled(loss, *long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
   for metrics in (compiled(loss, *args)[1], O.compute(sums), packed):
     np.testing.assert_allclose(metrics["ratio/effective_length"], each.mean(), rtol=1e-4)
+    beyond = (abs(delta[MASK]) > np.log(2)).mean()
+    np.testing.assert_allclose(metrics["ratio/tail"], beyond, rtol=1e-6)
+    assert beyond > 0
 
 
 def test_clip_fractions_of_token_losses():

@@ -24,7 +24,8 @@ def healthy(step, **changes):
   row = {"phase": "rl", "step": step, "grad_norm": 1.0 + 0.1 * (step % 3), "entropy": 0.8}
   row |= {"ratio/deviation": 1e-3, "reward/mean": 0.5 + 0.01 * step, "clip_range": 3e-4}
   row |= {"verifier/unknown": 0.01, "eval/verifier/unknown": 0.0}
-  return row | {"mismatch/sequence/mean": -2e-4, "mismatch/recomputed": 2e-4} | changes
+  row |= {"mismatch/sequence/mean": -4e-4, "mismatch/sequence/abs/mean": 2e-4}
+  return row | {"mismatch/recomputed": 2e-4, "mismatch/tail": 0.1, "ratio/tail": 0.1} | changes
 
 
 def run(rows, watch=None):
@@ -47,7 +48,9 @@ TROUBLE = {
   "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
   "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
   "unknown": ({"eval/verifier/unknown": 0.0625}, "no verdict on 6.25% of the responses"),
-  "mismatch": ({"mismatch/sequence/mean": -4e-4}, "off the sampler's by 0.0004"),
+  "mismatch": ({"mismatch/sequence/abs/mean": 4e-4}, "off the sampler's by 0.0004"),
+  "mismatch_tail": ({"mismatch/tail": 0.12}, "factor above 2 on 12.0% of the tokens"),
+  "ratio_tail": ({"ratio/tail": 0.12}, "moved by a factor above 2 on 12.0% of the tokens"),
   "recomputed": ({"mismatch/recomputed": 4e-4}, "off the update's own by 0.0004"),
 }
 
@@ -129,6 +132,29 @@ def test_zero_turns_a_warning_off():
   rows += [{"phase": "rl", "step": 5, "grad_norm": 1e9, "ratio/deviation": 9.0, "reward/mean": -9}]
   rows.append(healthy(6, **TROUBLE["mismatch"][0]))
   assert run(rows, off) == ({}, [])
+
+
+def sampler_row(step, distance):
+  """Row of a run with the sampler's old log-probs."""
+  row = healthy(step, **{"mismatch/sequence/abs/mean": distance})
+  del row["mismatch/recomputed"]
+  return row
+
+
+def test_a_tenth_clipped_by_the_mismatch_alone_is_said_once():
+  """P(|N(0, m)| > 3e-4) is a tenth at m = 1.82e-4, where the mean distance is 1.455e-4."""
+  assert run([sampler_row(0, 1.45e-4)]) == ({}, [])
+  first, *others = [sampler_row(s, distance) for s, distance in enumerate((1.5e-4, 1e-4, 1.5e-4))]
+  steps, printed = run([first, *others])
+  assert steps == {"warning/mismatch_clips": [0]} and len(printed) == 1
+  assert "11% of the responses are outside the clip range of 0.0003" in printed[0]
+  ways = ("old_logp=recompute", "clip_high", "old_logp=behaviour")
+  assert all(way in printed[0] for way in ways)
+  assert run(others, Alarms(CONFIG, [first])) == ({}, []), "resumed"
+  late = [healthy(0), sampler_row(1, 0), sampler_row(2, 1.5e-4)]
+  assert run(late) == ({}, []), "recomputed log-probs, then an exact sampler at first"
+  assert "warning/mismatch_clips" in run([healthy(0), sampler_row(1, 1.5e-4)])[0]
+  assert run([sampler_row(0, 1.5e-4)], Alarms(AlarmConfig(mismatch=0))) == ({}, [])
 
 
 def test_without_a_clip_range_mismatch_does_not_warn():
