@@ -132,7 +132,7 @@ def mismatch(
   """Mismatch of trainer and sampler, with Δ = log π_train − log π_sampler.
 
     mismatch/abs/mean, /max      |Δ| of the tokens
-    mismatch/tail                share of tokens with |Δ| > log 2: probabilities off by a factor of 2
+    mismatch/tail                share of tokens with |Δ| > log 2, a ratio above 2 or below 1/2
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
     mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which
                                  does not average out over a sequence as noise does
