@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.models import transformer
 from gspo_jax.models.hf import leaves
 from gspo_jax.settings.model import ModelConfig
 
@@ -91,7 +92,8 @@ def _close(a: Any, b: Any) -> bool:
 
 def _wrong_tensors(names: set[str], model: ModelConfig) -> list[str]:
   expected = set()
-  for leaf in leaves.leaves_of(model, {key: (name, "") for key, name in _TENSORS.items()}):
+  files = {key: (name, "") for key, name in _TENSORS.items()}
+  for leaf in leaves.leaves_of(transformer.table(model), files):
     expected |= {leaf.tensor(position) for position in leaf.positions(leaves.whole(leaf))}
   faults = []
   if extra := sorted(names - expected):

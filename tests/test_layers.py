@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 # From the ground. A room imports from the floors below its own, and from itself.
 FLOORS = """
   verifiers
-  objectives structs system tasks
+  objectives structs system
+  tasks
   settings
   sharding rewards cli
   models data

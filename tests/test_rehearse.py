@@ -38,7 +38,7 @@ REFUSED = {
   ),
   "a verifier that is not there": (
     dict(reward__name="verifiers_of_a_test:missing", reward__workers=1),
-    r"reward\.name='verifiers_of_a_test:missing': .*has no attribute 'missing'",
+    r"reward\.name='verifiers_of_a_test:missing': .*verifiers_of_a_test has no missing",
   ),
   "a signal that is not there": (
     dict(
@@ -47,7 +47,7 @@ REFUSED = {
       constraints__costs__other__limit=0.5,
       reward__workers=1,
     ),
-    r"constraints: signal='verifiers_of_a_test:missing': .*has no attribute 'missing'",
+    r"constraints: signal='verifiers_of_a_test:missing': .*verifiers_of_a_test has no missing",
   ),
   "a conversation that cannot begin": (
     dict(job="eval", environment__name="verifiers_of_a_test:Long"),

@@ -46,10 +46,10 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
     ValueError: there are too few devices, or the model does not fit a mesh.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
+  rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
   transformer.check_attention(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
   table = transformer.table(config.model)
-  rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
   weights.shardings(table, sharding.TRAIN, trainer)  # Raises ValueError for an indivisible weight.
   layout = weights.shardings(table, rollout, sampler)
   dtypes = weights.dtypes(table, config.sampler_compute.dtype)

@@ -14,7 +14,7 @@ from gspo_jax.structs import ModelInputs, TrainBatch
 _B, _T = 4, 6  # Responses and tokens of the trial.
 
 
-def check(config: RunConfig) -> None:
+def check_objective(config: RunConfig) -> None:
   """Raises ValueError if the user's loss or estimator fails."""
   if not config.has_iterations:
     return

@@ -10,9 +10,10 @@ from typing import Any
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.inputs import facts, objective
+from gspo_jax.inputs import facts
 from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
 from gspo_jax.inputs.devices import Meshes, check_devices, check_engine, check_memory, make_meshes
+from gspo_jax.inputs.objective import check_objective
 from gspo_jax.learner.state import check_state
 from gspo_jax.rewards import shaping
 from gspo_jax.runs import contents, provenance, weight_source
@@ -26,7 +27,8 @@ from gspo_jax.settings import rules
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.system import hosts
+from gspo_jax.settings.training import LoraConfig
+from gspo_jax.system import files, hosts
 from gspo_jax.tasks import environments
 from gspo_jax.teacher import Teacher, check_teacher, find_teacher
 
@@ -120,7 +122,7 @@ def read_parts(
     date: date of the run's first start, for chat templates.
     devices: as in `read_inputs`.
   """
-  objective.check(config)
+  check_objective(config)
   source = read_model(config, origins["start"])
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
@@ -144,10 +146,26 @@ def read_parts(
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
-  """Resolves the weights. Raises ValueError unless they are a complete model of this shape."""
+  """Resolves the weights. Raises ValueError unless weights and adapters fit the model."""
   source = weight_source.resolve("weights", config.weights, recorded)
   source.check_model(config.model, config.weights)
+  if config.lora.adapter:
+    _check_adapter(config.lora, config.model)
   return source
+
+
+def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
+  """Raises ValueError unless the adapters fit the model, and are pinned to a commit."""
+  from gspo_jax.models.hf import peft  # Only this check needs safetensors.
+
+  adapter = lora.adapter
+  if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+    raise ValueError(
+      f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
+      f"now, {pinned}"
+    )
+  files.located(adapter, "lora.adapter")
+  peft.check(adapter, model, lora)
 
 
 def read_tokenizer(

@@ -76,9 +76,10 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 def count(config: ModelConfig) -> tuple[int, int]:
   """Counts parameters: (all, active for one token)."""
-  total = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)))
+  weights = jax.tree.leaves(table(config))
+  total = sum(math.prod(w.shape) for w in weights)
+  by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)
   unused = config.num_experts - config.experts_per_token
-  by_expert = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)) if w.by_expert)
   return total, total - by_expert * unused // max(config.num_experts, 1)
 
 

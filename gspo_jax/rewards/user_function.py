@@ -10,14 +10,11 @@ is not limited, since the function may load a model, for example.
 """
 
 import contextlib
-import functools
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gspo_jax.settings.rewards import LARGEST
+from gspo_jax.system import user_code
 from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
@@ -55,7 +52,7 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`; `[name]` only imports the function and returns 0.
   """
   name, *arguments = item
-  function = _find(name)
+  function = user_code.load(name, name)
   if not arguments:
     return 0.0
   value = float(function(*arguments))
@@ -64,13 +61,3 @@ def call(item: list[Any]) -> float:
       f"{name} returned {value}, which is no number from {-LARGEST:g} to {LARGEST:g}"
     )
   return value
-
-
-@functools.cache
-def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
-  sys.path.append(os.getcwd())  # As in `python -m gspo_jax.main`.
-  module, _, function = name.partition(":")
-  verify = getattr(importlib.import_module(module), function)
-  if not callable(verify):
-    raise TypeError(f"{name} is no function, but {verify!r:.40}")
-  return verify

@@ -4,10 +4,7 @@ from pathlib import Path
 
 from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
-from gspo_jax.runs import weight_source
-from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hub
 
 
@@ -35,8 +32,6 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   check_signals(config.constraints)
-  if config.lora.adapter:
-    _check_adapter(config.lora, config.model)
 
 
 def _check_required(config: RunConfig) -> None:
@@ -78,20 +73,6 @@ def _check_replay(directory: str, iterations: int) -> None:
       f"--config.rl.replay={directory} has no {absent[0].name}: set rl.iterations={iterations} to "
       f"the {iterations - len(absent)} on record"
     )
-
-
-def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless the adapters fit the model, and are pinned to a commit."""
-  from gspo_jax.models.hf import peft  # Only this check needs safetensors.
-
-  adapter = lora.adapter
-  if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
-    raise ValueError(
-      f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
-      f"now, {pinned}"
-    )
-  files.located(adapter, "lora.adapter")
-  peft.check(adapter, model, lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:

@@ -107,11 +107,12 @@ def find_loss(name: str) -> O.PolicyLoss:
   """
   if name in O.POLICY_LOSSES:
     return O.POLICY_LOSSES[name]
-  function = user_code.load(name, "objective.name")
-  parameters = [*_parameters(function, f"objective.name={name!r}").values()]
+  label = f"objective.name={name!r}"
+  function = user_code.load(name, label)
+  parameters = [*_parameters(function, label).values()]
   if len(parameters) < 4 or any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:4]):
     raise ValueError(
-      f"objective.name={name!r}: {function.__name__} takes logp_BT, old_logp_BT, advantage_B or "
+      f"{label}: {function.__name__} takes logp_BT, old_logp_BT, advantage_B or "
       f"advantage_BT, and mask_BT, in this order, and then options; it has "
       f"{', '.join(p.name for p in parameters) or 'no arguments'}"
     )
@@ -122,7 +123,7 @@ def find_loss(name: str) -> O.PolicyLoss:
       (missing or p.name.endswith("_BT")) and p.name not in COMPUTED and p.kind is not p.VAR_KEYWORD
     ):
       raise ValueError(
-        f"objective.name={name!r}: {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
+        f"{label}: {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
         "has no default as an option has"
       )
   return loss
@@ -137,8 +138,9 @@ def find_estimator(name: str) -> O.Estimator:
   """
   if name in O.ESTIMATORS:
     return O.ESTIMATORS[name]
-  function = user_code.load(name, "objective.advantage")
-  parameters = _parameters(function, f"objective.advantage={name!r}")
+  label = f"objective.advantage={name!r}"
+  function = user_code.load(name, label)
+  parameters = _parameters(function, label)
   options = tuple(option for option in [*parameters][1:] if option != "valid_PG")
 
   @functools.wraps(function)

@@ -9,12 +9,12 @@ from typing import Any
 from gspo_jax.system.text import did_you_mean
 
 
-def load(name: str, key: str) -> Callable[..., Any]:
+def load(name: str, label: str) -> Callable[..., Any]:
   """Imports a function or class, from the working directory too.
 
   Args:
     name: `package.module:function`.
-    key: configuration key of the name, for error messages.
+    label: key and name, for error messages.
 
   Raises:
     ValueError: it cannot be imported, or is not callable.
@@ -23,13 +23,14 @@ def load(name: str, key: str) -> Callable[..., Any]:
   if (directory := os.getcwd()) not in sys.path:
     sys.path.append(directory)  # `python -m gspo_jax.main` finds modules there too.
   try:
-    scope = vars(importlib.import_module(module))
+    imported = importlib.import_module(module)
+    loaded = getattr(imported, function, None)
   except (Exception, SystemExit) as error:  # It is the user's.
     message = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{key}={name!r} cannot be imported: {message}") from error
-  if function not in scope:
-    hint = did_you_mean(function, scope)
-    raise ValueError(f"{key}={name!r} cannot be imported: {module} has no {function}{hint}")
-  if not callable(scope[function]):
-    raise ValueError(f"{key}={name!r}: {function} is no function or class, but {scope[function]!r}")
-  return scope[function]
+    raise ValueError(f"{label} cannot be imported: {message}") from error
+  if loaded is None:
+    hint = did_you_mean(function, vars(imported))
+    raise ValueError(f"{label} cannot be imported: {module} has no {function}{hint}")
+  if not callable(loaded):
+    raise ValueError(f"{label}: {function} is no function or class, but {loaded!r}")
+  return loaded

@@ -4,12 +4,11 @@ What an environment is says `sampling.Environment`; nothing here needs to know.
 """
 
 import dataclasses
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
+
+from gspo_jax.system import user_code
 
 ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")  # called as a user's own is
 
@@ -46,23 +45,14 @@ def find(name: str, tokenizer: Any) -> Make | None:
   """
   if not name:
     return None
-  module, colon, function = ENVIRONMENTS.get(name, name).partition(":")
-  if not (module and colon and function):
+  path, label = ENVIRONMENTS.get(name, name), f"environment.name={name!r}"
+  module, _, function = path.partition(":")
+  if not (module and function):
     raise ValueError(
-      f"environment.name={name!r} is not one of {', '.join(ENVIRONMENTS)}, nor"
-      " package.module:function"
+      f"{label} is not one of {', '.join(ENVIRONMENTS)}, nor package.module:function"
     )
-  sys.path.append(os.getcwd())  # `python -m gspo_jax.main` finds modules there too.
-  try:
-    make = getattr(importlib.import_module(module), function)
-  except (Exception, SystemExit) as error:  # It is the user's.
-    message = f"{type(error).__name__}: {error}"
-    raise ValueError(f"environment.name={name!r} cannot be imported: {message}") from error
-  if not callable(make):
-    raise ValueError(f"environment.name={name!r}: {function} is no function or class, but {make!r}")
+  make = user_code.load(path, label)
   limit_s = time_limit(make)
   if not (isinstance(limit_s, int | float) and 0 < limit_s < math.inf):
-    raise ValueError(
-      f"environment.name={name!r}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds"
-    )
+    raise ValueError(f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds")
   return Factory(make, tokenizer, float(limit_s))

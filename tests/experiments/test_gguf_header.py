@@ -9,7 +9,7 @@ import pytest
 from support.small_models import DENSE, MOE, initial, logits
 
 from experiments import gguf_header, smollm2
-from gspo_jax.models import hf
+from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import leaves
 
 MODEL = dataclasses.replace(DENSE, head_dim=128)  # The only width of transformers' GGUF reader.
@@ -29,9 +29,10 @@ def write(path, model, architecture, without=(), tensors=(), **keys):
   file.add_tokenizer_model("gpt2")
   file.add_token_list(["a", "b", "ab", *map(str, range(3, model.vocab_size))])
   file.add_token_merges(["a b"])
-  table = {key: (name, "") for key, name in gguf_header._TENSORS.items()}
-  names = leaves.leaves_of(model, table)
-  shapes = leaves.leaves_of(model, hf.architectures.names(model))
+  table = transformer.table(model)
+  in_file = {key: (name, "") for key, name in gguf_header._TENSORS.items()}
+  names = leaves.leaves_of(table, in_file)
+  shapes = leaves.leaves_of(table, hf.architectures.names(model))
   for named, leaf, array in zip(names, shapes, jax.tree.leaves(params), strict=True):
     for position in named.positions(leaves.whole(named)):
       value = np.asarray(array[position] if position else array)

@@ -65,7 +65,7 @@ def configured(**keys):
   values = tiny.get_config().to_dict()
   values["objective"] |= keys
   config = from_dict(values)
-  objective.check(config)
+  objective.check_objective(config)
   return config
 
 

@@ -134,7 +134,8 @@ def _plan(
       twin = head  # Second copy of a tied embedding.
     else:
       names = names | {"embed": names["head"]}
-  leaves = leaves_of(config, mxfp4.names_in(files.file_of, names))
+  names = mxfp4.names_in(files.file_of, names)
+  leaves = leaves_of(transformer.table(config), names)
   shapes: dict[str, tuple[int, ...]] = {}
   for leaf in leaves:
     for position in leaf.positions(whole(leaf)):
@@ -284,7 +285,7 @@ def save(
   names, other_model = architectures.names(model_config), nested.Other(like)
   if other_model.names and load_config(like) != model_config:
     raise ValueError(f"{like} holds another model than model_config")
-  leaves = leaves_of(model_config, other_model.rename(names))
+  leaves = leaves_of(transformer.table(model_config), other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):

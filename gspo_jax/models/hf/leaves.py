@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import finite, transformer
+from gspo_jax.models import finite
 from gspo_jax.models.hf.config import CheckpointError
-from gspo_jax.models.weights import Dense
-from gspo_jax.settings.model import ModelConfig
+from gspo_jax.models.weights import Dense, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +72,9 @@ class Leaf:
     return itertools.product(*(box[x] for x in self.stacked))
 
 
-def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Returns every parameter, in the order of the flattened pytree."""
-  table = transformer.table(config)
-  starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
+def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
+  """Returns every weight of a model's table, in its order."""
+  starts = list(itertools.accumulate(table.depths, initial=0))
   leaves = []
   for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
     keys, first_layer = path, starts[-1] if path[0].name != "embed" else -1

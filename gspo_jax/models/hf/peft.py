@@ -165,13 +165,9 @@ def save(
 
 def _modules(model: ModelConfig) -> dict[str, str]:
   """Maps modules of Hugging Face's architecture to their names in `LoraConfig.matrices`."""
-  every = lora.table(transformer.table(model), LoraConfig(rank=1))
-  weights = jax.tree.leaves(every, is_leaf=lora.is_adapted)
-  leaves = hf_leaves.leaves_of(model, names(published(model)))
   return {
     leaf.name.split(".")[-2]: f"{leaf.key.split('.')[-1]}_proj"
-    for leaf, w in zip(leaves, weights, strict=True)
-    if lora.is_adapted(w)
+    for leaf, _ in _adapted(model, LoraConfig(rank=1))
   }
 
 
@@ -184,16 +180,21 @@ def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
 
 def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   """Returns every A and B, in the order of the flattened pytree."""
-  adapters = lora.table(transformer.table(model), config)
-  weights = jax.tree.leaves(adapters, is_leaf=lora.is_adapted)
   leaves = []
-  for leaf, w in zip(hf_leaves.leaves_of(model, names(published(model))), weights, strict=True):
-    if lora.is_adapted(w):
-      if len(leaf.axes) != 2:
-        raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters for it")
-      stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
-      for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
-        name = f"base_model.model.{stem}.lora_{side}.weight"
-        changed = dict(letters=part.letters, shape=part.shape, name=name, axes=axes)
-        leaves.append(dataclasses.replace(leaf, **changed))
+  for leaf, w in _adapted(model, config):
+    if len(leaf.axes) != 2:
+      raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters for it")
+    stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
+    for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
+      name = f"base_model.model.{stem}.lora_{side}.weight"
+      changed = dict(letters=part.letters, shape=part.shape, name=name, axes=axes)
+      leaves.append(dataclasses.replace(leaf, **changed))
   return leaves
+
+
+def _adapted(model: ModelConfig, config: LoraConfig) -> list[tuple[hf_leaves.Leaf, lora.Adapted]]:
+  """Returns each matrix with adapters, in the files and in the table of weights."""
+  table = transformer.table(model)
+  weights = jax.tree.leaves(lora.table(table, config), is_leaf=lora.is_adapted)
+  leaves = hf_leaves.leaves_of(table, names(published(model)))
+  return [(leaf, w) for leaf, w in zip(leaves, weights, strict=True) if lora.is_adapted(w)]
