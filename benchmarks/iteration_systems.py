@@ -32,6 +32,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
   from configs import tiny
   from gspo_jax import main, train
+  from gspo_jax.inputs import read_inputs
   from gspo_jax.rollouts.collector import Collector
   from gspo_jax.run import open_run
   from gspo_jax.runs import metrics
@@ -74,7 +75,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
   with (
     mock.patch.object(Collector, "collect", timed_begin),
-    open_run(config, workdir) as run,
+    open_run(read_inputs(config, workdir)) as run,
     preemption.watch(config.checkpoint.grace_s),
   ):
     score = run.scoring.scorers[config.reward.name]

@@ -20,6 +20,7 @@ import jax
 
 from configs import tiny
 from gspo_jax import train
+from gspo_jax.inputs import read_inputs
 from gspo_jax.main import compiled_programs_stay
 from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collector
@@ -62,7 +63,7 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
     for owner, name in WRITING:
       patched = mock.patch.object(owner, name, sometimes(getattr(owner, name)))
       stack.enter_context(patched)
-    run = stack.enter_context(open_run(config, workdir))
+    run = stack.enter_context(open_run(read_inputs(config, workdir)))
     train.train(run, run.initial_params)
   seconds_by_writing: dict[bool, list[float]] = {True: [], False: []}
   marks = starts[every // 2 - 1 :: every][1:]  # Earlier blocks compile.

@@ -63,6 +63,7 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   from absl import logging
 
   from gspo_jax import main as command_line
+  from gspo_jax.inputs import read_inputs
   from gspo_jax.run import open_run
   from gspo_jax.runs import nonfinite
   from gspo_jax.settings.reading import from_dict
@@ -74,7 +75,7 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   # the interruption.
   config = from_dict(values | dict(resume="force"))
   try:
-    with preemption.watch(config.checkpoint.grace_s), open_run(config, workdir) as run:
+    with preemption.watch(config.checkpoint.grace_s), open_run(read_inputs(config, workdir)) as run:
       if measure:
         module, _, function = measure.partition(":")
         getattr(importlib.import_module(module), function)(run)

@@ -30,7 +30,7 @@ from gspo_jax.cli.flags import (
   refuse,
 )
 from gspo_jax.evaluation import statistics
-from gspo_jax.inputs import model_of_weights
+from gspo_jax.inputs import model_of_weights, read_inputs
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
   garbage_is_rare()
   config, workdir = configured(_model_of_weights), _workdir()
   try:
-    with open_run(config, workdir) as run, agreed_stops(config.checkpoint.grace_s):
+    inputs = read_inputs(config, workdir)  # The first write comes after all checks.
+    with open_run(inputs) as run, agreed_stops(config.checkpoint.grace_s):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := anchor(config):
@@ -102,7 +103,8 @@ def plan() -> None:
   config = configured(_model_of_weights)
   try:
     devices = chips.described(_TOPOLOGY.value) if _TOPOLOGY.value else None
-    lines = plan.lines(config, *rehearse(config, _workdir(), devices))
+    inputs = read_inputs(config, _workdir(), devices)
+    lines = plan.lines(inputs, rehearse(inputs))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:

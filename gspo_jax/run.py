@@ -14,7 +14,7 @@ from gspo_jax import rewards, teacher
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.inputs.reading import Inputs, read_inputs
+from gspo_jax.inputs.reading import Inputs
 from gspo_jax.models import publication
 from gspo_jax.models.publication import Publishers
 from gspo_jax.report.page import RunningReport
@@ -50,8 +50,6 @@ class Scoring:
 class Run:
   """Parts of an open run, the inputs of its phases."""
 
-  config: RunConfig
-  workdir: Path
   inputs: Inputs
   scoring: Scoring
   engine: Engine
@@ -61,6 +59,16 @@ class Run:
   profiler: Profiler
   publishers: Publishers
   goodput: Goodput = dataclasses.field(default_factory=Goodput)
+
+  @property
+  def config(self) -> RunConfig:
+    """The run's configuration."""
+    return self.inputs.config
+
+  @property
+  def workdir(self) -> Path:
+    """The run's directory."""
+    return self.inputs.workdir
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
@@ -142,32 +150,24 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
-  """Opens a run in its directory.
+def open_run(inputs: Inputs) -> Iterator[Run]:
+  """Opens a run in its directory, after `read_inputs`.
 
   Raises:
-    ValueError: weights, tokenizer, data, mesh and model do not fit together; or the workdir belongs
-      to another configuration or to a running process. The message says what to change.
+    ValueError: the workdir belongs to a running process; or a verifier or the engine cannot start.
     WriteError: the workdir cannot be written.
   """
-  workdir = Path(workdir)
-  inputs = read_inputs(config, workdir)  # The first write comes after all checks.
   with (
-    lock.alone_in(workdir, config.checkpoint.directory),
+    lock.alone_in(inputs.workdir, inputs.config.checkpoint.directory),
     jax.set_mesh(inputs.meshes.trainer),
-    _open_parts(config, workdir, inputs) as run,
+    _open_parts(inputs) as run,
   ):
     yield run
 
 
-def rehearse(
-  config: RunConfig, workdir: Path | None, devices: list[Any] | None = None
-) -> tuple[Inputs, list[float]]:
-  """Runs `open_run`'s checks without writing; returns `try_rewards`.
-
-  Raises ValueError as `open_run`. Arguments as in `read_inputs`.
-  """
-  inputs = read_inputs(config, workdir, devices)
+def rehearse(inputs: Inputs) -> list[float]:
+  """Runs `open_run`'s checks without writing; returns `try_rewards`. Raises ValueError as it."""
+  config, workdir = inputs.config, inputs.workdir
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
   directory = workdir or Path()
@@ -177,26 +177,28 @@ def rehearse(
     open_scoring(inputs.rewards, config.constraints, config.reward) as scoring,
     open_engine(config, Publishers().load, inputs.tokenizer, directory, profiler),
   ):
-    return inputs, try_rewards(config, inputs, scoring)
+    return try_rewards(inputs, scoring)
 
 
-def try_rewards(config: RunConfig, inputs: Inputs, scoring: Scoring) -> list[float]:
+def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
   Returns both scores, NaN without a verdict; [] if no response to it will be scored: by
   environments, in a cold start alone, and with recorded rewards. Raises ValueError if the verifier
   fails on both.
   """
-  name, prompts = config.reward.name, inputs.data.main_prompts
+  config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
   if not scores or inputs.environment is not None or not prompts:
     return []
+  name = config.reward.name
   return hosts.run_on_first_host(lambda: rewards.try_out(scoring.scorers[name], name, prompts[0]))
 
 
 @contextlib.contextmanager
-def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
+def _open_parts(inputs: Inputs) -> Iterator[Run]:
   """Opens the parts of a run in a locked workdir. Raises errors as `open_run`."""
+  config, workdir = inputs.config, inputs.workdir
   restore_workdir(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
   provenance.check_configuration(workdir, values)
@@ -208,16 +210,14 @@ def _open_parts(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Ru
     open_engine(config, publishers.load, inputs.tokenizer, workdir, profiler) as engine,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
-    evaluator = make_evaluator(config, inputs, scoring, workdir / "evaluations")
-    try_rewards(config, inputs, scoring)
+    evaluator = make_evaluator(inputs, scoring, workdir / "evaluations")
+    try_rewards(inputs, scoring)
     for scorer in filter(None, scoring.scorers.values()):
       writer.notes |= scorer.notes
     if hosts.is_first():
       provenance.record(workdir, values, **inputs.origins)
     report = RunningReport(workdir, hosts.is_first())
-    yield Run(
-      config, workdir, inputs, scoring, engine, evaluator, writer, report, profiler, publishers
-    )
+    yield Run(inputs, scoring, engine, evaluator, writer, report, profiler, publishers)
 
 
 @contextlib.contextmanager
@@ -241,11 +241,9 @@ def open_scoring(
     yield Scoring(scorers or dict.fromkeys(sections), signals)
 
 
-def make_evaluator(
-  config: RunConfig, inputs: Inputs, scoring: Scoring, directory: Path
-) -> Evaluator:
+def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluator:
   """Makes the evaluator; `directory` is for its result files."""
-  tok, benchmarks = inputs.tokenizer, []
+  config, tok, benchmarks = inputs.config, inputs.tokenizer, []
   for b in inputs.data.held_out:
     scorer = scoring.scorers[b.config.reward or config.reward.name]
     environment = None if b.config.reward else inputs.environment

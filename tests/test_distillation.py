@@ -47,7 +47,7 @@ def student(path, **changes):
 
 
 def trained(config, workdir):
-  with open_run(config, workdir) as run:
+  with open_run(read_inputs(config, workdir)) as run:
     return run, jax.device_get(train.train(run, run.initial_params))
 
 
@@ -220,7 +220,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
   assert all(row["reward/mean"] == 0 for row in rows[1:])
   lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
   assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
-  text = "\n".join(plan.lines(config, read_inputs(config)))
+  text = "\n".join(plan.lines(read_inputs(config)))
   assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in text
   assert "the teacher's weights" in text
   stored = parameters(tmp_path / "whole", 5)
@@ -249,10 +249,12 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_pat
   assert made_with["teacher"]["checkpoint"] == str(first)
   shutil.move(tmp_path / "later", last)
   assert teacher.find_teacher(config).source.path == str(last)
-  recorded = provenance.recorded_origins(tmp_path / "run", dataclasses.asdict(config))["teacher"]
+  recorded = provenance.recorded_origins(
+    provenance.read(tmp_path / "run"), dataclasses.asdict(config)
+  )["teacher"]
   assert teacher.find_teacher(config, recorded).source.path == str(first)
   for workdir in ("run", "another machine"):
-    with open_run(config, tmp_path / workdir) as run:
+    with open_run(read_inputs(config, tmp_path / workdir)) as run:
       assert run.teacher.source.path == str(first)
 
 

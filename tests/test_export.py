@@ -16,6 +16,7 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax import export, sft
 from gspo_jax.data import tokenizer
+from gspo_jax.inputs import read_inputs
 from gspo_jax.models import hf
 from gspo_jax.run import open_run
 from gspo_jax.runs import weight_source
@@ -32,7 +33,9 @@ def trained(tmp_path_factory):
   """A run with a tokenizer of Hugging Face, and its parameters."""
   home = tmp_path_factory.mktemp("trained")
   toy_qwen3.write_tokenizer(home)
-  with open_run(config_of(tiny.get_config, **SMALL, tokenizer=str(home)), home / "run") as run:
+  with open_run(
+    read_inputs(config_of(tiny.get_config, **SMALL, tokenizer=str(home)), home / "run")
+  ) as run:
     return home / "run", jax.device_get(sft.sft(run)), run.config.model
 
 

@@ -31,6 +31,7 @@ from configs import moe_aime, tiny
 from gspo_jax import main, train
 from gspo_jax.cli import before_jax
 from gspo_jax.data import tokenizer
+from gspo_jax.inputs import read_inputs
 from gspo_jax.models import flops, hf, transformer
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
@@ -245,7 +246,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
 def refused(workdir, message, **changes):
   with (
     pytest.raises(ValueError, match=message),
-    open_run(config_of(tiny.get_config, **changes), workdir),
+    open_run(read_inputs(config_of(tiny.get_config, **changes), workdir)),
   ):
     pass
 
@@ -404,7 +405,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path)
 def test_a_directory_with_the_checkpoints_of_another_run_is_refused_as_such(tmp_path):
   """Not as the workdir that its copy would have been put into, and nothing is."""
   changes = {"checkpoint.directory": str(tmp_path / "bucket"), "eval.problems": 8}
-  with open_run(config_of(tiny.get_config, **changes), tmp_path / "run"):
+  with open_run(read_inputs(config_of(tiny.get_config, **changes), tmp_path / "run")):
     Mirror(tmp_path / "run", changes["checkpoint.directory"]).copy()
   message = r"bucket/workdir/config\.json belongs.*seed: 0 -> 1.*another --config\.checkpoint\.dir"
   refused(tmp_path / "other", message, **changes, seed=1)
@@ -414,7 +415,7 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_refused_as_such(tmp_
 def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
   for split, count in ("heldout", 8), ("train", 0):
     changes = {"data.train": f"arithmetic:{split}", "eval.problems": 8}
-    with open_run(config_of(tiny.get_config, **changes), tmp_path / split) as opened:
+    with open_run(read_inputs(config_of(tiny.get_config, **changes), tmp_path / split)) as opened:
       assert sum(b.shared for b in opened.inputs.data.held_out) == count
     warned = [line for line in capsys.readouterr().err.split("\n") if "held-out" in line]
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
@@ -422,7 +423,7 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
 
 def test_the_flagship_says_which_paths_to_set(tmp_path):
   config = config_of(moe_aime.get_config)
-  with pytest.raises(ValueError) as error, open_run(config, tmp_path / "run"):
+  with pytest.raises(ValueError) as error, open_run(read_inputs(config, tmp_path / "run")):
     pass
   for key in ("weights", "data.train", "data.eval"):
     assert f"--config.{key}=" in str(error.value)

@@ -9,6 +9,7 @@ from support.configs import config_of
 
 from configs import common, tiny
 from gspo_jax import run
+from gspo_jax.inputs import read_inputs
 from gspo_jax.system import lock
 
 RL = SMALL_VALUES | dict(job="rl", eval__problems=8, eval__samples=2)
@@ -120,7 +121,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
   config, messages = config_of(tiny.get_config, **changes), []
   with lock.alone_in(*[tmp_path / "run"] * (name == "another run")):
     before = files_of(tmp_path)
-    for start in (run.rehearse, opened):
+    for start in (rehearsed, opened):
       with pytest.raises(ValueError, match=message) as error:
         start(config, tmp_path / "run")
       messages.append(str(error.value))
@@ -128,8 +129,12 @@ def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
   assert messages[0] == messages[1]
 
 
+def rehearsed(config, workdir):
+  return run.rehearse(read_inputs(config, workdir))
+
+
 def opened(config, workdir):
-  with run.open_run(config, workdir):
+  with run.open_run(read_inputs(config, workdir)):
     pass
 
 
@@ -144,8 +149,7 @@ def test_a_job_without_scoring_does_not_try_the_reward_function(changes, tmp_pat
   if changes is OFFLINE:
     failing |= dict(offline__data=str(tmp_path / "rows.jsonl"))
   config = config_of(tiny.get_config, **RL | changes | failing)
-  _, rewards = run.rehearse(config, tmp_path / "run")
-  assert rewards == []
+  assert rehearsed(config, tmp_path / "run") == []
 
 
 def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):
@@ -153,7 +157,7 @@ def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):
     common.base, **RL | dict(rl_optimizer__learning_rate=1.0, data__eval="arithmetic:train")
   )
   messages = []
-  for start in (run.rehearse, opened):
+  for start in (rehearsed, opened):
     start(config, tmp_path / "run")
     messages.append([line for line in capsys.readouterr().err.splitlines() if "warning" in line])
   assert messages[0] == messages[1]

@@ -10,6 +10,7 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import sft
+from gspo_jax.inputs import read_inputs
 from gspo_jax.run import open_run
 from gspo_jax.settings.data import DataError
 from gspo_jax.system import preemption
@@ -39,7 +40,7 @@ def few_held_out():
 
 @contextlib.contextmanager
 def opened(workdir, **changes):
-  with open_run(config_of(tiny.get_config, **SMALL | changes), workdir) as run:
+  with open_run(read_inputs(config_of(tiny.get_config, **SMALL | changes), workdir)) as run:
     yield run
 
 

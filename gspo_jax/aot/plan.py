@@ -32,11 +32,12 @@ ALL = 2  # Activations without remat, relative to remat="both".
 COPIES = 3
 
 
-def lines(config: RunConfig, inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
-  """Returns the lines of --dry_run for a checked configuration.
+def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
+  """Returns the lines of --dry_run.
 
   rewards: of the first problem's gold answer and of an empty response; () for none.
   """
+  config = inputs.config
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
   devices = mesh_devices(inputs.meshes.trainer)
   count, active = transformer.count(config.model)

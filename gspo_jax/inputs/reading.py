@@ -35,8 +35,10 @@ from gspo_jax.teacher import Teacher, check_teacher, find_teacher
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-  """Checked inputs of a run."""
+  """Configuration of a run, and its checked inputs."""
 
+  config: RunConfig
+  workdir: Path | None  # None for a rehearsal without one.
   source: WeightSource
   tokenizer: Tokenizer
   environment: environments.Make | None  # None for single turns.
@@ -62,28 +64,31 @@ class Inputs:
 def read_inputs(
   config: RunConfig, workdir: Path | None = None, devices: list[Any] | None = None
 ) -> Inputs:
-  """Reads and checks a run's inputs, and prints warnings. Writes no files. Raises ValueError as
-  `open_run`.
+  """Reads and checks a run's inputs, and prints warnings. Writes no files.
 
   Args:
     config: configuration of the run.
     workdir: directory of the run; None for a rehearsal without one.
     devices: descriptions of devices elsewhere; None for all devices of this run.
+
+  Raises:
+    ValueError: weights, tokenizer, data, mesh and model do not fit together; or the workdir belongs
+      to another configuration. The message says what to change.
   """
   check_paths(config, workdir)
   if config.distributed and devices is None:
     hosts.join()
-  values, home = dataclasses.asdict(config), None
+  values, home, recorded = dataclasses.asdict(config), None, {}
   if workdir is not None:
     home, flag = find_record(workdir, config.checkpoint.directory)
-    provenance.check_configuration(home, values, flag)
-  origins = provenance.recorded_origins(home, values)
-  inputs = read_parts(config, origins, provenance.first_start(home), devices)
+    recorded = provenance.check_configuration(home, values, flag)
+  inputs = read_parts(config, workdir, recorded, devices)
 
   def check_on_first_host() -> None:
     if home is not None:
       provenance.check_contents(home, values, inputs.contents)
-      check_state(config, home, inputs.meshes.trainer)
+      if changed := provenance.changes(recorded, values):
+        check_state(config, home, changed, inputs.meshes.trainer)
       read_rows(workdir / "metrics.jsonl")  # Raises ValueError before the first write.
     if config.wandb:
       find_wandb(config.wandb)
@@ -103,27 +108,33 @@ def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelCon
 
   A resumed run has that of its recorded commit or checkpoint.
   """
-  home = find_record(workdir, config.checkpoint.directory)[0] if workdir is not None else None
-  origins = provenance.recorded_origins(home, dataclasses.asdict(config))
+  recorded = {}
+  if workdir is not None:
+    home, _ = find_record(workdir, config.checkpoint.directory)
+    recorded = hosts.run_on_first_host(lambda: provenance.read(home))
+  origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
   return weight_source.resolve("weights", config.weights, origins["start"]).model(config.model)
 
 
 def read_parts(
   config: RunConfig,
-  origins: Mapping[str, Mapping[str, Any]],
-  date: datetime.datetime,
+  workdir: Path | None,
+  recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
   """Reads and checks a run's inputs; cheap checks come before slow ones.
 
   Args:
     config: configuration of the run.
-    origins: recorded origins of a resumed run (`provenance.recorded_origins`).
-    date: date of the run's first start, for chat templates.
+    workdir: as in `read_inputs`.
+    recorded: record of a resumed run; {} for a new run.
     devices: as in `read_inputs`.
   """
+  origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
+  date = provenance.first_start(recorded)  # For chat templates.
   check_objective(config)
   source = read_model(config, origins["start"])
+  teacher = find_teacher(config, origins["teacher"])
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
   sections = reward_sections(config)
@@ -133,16 +144,17 @@ def read_parts(
   meshes = make_meshes(config, devices)
   check_devices(config, sharding.batch_shards(meshes.trainer))
   check_engine(config, tok, meshes.sampler, data.evaluations)
-  teacher = find_teacher(config, origins["teacher"])
+  check_memory(config, meshes.trainer, teacher and teacher.model)
   if teacher is not None:
     check_teacher(teacher, config, tok, meshes.trainer)
-  check_memory(config, meshes.trainer, teacher and teacher.model)
   sources = [source, teacher.source] if teacher else [source]
   problems = {b.key: b.problems for b in data.held_out}
   described = hosts.run_on_first_host(
     lambda: contents.describe(config, sources, problems, tok.stop_ids)
   )
-  return Inputs(source, tok, environment, sections, data, meshes, teacher, date, described)
+  return Inputs(
+    config, workdir, source, tok, environment, sections, data, meshes, teacher, date, described
+  )
 
 
 def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:

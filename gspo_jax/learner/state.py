@@ -1,6 +1,6 @@
 """The training state: built at the start of a phase, or described for restoring a checkpoint."""
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gspo_jax.learner import adaptive_clip
 from gspo_jax.learner.critic import Critic, optimizers
 from gspo_jax.models import head, lora, transformer
 from gspo_jax.models.params import NO_ADAPTERS, abstract, abstract_table
-from gspo_jax.runs import checkpoint, provenance
+from gspo_jax.runs import checkpoint
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
 from gspo_jax.settings.run import RunConfig
@@ -94,16 +94,20 @@ def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainSt
     return abstract_state(c.model, mesh, tx, c.lora, c.compute.dtype, adaptive, critic)
 
 
-def check_state(config: RunConfig, workdir: Path | epath.Path, mesh: jax.sharding.Mesh) -> None:
+def check_state(
+  config: RunConfig,
+  workdir: Path | epath.Path,
+  changed: Sequence[str],
+  mesh: jax.sharding.Mesh,
+) -> None:
   """Raises ValueError, naming keys, if the newest checkpoint has another training state.
 
   Args:
     config: current configuration.
     workdir: directory of the run.
+    changed: changed keys, from `provenance.changes`.
     mesh: the trainer's mesh.
   """
-  recorded = provenance.read(workdir)
-  changed = provenance.changes(recorded, dataclasses.asdict(config)) if recorded else []
   has_phase = dict(rl=config.has_iterations, sft="sft" in config.job)
   for phase, keys in _STATE_KEYS.items():
     directory = config.checkpoint.phase_directory(workdir, phase)

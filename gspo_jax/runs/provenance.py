@@ -23,10 +23,13 @@ ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
-def check_configuration(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
-  """Raises ValueError if the workdir's run has another configuration. Collective.
+def check_configuration(
+  workdir: Path | epath.Path, config: Mapping[str, Any], flag: str = "--workdir"
+) -> dict[str, Any]:
+  """Returns a run's record; {} for a new run. Collective: call it on all hosts.
 
-  With `resume` "force", any configuration passes. Only the first host's workdir is read.
+  Raises ValueError for another configuration, unless `resume` is "force". Only the first host's
+  workdir is read.
 
   Args:
     workdir: directory of the run.
@@ -34,16 +37,17 @@ def check_configuration(workdir: Path, config: Mapping[str, Any], flag: str = "-
     flag: command-line flag of the directory, for the message.
   """
 
-  def compare() -> None:
-    if config["resume"] == "force" or not (recorded := read(workdir)):
-      return
-    if changed := changes(recorded, config):
+  def compare() -> dict[str, Any]:
+    recorded = read(workdir)
+    changed = changes(recorded, config)
+    if changed and config["resume"] != "force":
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
         f"another {flag}, or --config.resume=force to go on with this one"
       )
+    return recorded
 
-  hosts.run_on_first_host(compare)
+  return hosts.run_on_first_host(compare)
 
 
 def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
@@ -107,7 +111,9 @@ def record(
 
 
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys of a run's identity."""
+  """Returns lines `key: old -> new` for changed keys of a run's identity; [] for a new run."""
+  if not recorded:
+    return []
   old, new = (
     {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
   )
@@ -167,13 +173,13 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
   )
 
 
-def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns a run's recorded origins, by the keys of ORIGINS; {} for each new or unknown origin.
+def recorded_origins(
+  recorded: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+  """Returns the origins in a run's record, by the keys of ORIGINS; {} for each new origin.
 
-  A resumed run keeps its recorded origins, even if the configured names have newer weights. Only
-  the first host's workdir is read. Collective: call it on all hosts.
+  A resumed run keeps its recorded origins, even if the configured names have newer weights.
   """
-  recorded = hosts.run_on_first_host(lambda: read(workdir) if workdir is not None else {})
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
   origins = {}
   for part, key in ORIGINS.items():
@@ -182,18 +188,13 @@ def recorded_origins(workdir: Path | None, config: Mapping[str, Any]) -> dict[st
   return origins
 
 
-def first_start(workdir: Path | None) -> datetime.datetime:
+def first_start(recorded: Mapping[str, Any]) -> datetime.datetime:
   """Returns the date of a run's first start, on the first host's clock; for a new run, now.
 
   Chat templates may write it into prompts, so a resumed run keeps it. Collective.
   """
-
-  def read_date() -> str:
-    recorded = read(workdir) if workdir is not None else {}
-    date = recorded.get("provenance", {}).get("date")
-    return date or datetime.datetime.now().isoformat(timespec="seconds")
-
-  text = hosts.run_on_first_host(read_date)
+  current = hosts.broadcast(datetime.datetime.now().isoformat(timespec="seconds"))
+  text = recorded.get("provenance", {}).get("date") or current
   try:
     return datetime.datetime.fromisoformat(text)
   except (TypeError, ValueError) as error:

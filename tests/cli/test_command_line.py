@@ -340,7 +340,7 @@ def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
 
 def printed(get_config, **changes):
   config = config_of(get_config, **changes)
-  return "\n".join(plan.lines(config, read_inputs(config)))
+  return "\n".join(plan.lines(read_inputs(config)))
 
 
 def gib(text, name):

@@ -11,6 +11,7 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import train
+from gspo_jax.inputs import read_inputs
 from gspo_jax.learner import adaptive_clip, batch, optimizer
 from gspo_jax.models.flops import iteration_flops
 from gspo_jax.run import open_run
@@ -52,7 +53,7 @@ def rewards(monkeypatch):
 
 def run(workdir, **changes):
   config = config_of(tiny.get_config, **SMALL | changes)
-  with open_run(config, workdir) as opened:
+  with open_run(read_inputs(config, workdir)) as opened:
     return config, jax.device_get(train.train(opened, opened.initial_params))
 
 

@@ -10,6 +10,7 @@ from support.small_updates import ALL_TERMS, learner
 
 from configs import tiny
 from gspo_jax import train
+from gspo_jax.inputs import read_inputs
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import open_run
@@ -63,7 +64,7 @@ def condition(workdir, *changes):
   values = tiny.get_config()
   for change in (SMALL, dict(objective=dict(entropy_coef=0.1)), *changes):
     values.update(change)
-  with open_run(from_dict(values.to_dict()), workdir) as run:
+  with open_run(read_inputs(from_dict(values.to_dict()), workdir)) as run:
     train.train(run, run.initial_params)
 
 

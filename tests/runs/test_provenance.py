@@ -32,27 +32,30 @@ def test_a_continued_run_prints_changed_keys(tmp_path, capsys):
 
 
 def test_the_origins_of_a_run_are_recorded(tmp_path):
-  assert provenance.recorded_origins(None, CONFIG)["start"] == {}
-  assert provenance.recorded_origins(tmp_path, CONFIG)["start"] == {}
+  recorded = provenance.read(tmp_path)
+  assert provenance.recorded_origins(recorded, CONFIG)["start"] == {}
   provenance.record(tmp_path, CONFIG, START, TEACHER)
-  assert provenance.recorded_origins(tmp_path, CONFIG)["start"] == START
-  assert provenance.recorded_origins(tmp_path, CONFIG)["teacher"] == TEACHER
-  assert provenance.recorded_origins(tmp_path, CONFIG | dict(weights="OTHER"))["start"] == {}
+  recorded = provenance.read(tmp_path)
+  assert provenance.recorded_origins(recorded, CONFIG)["start"] == START
+  assert provenance.recorded_origins(recorded, CONFIG)["teacher"] == TEACHER
+  assert provenance.recorded_origins(recorded, CONFIG | dict(weights="OTHER"))["start"] == {}
 
 
 def test_the_date_of_the_first_start_is_kept(tmp_path):
   start = datetime.datetime(2024, 2, 28, 23, 59, 58)
-  assert provenance.first_start(None) > start and provenance.first_start(tmp_path) > start
+  assert provenance.first_start({}) > start
   provenance.record(tmp_path, CONFIG)
-  assert provenance.first_start(tmp_path) > start  # An older run, without a date.
+  recorded = provenance.read(tmp_path)
+  assert provenance.first_start(recorded) > start  # An older run, without a date.
   provenance.record(tmp_path, CONFIG, date=start)
   for _ in range(2):
-    assert provenance.first_start(tmp_path) == start
-    provenance.record(tmp_path, CONFIG, date=provenance.first_start(tmp_path))
+    recorded = provenance.read(tmp_path)
+    assert provenance.first_start(recorded) == start
+    provenance.record(tmp_path, CONFIG, date=provenance.first_start(recorded))
   path = tmp_path / provenance.FILE
   path.write_text(path.read_text().replace("2024-02-28", "yesterday"))
   with pytest.raises(ValueError, match=r"damaged \(provenance.date='yesterday"):
-    provenance.first_start(tmp_path)
+    provenance.first_start(provenance.read(tmp_path))
 
 
 def test_other_contents_of_the_same_names_are_refused(tmp_path, capsys):

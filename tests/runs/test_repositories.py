@@ -51,7 +51,7 @@ def provenance_of(workdir):
 @pytest.mark.long
 def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   first, params = publish(server, tmp_path / "source")
-  with open_run(config(weights=ID), tmp_path / "run") as run:
+  with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
     assert run.tokenizer.path == f"{ID}@{first}"  # unset, that of the weights
     sft.sft(run)
@@ -60,18 +60,20 @@ def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   assert origin["tokenizer"] == f"{ID}@{first}"
   second, changed = publish(server, tmp_path / "source", seed=1)
   assert "by now" not in capsys.readouterr().err
-  with open_run(config(weights=ID), tmp_path / "run") as run:
+  with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
   message = f"warning: weights={ID} is {ID}@{second} by now; this run goes on with {ID}@{first}\n"
   assert message in capsys.readouterr().err
-  with open_run(config(weights=ID), tmp_path / "later") as run:
+  with open_run(read_inputs(config(weights=ID), tmp_path / "later")) as run:
     assert same(run.initial_params(), changed)
   # What it has learned, and a run that begins with that, have its tokenizer.
   export.export(str(tmp_path / "run"), tmp_path / "out")
   assert tokenizer.load(str(tmp_path / "out")).chat(
     [tokenizer.user_turn("q")]
   ) == run.tokenizer.chat([tokenizer.user_turn("q")])
-  with open_run(config(weights=str(tmp_path / "run"), job="rl"), tmp_path / "next") as run:
+  with open_run(
+    read_inputs(config(weights=str(tmp_path / "run"), job="rl"), tmp_path / "next")
+  ) as run:
     assert run.tokenizer.path == f"{ID}@{first}"
 
 
@@ -79,21 +81,21 @@ def test_a_run_keeps_its_first_tokenizer(server, tmp_path, capsys):
   first, _ = publish(server, tmp_path / "source")
   second = None
   for _ in range(2):
-    with open_run(config(tokenizer=ID), tmp_path / "run") as run:
+    with open_run(read_inputs(config(tokenizer=ID), tmp_path / "run")) as run:
       assert run.tokenizer.path == f"{ID}@{first}"
     second = second or publish(server, tmp_path / "source", seed=1)[0]
   assert f"tokenizer={ID} is {ID}@{second} by now" in capsys.readouterr().err
-  with open_run(config(tokenizer=ID), tmp_path / "later") as run:
+  with open_run(read_inputs(config(tokenizer=ID), tmp_path / "later")) as run:
     assert run.tokenizer.path == f"{ID}@{second}"
 
 
 def test_a_continued_run_needs_no_network(server, tmp_path, monkeypatch, capsys):
   _, params = publish(server, tmp_path / "source")
-  with open_run(config(weights=ID), tmp_path / "run") as run:
+  with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     run.initial_params()
   server.use(monkeypatch, tmp_path / "cache", offline=True)
   server.requests.clear()
-  with open_run(config(weights=ID), tmp_path / "run") as run:
+  with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
   assert not server.requests
 
@@ -143,18 +145,18 @@ def test_adapters_are_named_with_their_commit(server, tmp_path):
 def test_a_run_keeps_its_first_teacher(server, tmp_path):
   first, params = publish(server, tmp_path / "source")
   taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})
-  with open_run(taught, tmp_path / "run") as run:
+  with open_run(read_inputs(taught, tmp_path / "run")) as run:
     assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
   assert provenance_of(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
   publish(server, tmp_path / "source", seed=1)
-  with open_run(taught, tmp_path / "run") as run:
+  with open_run(read_inputs(taught, tmp_path / "run")) as run:
     assert same(teachers.load(run.teacher, taught.compute.dtype, run.mesh), params)
 
 
 def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
   _, params = publish(server, tmp_path / "bucket/model")
   fake_hub.bucket(monkeypatch, tmp_path)
-  with open_run(config(weights="gs://bucket/model"), tmp_path / "run") as run:
+  with open_run(read_inputs(config(weights="gs://bucket/model"), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
     assert run.tokenizer.path == "gs://bucket/model"
   with pytest.raises(ValueError, match=r"--config\.weights=gs://bucket/none is not a directory"):
@@ -162,7 +164,7 @@ def test_weights_are_read_from_a_bucket(server, tmp_path, monkeypatch):
 
 
 def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
-  with open_run(config(), tmp_path / "run") as run:
+  with open_run(read_inputs(config(), tmp_path / "run")) as run:
     assert run.tokenizer.path == "bytes"
     sft.sft(run)
   source = weight_source.resolve("weights", str(tmp_path / "run"), {})

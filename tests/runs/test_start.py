@@ -34,12 +34,12 @@ def config(**changes):
 def pupil(tmp_path_factory):
   """A cold start with checkpoints after 2 and 4 updates, and its parameters."""
   workdir = tmp_path_factory.mktemp("pupil")
-  with open_run(config(), workdir) as run:
+  with open_run(read_inputs(config(), workdir)) as run:
     return workdir, jax.device_get(sft.sft(run))
 
 
 def begins_with(workdir, weights, **changes):
-  with open_run(config(job="rl", weights=str(weights), **changes), workdir) as run:
+  with open_run(read_inputs(config(job="rl", weights=str(weights), **changes), workdir)) as run:
     return jax.device_get(run.initial_params())
 
 
@@ -108,7 +108,7 @@ def test_a_run_in_the_home_directory(pupil, monkeypatch):
 def test_checkpoints_in_a_directory_of_their_own_are_found(tmp_path):
   """A copy of the workdir describes model and adapters of the checkpoints."""
   values = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
-  with open_run(config(**values), tmp_path / "run") as run:
+  with open_run(read_inputs(config(**values), tmp_path / "run")) as run:
     sft.sft(run)
   starts = [weight_source.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
   assert {str(each.path) for each in starts} == {f"{tmp_path}/own/sft/2"}
@@ -131,7 +131,7 @@ def test_rl_starts_from_a_cold_start_and_another_run_from_its_adapters(pupil, tm
   workdir, _ = pupil
   adapted = tmp_path / "adapted"
   moves = dict(lora__rank=2, objective__entropy_coef=0.1)  # A model of this size earns no reward.
-  with open_run(config(job="rl", weights=str(workdir), **moves), adapted) as run:
+  with open_run(read_inputs(config(job="rl", weights=str(workdir), **moves), adapted)) as run:
     params = jax.device_get(lora.merged(train.train(run, run.initial_params)))
   assert not (adapted / "checkpoints" / "sft").exists()
   assert "WARNING" not in capfd.readouterr().err  # Orbax has some for files of parts alone
@@ -151,7 +151,7 @@ def adapted(pupil, tmp_path_factory):
   start = dict(weights=str(workdir / "base"), tokenizer="bytes")
   c = config(job="rl", rl_optimizer__learning_rate=1e-2, **start, **moves)
   workdir /= "run"
-  with open_run(c, workdir) as run:
+  with open_run(read_inputs(c, workdir)) as run:
     return workdir, c, jax.device_get(train.train(run, run.initial_params))
 
 
@@ -179,7 +179,7 @@ def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
   assert described["base_model_name_or_path"] == str(workdir.parent / "base")
   values = dict(lora__rank=2, lora__adapter=str(tmp_path / "adapter"))
   again = config(job="rl", weights=str(pupil[0]), **values)
-  with open_run(again, tmp_path / "again") as run:
+  with open_run(read_inputs(again, tmp_path / "again")) as run:
     assert same(jax.device_get(train.start_policy(run, run.initial_params)), params)
     reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "float32")
   assert same(jax.device_get(reference), jax.device_get(lora.dithered(params)))
@@ -245,14 +245,14 @@ def test_other_models_and_incomplete_checkpoints_are_refused(
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path):
-  with open_run(config(), tmp_path / "begun"):
+  with open_run(read_inputs(config(), tmp_path / "begun")):
     pass
   with pytest.raises(ValueError, match="is a run that has no checkpoint yet"):
     begins_with(tmp_path / "new", tmp_path / "begun")
 
 
 def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
-  with open_run(config(), tmp_path / "source") as run:
+  with open_run(read_inputs(config(), tmp_path / "source")) as run:
     sft.sft(run)
   last = tmp_path / "source" / "checkpoints" / "sft" / "4"
   for path in (last / "state").rglob("ocdbt.process_0/d/*"):

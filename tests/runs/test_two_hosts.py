@@ -181,8 +181,8 @@ def began_with(workdir, process):
   mine.mkdir()
   if process == 0:
     provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
-  facts = dict(began_with=provenance.recorded_origins(mine, config)["start"])
-  provenance.check_configuration(mine, config)
+  recorded = provenance.check_configuration(mine, config)
+  facts = dict(began_with=provenance.recorded_origins(recorded, config)["start"])
   try:
     provenance.check_configuration(mine, config | dict(weights="OTHER"))
   except ValueError as error:

@@ -7,6 +7,7 @@ from support.command_line import SMALL_VALUES, figures, rows_of, told_to_go
 from support.configs import config_of
 
 from configs import tiny
+from gspo_jax.inputs import read_inputs
 from gspo_jax.main import do
 from gspo_jax.run import open_run
 
@@ -22,7 +23,7 @@ RL = SMALL_VALUES | dict(
 
 def ran(workdir, **changes):
   """Rows of a run's iterations."""
-  with open_run(config_of(tiny.get_config, **RL | changes), workdir) as run:
+  with open_run(read_inputs(config_of(tiny.get_config, **RL | changes), workdir)) as run:
     do(run)
   return rows_of(workdir, "rl")[1:]
 
@@ -46,7 +47,7 @@ def kinds(tree):
 
 
 def test_its_weights_are_published_in_its_dtype(tmp_path):
-  with open_run(config_of(tiny.get_config, **RL), tmp_path) as run:
+  with open_run(read_inputs(config_of(tiny.get_config, **RL), tmp_path)) as run:
     params = run.initial_params()
     run.engine.load(params, version=0)
     published, trainer = run.engine._params, params.blocks[0].ffn.router

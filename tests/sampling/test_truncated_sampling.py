@@ -10,6 +10,7 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import train
+from gspo_jax.inputs import read_inputs
 from gspo_jax.run import open_run
 from gspo_jax.sampling.requests import workload
 
@@ -26,7 +27,7 @@ SMALL = SMALL_VALUES | dict(
 
 
 def run(workdir, **changes):
-  with open_run(config_of(tiny.get_config, **SMALL | changes), workdir) as opened:
+  with open_run(read_inputs(config_of(tiny.get_config, **SMALL | changes), workdir)) as opened:
     return jax.device_get(train.train(opened, opened.initial_params))
 
 
