@@ -8,6 +8,7 @@ from gspo_jax.data import growing, recorded, sources
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import HeldOut, check_problems, choose
+from gspo_jax.rewards.signals import check_signals
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
@@ -117,9 +118,8 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
   """Returns section `reward` for each verifier of the run and its benchmarks.
 
   Raises:
-    ValueError: a verifier does not fit the keys of its section.
+    ValueError: a verifier is in a missing module, or does not fit the keys of its section.
   """
-  rewards.check_lines(config.reward)
   sections = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():
     if b.reward and b.reward not in sections:
@@ -129,4 +129,8 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
         )
       except ValueError as error:
         raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
+  for name in sections:
+    rewards.check_importable(name)
+  check_signals(config.constraints)
+  rewards.check_lines(config.reward)
   return sections

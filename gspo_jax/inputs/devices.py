@@ -73,14 +73,10 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if the engine cannot run the workloads of training or evaluations."""
+  """Raises ValueError if local slots cannot run the workloads of training or evaluations."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))
-  else:
-    from gspo_jax.models.hf.config import to_hf  # Only this branch needs safetensors.
-
-    to_hf(config.model, "float32")  # Servers load weights in Hugging Face's format.
 
 
 def _workloads(config: RunConfig, tok: Tokenizer, evaluations: Sequence[HeldOut]) -> list[Workload]:

@@ -133,11 +133,11 @@ def read_parts(
   origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
   date = provenance.first_start(recorded)  # For chat templates.
   check_objective(config)
+  sections = reward_sections(config)
   source = read_model(config, origins["start"])
   teacher = find_teacher(config, origins["teacher"])
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
-  sections = reward_sections(config)
   data = read_data(config, tok)
   if environment is not None and (prompts := data.main_prompts):
     check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)

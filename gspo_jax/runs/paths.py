@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from gspo_jax import rewards
-from gspo_jax.rewards.signals import check_signals
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hub
 
@@ -29,9 +27,6 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
         f"{named}: servers read it as a local directory; name one that all of them see"
       )
     files.check_writable(named, directory)
-  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
-    rewards.check_importable(name)
-  check_signals(config.constraints)
 
 
 def _check_required(config: RunConfig) -> None:

@@ -66,6 +66,9 @@ class ServerEngine:
     routing: bool = False,
     tokenizer: epath.Path | None = None,
   ):
+    from gspo_jax.models.hf.config import to_hf  # Only servers need safetensors.
+
+    to_hf(model, "float32")  # Raises ValueError for a model without a published form.
     self._model, self._server = model, config.server
     self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
     self._directory = Path(self._server.directory or workdir.absolute() / "published")
