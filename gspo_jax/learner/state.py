@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 from etils import epath
 
 from gspo_jax import sharding
@@ -115,9 +114,8 @@ def check_state(
     suspects = [line for line in changed if line.startswith(keys)]
     if steps and suspects:
       path = directory / str(steps[-1])
-      with checkpoint.readable(path):
-        stored = ocp.PyTreeCheckpointHandler().metadata(path / "state")
-      if checkpoint.shapes(stored) != checkpoint.shapes(state_of_phase(config, phase, mesh)):
+      expected = checkpoint.shapes(state_of_phase(config, phase, mesh))
+      if checkpoint.stored_shapes(path) != expected:
         raise ValueError(
           f"checkpoint {path} has another training state than the configuration "
           f"({'; '.join(suspects)}): put this back, or use another --workdir"

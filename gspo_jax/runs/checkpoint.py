@@ -348,6 +348,12 @@ def require_shapes(
       )
 
 
+def stored_shapes(path: epath.Path) -> dict[str, tuple[int, ...]]:
+  """Returns shapes of the arrays in a checkpoint, by path. Raises DamagedError."""
+  with readable(path):
+    return shapes(ocp.PyTreeCheckpointHandler().metadata(path / "state"))
+
+
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """Returns shapes by name, from arrays or from Orbax's metadata."""
   leaves = integrity.named(getattr(tree, "tree", tree)).items()

@@ -123,8 +123,7 @@ class RunCheckpoint:
     reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
     self.require_complete()
     try:
-      with checkpoint.readable(self.path):
-        stored = checkpoint.shapes(reader.metadata(self.path / "state"))
+      stored = checkpoint.stored_shapes(self.path)
       stored = {name: shape for name, shape in stored.items() if name.startswith("params.")}
       checkpoint.require_shapes(f"{self.key}={self.path}", stored, checkpoint.shapes(like))
       arguments = ocp.args.PyTreeRestore(
@@ -193,7 +192,6 @@ class WeightSource:
 
   def _require_config(self, named: str, alternatives: str) -> None:
     """Raises ValueError without a config.json. Arguments as in `published_model`."""
-    files.located(self.name, self.key)  # Raises ValueError for an unknown file system.
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
       problem = "has no config.json" if path.is_dir() else "is not a directory"
