@@ -38,6 +38,7 @@ TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V=
 # Weights are whole over D. Otherwise each decode step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
+ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Copies of the experts on the axis "expert".
 
 
 def make_meshes(
@@ -102,8 +103,7 @@ def make_mesh(
     )
   if isinstance(devices[0], accelerators.Device):
     return meshes.abstract_mesh(devices[0], sizes, AXES)
-  numbers = sorted(set(map(slice_of, devices)))
-  slices = [[device for device in devices if slice_of(device) == i] for i in numbers]
+  slices = [[x for x in devices if slice_of(x) == i] for i in sorted(set(map(slice_of, devices)))]
   if sizes[0] % len(slices) or len(set(map(len, slices))) > 1:
     raise ValueError(
       f"{named}: {len(slices)} slices of {', '.join(str(len(x)) for x in slices)} devices, which "
@@ -122,14 +122,14 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns a sampler's layout; ValueError if `all` chips do not divide the experts."""
-  chips = parts(SLICE, mesh.shape)
-  if config.rollout_experts == "all" and experts % chips:
-    raise ValueError(
-      f"mesh.rollout_experts=all: {experts} experts do not divide over the {chips} chips of "
-      "mesh.fsdp x mesh.expert: set it to expert, or make one of them smaller"
-    )
-  return ROLLOUT if config.rollout_experts == "expert" or experts % chips else ROLLOUT_SLICE
+  """Returns a sampler's layout; ValueError if its chips do not divide the experts."""
+  name = config.rollout_experts
+  rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
+  chips = parts(rules["E"], mesh.shape)
+  if name in ("all", "fsdp") and experts % chips:
+    text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
+    raise ValueError(f"{text}: set it to expert, or make mesh.fsdp smaller")
+  return ROLLOUT if experts % chips else rules
 
 
 def each(axes: Axes | None) -> tuple[str, ...]:

@@ -234,13 +234,15 @@ def sampling(case: Case, shards: int) -> Lists:
   """Returns candidates for sampling: configuration, layouts, prefill sizes.
 
   The slots of layouts double from one per device to all responses. Each number is combined with two
-  caches, for full windows and for the assumed lengths, and with both values of
-  mesh.rollout_experts, "auto" and "expert".
+  caches, for full windows and for the assumed lengths, and with the values of
+  mesh.rollout_experts.
   """
   most = case.workload.trajectories
   slots = case.engine.slots_for(most)
   case = changed(dataclasses.replace(case, slots=0), engine=dict(slots=slots))
-  splits = ("auto", "expert") if case.model.num_experts else (case.config.mesh.rollout_experts,)
+  splits = (
+    ("auto", "fsdp", "expert") if case.model.num_experts else (case.config.mesh.rollout_experts,)
+  )
   layouts = []
   for power in range((most // shards).bit_length()):
     slots = shards << power

@@ -20,9 +20,9 @@ class MeshConfig:
   fsdp: Devices = key(-1, "shards of weights and of a batch's rows")
   expert: Devices = key(1, "shards of the experts, and of rows")
   tensor: Devices = key(1, "shards of heads and layer widths")
-  rollout_experts: Literal["auto", "all", "expert"] = key(
+  rollout_experts: Literal["auto", "all", "fsdp", "expert"] = key(
     "auto",
-    "shards of the sampler's experts: all: a slice's chips | expert: chips of the axis expert | "
+    "shards of the sampler's experts: all: a slice's chips | fsdp, expert: chips of that axis | "
     "auto: all, if they divide the experts",
   )
 

@@ -14,7 +14,7 @@ from gspo_jax.models import publication, transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.experts import decode, moe
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
+from gspo_jax.sharding import ROLLOUT, ROLLOUT_FSDP, ROLLOUT_SLICE
 
 X, K, E = 40, 2, 8
 
@@ -60,6 +60,7 @@ def expected():
     ((1, 2, 4, 1), ROLLOUT_SLICE, "auto"),
     pytest.param((1, 4, 2, 1), ROLLOUT_SLICE, "one_hot", marks=pytest.mark.long),
     ((2, 2, 1, 2), ROLLOUT_SLICE, "one_hot"),
+    ((1, 4, 2, 1), ROLLOUT_FSDP, "one_hot"),
   ],
   ids=str,
 )
@@ -91,6 +92,9 @@ def test_experts_go_over_all_chips_if_they_divide_and_a_router_is_whole():
 
   assert rules("auto", 8) is rules("all", 8) is ROLLOUT_SLICE
   assert rules("auto", 12) is rules("expert", 8) is ROLLOUT
+  assert rules("fsdp", 12) is ROLLOUT_FSDP
+  with pytest.raises(ValueError, match=r"rollout_experts=fsdp: 9 experts .* 2 chips"):
+    rules("fsdp", 9)
   with pytest.raises(ValueError, match=r"rollout_experts=all: 12 experts .* 8 chips"):
     rules("all", 12)
   with pytest.raises(ValueError, match=r"mesh\.rollout_experts='most' is not"):

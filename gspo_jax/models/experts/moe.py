@@ -221,7 +221,8 @@ def gather(weights: ExpertWeights, implementation: str) -> Gathered:
 def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
   """Returns each weight's sharding, and whether gate and up are joined."""
   expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # The width is split in training.
-  expert_axis = expert_axis or "expert"
+  if expert_axis in (None, "fsdp"):  # The sampler may have copies of experts on the axis.
+    expert_axis = "expert"
   gate, down = P(expert_axis, width_axis, "tensor"), P(expert_axis, "tensor", width_axis)
   split = weights.layout(gate, down, P(expert_axis, "tensor"))
   return split, width_axis is not None and choose(implementation) in (apply_ragged, *KERNELS)
