@@ -137,7 +137,7 @@ def search(
     raise ValueError(f"--search ranks by time, which is unknown on GPUs: {topology}")
   if not {"train", "decode"} & {*names}:
     raise ValueError(f"--programs={','.join(names)}: --search is for train or decode")
-  rows, devices = [], devices_of(topology, slices)
+  rows, searches, devices = [], [], devices_of(topology, slices)
   target = slices_text(topology, slices)
   if "train" in names:
     print_line(
@@ -145,8 +145,8 @@ def search(
       "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk, compute.xla"
     )
     lists = updates(case, len(devices), slices)
-    updates_search = find("train", lists, topology, tries, slices=slices)
-    rows, case = updates_search.report(), updates_search.best or case
+    searches.append(find("train", lists, topology, tries, slices=slices))
+    rows, case = searches[0].report(), searches[0].best or case
   if "decode" in names:
     print_line(
       f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
@@ -154,7 +154,10 @@ def search(
       "prefill, chips that experts are split over"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
-    rows += find("decode", sampling(case, shards), topology, tries, slices=slices).report()
+    searches.append(find("decode", sampling(case, shards), topology, tries, slices=slices))
+    rows += searches[-1].report()
+  for line in verdict.search_lines(searches, target, sys.argv[1:]):
+    print_line(line)
   return rows
 
 

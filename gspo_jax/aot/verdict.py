@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_jax.aot.programs import Case
+from gspo_jax.aot.search import Search, settings
 
 BOUNDS = dict(compute="compute", hbm="HBM", interconnect="ICI", network="the network")
 
@@ -32,17 +33,47 @@ def lines(
     if not change:
       return [text, "next: take a larger topology"]
     return [text, f"next: {_command(arguments, change)}"]
-  room = {row["program"]: row["hbm_gib"] - row["peak_gib"] - row["held_gib"] for row in rows}
-  least = min(room, key=room.get)
-  chip = rows[0]["hbm_gib"]
-  text = [f"verdict: fits {topology}, with {room[least]:.1f} GiB of {chip:.0f} left ({least})"]
-  bounds = [f"{row['program']} by {BOUNDS[row['binds']]}" for row in rows if "binds" in row]
-  if not bounds:
+  text = _room(rows, topology)
+  if not any("binds" in row for row in rows):
     return [*text, "next: a run on one of these GPUs has the times"]
   # A search is for one of these two.
-  names = [] if {"train", "decode"} & room.keys() else ["--programs=train,decode"]
-  search = _command(arguments, *names, "--search")
-  return [*text, f"bound: {', '.join(bounds)}", f"next: {search}"]
+  searched = {"train", "decode"} & {row["program"] for row in rows}
+  names = [] if searched else ["--programs=train,decode"]
+  return [*text, f"next: {_command(arguments, *names, '--search')}"]
+
+
+def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[str]) -> list[str]:
+  """Returns the verdict's lines of a search, and a command with the best settings."""
+  large = [search.program for search in searches if not search.best]
+  if large:
+    text = f"verdict: {', '.join(large)} does not fit {topology} with any settings of the search"
+    return [text, "next: take a larger topology"]
+  rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
+  arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] != "search"]
+  changes = [flag for search in searches for flag in _changes(search)]
+  return [*_room(rows, topology), f"next: {_command(arguments, *changes)}"]
+
+
+def _room(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
+  """Returns lines on the memory left, and on the bounds of programs."""
+  room = {row["program"]: row["hbm_gib"] - row["peak_gib"] - row["held_gib"] for row in rows}
+  least, chip = min(room, key=room.get), rows[0]["hbm_gib"]
+  text = f"verdict: fits {topology}, with {room[least]:.1f} GiB of {chip:.0f} left ({least})"
+  bounds = [f"{row['program']} by {BOUNDS[row['binds']]}" for row in rows if "binds" in row]
+  return [text, f"bound: {', '.join(bounds)}"] if bounds else [text]
+
+
+def _changes(search: Search) -> list[str]:
+  """Returns flags from the configured settings, the first of the cases, to the best ones."""
+  before, after = (
+    settings(search.program, x) for x in (next(iter(search.cases.values())), search.best)
+  )
+  return [
+    f"--config.{section}.{key}={value}"
+    for section, keys in after.items()
+    for key, value in keys.items()
+    if value != before[section][key]
+  ]
 
 
 def smaller(large: Sequence[str], case: Case, shards: int) -> str:

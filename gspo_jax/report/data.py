@@ -49,6 +49,12 @@ def describe(runs: Sequence[Run]) -> Row:
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
   steps = {phase: [row["step"] for rows in by_phases for row in rows[phase]] for phase in titles}
   sections = build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]])
+  places = {  # Views and sections of curves.
+    (series["phase"], series["key"]): {"view": section["view"], "section": section["title"]}
+    for section in sections
+    for figure in section["figures"]
+    for series in figure["series"]
+  }
   averages = {overview.average(run.flat) for run in runs}
   for series in (s for section in sections for f in section["figures"] for s in f["series"]):
     if series["label"] == "avg@k" and len(averages) == 1:
@@ -56,7 +62,7 @@ def describe(runs: Sequence[Run]) -> Row:
   return {
     "views": VIEWS,
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
-    "runs": [describe_run(run, by_phase) for run, by_phase in zip(runs, by_phases)],
+    "runs": [describe_run(run, by_phase, places) for run, by_phase in zip(runs, by_phases)],
     "phases": {
       phase: {"title": title, "from": min(steps[phase]), "to": max(steps[phase])}
       for phase, title in titles.items()
@@ -71,9 +77,15 @@ def describe(runs: Sequence[Run]) -> Row:
   }
 
 
-def describe_run(run: Run, by_phase: ByPhase) -> Row:
-  """Returns one run's part of the page, without its charts."""
-  alarms = list(warnings(by_phase))
+def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], Row]) -> Row:
+  """Returns one run's part of the page, without its charts.
+
+  Args:
+    places: view and section of each curve, by phase and metric.
+  """
+  alarms = [
+    alarm | {"place": places.get((alarm["phase"], alarm["metric"]))} for alarm in warnings(by_phase)
+  ]
   return {
     "name": run.name,
     "summary": summarize(run),
@@ -100,7 +112,7 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
         if alarm:
           spans.append((steps[0], steps[-1], name.removeprefix("warning/")))
     for first, last, name in sorted(spans):
-      texts = ALARMS.get(name, Alarm(name, "", ""))._asdict()
+      texts = ALARMS.get(name, Alarm(name, "", "", ""))._asdict()
       yield {"phase": phase, "name": name, "from": first, "to": last, **texts}
 
 

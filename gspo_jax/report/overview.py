@@ -165,15 +165,15 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     for alarm in alarms
     if last and alarm["to"] >= last[0]["step"] and alarm["phase"] == last[-1]["phase"]
   )
-  earlier = "1 alarm" if len(alarms) == 1 else f"{len(alarms)} alarms"
+  earlier = _count(len(alarms), "alarm")
   idle_state = "bad" if idle > 2 else "open"
   skipped_state = "bad" if all(skipped[-3:]) else "open"
   troubles = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
-    ("bad", dropped, f"experts dropped {dropped:g} tokens"),
+    ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
     (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
-    ("bad", broken, f"loss or gradient was NaN in {len(broken)} rows"),
-    (skipped_state, sum(skipped), f"{sum(skipped):g} updates were skipped"),
+    ("bad", broken, f"loss or gradient was NaN in {_count(len(broken), 'row')}"),
+    (skipped_state, sum(skipped), _count(sum(skipped), "skipped update")),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
   states = [state for state, happened, _ in troubles if happened]
@@ -222,7 +222,7 @@ def _fast(by_phase: ByPhase) -> Row:
   facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
   total = sum(sum(stages.values()) for step, stages in times if step > 0)
   facts.append(_fact("Time in stages", clock_text(total)))
-  because = f"{typical[longest]:.3g} s of it {longest}; medians of the second half"
+  because = f"{longest} takes {typical[longest]:.3g} s of it; medians of the second half"
   return {
     "state": "plain", "answer": f"{seconds:.3g} s an {name}", "because": because, "facts": facts,
   }  # fmt: skip
@@ -290,6 +290,10 @@ def _medians(iterations: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the median by name; a missing value counts as 0."""
   names = dict.fromkeys(name for times in iterations for name in times)
   return {name: statistics.median(times.get(name, 0.0) for times in iterations) for name in names}
+
+
+def _count(number: float, noun: str) -> str:
+  return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def _fact(label: str, value: float | str, unit: str = "number", note: str = "") -> Row:

@@ -96,6 +96,7 @@ class Alarm(NamedTuple):
 
   title: str  # A sentence.
   advice: str  # A sentence: what to change.
+  metric: str  # The report links to the section with its chart.
   page: str = "docs/running.md#alarms"  # Section about the alarm.
 
 
@@ -104,19 +105,23 @@ ALARMS = {
   "grad_norm": Alarm(
     "The gradient norm is far above its usual size.",
     "If it stays there, lower rl_optimizer.learning_rate.",
+    "grad_norm",
   ),
   "entropy": Alarm(
     "The policy has collapsed to few responses: its entropy is below alarms.entropy.",
     "Lower rl_optimizer.learning_rate, or raise objective.clip_high or objective.entropy_coef.",
+    "entropy",
   ),
   "ratio": Alarm(
     "The policy moves faster than clipping can hold: its ratios are off 1 by more than "
     "alarms.ratio.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
+    "ratio/deviation",
   ),
   "mismatch": Alarm(
     "The sampler's log-probs are off the trainer's by more than the clip range.",
     "Set engine.dtype and engine.cache_dtype to compute.dtype, or widen the clip range.",
+    "mismatch/sequence/abs/mean",
     "docs/sampling.md#log-probabilities",
   ),
   "mismatch_clips": Alarm(
@@ -125,56 +130,67 @@ ALARMS = {
     "1; wider objective.clip_low and objective.clip_high cost nothing, and admit larger updates; "
     "objective.old_logp=behaviour with objective.correction.name=masked costs a pass and the "
     "responses that it leaves out.",
+    "clip_fraction/sequence",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "mismatch_tail": Alarm(
     "For more than a tenth of the tokens sampler and trainer differ by a factor above 2.",
     "Set engine.dtype and engine.cache_dtype to compute.dtype. With the same types, or with "
     "servers, sampler and trainer are two models: compare their weights and chat templates.",
+    "mismatch/tail",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "ratio_tail": Alarm(
     "For more than a tenth of the tokens the policy has moved by a factor above 2.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
+    "ratio/tail",
   ),
   "recomputed": Alarm(
     "Rounding of recomputed log-probs exceeds the clip range.",
     "Set compute.dtype=float32, or widen the clip range.",
+    "mismatch/recomputed",
     "docs/running.md#recomputed-log-probabilities",
   ),
   "reward": Alarm(
     "The reward has fallen far below its best.",
     "Lower rl_optimizer.learning_rate, and start again from a checkpoint before (weights).",
+    "reward/mean",
   ),
   "unknown": Alarm(
     "The verifier gives no verdict on many responses.",
     "The directory unknown/ of the run has these responses, with the reasons.",
+    "verifier/unknown",
     "docs/rewards.md#unknown-is-not-wrong",
   ),
   "uniform_groups": Alarm(
     f"{_IDLE}rewards are equal within each group.",
     "Take problems of another difficulty, a larger rl.group_size or graded rewards; if all are "
     "wrong since a jump, a lower rl_optimizer.learning_rate.",
+    "groups_without_spread",
     "docs/data.md#query-set",
   ),
   "filled_groups": Alarm(
     f"{_IDLE}dynamic sampling finds no groups of different rewards.",
     "Take problems of another difficulty, or raise data.query_set.extra_rounds.",
+    "groups_without_spread",
     "docs/data.md#query-set",
   ),
   "all_dropped": Alarm(
     f"{_IDLE}all tried prompts are dropped.",
     "Raise data.query_set.drop_after, or add problems.",
+    "query_set/dropped",
     "docs/data.md#query-set",
   ),
   "all_masked": Alarm(
     f"{_IDLE}all responses are cut off, and masked.",
     "Raise sampling.max_new_tokens, or set rl.mask_truncated=False.",
+    "truncated_fraction",
     "docs/running.md#truncated-responses",
   ),
   "no_gradient": Alarm(
     f"{_IDLE}metrics do not say why.",
     "Look at advantages and losses in metrics.jsonl.",
+    "grad_norm",
   ),
 }
 

@@ -9,6 +9,7 @@ from configs import common
 from gspo_jax.aot import verdict
 from gspo_jax.aot.compiler import announce
 from gspo_jax.aot.programs import make_case
+from gspo_jax.aot.search import Search, changed, name_of
 
 ARGUMENTS = ["--config=own file.py"]
 COMMAND = "next: python -m gspo_jax.aot '--config=own file.py'"
@@ -49,6 +50,36 @@ def test_programs_that_do_not_fit_get_the_next_command(program, changes, shards,
   rows = row("publish", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
   lines = verdict_of(*rows, shards=shards, **changes)
   assert lines == [f"verdict: {program} does not fit v5e:2x2", command]
+
+
+def search_of(program, *candidates):
+  """Returns a search over a configuration with 64 slots and candidates of (changes, row)."""
+  first, search = make_case(config_of(common.base, engine__slots=64)), Search(program, 16.0)
+  for changes, found in candidates:
+    case = changed(first, **changes)
+    search.cases[name_of(program, case)] = case
+    search.rows[name_of(program, case)] = found
+  return search
+
+
+def test_a_search_ends_with_a_verdict_on_its_best_settings():
+  slow, fast = (row("name", 13.0, binds="hbm", search_s=s, error="") for s in (2.0, 1.0))
+  train = search_of("train", ({}, slow), (dict(compute=dict(remat="full")), fast))
+  decode = search_of("decode", ({}, slow), (dict(engine=dict(slots=128)), fast))
+  options = ["--search", "--tries=3", *ARGUMENTS]
+  command = COMMAND.replace("aot", "aot --tries=3")
+  assert verdict.search_lines([train, decode], "v5e:2x2", options) == [
+    "verdict: fits v5e:2x2, with 2.0 GiB of 16 left (train)",
+    "bound: train by HBM, decode by HBM",
+    f"{command} --config.compute.remat=full --config.engine.slots=128",
+  ]
+  best = search_of("train", ({}, fast))
+  assert verdict.search_lines([best], "v5e:2x2", options)[-1] == command
+  large = search_of("decode", ({}, dict(fits=False, error="too large")))
+  assert verdict.search_lines([best, large], "v5e:2x2", options) == [
+    "verdict: decode does not fit v5e:2x2 with any settings of the search",
+    "next: take a larger topology",
+  ]
 
 
 def test_a_compilation_is_announced_until_its_end(capsys):

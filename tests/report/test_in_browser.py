@@ -257,6 +257,10 @@ def test_warnings_are_on_top(tab, run_page, tmp_path):
   (text,) = tab.texts(".warnings li")
   assert text.startswith("steps 3–5, 9: The policy has collapsed") and "Lower rl_opt" in text
   assert tab.texts(".warnings li code") == ["warning/entropy, docs/running.md#alarms"]
+  tab.evaluate("document.querySelector('.warnings li a').click()")
+  tab.wait("document.documentElement.dataset.view === 'learning'")
+  assert "Entropy" in tab.texts("[id='learning/learning'] h3")
+  tab.evaluate("history.back()")
   tab.open(write_report(cases.make_run(tmp_path)))
   assert tab.texts(".warnings") == []
 

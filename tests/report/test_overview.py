@@ -69,11 +69,11 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state(*idle) == ("bad", "no learning: the gradient was 0 in all 30 rows")
   assert state(*idle[1:])[0] == "good"  # the alarms say if it is so for long
   since = [(i, {"updates_skipped": 2.0}) for i in range(5, 31)]  # it counts from the start
-  assert state(*since) == ("open", "2 updates were skipped")
+  assert state(*since) == ("open", "2 skipped updates")
   since[0][1].update(loss=None, grad_norm=None)  # Values of its row on file.
-  assert state(*since) == ("open", "2 updates were skipped")
+  assert state(*since) == ("open", "2 skipped updates")
   again = [(i, {"updates_skipped": float(i - 27)}) for i in range(28, 31)]
-  assert state(*again) == ("bad", "3 updates were skipped")
+  assert state(*again) == ("bad", "3 skipped updates")
   assert state((5, {"loss": math.nan}))[0] == "bad"
   assert state((5, {"router/dropped_tokens": 3.0}))[0] == "bad"
 

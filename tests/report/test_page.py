@@ -217,6 +217,8 @@ def test_warnings_join_consecutive_rows():
     ("sft", 1, 1, "grad_norm"), ("rl", 4, 6, "entropy"), ("rl", 6, 6, "ratio"),
     ("rl", 10, 10, "entropy"),
   ]  # fmt: skip
+  places = [w["place"] for w in described["runs"][0]["warnings"]]  # None: no such curve.
+  assert places == [{"view": "learning", "section": "Cold start"}, None, None, None]
   assert {key for _, key in figures(described)} == {
     "Loss", "Entropy", "Gradient norm", "Learning rate", "Skipped updates", "Router entropy"
   }  # fmt: skip

@@ -67,7 +67,7 @@ def test_a_warning_is_printed_once_and_marked_while_it_lasts(name):
 
 def test_advice_names_keys_and_sections_that_exist():
   root, keys = Path(__file__).parents[2], dict(flatten(common.base().to_dict())).keys()
-  for title, advice, page in alarms.ALARMS.values():
+  for title, advice, _, page in alarms.ALARMS.values():
     words = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", f"{title} {advice}")
     assert {word for word in words if word != "metrics.jsonl"} <= keys
     path, _, section = page.partition("#")

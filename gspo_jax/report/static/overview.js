@@ -26,16 +26,20 @@ function answerCard({ question, answer, because, state, facts }) {
 
 const span = ({ from, to }) => (from === to ? `${from}` : `${from}–${to}`);
 
-// Alarms of one name, phase and run: when, what it means, what to change, and the page about it.
+// Alarms of one name, phase and run: when, what it means, what to change, its charts and its page.
 function alarmNode(spans, run, several) {
-  const [{ phase, name, title, advice, page }] = spans;
+  const [{ phase, name, title, advice, page, place }] = spans;
   const shown = spans.slice(0, SPANS_SHOWN).map(span);
   const rest = spans.length - shown.length;
   const steps = `${shown.join(", ")}${rest ? ` and ${rest} more times` : ""}`;
   const word = spans.length === 1 && spans[0].from === spans[0].to ? "step" : "steps";
   const when = make("b", `${several ? `${report.phases[phase].title}, ` : ""}${word} ${steps}:`);
   const of = comparing ? nameOf(report.runs[run], run) : null;
-  return make("li", of, when, ` ${title} ${advice} `, make("code", [`warning/${name}`, page].filter(Boolean).join(", ")));
+  const charts = place
+    ? ["See ", make("a", { href: `#${place.view}/${anchor(place.section)}` }, place.section), ". "]
+    : null;
+  const source = make("code", [`warning/${name}`, page].filter(Boolean).join(", "));
+  return make("li", of, when, ` ${title} ${advice} `, charts, source);
 }
 
 function alarms() {
