@@ -4,7 +4,10 @@ A row is a tiny model that stresses its family: one key/value head, windows shor
 rows beyond the original context. `pytest -m families` has the rest: meshes, packing, replay.
 """
 
+import dataclasses
+import importlib.util
 import json
+import shutil
 import types
 
 import chex
@@ -23,13 +26,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from gspo_jax import sharding  # noqa: E402
 from gspo_jax.learner import layout  # noqa: E402
-from gspo_jax.models import hf, transformer  # noqa: E402
+from gspo_jax.models import hf, lora, transformer  # noqa: E402
 from gspo_jax.models.attention import positions  # noqa: E402
 from gspo_jax.models.hf import config as hf_config  # noqa: E402
+from gspo_jax.models.hf import peft  # noqa: E402
+from gspo_jax.models.params import with_adapters  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
 from gspo_jax.settings.mesh import MeshConfig  # noqa: E402
 from gspo_jax.settings.model import REFERENCE  # noqa: E402
 from gspo_jax.settings.sampling import EngineConfig  # noqa: E402
+from gspo_jax.settings.training import LoraConfig  # noqa: E402
 from gspo_jax.structs import ModelInputs  # noqa: E402
 
 LENGTH, PROMPT, NEW = 40, 12, 24
@@ -316,6 +322,48 @@ def test_prompts_shared_by_a_tree_change_no_hidden_state(case):
   shared, plain = both(case.params)
   assert layout.trees(inputs, group, LENGTH - PROMPT).tree is not None
   np.testing.assert_allclose(shared[segments], plain[segments], atol=2e-5)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("case", ["olmo2", "olmoe"], indirect=True)
+def test_adapters_of_a_dense_and_of_a_sparse_family(case, tmp_path):
+  """Logits are those of W + 4 B A of PEFT's files, in transformers and, if installed, in PEFT."""
+  config, generator = LoraConfig(rank=3, alpha=12.0), np.random.default_rng(2)
+  mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+
+  def adapted(config, size):
+    with jax.set_mesh(mesh):
+      params = with_adapters(case.params, case.config, config, "float32", mesh, seed=1)
+      trained, frozen = lora.split(params)
+      noisy = jax.tree.map(lambda x: x + size * generator.normal(size=x.shape), trained)
+      return lora.join(jax.tree.map(lambda x: x.astype(jnp.float32), noisy), frozen)
+
+  params, adapter = adapted(config, 0.1), tmp_path / "adapter"
+  peft.save(adapter, params, case.config, config, base=str(case.directory))
+  loaded = adapted(dataclasses.replace(config, adapter=str(adapter)), 0)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  matrices, summed = load_file(adapter / "adapter_model.safetensors"), tensors(case.directory)
+  for a in (name for name in matrices if name.endswith("lora_A.weight")):
+    weight = a.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+    product = matrices[a.replace("lora_A", "lora_B")].astype(float) @ matrices[a]
+    summed[weight] = (summed[weight] + 12 / 3 * product).astype(np.float32)
+  shutil.copytree(case.directory, tmp_path / "summed")
+  save_file(summed, tmp_path / "summed" / "model.safetensors", dict(format="pt"))
+  auto, options = transformers.AutoModelForCausalLM, dict(attn_implementation="eager")
+  models = [auto.from_pretrained(tmp_path / "summed", **options)]
+  if importlib.util.find_spec("peft"):
+    import peft as theirs
+
+    base = auto.from_pretrained(case.directory, **options)
+    models.append(theirs.PeftModel.from_pretrained(base, adapter))
+  merged = jax.tree.map(jnp.asarray, jax.device_get(lora.materialize(params, jnp.dtype("float32"))))
+  tokens = jnp.asarray(case.tokens)
+  logits = transformer.logits(merged, case.config, tokens)
+  assert np.abs(logits - transformer.logits(case.params, case.config, tokens)).max() > 0.1
+  for model in models:
+    with torch.no_grad():
+      expected = model(torch.tensor(case.tokens)).logits.numpy()
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 VISION = dict(
