@@ -32,7 +32,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX with libtpu would look for 
 import jax
 
 from configs import common, dense_math, moe_aime
-from gspo_jax.aot import search
+from gspo_jax.aot import chips, search
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
 from gspo_jax.models.families.lookup import FAMILIES
@@ -91,6 +91,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "olmo": _runs(_math("OLMo-2-0425-1B", 8), "v5e:2x2", "h100:1"),
   "olmoe": _runs("--config=configs/olmoe.py", "v5e:2x4", "h100:1"),
   "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:8"),
+  "gpt_oss": _runs(_math("gpt-oss-20b", 8, EXPERTS), "v6e:2x4", "h100:8"),
   "minimax_m2": _runs(
     _math("MiniMax-M2", 128, f"{EXPERTS} --config.rl.packed=False"), "v5e:8x16", "h100:2x8"
   ),
@@ -244,6 +245,8 @@ def family_row(name: str, tries: int) -> dict[str, Any]:
   family, topology = name.split(" ")
   flags, smaller = FAMILY_RUNS[family][topology], smaller_topology(topology)
   row = dict(programs=compile_run(topology, f"{flags} --programs=train,decode"), below="")
+  if smaller and chips.parse(smaller)[1] < 8:
+    flags = flags.replace("mesh.expert=8", "mesh.expert=-1 --config.mesh.fsdp=1")
   for program in ("publish", "train") if smaller else ():  # The first one takes a second.
     below = compile_run(smaller, f"{flags} --programs={program}")[program]
     if not below["fits"]:

@@ -228,7 +228,9 @@ _QWEN2 = dict(family="qwen2", qk_norm=False, attention_bias=True)
 
 
 def _published() -> dict[str, ModelConfig]:
-  """Published models by their name on the Hugging Face hub.
+  """Published models by name, from https://huggingface.co/OWNER/NAME/blob/main/config.json.
+
+  Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai.
 
   The April 2025 models share a shape and rope_theta 1e6 with their Base. Those of July 2025
   ("2507") have a larger rope_theta, different between them, and an eightfold context.
@@ -325,7 +327,7 @@ def _sparse_families() -> dict[str, ModelConfig]:
       moe_intermediate_size=1024, norm_topk_prob=False,
     ),
     "granite-3.1-1b-a400m-base": _model(
-      1024, 24, 16, 8, 512, family="granite", vocab_size=49_155, head_dim=64, qk_norm=False,
+      1024, 24, 16, 8, 512, family="granite", vocab_size=49_152, head_dim=64, qk_norm=False,
       rope_theta=1.5e6, max_position_embeddings=131_072, num_experts=32, experts_per_token=8,
       moe_intermediate_size=512, scores=ScoresConfig(scale=0.015625),
       multipliers=MultipliersConfig(embedding=12.0, residual=0.22, logits=6.0), **_TIED,
@@ -336,7 +338,6 @@ def _sparse_families() -> dict[str, ModelConfig]:
       experts_per_token=8, moe_intermediate_size=1408, mlp_only_layers=(0,),
       rope=RopeConfig(share=0.5), router=RouterConfig(**biased, shared_width=1408),
     ),
-    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json, and of gpt-oss-120b.
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "MiniMax-M2": _model(

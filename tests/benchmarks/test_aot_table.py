@@ -111,10 +111,12 @@ def test_the_next_smaller_topology_is_compiled_until_a_program_does_not_fit(monk
   def compile_run(topology, flags):
     program = flags.partition("--programs=")[2]
     compiled.append((topology, program))
+    assert ("mesh.expert=8" in flags) == (topology == "h100:8")
     return {program: dict(fits=program != "train", error="needs\n more")}
 
   monkeypatch.setattr(aot_table, "compile_run", compile_run)
   assert aot_table.family_row("llama v5e:2x2", 1)["below"] == "v5e:1x1: train needs more"
   assert compiled == [("v5e:2x2", "train,decode"), ("v5e:1x1", "publish"), ("v5e:1x1", "train")]
   assert aot_table.family_row("qwen2 v5e:1x1", 1)["below"] == ""
+  assert aot_table.family_row("mixtral h100:8", 1)["below"] == "h100:1: train needs more"
   assert aot_table.smaller_topology("h100:2x8") == "h100:8"
