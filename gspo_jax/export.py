@@ -29,6 +29,7 @@ from gspo_jax.models.hf import peft
 from gspo_jax.runs import weight_source
 from gspo_jax.runs.weight_source import RunCheckpoint
 from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.passes import sampler_types
 from gspo_jax.system import hub, jsons
 
 
@@ -143,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       f"{options.directory / peft.CONFIG} names no base, since the adapters are of {origin}: write "
       f"it by `python -m gspo_jax.export {origin} BASE`, and repeat this command with --base=BASE\n"
     )
+  config = checkpoint.config
+  if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):
+    sys.stdout.write(f"rollouts and evaluations of the run: {types}\n")
   sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 
 

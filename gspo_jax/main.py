@@ -5,6 +5,7 @@ the same workdir continues an interrupted run.
 """
 
 import contextlib
+import dataclasses
 import gc
 import os
 import sys
@@ -36,7 +37,7 @@ from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.passes import anchor
+from gspo_jax.settings.passes import anchor, sampler_types
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hosts, preemption
 from gspo_jax.system.text import visible
@@ -65,6 +66,8 @@ def main(argv: list[str]) -> None:
         sys.stderr.write(f"config {line}\n")
       if text := anchor(config):
         sys.stderr.write(f"config {text}\n")
+      if types := sampler_types(dataclasses.asdict(config.engine), config.compute.dtype):
+        sys.stderr.write(f"config samples with {types} (compute.dtype={config.compute.dtype})\n")
       do(run)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")

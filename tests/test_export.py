@@ -24,7 +24,7 @@ from gspo_jax.runs import weight_source
 SMALL = SMALL_VALUES | dict(
   job="sft", model__num_layers=1, sft__steps=2, sft__batch=8, sft__target_loss=0.0,
   rl__prompts=8, rl__group_size=2, rl__minibatches=1, checkpoint__every=1,
-  data__max_prompt_tokens=64,
+  data__max_prompt_tokens=64, engine__cache_dtype="int8",
 )  # fmt: skip
 
 
@@ -42,7 +42,9 @@ def trained(tmp_path_factory):
 def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   workdir, params, model = trained
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=float32"])
-  assert capsys.readouterr().out.endswith(f"the weights of {workdir}/checkpoints/sft/2\n")
+  types, weights = capsys.readouterr().out.splitlines()
+  assert types == "rollouts and evaluations of the run: engine.cache_dtype=int8"
+  assert weights.endswith(f"the weights of {workdir}/checkpoints/sft/2")
   exported, config = hf.load(tmp_path / "out")
   assert config == model and jax.tree.all(jax.tree.map(np.array_equal, exported, params))
   tok = tokenizer.load(str(tmp_path / "out"))

@@ -5,6 +5,8 @@ list. The program of a pass is in train.py's `make_passes`.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
@@ -54,6 +56,19 @@ def anchor(c: RunConfig) -> str:
     policy = f"the policy before an iteration's updates, and not to {policy}"
     note = f"; the rest is left to objective.correction.name={correction}"
   return f"objective.old_logp={c.objective.old_logp}: ratios and clipping are to {policy}{note}"
+
+
+def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
+  """Describes the sampler's types; "" if all are the trainer's.
+
+  Args:
+    engine: values of section `engine`, as in config.json.
+    trainer: compute.dtype.
+  """
+  if engine.get("name") == "server":
+    return f"servers with {engine.get('dtype') or trainer} weights, and caches of their own types"
+  types = {key: engine.get(key) for key in ("dtype", "weights_dtype", "cache_dtype")}
+  return " ".join(f"engine.{k}={v}" for k, v in types.items() if v not in (None, "", trainer))
 
 
 def frozen(c: RunConfig, teacher: ModelConfig | None) -> dict[str, ModelConfig]:

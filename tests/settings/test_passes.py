@@ -59,6 +59,24 @@ def test_anchor_names_the_old_policy_of_ratios(changes, message):
   assert message in text and bool(message) == bool(text)
 
 
+@pytest.mark.parametrize(
+  "engine, description",
+  [
+    (dict(dtype="", cache_dtype="float32"), ""),
+    (dict(dtype="float32", cache_dtype="int8"), "engine.cache_dtype=int8"),
+    (
+      dict(dtype="bfloat16", cache_dtype="bfloat16"),
+      "engine.dtype=bfloat16 engine.cache_dtype=bfloat16",
+    ),
+    (dict(name="server", cache_dtype="int8"), "servers with float32 weights, and caches of their"),
+    ({}, ""),
+  ],
+)
+def test_types_of_the_sampler_are_named_unless_they_are_the_trainers(engine, description):
+  text = passes.sampler_types(engine, "float32")
+  assert text.startswith(description) and bool(text) == bool(description)
+
+
 @pytest.mark.parametrize("get_config, changes, names, frozen", CASES.values(), ids=CASES)
 def test_passes_of_a_run(get_config, changes, names, frozen):
   c = config_of(get_config, **changes)
