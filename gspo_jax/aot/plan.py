@@ -88,7 +88,13 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   ]
   if rewards:
     gold, empty = ("no verdict" if math.isnan(x) else f"{x:g}" for x in rewards)
-    text.append(f"  reward of this answer as the response: {gold}; of an empty response: {empty}")
+    # A verifier's gold answer may be no response: tests of a program, for example.
+    own_function = ":" in inputs.config.reward.name
+    remark = " (alike; a group of equal rewards teaches nothing)"
+    text.append(
+      f"  reward of this answer as the response: {gold}; of an empty response: {empty}"
+      f"{remark if own_function and gold == empty else ''}"
+    )
   return text
 
 

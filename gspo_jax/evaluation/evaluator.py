@@ -91,6 +91,7 @@ class Evaluator:
     log = Unfinished(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
     with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
+      progress.wait(at_once=False)
       rounds_results = [self._round(engine, r, log, progress) for r in rounds]
     results, greedy = rounds_results[: len(self.benchmarks)], rounds_results[len(self.benchmarks) :]
     for b, sampled in zip(self.benchmarks, results):

@@ -338,6 +338,18 @@ def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
     read_inputs(config_of(get_config, **changes), tmp_path / "run")
 
 
+@pytest.mark.parametrize("name, remark", [("own:seven", True), ("code", False)])
+def test_a_dry_run_remarks_on_a_function_with_one_reward_for_all(name, remark):
+  prompt = types.SimpleNamespace(id="1", tokens=[65], answer="2")
+  inputs = types.SimpleNamespace(
+    config=types.SimpleNamespace(reward=types.SimpleNamespace(name=name)),
+    data=types.SimpleNamespace(main_prompts=[prompt]),
+    tokenizer=types.SimpleNamespace(token_bytes=lambda: {65: b"A"}),
+  )
+  assert ("alike" in plan.first_problem(inputs, [7.0, 7.0])[-1]) == remark
+  assert "alike" not in plan.first_problem(inputs, [7.0, 0.0])[-1]
+
+
 def printed(get_config, **changes):
   config = config_of(get_config, **changes)
   return "\n".join(plan.lines(read_inputs(config)))
