@@ -91,7 +91,8 @@ class FakeServer:
       with self._lock:
         logits_BV = np.asarray(_logits(self.params, self.model, tokens_BT, t - 1), np.float64)
       versions.append(self.version)
-      said_BV = jax.nn.log_softmax(logits_BV / (1.0 if self.raw else heat or 1.0))
+      scaled_BV = logits_BV / (1.0 if self.raw else heat or 1.0)
+      said_BV = scaled_BV - np.logaddexp.reduce(scaled_BV, axis=1, keepdims=True)
       noise = rng.gumbel(size=(ROWS, logits_BV.shape[1])) if heat else 0
       drawn = np.argmax(logits_BV / (heat or 1.0) + noise, axis=1)
       for row, (tokens, logp) in enumerate(out):
@@ -101,6 +102,8 @@ class FakeServer:
           tokens_BT[row, t] = drawn[row]
           if drawn[row] in stop:
             reason[row] = "stop"
+      if "length" not in reason:
+        break
     choices = [choice(i, reason[i], *row, versions) for i, row in enumerate(out)]
     return 200, dict(request_id=body["request_id"], choices=choices)
 
