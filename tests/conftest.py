@@ -78,3 +78,11 @@ def x64():
   enabled = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64  # before 0.8
   with enabled(True):
     yield
+
+
+@pytest.fixture
+def hangups():
+  """Restores the default action of SIGHUP, which nohup ignores."""
+  previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+  yield
+  signal.signal(signal.SIGHUP, previous)

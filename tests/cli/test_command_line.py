@@ -76,6 +76,7 @@ def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, cod
   assert process.stderr.read().endswith(f": {message}")
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks up which signals are caught")
 @pytest.mark.parametrize(
   "module",

@@ -34,6 +34,7 @@ def untouched(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("hangups")
 def test_a_signal_saves_and_ends_with_its_code(untouched, tmp_path):
   """The signal comes within an iteration, beyond any checkpoint, and within an evaluation."""
   flags = [*SMALL, *RUN]

@@ -25,6 +25,7 @@ def test_a_notice_is_raised_at_the_next_check_and_not_before():
   preemption.check()  # nobody watches any more
 
 
+@pytest.mark.usefixtures("hangups")
 def test_every_signal_has_its_code_and_ctrl_c_has_no_end_of_grace():
   for number, code in (signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGTERM, 75):
     grace = 0 if code == 130 else 60

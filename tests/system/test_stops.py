@@ -22,6 +22,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize(
   "number, said, code",
   [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 75), (signal.SIGHUP, "SIGHUP", 75)],
