@@ -20,17 +20,31 @@ from gspo_jax.sharding import P
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
 
-CASES = dict(
-  mixed=None,
-  all_to_one=jnp.full((37, 2), 3),
-  held_elsewhere=jnp.where(jnp.arange(74).reshape(37, 2) % 3 == 0, 8, 1),
-)
+CASES = "mixed", "all_to_one", "held_elsewhere"
+
+
+def chosen_experts(case, tokens):
+  """Experts [tokens, 2] of a case; None means random ones."""
+  if case == "all_to_one":
+    return jnp.full((tokens, 2), 3)
+  if case == "held_elsewhere":
+    return jnp.where(jnp.arange(2 * tokens).reshape(tokens, 2) % 3 == 0, 8, 1)
+  return None
 
 
 def scalar(f, index):
   return jax.jit(
     jax.value_and_grad(lambda x, g, w: jnp.sin(f(x, g, index, w)).sum(), argnums=(0, 1, 2))
   )
+
+
+@functools.cache
+def plain_scalar(tokens=37, case="mixed", activation=None, scale=1):
+  """Value and gradients of the plain sum, shared by formulations."""
+  x, gate, index, w = expert_inputs(
+    tokens, experts=chosen_experts(case, tokens), activation=activation
+  )
+  return scalar(plain_experts, index)(scale * x, gate, w)
 
 
 FORMS_AND_CASES = [
@@ -44,14 +58,14 @@ FORMS_AND_CASES = [
 
 @pytest.mark.parametrize("name, case", FORMS_AND_CASES)
 def test_value_and_gradient_equal_the_plain_sum(name, case):
-  x, gate, index, w = expert_inputs(experts=CASES[case])
+  x, gate, index, w = expert_inputs(experts=chosen_experts(case, 37))
   form = moe.IMPLEMENTATIONS[name]
 
   def apply(x, gate, index, w):  # the gradient of the weights goes to the last argument
     return form(x, gate, index, jax.lax.stop_gradient(w), w)
 
-  got, expected = scalar(apply, index)(x, gate, w), scalar(plain_experts, index)(x, gate, w)
-  chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+  got = scalar(apply, index)(x, gate, w)
+  chex.assert_trees_all_close(got, plain_scalar(case=case), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*moe.IMPLEMENTATIONS, "decode", "mesh", "pieces"])
@@ -69,7 +83,7 @@ def test_biases_and_a_clamped_gate(name, monkeypatch):
     form = moe.IMPLEMENTATIONS.get(name, groups.apply_ragged)
     return form(x, gate, index, jax.lax.stop_gradient(w), w)
 
-  expected = scalar(plain_experts, index)(x, gate, w)
+  expected = plain_scalar(tokens=48, activation=gpt_oss.activation, scale=8)
   if name == "pieces":
     monkeypatch.setattr(sharding, "axis_size", lambda axis: 4)
     assert groups._pieces(index, 8)[1] == 32
@@ -89,15 +103,14 @@ def test_biases_and_a_clamped_gate(name, monkeypatch):
 @pytest.mark.parametrize("case", [pytest.param("mixed", marks=pytest.mark.long), "all_to_one"])
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
-  x, gate, index, w = expert_inputs(
-    tokens=48, experts=jnp.full((48, 2), 3) if case != "mixed" else None
-  )
+  tokens = 48
+  x, gate, index, w = expert_inputs(tokens, experts=chosen_experts(case, tokens))
 
   def apply(x, gate, index, w):
     rows = [a.reshape(8, 6, -1) for a in (x, gate, index)]
     return moe.experts(*rows, w, name, chunk).reshape(48, -1)
 
-  expected = scalar(plain_experts, index)(x, gate, w)
+  expected = plain_scalar(tokens, case)
   mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   with jax.set_mesh(mesh):
     split = jax.tree.map(lambda _: sharding.P("expert", "fsdp"), w)
@@ -114,7 +127,7 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   x, gate, index, w = expert_inputs(tokens=256)
   assert groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: moe.IMPLEMENTATIONS[name](*a, a[-1]), index)(x, gate, w)
-  np.testing.assert_allclose(got[0], scalar(plain_experts, index)(x, gate, w)[0], rtol=1e-4)
+  np.testing.assert_allclose(got[0], plain_scalar(tokens=256)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
