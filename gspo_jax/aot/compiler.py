@@ -171,11 +171,11 @@ def _time_bounds(
   chip, number = chips.mesh_chips(topology, mesh)
   scale = chip.devices / program.steps
 
-  def bound(moved: float) -> dict[str, float | str]:
+  def bound(moved: float, flops: float = work["executed_flops"]) -> dict[str, float | str]:
     return chips.bound(
       chip,
       number,
-      work["executed_flops"],
+      flops,
       work["model_flops"],
       moved * scale,
       costs.ring_wire * scale,
@@ -187,7 +187,8 @@ def _time_bounds(
   row: dict[str, Any] = bound(costs.memory)
   if program.slot_kernel:
     idle = costs.memory - hlo_costs.kernel_bytes(costs, program.slot_kernel)
-    row["idle_s"] = bound(idle)["serial_s"]
+    attention = program.work.attention / program.steps
+    row["idle_s"] = bound(idle, work["executed_flops"] - attention)["serial_s"]
   return row
 
 

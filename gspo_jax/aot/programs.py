@@ -17,9 +17,9 @@ from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import state_of_phase
 from gspo_jax.learner.step import make_rl_step
-from gspo_jax.models import flops, lora, publication, transformer
+from gspo_jax.models import flops, lora, publication, transformer, weights
 from gspo_jax.models.experts import routing
-from gspo_jax.models.params import abstract_params
+from gspo_jax.models.params import abstract_params, abstract_table
 from gspo_jax.models.weights import Params
 from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
@@ -172,7 +172,8 @@ def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
 def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
   """Returns shapes and shardings of the sampler's weights."""
   rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
-  return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)
+  table = transformer.sampler_table(case.model, case.engine.weights_dtype)
+  return abstract_table(table, mesh, rules, case.config.sampler_compute.dtype)
 
 
 def frozen_params(
@@ -213,7 +214,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
         yield "teacher", Program(score, (frozen["teacher"], inputs), done, resident=resident)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
-      read = transformer.dtypes(c.model, c.sampler_compute.dtype)
+      table = transformer.sampler_table(c.model, case.engine.weights_dtype)
+      read = weights.dtypes(table, c.sampler_compute.dtype)
       publish = publication.publisher(layout, read, lora.dithered)
       resident = state.opt_state, state.critic, frozen
       yield name, Program(publish, (state.params,), None, resident=resident)

@@ -51,6 +51,7 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
   transformer.check_attention(config.model, config.sampler_compute, shared_prompts=False)
   table = transformer.table(config.model)
   weights.shardings(table, sharding.TRAIN, trainer)  # Raises ValueError for an indivisible weight.
+  table = transformer.sampler_table(config.model, config.engine.weights_dtype)
   layout = weights.shardings(table, rollout, sampler)
   dtypes = weights.dtypes(table, config.sampler_compute.dtype)
   return Meshes(trainer, sampler, layout, dtypes)

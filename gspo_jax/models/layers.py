@@ -11,6 +11,7 @@ from gspo_jax import sharding
 from gspo_jax.models.attention import attention, pages, positions
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.attention.attention import Paths, Scores, Tree
+from gspo_jax.models.int8 import Int8, is_int8, project
 from gspo_jax.models.weights import Attention, Dense, InStack, Weight
 from gspo_jax.settings.model import ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P
@@ -70,9 +71,9 @@ def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
 def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
   """(activation(x gate) · (x up)) down."""
   split = P(BATCH, None, "tensor")
-  a_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.gate, split)
-  u_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.up, split)
-  return sharding.project("BTF,FD->BTD", activation(a_BTF) * u_BTF, w.down, P(BATCH))
+  a_BTF = project("BTD,DF->BTF", x_BTD, w.gate, split)
+  u_BTF = project("BTD,DF->BTF", x_BTD, w.up, split)
+  return project("BTF,FD->BTD", activation(a_BTF) * u_BTF, w.down, P(BATCH))
 
 
 def gather(table: Any, block: Any, dtype: Any) -> Any:
@@ -80,11 +81,11 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
 
   They stay split over heads and F. The backward pass reduces and scatters their gradients. Weights
   used in float32 are small, and replicated. Experts' weights, if in the block, are gathered later,
-  at their products.
+  at their products. The sampler's matrices in eight bits are whole over D.
   """
 
   def read(weight: Weight, w: Any) -> Any:
-    if w is None or isinstance(w, InStack):
+    if w is None or isinstance(w, InStack | Int8):
       return w
     w = w.astype(weight.read_as(dtype))
     if weight.is_expert:
@@ -121,9 +122,9 @@ def attend(
     from_start: whether the cache has no earlier tokens.
   """
   heads = P(BATCH, None, "tensor", None)
-  q = sharding.project("BTD,DNH->BTNH", x_BTD, w.q, heads)
-  k = sharding.project("BTD,DKH->BTKH", x_BTD, w.k, heads)
-  v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
+  q = project("BTD,DNH->BTNH", x_BTD, w.q, heads)
+  k = project("BTD,DKH->BTKH", x_BTD, w.k, heads)
+  v = project("BTD,DKH->BTKH", x_BTD, w.v, heads)
   if w.q_bias is not None:
     biases = (w.q_bias, w.k_bias, w.v_bias)
     q, k, v = (with_each_token(jnp.add, x, b[None, None]) for x, b in zip((q, k, v), biases))
@@ -144,11 +145,19 @@ def attend(
   # Heads as one axis: otherwise XLA may transpose the weight at every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
-  o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
-  y_BTD = sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH))
+  o_XD = _merge_heads(w.o)
+  y_BTD = project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH))
   if (o_bias := getattr(w, "o_bias", None)) is not None:
     y_BTD = with_each_token(jnp.add, y_BTD, o_bias[None, None])
   return y_BTD, kv
+
+
+def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
+  """Merges the input axes of the output projection."""
+  if is_int8(o_NHD):
+    return o_NHD.replace(values=_merge_heads(o_NHD.values), inputs=(-2,))
+  N, H, D = o_NHD.shape
+  return sharding.reshape(o_NHD, (N * H, D), P("tensor"))
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -43,6 +43,12 @@ def table(config: ModelConfig) -> Params:
   )
 
 
+def sampler_table(config: ModelConfig, weights_dtype: str = "") -> Params:
+  """Declares the sampler's weights, for `engine.weights_dtype`."""
+  plain = table(config)
+  return weights.in_eight_bits(plain) if weights_dtype == "int8" else plain
+
+
 def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
   """Raises ValueError if `compute.attention` does not support model or devices.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
+from gspo_jax.models.int8 import Int8
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import Rules
 
@@ -72,11 +73,15 @@ class InStack(NamedTuple):
   On TPU a slice outside a product is a copy at every step.
   """
 
-  stack: jax.Array  # [l, ...]
+  stack: jax.Array | Int8  # [l, ...]
   layer: Any
 
-  def read(self, dtype: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False).astype(dtype)
+  def read(self, dtype: Any) -> jax.Array | Int8:
+    """Returns the layer's weight; an array in `dtype`."""
+    w = jax.tree.map(
+      lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack
+    )
+    return w if isinstance(w, Int8) else w.astype(dtype)
 
 
 class Weight:
@@ -85,6 +90,7 @@ class Weight:
   fan_in: letters of the inputs.
   wide: whether passes read it in float32 with any compute dtype (small, sensitive weights).
   whole: whether it is whole on every device except over D.
+  dtype: dtype in passes. None depends on `wide`.
   """
 
   def __init__(
@@ -95,9 +101,10 @@ class Weight:
     constant: float = 0.0,
     wide: bool = False,
     whole: bool = False,
+    dtype: Any = None,
   ):
     self.letters, self.constant, self.inputs = letters, constant, fan_in
-    self.wide, self.whole = wide, whole
+    self.wide, self.whole, self.dtype = wide, whole, dtype
     self.shape = tuple(sizes[letter] for letter in letters)
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 
@@ -110,6 +117,12 @@ class Weight:
   def is_expert(self) -> bool:
     return "E" in self.letters and not self.wide
 
+  @property
+  def is_matrix(self) -> bool:
+    """Whether it is a matrix of attention, feed-forward or experts."""
+    in_layer = self.letters.startswith("l") and not self.letters.endswith("O")  # Not of one output.
+    return bool(self.fan_in) and not self.wide and in_layer
+
   def init(self, key: jax.Array, dtype: Any) -> jax.Array:
     """Draws from a normal of standard deviation fan_in^(-1/2), or fills a constant."""
     if self.fan_in is None:
@@ -118,7 +131,7 @@ class Weight:
 
   def read_as(self, compute_dtype: Any) -> jnp.dtype:
     """Returns the weight's dtype in passes of trainer and sampler."""
-    return jnp.dtype(jnp.float32 if self.wide else compute_dtype)
+    return jnp.dtype(self.dtype or (jnp.float32 if self.wide else compute_dtype))
 
 
 def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
@@ -177,6 +190,23 @@ def moe_table(w: functools.partial) -> Moe:
     up=w("lEDF", fan_in="D"),
     down=w("lEFD", fan_in="F"),
   )
+
+
+def in_eight_bits(table: Params) -> Params:
+  """Declares the layers' matrices as `Int8`."""
+
+  def narrow(w: Weight) -> Weight | Int8:
+    if not w.is_matrix:
+      return w
+    sizes = dict(zip(w.letters, w.shape))
+    outputs = "".join(letter for letter in w.letters if letter not in w.inputs)
+    return Int8(
+      values=Weight(w.letters, sizes, w.inputs, dtype=jnp.int8),
+      scale=Weight(outputs, sizes, wide=True),
+      inputs=tuple(w.letters.index(letter) - len(w.letters) for letter in w.inputs),
+    )
+
+  return table.replace(blocks=jax.tree.map(narrow, table.blocks))
 
 
 def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:

@@ -109,6 +109,9 @@ class EngineConfig:
   dtype: Literal["", "float32", "bfloat16"] = key(
     "", 'dtype of the sampler; "": compute.dtype. Another increases the mismatch'
   )
+  weights_dtype: Literal["", "int8"] = key(
+    "", '"": dtype | int8: matrices of layers, with a scale per output channel'
+  )
   name: Literal["local", "server"] = key(
     "local",
     "local: slots on the trainer's mesh | server: external servers, with dtype, urls and server",
@@ -130,6 +133,10 @@ class EngineConfig:
       ),
       (len({url.rstrip("/") for url in self.urls}) < len(self.urls), "{urls} names a server twice"),
       (self.prefill_tokens & (self.prefill_tokens - 1), "{prefill_tokens} must be a power of two"),
+      (
+        served and self.weights_dtype,
+        "{name}, {weights_dtype}: servers round weights by an option of their own; leave it out",
+      ),
       (
         dense and self.cache_tokens,
         "{cache_tokens} is for pages, and engine.cache='dense' has none: leave one of them out",

@@ -625,6 +625,7 @@ def test_a_token_of_the_environment_is_brought(make, monkeypatch):
     (dict(name="local", urls=("http://a:1",)), r"engine\.name='local' has none"),
     (dict(urls=("a:1",)), r"'a:1' is not like http://host:port"),
     (dict(urls=("http://a:1", "http://a:1/")), r"names a server twice"),
+    (dict(urls=("http://a:1",), weights_dtype="int8"), r"engine.weights_dtype=.int8.: servers"),
   ],
 )
 def test_urls_are_checked_before_anything_else(changes, message):

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.experts.blocks import ExpertWeights, add_bias
+from gspo_jax.models.int8 import is_int8, matrix, multiply
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-ROWS = 128  # Minimum rows per expert: a TPU takes as long for fewer.
+ROWS = 64  # Rows of an expert come in multiples: a TPU takes as long for fewer.
 
 
 def experts_of_few(
@@ -34,7 +35,7 @@ def experts_of_few(
 
   Args:
     weights: each an `InStack`, not split over D.
-    apply: like `apply_one_hot` without `load`.
+    apply: like `apply_one_hot` without `load`. Matrices in eight bits need `apply_one_hot`.
     check: False if `apply` is a Pallas kernel; see `sharding.shard_map`.
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
@@ -42,10 +43,13 @@ def experts_of_few(
   by_width = P(None, over, "tensor")
   split = weights.layout(P(None, over, None, "tensor"), by_width, by_width)
   stacks = map_in_stack(lambda w: w.stack, weights)
+  split = jax.tree.map(
+    lambda w, pspec: w.spec(pspec) if is_int8(w) else pspec, stacks, split, is_leaf=is_int8
+  )
   stacks = jax.tree.map(sharding.reshard, stacks, split)
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, stacks, layer):
-    num_local = stacks.gate.shape[1]
+    num_local = matrix(stacks.gate).shape[1]
     tokens = [a.reshape(-1, a.shape[-1]) for a in (x_BTD, gate_BTk, experts_BTk)]
     x_XD, gate_Xk, experts_Xk = gather_tokens(*tokens, chips)
     local_Xk = experts_Xk - num_local * sharding.axis_index(over)
@@ -53,7 +57,7 @@ def experts_of_few(
     tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
 
     def read():
-      return jax.tree.map(lambda stack: InStack(stack, layer).read(x_XD.dtype), stacks)
+      return jax.tree.map(lambda w: InStack(w, layer).read(x_XD.dtype), stacks, is_leaf=is_int8)
 
     y_XD = apply(*tokens, num_local, read)
     return sharding.psum(sharding.psum_scatter(y_XD, chips), "tensor").reshape(x_BTD.shape)
@@ -72,7 +76,7 @@ def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> E
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
   """Returns the mesh axes of the experts."""
-  return sharding.each(sharding.spec_of(weight.stack)[1]) or ("expert",)
+  return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
@@ -125,8 +129,9 @@ def apply_one_hot(
     one_hot_ECX = pick_ECX.astype(dtype)
     x_ECD = jnp.einsum("ECX,XD->ECD", one_hot_ECX, x_XD, **exact)
     gate_EC = jnp.where(pick_ECX, gate_EX[:, None], 0).sum(-1)
-    a_ECF, u_ECF = add_bias(x_ECD @ w.gate, w.gate_bias), add_bias(x_ECD @ w.up, w.up_bias)
-    y_ECD = (w.activation(a_ECF, u_ECF) * gate_EC[..., None]) @ w.down
+    a_ECF = add_bias(multiply(x_ECD, w.gate), w.gate_bias)
+    u_ECF = add_bias(multiply(x_ECD, w.up), w.up_bias)
+    y_ECD = multiply(w.activation(a_ECF, u_ECF) * gate_EC[..., None], w.down)
     return jnp.einsum("ECX,ECD->XD", one_hot_ECX, y_ECD, preferred_element_type=result, **exact)
 
   def all_rounds():

@@ -43,6 +43,7 @@ from gspo_jax.models.experts.groups import (
   joined,
   separate,
 )
+from gspo_jax.models.int8 import as_array, is_int8, matrix
 from gspo_jax.models.weights import InStack
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
@@ -262,11 +263,14 @@ def experts(
   check_vma = choose(implementation) not in KERNELS  # Pallas kernels do not support the check.
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
     chips = sharding.axis_size(experts_over(weights.gate))
-    load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
+    num_experts = matrix(weights.gate.stack).shape[1]
+    load = sharding.rows_of_a_device(gate_BTk.size) * chips / num_experts
     if load <= FEW:
       apply = choose_for_few(implementation, load)
+      if is_int8(weights.gate.stack):
+        apply = functools.partial(apply_one_hot, load=load)
       return experts_of_few(x_BTD, gate_BTk, experts_BTk, weights, apply, check_vma)
-    weights = map_in_stack(lambda w: w.read(x_BTD.dtype), weights)
+    weights = map_in_stack(lambda w: as_array(w.read(x_BTD.dtype), x_BTD.dtype), weights)
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, weights):
     B, T, D = x_BTD.shape

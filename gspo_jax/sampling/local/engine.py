@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gspo_jax.models import transformer
+from gspo_jax.models import publication, transformer
 from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
@@ -44,7 +44,10 @@ class LocalEngine:
 
   def load(self, params: Any, version: int) -> None:
     self.release()
-    self._params = transformer.decoding_params(self._publish(params))
+    params = self._publish(params)
+    if self._config.weights_dtype == "int8":
+      params = publication.in_eight_bits(params, self._model)
+    self._params = transformer.decoding_params(params)
     self._version = version
     jax.block_until_ready(self._params)
 

@@ -1,0 +1,67 @@
+"""Matrices in eight bits, with a scale per output channel: W ≈ values · scale.
+
+The sampler's, for `engine.weights_dtype=int8`. Products read the integers, exact in bfloat16, and
+scale the sums: no matrix is written in another dtype, except for experts of many tokens.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.sharding import P
+
+
+@flax.struct.dataclass
+class Int8:
+  values: Any  # int8, e.g. l D N H
+  scale: Any  # float32, without the inputs: l N H
+  inputs: tuple[int, ...] = flax.struct.field(pytree_node=False)  # Input axes, from the end.
+
+  def spec(self, matrix: P) -> "Int8":
+    """Returns the layouts of both parts, from the matrix's."""
+    axes = [*matrix, *[None] * (self.values.ndim - len(matrix))]
+    outputs = [x for i, x in enumerate(axes) if i - len(axes) not in self.inputs]
+    return self.replace(values=matrix, scale=P(*outputs))
+
+
+def is_int8(x: Any) -> bool:
+  return isinstance(x, Int8)
+
+
+def quantise(w: jax.Array, inputs: tuple[int, ...]) -> Int8:
+  """Rounds a matrix to multiples of the largest magnitude of each output channel / 127."""
+  w = w.astype(jnp.float32)
+  largest = jnp.max(jnp.abs(w), axis=inputs, keepdims=True)
+  scale = jnp.where(largest > 0, largest / 127, 1)
+  return Int8(jnp.round(w / scale).astype(jnp.int8), scale.squeeze(inputs), inputs)
+
+
+def matrix(w: jax.Array | Int8) -> jax.Array:
+  """Returns the array with the shape and layout of the matrix."""
+  return w.values if is_int8(w) else w
+
+
+def as_array(w: jax.Array | Int8, dtype: Any) -> jax.Array:
+  """Returns the matrix in `dtype`."""
+  if not is_int8(w):
+    return w.astype(dtype)
+  return (w.values * jnp.expand_dims(w.scale, w.inputs)).astype(dtype)
+
+
+def project(equation: str, x: jax.Array, w: jax.Array | Int8, out: P) -> jax.Array:
+  """`sharding.project`; the outputs are the result's last axes."""
+  if not is_int8(w):
+    return sharding.project(equation, x, w, out)
+  y = sharding.einsum(equation, x, w.values.astype(x.dtype), out, jnp.float32)
+  return (y * w.scale[(None,) * (y.ndim - w.scale.ndim)]).astype(x.dtype)
+
+
+def multiply(x_ECD: jax.Array, w_EDF: jax.Array | Int8) -> jax.Array:
+  """Multiplies rows with matrices."""
+  if not is_int8(w_EDF):
+    return x_ECD @ w_EDF
+  y_ECF = jnp.matmul(x_ECD, w_EDF.values.astype(x_ECD.dtype), preferred_element_type=jnp.float32)
+  return (y_ECF * w_EDF.scale[:, None]).astype(x_ECD.dtype)
