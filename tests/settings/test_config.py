@@ -19,7 +19,6 @@ from support.configs import VARIANTS, values_of
 from configs import common, tiny_tools
 from gspo_jax import train
 from gspo_jax.inputs import devices
-from gspo_jax.models.families import lookup
 from gspo_jax.settings import ranges, reading
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
@@ -138,10 +137,6 @@ def test_declared_numbers_need_a_range():
     ranges.kinds(Careless)
   with pytest.raises(TypeError, match="high"):
     ranges.Range(0)
-
-
-def test_declared_families_are_those_of_the_lookup():
-  assert typing.get_args(KINDS["model.family"]) == (*lookup.FAMILIES,)
 
 
 def test_ranges_describe_their_values():

@@ -39,33 +39,6 @@ class Architecture:
   write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """Functions and tables in which families differ; `transformer` has the rest.
-
-  block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
-    for a run of layers, stacked on l.
-  layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
-    None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
-    weights of a MoE layer)` are bound to the pass: positions, cache, precision.
-  architectures: by their model_type in config.json.
-  names: entries of NAMES under which its files differ.
-  norm: norm of queries and keys, of each layer and of the last hidden states.
-  final_norm: (weight factory) -> the weight of the last norm.
-  embed_scale: (config) -> factor on rows of the embedding.
-  activation: of experts.
-  """
-
-  block_table: Callable[[ModelConfig, bool, int], Any]
-  layer: Callable[..., tuple[jax.Array, Any, jax.Array | None, Any]]
-  architectures: Mapping[str, Architecture]
-  names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-  norm: Norm = rms_norm
-  final_norm: Callable[[Any], weights.Weight] = lambda w: w("D", constant=1.0)
-  embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
-  activation: Activation = swiglu
-
-
 @flax.struct.dataclass
 class ExtendedMoe(Moe):
   """A mixture of experts with further parts, each None where it is absent."""
@@ -149,6 +122,33 @@ def shared_experts(y_BTD: jax.Array, ffn: ExtendedMoe) -> jax.Array:
     return z_BTD
   gate_BT1 = sharding.project("BTD,DO->BTO", y_BTD, ffn.shared_gate, P(BATCH))
   return jax.nn.sigmoid(gate_BT1) * z_BTD
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """Functions and tables in which families differ; `transformer` has the rest.
+
+  architectures: by their model_type in config.json.
+  names: entries of NAMES under which its files differ.
+  block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
+    for a run of layers, stacked on l.
+  layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
+    None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
+    weights of a MoE layer)` are bound to the pass: positions, cache, precision.
+  norm: norm of queries and keys, of each layer and of the last hidden states.
+  final_norm: (weight factory) -> the weight of the last norm.
+  embed_scale: (config) -> factor on rows of the embedding.
+  activation: of experts.
+  """
+
+  architectures: Mapping[str, Architecture]
+  names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+  block_table: Callable[[ModelConfig, bool, int], Any] = pre_norm_table
+  layer: Callable[..., tuple[jax.Array, Any, jax.Array | None, Any]] = pre_norm
+  norm: Norm = rms_norm
+  final_norm: Callable[[Any], weights.Weight] = lambda w: w("D", constant=1.0)
+  embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
+  activation: Activation = swiglu
 
 
 def keys(alike: str, **renamed: str) -> dict[str, str]:

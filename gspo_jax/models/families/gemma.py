@@ -73,8 +73,6 @@ POST_NORMS = {
 }
 
 FAMILY = base.Family(
-  block_table,
-  layer,
   dict(
     gemma2=base.Architecture(
       "Gemma2ForCausalLM",
@@ -110,6 +108,8 @@ FAMILY = base.Family(
     ),
   ),
   POST_NORMS,
+  block_table,
+  layer,
   norm=rms_norm_around_one,
   final_norm=lambda w: w("D", constant=0.0, wide=True),
   embed_scale=embed_scale,

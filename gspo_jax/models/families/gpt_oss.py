@@ -58,8 +58,6 @@ def activation(a: jax.Array, u: jax.Array) -> jax.Array:
 ATTENTION, MLP = base.LAYER + "self_attn.", base.LAYER + "mlp."
 
 FAMILY = base.Family(
-  block_table,
-  base.pre_norm,
   dict(
     gpt_oss=base.Architecture(
       "GptOssForCausalLM",
@@ -96,5 +94,6 @@ FAMILY = base.Family(
     "Moe.up_bias": (MLP + "experts.gate_up_proj_bias", "E F2"),
     "Moe.down_bias": (MLP + "experts.down_proj_bias", "E D"),
   },
+  block_table,
   activation=activation,
 )

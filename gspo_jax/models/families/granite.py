@@ -12,8 +12,6 @@ EXPERTS = base.LAYER + "block_sparse_moe."
 DEFAULTS = dict.fromkeys((key for field, key in MULTIPLIED.items() if "." in field), 1.0)
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     granite=base.Architecture(
       "GraniteForCausalLM",

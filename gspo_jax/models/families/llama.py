@@ -6,8 +6,6 @@ https://arxiv.org/abs/2407.21783
 from gspo_jax.models.families import declaration as base
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     llama=base.Architecture(
       "LlamaForCausalLM",

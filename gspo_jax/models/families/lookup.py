@@ -1,44 +1,21 @@
 """All families of models by name."""
 
 import dataclasses
+import importlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gspo_jax.models.families import (
-  gemma,
-  glm4_moe,
-  gpt_oss,
-  granite,
-  llama,
-  minimax_m2,
-  mistral,
-  mixtral,
-  olmo,
-  olmoe,
-  qwen2,
-  qwen3,
-  smollm3,
-)
 from gspo_jax.models.families.declaration import NAMES, Family
+from gspo_jax.settings import ranges
 from gspo_jax.settings.model import ModelConfig
 
-FAMILIES: dict[str, Family] = dict(
-  llama=llama.FAMILY,
-  qwen2=qwen2.FAMILY,
-  qwen3=qwen3.FAMILY,
-  mistral=mistral.FAMILY,
-  mixtral=mixtral.FAMILY,
-  gemma=gemma.FAMILY,
-  smollm3=smollm3.FAMILY,
-  granite=granite.FAMILY,
-  olmo=olmo.FAMILY,
-  olmoe=olmoe.FAMILY,
-  glm4_moe=glm4_moe.FAMILY,
-  minimax_m2=minimax_m2.FAMILY,
-  gpt_oss=gpt_oss.FAMILY,
-)
+FAMILIES: dict[str, Family] = {
+  name: importlib.import_module(f"gspo_jax.models.families.{name}").FAMILY
+  for name in typing.get_args(ranges.kinds(ModelConfig)["family"])
+}
 
 
 def family(config: ModelConfig) -> Family:

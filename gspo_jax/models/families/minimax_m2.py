@@ -25,8 +25,6 @@ def write_share(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = base.Family(
-  functools.partial(base.pre_norm_table, norm_heads=True),
-  base.pre_norm,
   dict(
     minimax_m2=base.Architecture(
       "MiniMaxM2ForCausalLM",
@@ -53,4 +51,5 @@ FAMILY = base.Family(
   MIXTRAL_NAMES
   | WIDE_NORMS
   | {"Moe.choice_bias": (base.LAYER + "block_sparse_moe.e_score_correction_bias", "E")},
+  functools.partial(base.pre_norm_table, norm_heads=True),
 )

@@ -5,8 +5,6 @@ from gspo_jax.models.families import declaration as base
 WINDOWED = base.FIELDS | base.keys("sliding_window", local_rope_theta="rope_theta")
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     mistral=base.Architecture(
       "MistralForCausalLM",

@@ -11,8 +11,6 @@ NAMES = {
 }
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     mixtral=base.Architecture(
       "MixtralForCausalLM",

@@ -52,8 +52,6 @@ WIDE_NORMS = {
 }
 
 FAMILY = base.Family(
-  block_table,
-  layer,
   dict(
     olmo2=base.Architecture(
       "Olmo2ForCausalLM",
@@ -77,4 +75,6 @@ FAMILY = base.Family(
     "attention_post_norm": (base.LAYER + "post_attention_layernorm.weight", "D"),
     "ffn_post_norm": (base.LAYER + "post_feedforward_layernorm.weight", "D"),
   },
+  block_table,
+  layer,
 )

@@ -6,8 +6,6 @@ from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.olmo import WIDE_NORMS
 
 FAMILY = base.Family(
-  functools.partial(base.pre_norm_table, norm_heads=True),
-  base.pre_norm,
   dict(
     olmoe=base.Architecture(
       "OlmoeForCausalLM",
@@ -20,4 +18,5 @@ FAMILY = base.Family(
     )
   ),
   WIDE_NORMS,
+  functools.partial(base.pre_norm_table, norm_heads=True),
 )

@@ -5,8 +5,6 @@ from gspo_jax.models.families import declaration as base
 FIXED = base.SILU | base.NO_BIAS | dict(use_sliding_window=False)
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     qwen3=base.Architecture(
       "Qwen3ForCausalLM",

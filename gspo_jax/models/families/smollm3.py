@@ -25,8 +25,6 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = base.Family(
-  base.pre_norm_table,
-  base.pre_norm,
   dict(
     smollm3=base.Architecture(
       "SmolLM3ForCausalLM",
