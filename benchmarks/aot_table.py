@@ -90,7 +90,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "granite": _runs("--config=configs/granite_moe.py", "v6e:1x1", "h100:1"),
   "olmo": _runs(_math("OLMo-2-0425-1B", 8), "v5e:2x2", "h100:1"),
   "olmoe": _runs("--config=configs/olmoe.py", "v5e:2x4", "h100:1"),
-  "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:8"),
+  "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:2x8"),
   "gpt_oss": _runs(_math("gpt-oss-20b", 8, EXPERTS), "v6e:2x4", "h100:8"),
   "minimax_m2": _runs(
     _math("MiniMax-M2", 128, f"{EXPERTS} --config.rl.packed=False"), "v5e:8x16", "h100:2x8"
@@ -247,7 +247,7 @@ def family_row(name: str, tries: int) -> dict[str, Any]:
   row = dict(programs=compile_run(topology, f"{flags} --programs=train,decode"), below="")
   if smaller and chips.parse(smaller)[1] < 8:
     flags = flags.replace("mesh.expert=8", "mesh.expert=-1 --config.mesh.fsdp=1")
-  for program in ("publish", "train") if smaller else ():  # The first one takes a second.
+  for program in ("publish", "train", "decode") if smaller else ():  # The first one takes a second.
     below = compile_run(smaller, f"{flags} --programs={program}")[program]
     if not below["fits"]:
       return row | dict(below=f"{smaller}: {program} {textwrap.shorten(below['error'], 160)}")
