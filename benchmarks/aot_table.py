@@ -64,6 +64,8 @@ GPU_RUNS = {  # Flags of the run by model and topology.
   "Qwen3-30B-A3B h100:8": "--config=configs/moe_aime.py --config.mesh.fsdp=2 "
   "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5 --config.engine.slots=64 "
   "--config.rl.prompts=64 --config.rl.microbatches=32",
+  "Qwen3-30B-A3B h100:4x8": "--config=configs/moe_aime.py --config.mesh.fsdp=8 "
+  "--config.engine.slots=64 --config.rl.microbatches=32",
 }
 ADAPTERS = "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5"
 EXPERTS = f"{ADAPTERS} --config.mesh.expert=8"
