@@ -1,7 +1,7 @@
 """Sampling against transformers' `generate` and Tunix's sampler: useful tokens/s, same weights.
 
 Command:   python benchmarks/sampling.py [--systems=ours,transformers,tunix] [--rounds=5]
-             [--models=moe,dense] [--loads=fixed,tail] [--save=FILE.json]
+             [--models=moe,dense] [--loads=fixed,tail] [--cache=float32] [--save=FILE.json]
 Two random float32 models, Qwen3-MoE and its dense twin, and two loads for 32 slots: `fixed`, 32
 responses of exactly 128 tokens; `tail`, 128 responses that stop with probability 9/512 at every
 token (mean 51, at most 128), which the peers take in 4 batches because they do not refill. A token
@@ -10,13 +10,16 @@ prompts alike when greedy. Runs during which others took more than 10 % of the m
 where quieter ones remain. "Of compute" and "of memory": the share of the time in which one large
 matmul makes as many operations as the useful tokens need, and in which one sum reads as many bytes,
 the weights once per 32 tokens; measured in the same run. A system that is not installed is left
-out; benchmarks/peers.txt installs them.
+out; benchmarks/peers.txt installs them. --cache=float32,bfloat16,int8 samples with keys and values
+of each type in turn; only float32 is compared with the peers. MiB are those of the whole cache.
+On a busy machine useful tokens per second of one core (`a core`) say more than those per second.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -60,6 +63,7 @@ class Load:
 class Sampled:
   responses: list[np.ndarray]  # tokens, the stop token included
   slot_use: float | None  # useful tokens / (slots x steps); None: not known
+  cache_mib: float = math.nan
 
 
 Sampler = Callable[[Load, int], Sampled]  # (load, seed) -> samples on the host
@@ -70,6 +74,7 @@ def main() -> None:
   parser.add_argument("--systems", default=",".join(SYSTEMS))
   parser.add_argument("--models", default="moe,dense")
   parser.add_argument("--loads", default="fixed,tail")
+  parser.add_argument("--cache", default="float32", help="types of keys and values, ours alone")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--save", default="", help="file for the figures of every run, as JSON")
   options = parser.parse_args()
@@ -83,8 +88,10 @@ def main() -> None:
       params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0))
       params = params.replace(head=HEAD * params.head)
       hf.save(directory, params, config)
-      samplers = make(options.systems.split(","), config, params, directory)
-      compare_greedy(samplers, Load(prompts[:4], group=1, tokens=8, temperature=0))
+      systems = systems_of(options.systems.split(","), options.cache.split(","))
+      samplers = make(systems, config, params, directory)
+      exact = {name: sampler for name, sampler in samplers.items() if name in SYSTEMS}
+      compare_greedy(exact, Load(prompts[:4], group=1, tokens=8, temperature=0))
       for load in options.loads.split(","):
         result = compare(config, samplers, loads[load], options.rounds)
         results.append(dict(model=name, load=load) | result)
@@ -94,8 +101,10 @@ def main() -> None:
       json.dump(dict(environment=about, results=results), file, indent=2)
 
 
-def ours(config: ModelConfig, params: transformer.Params, _: str) -> Sampler:
-  engine = LocalEngine(config, dataclasses.replace(DEFAULT, slots=SLOTS))
+def ours(
+  config: ModelConfig, params: transformer.Params, _: str, cache_dtype: str = "float32"
+) -> Sampler:
+  engine = LocalEngine(config, dataclasses.replace(DEFAULT, slots=SLOTS, cache_dtype=cache_dtype))
   engine.load(params, version=0)
 
   def sample(load: Load, seed: int) -> Sampled:
@@ -108,7 +117,9 @@ def ours(config: ModelConfig, params: transformer.Params, _: str) -> Sampler:
     )
     rollout = sample_rollout(engine, workload, load.prompts, seed)
     responses = [np.array(rollout.response(row)) for row in range(len(rollout.lengths))]
-    return Sampled(responses, engine.usage.metrics()["sampling/slot_utilisation"])
+    metrics = engine.usage.metrics()
+    cache_mib = 1024 * metrics["sampling/cache_gib"]
+    return Sampled(responses, metrics["sampling/slot_utilisation"], cache_mib)
 
   return sample
 
@@ -189,11 +200,24 @@ class TokensAsText:
   pad_id = staticmethod(lambda: -1)  # outside the vocabulary: sampled padding would be masked
 
 
-def make(systems: list[str], *model) -> dict[str, Sampler]:
+def systems_of(names: list[str], dtypes: list[str]) -> dict[str, Callable[..., Sampler]]:
+  """Systems by name; ours once per type of the cache."""
+  systems = {}
+  for name in names:
+    if name != "ours":
+      systems[name] = SYSTEMS[name]
+      continue
+    for dtype in dtypes:
+      label = name if dtype == "float32" else f"{name}, {dtype}"
+      systems[label] = functools.partial(ours, cache_dtype=dtype)
+  return systems
+
+
+def make(systems: dict[str, Callable[..., Sampler]], *model) -> dict[str, Sampler]:
   samplers = {}
-  for name in systems:
+  for name, system in systems.items():
     try:
-      samplers[name] = SYSTEMS[name](*model)
+      samplers[name] = system(*model)
     except ImportError as error:
       print(f"{name} is left out: {error}")
   return samplers
@@ -221,6 +245,8 @@ def in_batches(sample: Callable[[Load, int], list[np.ndarray]]) -> Sampler:
 
 def compare_greedy(samplers: dict[str, Sampler], load: Load) -> None:
   """SystemExit if the systems do not compute the same model."""
+  if not samplers:
+    return
   tokens = {name: np.stack(sample(load, 0).responses) for name, sample in samplers.items()}
   (first, expected), *rest = tokens.items()
   for name, actual in rest:
@@ -247,16 +273,18 @@ def compare(c: ModelConfig, samplers: dict[str, Sampler], load: Load, rounds: in
 
 def timed(sample: Sampler, load: Load, seed: int) -> dict:
   time.sleep(PAUSE)
-  others, started = foreign_seconds(), time.perf_counter()
+  others, started, cpu = foreign_seconds(), time.perf_counter(), time.process_time()
   sampled = sample(load, seed)
-  seconds = time.perf_counter() - started
+  seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
   others = foreign_seconds() - others
   check(load, sampled.responses)
   return dict(
     seconds=seconds,
+    cpu=cpu,
     foreign=max(others, 0.0) / seconds / os.cpu_count(),
     lengths=[len(response) for response in sampled.responses],
     slot_use=sampled.slot_use,
+    cache_mib=sampled.cache_mib,
   )
 
 
@@ -320,8 +348,10 @@ def summary(c: ModelConfig, load: Load, runs: list[dict], limit: dict) -> dict:
   return dict(
     speed=statistics.median(speeds),
     spread=(min(speeds), max(speeds)),
+    by_core=statistics.median(sum(r["lengths"]) / r["cpu"] for r in runs),
     mean_length=statistics.mean(n for r in runs for n in r["lengths"]),
-    slot_use=statistics.mean(r["slot_use"] or float("nan") for r in runs),
+    slot_use=statistics.mean(r["slot_use"] or math.nan for r in runs),
+    cache_mib=runs[-1]["cache_mib"],
     compute=statistics.median(flops / limit["matmul"] / s for flops, _, s in needed),
     memory=statistics.median(read / limit["read"] / s for _, read, s in needed),
     foreign=max(r["foreign"] for r in runs),
@@ -335,13 +365,16 @@ def show(result: dict) -> None:
     f"\n{result['model']}, {result['load']}: matmul {matmul} GF/s, one of {SLOTS} rows", end=" "
   )
   print(f"{decode_matmul}; what a step needs is read at {read} GB/s")
-  print(f"{'':<13}{'useful tokens/s':>20} length  slots compute memory   first  runs foreign")
+  head = "length  slots compute memory   first  runs foreign a core    MiB"
+  print(f"{'':<15}{'useful tokens/s':>20} {head}")
   for name, s in result["systems"].items():
     speed = f"{s['speed']:.0f} [{s['spread'][0]:.0f}-{s['spread'][1]:.0f}]"
-    print(f"{name:<13}{speed:>20}{s['mean_length']:>7.1f}{s['slot_use']:>7.0%}", end="")
+    print(f"{name:<15}{speed:>20}{s['mean_length']:>7.1f}{s['slot_use']:>7.0%}", end="")
     print(f"{s['compute']:>8.1%}{s['memory']:>7.1%}{s['first_s']:>6.1f} s", end="")
-    print(f"{s['runs']:>6}{s['foreign']:>8.0%}")
-  peers = {name: s["speed"] for name, s in result["systems"].items() if name != "ours"}
+    print(f"{s['runs']:>6}{s['foreign']:>8.0%}", end="")
+    print(f"{s['by_core']:>7.0f}{s['cache_mib']:>7.1f}")
+  peers = {name: s["speed"] for name, s in result["systems"].items() if name in SYSTEMS}
+  peers.pop("ours", None)
   if peers and (us := result["systems"].get("ours")):
     peer = max(peers, key=peers.get)
     binds = "compute" if us["compute"] > us["memory"] else "memory"

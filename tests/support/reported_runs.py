@@ -13,7 +13,7 @@ NAMES = (
   "reward/mean", "reward/std", "response_length/mean", "response_length/max", "truncated_fraction",
   "groups_without_spread", "loss", "grad_norm", "learning_rate", "entropy", "tokens_per_second",
   "ratio/mean", "ratio/min", "ratio/max", "ratio/std", "ratio/deviation", "kl/k1", "kl/k3",
-  "mismatch/abs/mean", "mismatch/abs/max",
+  "mismatch/abs/mean", "mismatch/abs/max", "mismatch/tail", "ratio/tail",
   "mismatch/sequence/abs/mean", "router/load_balance", "router/entropy",
   "router/volatility/mean", "router/volatility/max_layer", "router/volatility/sampler",
   "ratio/effective_length", "total/tokens", "total/flops",
