@@ -267,20 +267,6 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-BAD = {
-  "mesh that does not match": (["mesh.fsdp=3", "mesh.data=1"], "mesh.fsdp=3.*1 are there"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_line_before_training(case, tmp_path):
-  overrides, message = BAD[case]
-  stderr = run(tmp_path / "run", *SMALL, *overrides, ok=False)
-  assert "Traceback" not in stderr
-  assert re.search(f"^gspo_jax: .*{message}", stderr, re.MULTILINE), stderr
-  assert not rows(tmp_path / "run")
-
-
 WRITTEN = {  # Names; all of them are in the way of a run.
   "file": "",
   "empty.py": "",
@@ -376,6 +362,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
 
 
 REFUSED = {
+  "mesh that does not match": ({"mesh.fsdp": 3, "mesh.data": 1}, r"mesh\.fsdp=3.*8 are there"),
   "demonstration beyond its window": ({"sft.max_tokens": 12}, "16 tokens.*sft.max_tokens=12"),
   "batch that does not divide": ({"rl.prompts": 6}, r"rl\.prompts=6.*rl\.minibatches=4"),
   "vocabulary too small": ({"model.vocab_size": 256}, r"259 tokens.*model\.vocab_size=256"),

@@ -68,15 +68,15 @@ def test_ratio_differs_from_one_after_the_first_update():
 @pytest.mark.parametrize("name", ["gspo", "grpo"])
 def test_each_mini_batch_has_metrics_of_drift_and_clipping(name):
   """Against NumPy, from the log-probs of each mini-batch's own parameters."""
-  params, batch = initial(MOE), rollout_batch()
-  batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch.inputs))
+  params, batch = initial(SMALLER_DENSE), rollout_batch(SMALLER_DENSE)
+  batch = batch.replace(old_logp_BT=score_pass(learner(SMALLER_DENSE))(params, batch.inputs))
   # Entropy moves the policy where all responses are clipped.
   ranges = dict(clip_low=3e-3, clip_high=4e-3, entropy_coef=0.1)
   objective = dataclasses.replace(GSPO, name=name, **ranges)
-  step, state = rl_step(learner(MOE), objective, TX), new_state(params, TX)
+  step, state = rl_step(learner(SMALLER_DENSE), objective, TX), new_state(params, TX)
   actual, log_ratios = [], []
   for _ in range(3):
-    logp_BT = score_pass(learner(MOE))(state.params, batch.inputs)
+    logp_BT = score_pass(learner(SMALLER_DENSE))(state.params, batch.inputs)
     log_ratios.append(np.float64(logp_BT - batch.old_logp_BT))
     state, metrics = step(state, batch)
     actual.append(metrics)
@@ -133,24 +133,24 @@ def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
 
 
 def test_old_log_probs_of_the_sampler_are_unchanged():
-  params, objective = initial(MOE), dataclasses.replace(GSPO, old_logp="sampler")
-  batch = with_rounding(rollout_batch()).replace(first_B=np.full(16, True))
-  _, row = updated(params, batch, learner(MOE), objective)
+  params, objective = initial(SMALLER_DENSE), dataclasses.replace(GSPO, old_logp="sampler")
+  batch = with_rounding(rollout_batch(SMALLER_DENSE)).replace(first_B=np.full(16, True))
+  _, row = updated(params, batch, learner(SMALLER_DENSE), objective)
   assert row["ratio/deviation"] > 5e-4 and "mismatch/recomputed" not in row
 
 
 def test_mismatch_is_by_version_of_the_weights():
   objective = dataclasses.replace(GSPO, old_logp="behaviour")
-  batch = rollout_batch()
-  own_BT = np.asarray(score_pass(learner(MOE))(initial(MOE), batch.inputs))
+  batch = rollout_batch(SMALLER_DENSE)
+  own_BT = np.asarray(score_pass(learner(SMALLER_DENSE))(initial(SMALLER_DENSE), batch.inputs))
   mask_BT = np.asarray(batch.mask_BT)
   older_BT = mask_BT * (np.arange(len(mask_BT)) % 2)[:, None]
   said_BT = own_BT - 0.5 * older_BT - 0.001 * mask_BT
   batch = batch.with_fields(
     own_logp_BT=own_BT, sampler_logp_BT=said_BT, old_logp_BT=said_BT, current_BT=mask_BT - older_BT
   )
-  step = rl_step(learner(MOE), objective, SGD)
-  state, first = step(new_state(initial(MOE), SGD), batch)
+  step = rl_step(learner(SMALLER_DENSE), objective, SGD)
+  state, first = step(new_state(initial(SMALLER_DENSE), SGD), batch)
   row = scalars(first, step(state, batch)[1])  # the second mini-batch meets other weights
   for name, distance in (("current", 1e-3), ("older", 0.501)):
     assert row[f"mismatch/{name}/abs/mean"] == pytest.approx(distance, rel=1e-2)

@@ -18,6 +18,7 @@ GEMMA = dataclasses.replace(
   tiny_gemma(64), intermediate_size=48, sliding_window=4, sliding_window_pattern=2, **SMALL
 )
 MOE = dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL)
+SHALLOW_MOE = dataclasses.replace(MOE, num_layers=1)
 MODELS = dict(dense=DENSE, gemma=GEMMA, moe=MOE)
 
 SMALLER = dict(hidden_size=16, head_dim=8)
