@@ -99,6 +99,22 @@ def by_hand(q, k, v, visible, scores):
   return out
 
 
+SUM_T = 2 * attention.SLAB + 5  # Several slabs.
+
+
+@functools.cache
+def sum_by_hand(kind, scores):
+  """Values and gradients of one [T, T] array, shared by formulations."""
+  q, k, v = inputs(T=SUM_T)
+  ids = segments(kind, 2, SUM_T)
+  distance = np.arange(SUM_T)[:, None] - np.arange(SUM_T)[None]
+  visible = (distance >= 0) & (distance < (scores.window or SUM_T))
+  visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
+  whole = functools.partial(attention.attend, visible_BTS=visible, scores=scores)
+  _, gradient = values_and_gradients(whole, q, k, v, ids > 0)
+  return by_hand(q, k, v, visible, scores) * np.asarray(ids > 0)[..., None, None], gradient
+
+
 @pytest.mark.parametrize("scores", [ALL, LOCAL, BOUNDED, BOTH], ids="all window bound both".split())
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize(
@@ -106,22 +122,15 @@ def by_hand(q, k, v, visible, scores):
 )
 def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeypatch):
   """Values and gradients equal those of one [T, T] array, over several slabs and blocks."""
+  expected, expected_gradient = sum_by_hand(kind, scores)
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
-  T = 2 * attention.SLAB + 5
-  q, k, v = inputs(T=T)
-  ids = segments(kind, 2, T)
-  distance = np.arange(T)[:, None] - np.arange(T)[None]
-  visible = (distance >= 0) & (distance < (scores.window or T))
-  visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
+  ids = segments(kind, 2, SUM_T)
   form = functools.partial(
     attention.attend_self, segment_BS=ids, implementation=name, scores=scores
   )
-  whole = functools.partial(attention.attend, visible_BTS=visible, scores=scores)
-  y, gradient = values_and_gradients(form, q, k, v, ids > 0)
-  real = np.asarray(ids > 0)[..., None, None]
-  np.testing.assert_allclose(y, by_hand(q, k, v, visible, scores) * real, atol=1e-5)
-  _, expected = values_and_gradients(whole, q, k, v, ids > 0)
-  chex.assert_trees_all_close(gradient, expected, atol=2e-5, rtol=1e-4)
+  y, gradient = values_and_gradients(form, *inputs(T=SUM_T), ids > 0)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+  chex.assert_trees_all_close(gradient, expected_gradient, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [0, 7])
@@ -157,6 +166,38 @@ def test_sinks_are_in_the_denominator_alone(name, window, monkeypatch):
   chex.assert_trees_all_close(outputs(form), outputs(reference), atol=2e-5, rtol=1e-4)
 
 
+TREE_PROMPTS, BRANCH = (3, 24), 20
+
+
+@functools.cache
+def tree_inputs():
+  """Segments and positions, [4, 32]: prompts in trunks of 24, two branches each."""
+  ids, position = np.zeros((2, 64), np.int32), np.zeros((2, 64), np.int32)
+  for row, prompt in enumerate(TREE_PROMPTS):
+    places = [*range(prompt), *range(24, 64)]
+    ids[row, places] = 1
+    position[row, places] = [*range(prompt), *[*range(prompt, prompt + BRANCH)] * 2]
+  return tuple(jnp.asarray(x.reshape(4, 32)) for x in (ids, position))
+
+
+@functools.cache
+def paths(scores):
+  """Values and gradients of each path in a row of its own, shared by formulations."""
+
+  def attend(q, k, v):
+    y_RX = jnp.zeros((2, 64, *q.shape[2:]))
+    q, k, v = (x.reshape(2, 64, *x.shape[2:]) for x in (q, k, v))
+    for row, prompt in enumerate(TREE_PROMPTS):
+      for member in range(2):
+        places = np.array([*range(prompt), *(24 + member * BRANCH + np.arange(BRANCH))])
+        alone = [x[row : row + 1, places] for x in (q, k, v)]
+        segment = jnp.ones((1, len(places)), jnp.int32)
+        y_RX = y_RX.at[row, places].set(attention.attend_self(*alone, segment, "plain", scores)[0])
+    return y_RX.reshape(4, 32, *y_RX.shape[2:])
+
+  return values_and_gradients(attend, *inputs(B=4, T=32), tree_inputs()[0] > 0)
+
+
 @pytest.mark.parametrize(
   "name, scores",
   [
@@ -168,33 +209,15 @@ def test_sinks_are_in_the_denominator_alone(name, window, monkeypatch):
 def test_a_tree_is_its_paths(name, scores, monkeypatch):
   """Prompts of 3 and 24 tokens in a trunk of 24, branches of 20, against rows of their own; values
   and gradients. A window skips the padding of a trunk."""
+  expected = paths(scores)
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
   monkeypatch.setattr(jax.nn, "dot_product_attention", top_left)
-  tree, prompts, branch = attention.Tree(24, 2), (3, 24), 20
-  ids, position = np.zeros((2, 64), np.int32), np.zeros((2, 64), np.int32)
-  for row, prompt in enumerate(prompts):
-    places = [*range(prompt), *range(24, 64)]
-    ids[row, places] = 1
-    position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
-  ids, position = (jnp.asarray(x.reshape(4, 32)) for x in (ids, position))
-  options = dict(tree=tree, implementation=name, scores=scores, position_BT=position)
-  attend_tree = functools.partial(attention.attend_tree, segment_BT=ids, **options)
-
-  def attend_paths(q, k, v):
-    y_RX = jnp.zeros((2, 64, *q.shape[2:]))
-    q, k, v = (x.reshape(2, 64, *x.shape[2:]) for x in (q, k, v))
-    for row, prompt in enumerate(prompts):
-      for member in range(2):
-        places = np.array([*range(prompt), *(24 + member * branch + np.arange(branch))])
-        alone = [x[row : row + 1, places] for x in (q, k, v)]
-        segment = jnp.ones((1, len(places)), jnp.int32)
-        y_RX = y_RX.at[row, places].set(attention.attend_self(*alone, segment, "plain", scores)[0])
-    return y_RX.reshape(4, 32, *y_RX.shape[2:])
-
-  actual, expected = (
-    values_and_gradients(attend, *inputs(B=4, T=32), ids > 0)
-    for attend in (attend_tree, attend_paths)
+  ids, position = tree_inputs()
+  options = dict(implementation=name, scores=scores, position_BT=position)
+  attend_tree = functools.partial(
+    attention.attend_tree, segment_BT=ids, tree=attention.Tree(24, 2), **options
   )
+  actual = values_and_gradients(attend_tree, *inputs(B=4, T=32), ids > 0)
   chex.assert_trees_all_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
