@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from support import environments
 from support.sampling import PROMPTS, run, sample, scheduler
-from support.small_models import MOE, forward, initial, next_logp
+from support.small_models import MOE, SHALLOW_MOE, forward, initial, next_logp
 
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling import Request, Usage, generate
 from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
-PARAMS = initial(MOE)
+MODEL = SHALLOW_MOE  # One layer compiles faster than two.
+PARAMS = initial(MODEL)
 STOP = tuple(range(12))  # a turn has about five tokens
 TALK = dataclasses.replace(environments.TALK, max_turns=4, discount=1.0)
 # Programs depend on all of them, so that most tests share these, and sixteen trajectories.
@@ -42,11 +43,11 @@ class Parrot:
     return self.said[-1], self.rewards[-1], response[0] % 3 == 0
 
 
-def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, **changes):
+def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, model=MODEL, **changes):
   environments = environments or [Parrot(p) for p in prompts for _ in range(4)]
   options = dict(OPTIONS, seed=7, prompt_length=5, record_routing=True) | changes
   turns = dict(max_turns=config.max_turns, workers=config.workers)
-  return sample(params, MOE, environments=environments, **turns, **options), environments
+  return sample(params, model, environments=environments, **turns, **options), environments
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +91,26 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logp_is_the_trainers_on_the_whole_conversation(base, temperature):
-  out, _ = base if temperature == 1 else talk(temperature=temperature)
-  logp = next_logp(PARAMS, MOE, out.tokens, temperature=temperature)
+@pytest.fixture(scope="module")
+def deep():
+  """Conversations of a model of two layers."""
+  return talk(temperature=0.6, params=initial(MOE), model=MOE)[0]
+
+
+def assert_trainers_logp(out, params, model, temperature):
+  logp = next_logp(params, model, out.tokens, temperature=temperature)
   assert (np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]).max() < 1e-4
 
 
-def test_routes_are_on_record_for_every_token_that_was_fed(base):
-  out, _ = base
-  counts = forward(PARAMS, MOE, out.tokens).routing_lBTk
+def test_logp_is_the_trainers_on_the_whole_conversation(base, deep):
+  """At two temperatures, and with one and two layers."""
+  assert_trainers_logp(base[0], PARAMS, MODEL, 1.0)
+  assert_trainers_logp(deep, initial(MOE), MOE, 0.6)
+
+
+def test_routes_are_on_record_for_every_token_that_was_fed(deep):
+  out = deep
+  counts = forward(initial(MOE), MOE, out.tokens).routing_lBTk
   taken_BLlk = np.moveaxis(np.asarray(counts), 0, 2)
   for row, end in enumerate(out.ends):
     assert (out.routing[row, end - 1 :] == routing.NO_EXPERT).all()
@@ -150,7 +161,7 @@ def test_a_turn_is_what_is_left_of_the_response(base):
   )
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
   options = dict(prompt_length=5, trajectories=1, group_size=1, stop_ids=STOP)
-  s = scheduler(PARAMS, MOE, sampling, several_turns=True, record_routing=True, **options)
+  s = scheduler(PARAMS, MODEL, sampling, several_turns=True, record_routing=True, **options)
   request = Request(
     environment.prompt,
     40 - len(unfinished),
@@ -171,7 +182,7 @@ def test_one_turn_is_what_generate_samples():
   usage = Usage()
   item, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
   assert usage.prefilled == sum(len(p) - 1 for p in PROMPTS)
-  plain = generate(PARAMS, MOE, PROMPTS, seed=7, **OPTIONS)
+  plain = generate(PARAMS, MODEL, PROMPTS, seed=7, **OPTIONS)
   np.testing.assert_array_equal(item.tokens, plain.tokens)
   np.testing.assert_array_equal(item.lengths, plain.lengths)
   np.testing.assert_allclose(item.logp, plain.logp, atol=1e-5)
