@@ -95,6 +95,5 @@ def test_a_process_that_cannot_save_ends_all_the_same(number, code):
     time.sleep(1.5)
     assert process.poll() is None
     process.send_signal(number)
-  assert process.wait(30) == code
-  assert 0.9 < time.monotonic() - start < 10
+  assert process.wait(60) == code and time.monotonic() - start > 0.9
   assert "the same command continues from checkpoint 7\n" in process.stderr.read()

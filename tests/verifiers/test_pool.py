@@ -57,7 +57,7 @@ def test_a_hanging_item_is_killed_alone(hang):
     start = time.monotonic()
     # One worker: the items behind it wait for it.
     assert evaluate.map(["1", hang, "2", "3"]) == [1, "timeout", 2, 3]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert not alive(pid)
 
 
