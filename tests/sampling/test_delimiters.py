@@ -159,10 +159,10 @@ def test_hostile_responses_take_linear_time():
 
   def seconds(size):
     tokens_BT = np.full((1, size), ord("<"))
-    start = time.perf_counter()
+    start = time.thread_time()  # Others may be busy.
     ends_BT = steps.step_ends(spec, tokens_BT, np.ones_like(tokens_BT))
     assert ends_BT.sum() == size - 49
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
   seconds(1000)
   once, often = (min(seconds(size) for _ in range(3)) for size in (50_000, 400_000))
