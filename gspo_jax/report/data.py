@@ -42,7 +42,7 @@ def describe(runs: Sequence[Run]) -> Row:
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
   ]
-  losses = {str(run.flat.get("objective.name", "rl")).upper().replace("_", "-") for run in runs}
+  losses = {_loss_title(run) for run in runs}
   objective = losses.pop() if len(losses) == 1 else "RL"
   titles = {"sft": "Cold start", "rl": objective, "eval": "Evaluation"}
   names = [run.name for run in runs]
@@ -75,6 +75,12 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "sections": sections,
   }
+
+
+def _loss_title(run: Run) -> str:
+  """Returns "GSPO-TOKEN" for gspo_token, and the function's name for a loss of the user's."""
+  name = str(run.flat.get("objective.name", "rl"))
+  return name.partition(":")[2] or name.upper().replace("_", "-")
 
 
 def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], Row]) -> Row:

@@ -414,7 +414,7 @@ def test_axes_tell_their_ticks_apart_and_curves_are_smoothed(tab, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_is_wider_than_a_narrow_screen(tab, tmp_path, scheme):
   with tab.screen(390, 844, scheme):
-    tab.open(write_report(cases.make_run(tmp_path)))
+    tab.open(write_report(cases.make_run(tmp_path, loss="my_module:a_loss_of_a_very_long_name")))
     for view in tab.evaluate("views.map((view) => view.id)"):
       show(tab, view)
       assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view

@@ -205,6 +205,14 @@ def test_stages_have_the_same_colors_in_all_charts():
   assert charts[1]["labels"] == ["sample", "update", "wait"]
 
 
+@pytest.mark.parametrize(
+  "name, title", [("gspo_token", "GSPO-TOKEN"), ("my_module:my_loss", "my_loss")]
+)
+def test_a_phase_has_the_name_of_its_loss(name, title):
+  run = data.Run("run", [{"phase": "rl", "step": 1, "loss": 0.0}], {"objective": {"name": name}})
+  assert data.describe([run])["phases"]["rl"]["title"] == title
+
+
 def test_warnings_join_consecutive_rows():
   def row(step, *names):
     return {"phase": "rl", "step": step, "loss": 0.0, **{f"warning/{n}": 1.0 for n in names}}

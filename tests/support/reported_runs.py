@@ -73,7 +73,7 @@ def write(folder, rows=(), dumps=(), **config):
   return folder
 
 
-def make_run(tmp_path):
+def make_run(tmp_path, loss="gspo"):
   """A run of three sft steps and four rl steps, evaluated before, during and after them."""
   rows = [sft_row(step) for step in (1, 2, 3)]
   rows.append({"phase": "rl", "step": 0, **eval_keys(0.25)})
@@ -84,7 +84,7 @@ def make_run(tmp_path):
     records = [record(step, prompt, sample) for prompt in range(3) for sample in range(4)]
     records[5] |= {"response": HOSTILE, "ratio": 1.0002, "clipped": True}
     dumps.append(("rl", step, records))
-  objective = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+  objective = {"name": loss, "clip_low": 3e-4, "clip_high": 4e-4}
   return write(tmp_path / "a <b>run", rows, dumps, objective=objective, rl={"group_size": 4})
 
 
