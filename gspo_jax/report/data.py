@@ -78,7 +78,7 @@ def describe(runs: Sequence[Run]) -> Row:
 
 
 def _loss_title(run: Run) -> str:
-  """Returns "GSPO-TOKEN" for gspo_token, and the function's name for a loss of the user's."""
+  """Returns the loss's title, such as GSPO-TOKEN or my_loss."""
   name = str(run.flat.get("objective.name", "rl"))
   return name.partition(":")[2] or name.upper().replace("_", "-")
 
