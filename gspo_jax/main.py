@@ -149,7 +149,7 @@ def do(run: Run) -> None:
     key = run.evaluate.key(params)
     run.engine.load(params, version=0)
     del params  # The engine has its own.
-    row, records = run.evaluate(run.engine, key)
+    row, records = run.evaluate(run.engine, key, alone=True)
     run.writer.truncate("eval", -1)  # Rows of training stay.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)

@@ -209,7 +209,8 @@ class Evaluates:
 
   key, benchmarks = str, ()
 
-  def __call__(self, engine, key):
+  def __call__(self, engine, key, alone):
+    assert alone
     return {"eval/accuracy": 1.0}, []
 
   def remove_log(self):

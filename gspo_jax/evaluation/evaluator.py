@@ -73,7 +73,9 @@ class Evaluator:
   right_from: float | None = None
   signals: Signals | None = None  # Constraints' signals of single-turn responses; None for none.
 
-  def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:
+  def __call__(
+    self, engine: Engine, key: str = "", step: int = 0, alone: bool = False
+  ) -> tuple[Row, list[Row]]:
     """Returns metrics by name, and one record per sampled response.
 
     Problems and PRNG keys are the same in every call, so two evaluations differ only by the policy.
@@ -83,6 +85,7 @@ class Evaluator:
       engine: engine with loaded weights.
       key: `self.key` of these weights, to resume an interrupted evaluation with the same key.
       step: number in the names of result files.
+      alone: whether this is the whole job, and says that it compiles.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
@@ -91,7 +94,8 @@ class Evaluator:
     log = Unfinished(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
     with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
-      progress.wait(at_once=False)
+      if alone:
+        progress.wait()
       rounds_results = [self._round(engine, r, log, progress) for r in rounds]
     results, greedy = rounds_results[: len(self.benchmarks)], rounds_results[len(self.benchmarks) :]
     for b, sampled in zip(self.benchmarks, results):

@@ -81,11 +81,8 @@ class Progress(contextlib.AbstractContextManager):
       print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
       self._due, self._printed = clock + self._interval, True
 
-  def wait(self, at_once: bool = True) -> None:
-    """Shows the compile time every `interval` seconds until the first step ends.
-
-    at_once: whether to show it now, too.
-    """
+  def wait(self) -> None:
+    """Shows the compile time now and every `interval` seconds until the first step ends."""
     if not self._active or self.step >= self._total:
       return
 
@@ -93,8 +90,7 @@ class Progress(contextlib.AbstractContextManager):
       while not self._no_waiting.wait(self._interval):
         self.beat()
 
-    if at_once:
-      self.beat()
+    self.beat()
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:

@@ -55,10 +55,10 @@ def evaluator(*benchmarks, directory=None, seed=0, **changes):
   )
 
 
-def evaluate(judge, params, step=0):
+def evaluate(judge, params, step=0, **options):
   engine = LocalEngine(MODEL)
   engine.load(params, version=0)
-  return judge(engine, judge.key(params), step)
+  return judge(engine, judge.key(params), step, **options)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def untimed(row):
   return {k: v for k, v in row.items() if not k.startswith("time/")}
 
 
-def test_accuracy_is_the_mean_over_samples_and_problems(params):
+def test_accuracy_is_the_mean_over_samples_and_problems(params, capsys):
   accuracies = []
 
   # Problem 0 is always right, problem 1 on its first sample.
@@ -94,7 +94,8 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
     reward[samples] = 1
     return rewards.Scores(reward, {"right": 4, "timeout": 1}, reward)
 
-  row, records = evaluate(evaluator(benchmark(score)), params)
+  row, records = evaluate(evaluator(benchmark(score)), params, alone=True)
+  assert capsys.readouterr().err.startswith("eval 0/10  compiling, then the first step; 0:0")
   assert row["eval/accuracy"] == pytest.approx((3 + 1) / 15)
   assert row["eval/greedy"] == pytest.approx(2 / 5)
   assert row["eval/accuracy/low"] <= row["eval/accuracy"] <= row["eval/accuracy/high"]

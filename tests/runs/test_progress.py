@@ -2,7 +2,6 @@
 
 import io
 import threading
-import time
 
 from gspo_jax.runs.progress import Progress
 from gspo_jax.system.text import clock_text
@@ -96,16 +95,6 @@ def test_compilation_is_not_shown_after_the_first_step():
   thread.join(timeout=60)
   assert not thread.is_alive()
   assert "compiling" not in log.getvalue().splitlines()[-1]
-
-
-def test_a_short_evaluation_shows_no_compilation_and_a_long_one_does():
-  log = io.StringIO()
-  with Progress("eval", 2, interval=0.05, stream=log) as progress:
-    progress.wait(at_once=False)
-    assert not log.getvalue()
-    while not log.getvalue():
-      time.sleep(0.01)
-  assert log.getvalue().startswith("eval 0/2  compiling, then the first step; 0:00 so far\n")
 
 
 def test_a_finished_phase_shows_no_compilation():
