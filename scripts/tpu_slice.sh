@@ -39,6 +39,8 @@ tpus() { gcloud compute tpus "$@" --project="$PROJECT" --zone="$ZONE"; }
 slice() { tpus queued-resources "$@"; }
 on_hosts() { tpus tpu-vm ssh "$TPU" --worker="$1" --command="$2" </dev/null; }
 state() { slice describe "$TPU" --format='value(state.state)' 2>/dev/null || true; }
+# Changes of state, a line each.
+say() { [[ $1 == "${message:-}" ]] || echo "$(date +%T) $TPU: $1" >&2; message=$1; }
 delete() { slice delete "$TPU" --force --quiet; }
 
 setup() {
@@ -111,28 +113,30 @@ run() {
     case $code in
       ACTIVE) ;;
       '')
+        say "requesting $TYPE"
         if request; then failures=0; continue; fi
         failures=$((failures + 1))
         ((failures <= 5)) || return 1
         sleep "$PAUSE"; continue
         ;;
-      FAILED | SUSPENDING | SUSPENDED) echo "$TPU is $code: again" >&2; delete; continue ;;
-      *) sleep "$PAUSE"; continue ;;
+      FAILED | SUSPENDING | SUSPENDED) say "$code: deleting it, to request it again"; delete; continue ;;
+      *) say "$code"; sleep "$PAUSE"; continue ;;
     esac
     code=$(status)
     case $code in
-      0) echo "$TPU: finished; checkpoints and report are in $BUCKET/$TPU" >&2; delete; return 0 ;;
-      75) start "$@" || true ;;
-      idle) if send; then start "$@" || true; fi ;;
-      running) lost=0 ;;
+      0) say "finished; checkpoints and report are in $BUCKET/$TPU"; delete; return 0 ;;
+      75) say "stopped by a signal: starting again"; start "$@" || true ;;
+      idle) say "sending and installing the checkout"; if send; then start "$@" || true; fi ;;
+      running) say "running; scripts/tpu_slice.sh log shows its output"; lost=0 ;;
       lost)
         lost=$((lost + 1))
         # Preempted nodes may stay ACTIVE without an answer.
-        if ((lost > 5)); then echo "$TPU does not answer: again" >&2; delete; lost=0; fi
+        say "no answer"
+        if ((lost > 5)); then say "deleting it, to request it again"; delete; lost=0; fi
         ;;
       *)
         on_hosts 0 'tail -n 30 gspo.log' || true
-        echo "$TPU: exit code $code; scripts/tpu_slice.sh delete gives the machines back" >&2
+        say "exit code $code; scripts/tpu_slice.sh delete gives the machines back"
         return "$code"
         ;;
     esac

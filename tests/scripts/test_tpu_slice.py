@@ -68,6 +68,9 @@ def test_a_run_is_started_again_on_new_machines_until_it_returns_0(call, tmp_pat
   second = ["state", "delete", "state", "request", "state", "status", *start]
   end = ["state", "status", "start", "state", "status", "state", "status", "delete"]
   assert names(lines) == first + second + end
+  messages = [line.split("gspo: ")[1].split()[0] for line in done.stderr.splitlines()]
+  again = ["requesting", "sending", "stopped", "running;", "finished;"]
+  assert messages == ["requesting", "PROVISIONING", "sending", "running;", "SUSPENDED:", *again]
   request = next(line for line in lines if "create" in line)
   assert "--accelerator-type=v5p-128 --runtime-version=v2-alpha-tpuv5 --spot" in request
   assert all("--project=p --zone=us-east5-a" in line for line in lines)
