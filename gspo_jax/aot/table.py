@@ -79,21 +79,21 @@ def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
     print_line(
       f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}"
       f"{'HBM GB':>9}{'needed':>9}{'ratio':>6}"
-      f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>8}{'ICI':>8}{network}"
+      f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>9}{'ICI':>9}{network}"
       f"  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
   least = f"{'':>15}"
   if "needed_bytes" in row:
     least = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
-  seconds = "".join(f"{row[k]:>{w}.3g}" for k, w in zip(("compute_s", "hbm_s"), (9, 8)))
+  seconds = "".join(f"{row[f'{k}_s']:>9.3g}" for k in ("compute", "hbm", "interconnect"))
   network = f" {_gigabytes(row['network_bytes']):>8} {row['network_s']:>8.3g}" if several else ""
   print_line(
     f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
     f"{row['executed_flops'] / 1e15:>9.3g}"
     f"{_gigabytes(row['hbm_bytes']):>9}{least} {_gigabytes(row['wire_bytes']):>8}"
     f" {_gigabytes(row['wire_bytes'] - row['hidden_bytes']):>8}{seconds}"
-    f"{row['interconnect_s']:>8.3g}{network}  {row['binds']:<13}{row['mfu']:>6.1%}"
+    f"{network}  {row['binds']:<13}{row['mfu']:>6.1%}"
     f"{row['compile_s']:>8.0f}s"
   )
 
