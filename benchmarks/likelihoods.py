@@ -32,6 +32,8 @@ SAMPLERS = {
   "float32": EngineConfig(),
   "bfloat16_cache": EngineConfig(cache_dtype="bfloat16"),
   "int8_cache": EngineConfig(cache_dtype="int8"),
+  "int8_weights": EngineConfig(weights_dtype="int8"),
+  "int8": EngineConfig(weights_dtype="int8", cache_dtype="int8"),
   "bfloat16": EngineConfig(dtype="bfloat16", cache_dtype="bfloat16"),
 }
 STOP, CLIP_RANGE = 2, 3e-4  # End of a message; the paper's lower range.
