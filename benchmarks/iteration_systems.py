@@ -63,8 +63,8 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     checkpoint=dict(every=10**6),
   )
   values.update(changes)
-  main.compiled_programs_stay()
-  main.garbage_is_rare()
+  main.cache_compiled_programs()
+  main.collect_garbage_rarely()
   config, workdir = from_dict(values.to_dict()), Path(spec["workdir"])
 
   collect = Collector.collect

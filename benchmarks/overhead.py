@@ -21,7 +21,7 @@ import jax
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.inputs import read_inputs
-from gspo_jax.main import compiled_programs_stay
+from gspo_jax.main import cache_compiled_programs
 from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import open_run
@@ -77,7 +77,7 @@ def main() -> None:
   parser.add_argument("--every", type=int, default=20, help="iterations between checkpoints")
   parser.add_argument("--blocks", type=int, default=10)
   options = parser.parse_args()
-  compiled_programs_stay()
+  cache_compiled_programs()
   with tempfile.TemporaryDirectory() as folder:
     iterations = (options.blocks + 1) * options.every + options.every // 2 + 1
     results = iterate(Path(folder), iterations, options.every)

@@ -34,7 +34,7 @@ from machine import busy_seconds, environment
 from gspo_jax.models import hf, transformer
 from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.model import ModelConfig, tiny_moe
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 SLOTS, GROUP, PROMPT, NEW, VOCABULARY = 32, 8, 32, 128, 512
 STOP_IDS = tuple(range(9))  # logits are nearly uniform: each token ends a response with 9/512
@@ -104,7 +104,9 @@ def main() -> None:
 def ours(
   config: ModelConfig, params: transformer.Params, _: str, cache_dtype: str = "float32"
 ) -> Sampler:
-  engine = LocalEngine(config, dataclasses.replace(DEFAULT, slots=SLOTS, cache_dtype=cache_dtype))
+  engine = LocalEngine(
+    config, dataclasses.replace(LOCAL_ENGINE, slots=SLOTS, cache_dtype=cache_dtype)
+  )
   engine.load(params, version=0)
 
   def sample(load: Load, seed: int) -> Sampled:

@@ -24,7 +24,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.command("experiments")
+  before_jax.begin_command("experiments")
 
 from experiments import definition, pod, readme, results, runs
 from experiments.definition import Experiment

@@ -182,7 +182,7 @@ def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> J
 
 @functools.cache
 def _file(base: str) -> dict[str, Any]:
-  return main.in_file(str(ROOT / base))
+  return main.read_config_file(str(ROOT / base))
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   from gspo_jax.system import preemption
 
   logging.set_verbosity(logging.WARNING)
-  command_line.compiled_programs_stay()
+  command_line.cache_compiled_programs()
   # The workdir's name proves that it is the same run: only keys new in the code differ, added since
   # the interruption.
   config = from_dict(values | dict(resume="force"))
@@ -80,7 +80,7 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
         module, _, function = measure.partition(":")
         getattr(importlib.import_module(module), function)(run)
       else:
-        command_line.do(run)
+        command_line.run_job(run)
   except nonfinite.NonFiniteError as error:
     return "nan", str(error)
   except preemption.Preempted:

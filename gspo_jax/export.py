@@ -18,7 +18,7 @@ from pathlib import Path
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.command("train")
+  before_jax.begin_command("train")
 
 import jax
 
@@ -68,13 +68,13 @@ def export(
   if adapters:
     peft.check_readable(model, checkpoint.adapters)
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-    raise ValueError(f"DIR={directory} is there already: give a new name")
+    raise ValueError(f"DIR={directory} exists and is not empty: give a new name")
   tokenizer = tokenizer or checkpoint.tokenizer
   try:
     tok = tokenizers.load_for(tokenizer, model.vocab_size)
   except tokenizers.TokenizerError as error:
     raise ValueError(
-      f"{error}: name the directory of the tokenizer of RUN={run} by --tokenizer=DIR"
+      f"{error}: set --tokenizer=DIR to the directory of the tokenizer of RUN={run}"
     ) from error
   ids = dict(bos_token_id=tok.bos_id, eos_token_id=list(tok.stop_ids), pad_token_id=tok.pad_id)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
@@ -83,7 +83,7 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
-      # float16 ends at 65504: `save` looks for larger values.
+      # The largest float16 is 65504: `save` checks for larger values.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
       hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"
@@ -95,30 +95,31 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
-  """Names the adapters' base, by default the published one; "" without one."""
+  """Returns the adapters' base, by default a published model; "" without."""
   if name or checkpoint.config["job"] != "sft+rl":
     return _absolute(name) or _published(checkpoint)
   return ""  # The base is the cold start's result.
 
 
 def _unpublished_base(checkpoint: RunCheckpoint) -> str:
-  """Names the checkpoint of the adapters' base; "" for another base."""
+  """Returns the checkpoint of the adapters' base; "" for a published one."""
   if checkpoint.config["job"] == "sft+rl":
     return str(checkpoint.path.parent.parent / "sft")
   return checkpoint.config.get("provenance", {}).get("start", {}).get("checkpoint", "")
 
 
 def _published(checkpoint: RunCheckpoint) -> str:
-  """Names the published model at the run's start; "" without one."""
+  """Returns the published model at the run's start; "" without one."""
   return _absolute(checkpoint.config.get("provenance", {}).get("start", {}).get("directory", ""))
 
 
 def _absolute(name: str) -> str:
-  """Returns the whole path of a directory, another name unchanged."""
+  """Returns a directory's absolute path; other names are unchanged."""
   return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+  """Exports the run of the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m gspo_jax.export", description=__doc__.splitlines()[0]
   )
@@ -141,8 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   origin = "" if options.base or not options.adapters else _unpublished_base(checkpoint)
   if origin:
     sys.stderr.write(
-      f"{options.directory / peft.CONFIG} names no base, since the adapters are of {origin}: write "
-      f"it by `python -m gspo_jax.export {origin} BASE`, and repeat this command with --base=BASE\n"
+      f"{options.directory / peft.CONFIG} names no base, since that of the adapters is {origin}: "
+      f"export it by `python -m gspo_jax.export {origin} BASE`, and repeat this command with "
+      "--base=BASE\n"
     )
   config = checkpoint.config
   if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):

@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
---help has more. Only command lines (this one, aot) use flags and ConfigDict. The same command with
-the same workdir continues an interrupted run.
+--help has more. Only the modules of command lines (this one, aot) use flags and ConfigDict. The
+same command with the same workdir continues an interrupted run.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from gspo_jax import sft, train
 from gspo_jax.cli import flags as config_flag
 from gspo_jax.cli.flags import (
   CONFIG,
-  compiled_programs_stay,
-  configured,
+  cache_compiled_programs,
   filename,
-  in_file,
+  read_config,
+  read_config_file,
   refuse,
 )
 from gspo_jax.evaluation import statistics
@@ -37,48 +37,49 @@ from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.passes import anchor, sampler_types
+from gspo_jax.settings.passes import describe_old_policy, sampler_types
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, hosts, preemption
 from gspo_jax.system.text import visible
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; created if missing.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print the size of the run, start nothing.")
 
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", "", "With --dry_run: devices elsewhere, v5p:4x4x4 or h100:8, as for gspo_jax.aot."
+  "topology", "", "With --dry_run: other devices, v5p:4x4x4 or h100:8, as for gspo_jax.aot."
 )
 
 
 def main(argv: list[str]) -> None:
+  """Runs the configured job, or prints its plan with --dry_run."""
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
-    report_failed_saves_once()
+    hide_save_tracebacks()
   if _DRY_RUN.value:
     return plan()
-  compiled_programs_stay()
-  garbage_is_rare()
-  config, workdir = configured(_model_of_weights), _workdir()
+  cache_compiled_programs()
+  collect_garbage_rarely()
+  config, workdir = read_config(_model_of_weights), _workdir()
   try:
     inputs = read_inputs(config, workdir)  # The first write comes after all checks.
-    with open_run(inputs) as run, agreed_stops(config.checkpoint.grace_s):
-      for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
+    with open_run(inputs) as run, stop_together(config.checkpoint.grace_s):
+      for line in provenance.difference(read_config_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
-      if text := anchor(config):
+      if text := describe_old_policy(config):
         sys.stderr.write(f"config {text}\n")
       if types := sampler_types(dataclasses.asdict(config.engine), config.compute.dtype):
         sys.stderr.write(f"config samples with {types} (compute.dtype={config.compute.dtype})\n")
-      do(run)
+      run_job(run)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
   except (ValueError, OSError) as error:
     refuse(error)
   except nonfinite.NonFiniteError as error:
     logging.debug("", exc_info=True)
-    end(f"gspo_jax: {error}")
+    end_process(f"gspo_jax: {error}")
   except (files.WriteError, ServersGone) as error:
     logging.debug("", exc_info=True)
-    end(f"gspo_jax: {error}; the same command goes on from the last checkpoint")
+    end_process(f"gspo_jax: {error}; the same command resumes from the last checkpoint")
   except preemption.Preempted as stop:
     saved = f"saved {stop.saved}" if stop.saved else "ended"
     sys.stderr.write(f"gspo_jax: {saved}; the same command continues from here\n")
@@ -91,9 +92,11 @@ def _model_of_weights(config: RunConfig) -> ModelConfig:
   return model_of_weights(config, _workdir())
 
 
-def agreed_stops(grace_s: float) -> contextlib.AbstractContextManager[None]:
-  """Makes several hosts stop together, at their next common check. A single host ends at once
-  outside of phases."""
+def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
+  """Makes several hosts stop together, at their next common check.
+
+  A single host ends at once outside of phases.
+  """
   if jax.process_count() == 1:
     return contextlib.nullcontext()
   return preemption.watch(grace_s)
@@ -101,9 +104,9 @@ def agreed_stops(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 def plan() -> None:
   """Prints a summary of the run. Refuses bad input as a run does; writes nothing."""
-  from gspo_jax.aot import chips, plan  # The compiler's part is only needed here.
+  from gspo_jax.aot import chips, plan  # Only a dry run needs it.
 
-  config = configured(_model_of_weights)
+  config = read_config(_model_of_weights)
   try:
     devices = chips.described(_TOPOLOGY.value) if _TOPOLOGY.value else None
     inputs = read_inputs(config, _workdir(), devices)
@@ -114,7 +117,7 @@ def plan() -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
 
-def report_failed_saves_once() -> None:
+def hide_save_tracebacks() -> None:
   """Hides tracebacks of a save's threads; the main thread raises their error."""
   logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
   before = sys.unraisablehook
@@ -127,34 +130,37 @@ def report_failed_saves_once() -> None:
   sys.unraisablehook = report
 
 
-def end(message: str) -> NoReturn:
+def end_process(message: str) -> NoReturn:
   """Ends the process at once. (Orbax's threads may wait forever, and JAX for the other hosts.)"""
   sys.stderr.write(f"{visible(message)}\n")
   sys.stderr.flush()
   os._exit(1)
 
 
-def garbage_is_rare() -> None:
-  """Collects cyclic garbage less often. Tracing makes millions of lasting objects, and repeated
-  looks at them take a tenth of a warm start."""
-  gc.freeze()  # Imported modules stay.
+def collect_garbage_rarely() -> None:
+  """Collects cyclic garbage less often.
+
+  Tracing creates millions of lasting objects, and scanning them again and again takes a tenth of a
+  warm start.
+  """
+  gc.freeze()  # Objects of imported modules are never scanned.
   gc.set_threshold(100_000, 20, 20)
 
 
-def do(run: Run) -> None:
+def run_job(run: Run) -> None:
   """Runs the configured job."""
   job = run.config.job
   if job == "eval":
     params = train.start_policy(run, run.initial_params)
     key = run.evaluate.key(params)
     run.engine.load(params, version=0)
-    del params  # The engine has its own.
+    del params  # The engine has a copy.
     row, records = run.evaluate(run.engine, key, alone=True)
     run.writer.truncate("eval", -1)  # Rows of training stay.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
     if hosts.is_first():
-      sys.stderr.writelines(statistics.lines(run.evaluate.benchmarks, row))
+      sys.stderr.writelines(statistics.accuracy_lines(run.evaluate.benchmarks, row))
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
     sft.sft(run)
   if job in ("rl", "offline"):
@@ -165,7 +171,7 @@ def do(run: Run) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Parses flags; prints one line instead of a traceback for wrong ones."""
+  """Parses flags; an error is one line instead of a traceback."""
   return config_flag.parse(argv, _check_flags)
 
 
@@ -173,7 +179,7 @@ def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: the directory of the run")
   if _TOPOLOGY.value and not _DRY_RUN.value:
-    raise ValueError("--topology is for --dry_run: a run has the devices of its machine")
+    raise ValueError("--topology is for --dry_run: a run uses the devices of its machine")
   if _WORKDIR.value:
     _check_workdir()
 
@@ -183,18 +189,18 @@ def _workdir() -> Path | None:
 
 
 def _check_workdir() -> None:
-  """Raises ValueError if nothing can be written there; makes nothing yet."""
+  """Raises ValueError if the workdir cannot be written."""
   if "://" in _WORKDIR.value:
     raise ValueError(
-      f"--workdir={_WORKDIR.value}: it is a local directory; for checkpoints, and a copy of it, in "
-      f"a bucket set --config.checkpoint.directory={_WORKDIR.value}"
+      f"--workdir={_WORKDIR.value}: a workdir is a local directory; for checkpoints, and a copy of "
+      f"the workdir, in a bucket set --config.checkpoint.directory={_WORKDIR.value}"
     )
   if _WORKDIR.value.startswith("--"):
     raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; name the directory of the run")
   try:
     workdir = _workdir()
   except RuntimeError as error:  # An unknown ~user.
-    raise ValueError(f"--workdir={_WORKDIR.value}: {error} Write the whole path") from error
+    raise ValueError(f"--workdir={_WORKDIR.value}: {error} Write an absolute path") from error
   files.check_writable(f"--workdir={workdir}", workdir)
 
 

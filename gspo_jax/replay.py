@@ -14,7 +14,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.command("train")
+  before_jax.begin_command("train")
 
 import jax
 import numpy as np
@@ -42,20 +42,20 @@ def replay(directory: epath.Path) -> bool:
     config = from_dict(about["config"])
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{directory / nonfinite.ABOUT}: {error}") from error
-  say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
+  say(f"{about['why']}; the dump has {len(batches)} mini-batches of that step")
   mesh, _ = sharding.make_meshes(config.mesh, config.rollout_mesh)
   with jax.set_mesh(mesh):
     phase = about["phase"]
     learner, step = _update(config, phase)
     experts = config.objective.replay if phase == "rl" else "none"
-    look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
+    compute = jax.jit(functools.partial(_log_probs, learner=learner, replay=experts))
     try:
       state = restore_state(directory / "state", state_of_phase(config, phase, mesh))
     except Exception as error:  # Orbax, TensorStore and file systems raise various types.
       reason = checkpoint.reason(error)
       raise ValueError(f"{directory / 'state'} cannot be restored: {reason}") from error
     state = state.replace(skipped=state.skipped * 0)
-    sound = True
+    all_finite = True
     for name, count in _counts(state.params):
       say(f"parameter {name}: {count} values not finite")
     for i, batch in enumerate(batches):
@@ -64,19 +64,19 @@ def replay(directory: epath.Path) -> bool:
         shards, responses = sharding.batch_shards(mesh), learner.response_tokens
         batch = packing.plan(plain, shards, learner.group_size, responses)
       batch, plain = sharding.put_batch((batch, plain), mesh)
-      rows = _bad_rows(*jax.device_get(look(state.params, plain)))
+      rows = _bad_rows(*jax.device_get(compute(state.params, plain)))
       state, row = step(state, batch)
       row = metrics.compute(summarize((row,)))
       names = [n for n in nonfinite.nonfinite(row) if not n.startswith("minibatch/")]
       say(f"mini-batch {i}: {', '.join(names) or 'all metrics finite'}")
       for line in rows:
         say(f"  {line}")
-      sound &= not names
-  return sound
+      all_finite &= not names
+  return all_finite
 
 
 def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
-  """Makes learner and update of a phase, with on_nonfinite="skip"."""
+  """Builds learner and update of a phase, with on_nonfinite="skip"."""
   learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
   tx, critic = optimizers(config, phase)
   if phase == "sft":
@@ -84,13 +84,17 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
   return learner, make_rl_step(learner, config.objective, tx, critic)
 
 
-def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
-  """Returns log-probs [B, T] and mask. Policy log-probs are recomputed, others from the batch."""
+def _log_probs(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
+  """Returns log-probs [B, T] by origin, and the mask.
+
+  Those of the policy are recomputed.
+  """
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
 
 def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]:
+  """Yields a line for each policy with non-finite log-probs."""
   for name, logp_BT in logp.items():
     bad_BT = ~np.isfinite(logp_BT) & (mask_BT > 0)
     rows = np.flatnonzero(bad_BT.any(1))
@@ -100,7 +104,7 @@ def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]
 
 
 def _counts(params: Any) -> Iterator[tuple[str, int]]:
-  """Yields names and numbers of non-finite values of parameters with any."""
+  """Yields each parameter with non-finite values, and their number."""
   bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
   for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
     if count:

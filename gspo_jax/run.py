@@ -91,7 +91,7 @@ class Run:
     return self.inputs.source.load(self.config.model, self.mesh, "float32", seed)
 
   def collector(self) -> Collector:
-    """Makes the collector of RL's groups."""
+    """Builds the collector of RL's groups."""
     data = self.inputs.data
     return Collector(
       self.config,
@@ -107,7 +107,7 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Makes the pipeline of RL's batches.
+    """Builds the pipeline of RL's batches.
 
     Args:
       collector: collector of groups.
@@ -126,7 +126,7 @@ class Run:
     )
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
-    """Makes a phase.
+    """Builds a phase.
 
     Args:
       name: "sft" or "rl".
@@ -183,8 +183,8 @@ def rehearse(inputs: Inputs) -> list[float]:
 def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
-  Returns both scores, NaN without a verdict; [] if no response to it will be scored: by
-  environments, in a cold start alone, and with recorded rewards. Raises ValueError if the verifier
+  Returns both scores, NaN without a verdict. Returns [] if the verifier will score nothing: with an
+  environment, in a cold start alone, or with recorded rewards. Raises ValueError if the verifier
   fails on both.
   """
   config, prompts = inputs.config, inputs.data.main_prompts
@@ -242,7 +242,7 @@ def open_scoring(
 
 
 def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluator:
-  """Makes the evaluator; `directory` is for its result files."""
+  """Builds the evaluator, with its result files in `directory`."""
   config, tok, benchmarks = inputs.config, inputs.tokenizer, []
   for b in inputs.data.held_out:
     scorer = scoring.scorers[b.config.reward or config.reward.name]

@@ -27,7 +27,7 @@ HELD_OUT = 128  # Held-out demonstrations; at most half of all.
 
 
 def sft(run: Run) -> Any:
-  """Trains for `sft.steps` updates, or down to `sft.target_loss`, and returns the parameters.
+  """Trains for `sft.steps` updates or down to `sft.target_loss`; returns the parameters.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
@@ -39,7 +39,7 @@ def sft(run: Run) -> Any:
   prompts = run.inputs.data.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   held_out_ids, held_out_loss = held_out(run, prompts)
-  # A metrics row is checked at the next report; the mini-batches of its steps are kept until then.
+  # A metrics row is checked at the next report. Until then its mini-batches are kept.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
     like=lambda: state_of_phase(c, "sft", run.mesh),
@@ -90,7 +90,7 @@ def _warn(updates: int, loss: float, target: float) -> None:
   """Prints a warning about a held-out loss above its target."""
   if jax.process_index() == 0:
     sys.stderr.write(
-      f"warning: the cold start has not worked: after {updates} updates the held-out loss is "
+      f"warning: the cold start missed its target: after {updates} updates the held-out loss is "
       f"{loss:.3g}, above sft.target_loss={target:g}. Raise sft.steps, or tune sft_optimizer\n"
     )
 
@@ -132,7 +132,7 @@ def _learned(run: Run, loss: float | None) -> bool:
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
-  """Makes a padded batch of demonstrations, with 0 in all RL fields."""
+  """Builds a padded batch of demonstrations, with 0 in all RL fields."""
   tokens_BT, mask_BT = sources.pack_demonstrations(prompts, tok, length)
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
@@ -152,8 +152,8 @@ def finished(run: Run) -> bool:
   rl_started = _has_checkpoints(run, "rl")
   if not _has_checkpoints(run, "sft"):
     if rl_started and jax.process_index() == 0:
-      gone = run.config.checkpoint.phase_directory(run.workdir, "sft")
-      sys.stderr.write(f"{gone} is gone; RL has begun and goes on without it\n")
+      directory = run.config.checkpoint.phase_directory(run.workdir, "sft")
+      sys.stderr.write(f"{directory} is missing; RL has checkpoints and resumes without it\n")
     return rl_started
   if rl_started:
     return True
@@ -162,7 +162,7 @@ def finished(run: Run) -> bool:
 
 
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
-  """Returns the last update of a finished cold start. None for an unfinished one."""
+  """Returns the last update of a finished cold start; None for an unfinished one."""
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
@@ -171,7 +171,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
-  # All hosts use the first host's result, since it may create the directory before others look.
+  # All hosts use the first host's result: it may create the directory before the others check.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:
@@ -189,8 +189,8 @@ def params_after(run: Run) -> Any:
     end = _end(run, checkpoints)
     if end is None:
       raise ValueError(
-        f"the last checkpoint in {checkpoints.directory} is gone or damaged, and RL needs the "
-        "final parameters of the cold start (the KL penalty to the end): put it back, or use "
+        f"the last checkpoint in {checkpoints.directory} is missing or damaged, and RL needs the "
+        "final parameters of the cold start (the KL penalty in all iterations): restore it, or use "
         "another --workdir"
       )
     state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))

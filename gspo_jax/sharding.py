@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, _sizes
+from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, axis_sizes
 from gspo_jax.system import accelerators, meshes
 
 BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
@@ -44,74 +44,73 @@ ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Copies of the experts on the ax
 def make_meshes(
   config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Makes the trainer's mesh and the sampler's, equal or on the next devices.
+  """Builds the meshes of trainer and sampler.
 
-  `devices` None means all. Too few devices raise ValueError.
+  They are equal without `rollout_mesh`, else the sampler's has the devices after the trainer's. For
+  `devices` None means all. Too few raise ValueError.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.enabled:
     mesh = make_mesh(config, devices)
     return mesh, mesh
   trainers, samplers = (
-    None if -1 in _sizes(c) else math.prod(_sizes(c)) for c in (config, rollout)
+    None if -1 in axis_sizes(c) else math.prod(axis_sizes(c)) for c in (config, rollout)
   )
   if trainers is samplers is None:
     raise ValueError(
-      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (the "
-      "rest); set the number of devices of one mesh"
+      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (all "
+      "remaining devices); set the number of devices of one mesh"
     )
   trainers = len(devices) - samplers if trainers is None else trainers
   samplers = len(devices) - trainers if samplers is None else samplers
   if min(trainers, samplers) < 1 or trainers + samplers > len(devices):
     raise ValueError(
-      f"{_named(config, 'mesh')} and {_named(rollout, 'rollout_mesh')} are of {trainers} and "
-      f"{samplers} devices, but {len(devices)} are there: make one of them smaller, or "
-      "rollout_mesh 0 devices"
+      f"{_named(config, 'mesh')} and {_named(rollout, 'rollout_mesh')} have {trainers} and "
+      f"{samplers} devices, but {len(devices)} exist: lower one, or set rollout_mesh.fsdp to 0"
     )
   sampler = make_mesh(rollout, devices[trainers : trainers + samplers], "rollout_mesh")
   return make_mesh(config, devices[:trainers]), sampler
 
 
 def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
-  return ", ".join(f"{section}.{a}={n}" for a, n in zip(AXES, _sizes(config)))
+  return ", ".join(f"{section}.{a}={n}" for a, n in zip(AXES, axis_sizes(config)))
 
 
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Makes a mesh over `devices` (None: all), with `data` over slices first.
+  """Builds a mesh over `devices` (None: all), with `data` over slices first.
 
-  Devices by description make an abstract one. Sizes that do not multiply to the number of devices,
-  or replicas across TPU slices, raise ValueError.
+  Described devices (`accelerators.Device`) have an abstract mesh. Raises ValueError if the product
+  of the sizes is not the number of devices, or slices divide a replica.
   """
   devices = jax.devices() if devices is None else devices
-  sizes, named = _sizes(config), _named(config, section)
+  sizes, named = axis_sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
-    raise ValueError(f"{named}: at most one may be -1 (the rest)")
+    raise ValueError(f"{named}: at most one may be -1 (all remaining devices)")
   if -1 in sizes:
     fixed = -math.prod(sizes)
     if fixed > len(devices):
       raise ValueError(
-        f"{named}: without the -1 it has {fixed} devices, but {len(devices)} exist: make one "
-        "smaller"
+        f"{named}: the product without -1 is {fixed}, but {len(devices)} devices exist: lower one"
       )
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices):
     raise ValueError(
-      f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
-      "product equal, or set one axis to -1"
+      f"{named} needs {math.prod(sizes)} devices, but {len(devices)} exist: make the product "
+      "equal, or set one axis to -1"
     )
   if isinstance(devices[0], accelerators.Device):
     return meshes.abstract_mesh(devices[0], sizes, AXES)
   slices = [[x for x in devices if slice_of(x) == i] for i in sorted(set(map(slice_of, devices)))]
   if sizes[0] % len(slices) or len(set(map(len, slices))) > 1:
     raise ValueError(
-      f"{named}: {len(slices)} slices of {', '.join(str(len(x)) for x in slices)} devices, which "
-      f"only the data-centre network joins: make {section}.data a multiple of {len(slices)}, and "
-      "take as many devices of each"
+      f"{named}: the {len(slices)} slices of {', '.join(str(len(x)) for x in slices)} devices are "
+      f"connected by the data-centre network alone: make {section}.data a multiple of "
+      f"{len(slices)}, and take equally many devices of each"
     )
   within = [sizes[0] // len(slices), *sizes[1:]]
-  # Sides of a TPU's torus are split only if no product of them will do, e.g. 8x8 on 4x4x4.
+  # Sides of a TPU's torus are split only if no product of sides has an axis's size: 8x8 on 4x4x4.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
   return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -152,6 +151,7 @@ def spec(letters: str, rules: Rules) -> P:
 
 
 def without_mesh() -> bool:
+  """Whether no mesh is set."""
   return jax.sharding.get_abstract_mesh().empty
 
 
@@ -266,7 +266,7 @@ def is_per_replica(x: jax.Array) -> bool:
   return "data" in jax.typeof(x).sharding.spec.reduced
 
 
-def whole(x: jax.Array, pspec: P) -> jax.Array:
+def gather_whole(x: jax.Array, pspec: P) -> jax.Array:
   """Gathers over "fsdp" inside `shard_map`, for an input split as `pspec`."""
   if without_mesh():
     return x
@@ -319,7 +319,7 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1. Collectives over it are left out, since XLA on CPU would copy."""
+  """Whether `axis` has size 1, and needs no collectives: XLA on CPU would copy."""
   return axis_size(axis) == 1
 
 
@@ -379,7 +379,7 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
   return parts(BATCH, mesh.shape)
 
 
-def rows_of_a_device(rows: int) -> int:
+def rows_per_device(rows: int) -> int:
   """Rows per device of a batch of `rows` on the mesh in use."""
   return rows // axis_size(BATCH)
 
@@ -391,10 +391,10 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Fetches whole arrays to every process, with one gather of distributed ones."""
+  """Fetches whole arrays to every process; distributed ones are gathered."""
 
-  def gathered(x: Any) -> Any:
-    whole = getattr(x, "is_fully_addressable", True)
-    return x if whole else multihost_utils.process_allgather(x, tiled=True)
+  def gather_hosts(x: Any) -> Any:
+    is_local = getattr(x, "is_fully_addressable", True)
+    return x if is_local else multihost_utils.process_allgather(x, tiled=True)
 
-  return jax.device_get(jax.tree.map(gathered, tree))
+  return jax.device_get(jax.tree.map(gather_hosts, tree))

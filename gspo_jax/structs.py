@@ -148,12 +148,12 @@ class TrainBatch:
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs; None: not needed
-  # float32: trainer's log-probs before the updates, where `old_logp_BT` holds the sampler's; None:
-  # not needed
+  # float32: trainer's log-probs before the updates, if `old_logp_BT` has the sampler's; None: not
+  # needed
   own_logp_BT: Array | None = None
   # float32: advantage of each token; None: all tokens of a response have `advantage_B`
   advantage_BT: Array | None = None
-  # int32: segment number of each token. Segments have importance ratios of their own in objective
+  # int32: segment number of each token. Segments have separate importance ratios in objective
   # "segment" (sampling/parts.py). None: a response is one segment
   unit_BT: Array | None = None
   # bool: the sequence's group has advantages, so the KL penalty applies; None: to all sequences

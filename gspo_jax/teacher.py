@@ -62,7 +62,7 @@ def check_teacher(
   if other not in (None, tok.path) and tokenizer.load(other).token_bytes() != tok.token_bytes():
     raise ValueError(
       f"{named} has another tokenizer, {other!r}, than the policy, tokenizer="
-      f"{tok.path!r}: the same ids stand for other texts; take a teacher of the same one"
+      f"{tok.path!r}: equal token ids mean other texts; take a teacher with the policy's tokenizer"
     )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   if window > model.max_position_embeddings:
@@ -90,7 +90,7 @@ def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   """Returns the teacher's jitted function from a batch to log-probs [B, T].
 
-  The log-probs are at the policy's temperature, so the advantage is 0 where teacher and policy have
-  equal logits.
+  The log-probs are at the policy's temperature, so that teacher and policy of equal logits have
+  equal log-probs.
   """
   return make_score(dataclasses.replace(learner, model=teacher.model))

@@ -57,7 +57,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   last, state, saved = phase.resume(like=lambda: state_of_phase(c, "rl", run.mesh), start=start)
   frozen = frozen_params(run, start_params)
   sampling = run.pipeline(run.collector(), phase.stages, last)
-  total, row = resumed(sampling, saved)
+  total, row = resume_sampling(sampling, saved)
   sampling.publish(state.params, version=last + 1)
   with sampling, phase:
     phase.set_resume_point(last, state, position(sampling, total), row)
@@ -139,14 +139,14 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
 
 
 def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
-  """Returns the policy's initial parameters, with adapters."""
+  """Returns the policy's initial parameters, with adapters if configured."""
   c = run.config
   return with_adapters(
     start_params(), c.model, c.lora, c.compute.dtype, run.mesh, c.seed_of("lora")
   )
 
 
-def resumed(
+def resume_sampling(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
   """Resumes sampling; returns totals and the unreported metrics row.
@@ -180,7 +180,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # A run without a lag may resume a run with a lag.
+  # The first batch of a run without lag may be older, if it resumes a run with lag.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
@@ -214,7 +214,7 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
     "teacher": lambda: teacher.load(run.teacher, c.compute.dtype, run.mesh),
   }
-  return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}
+  return {name: load[name]() for name in passes.frozen_models(c, run.teacher and run.teacher.model)}
 
 
 def finish_iteration(
@@ -253,6 +253,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Snapshots sampling state and totals; returns a function to serialize them."""
+  """Takes a snapshot of sampling and totals; returns its serializer."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())

@@ -26,7 +26,7 @@ from gspo_jax.models.flops import forward_flops, iteration_flops
 from gspo_jax.run import open_run
 from gspo_jax.runs import provenance
 from gspo_jax.runs.weight_source import WeightSource
-from gspo_jax.settings.critic import OFF, DistillationConfig
+from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
 
@@ -263,7 +263,7 @@ def test_its_pass_is_counted(directory):
   config = student(path)
   taught, prompts = teacher.find_teacher(config), np.array([5, 5, 7, 7])
   ends = np.array([9, 8, 8, 10])
-  alone = dataclasses.replace(config, distillation=OFF)
+  alone = dataclasses.replace(config, distillation=DistillationConfig())
   (without, updates), (with_it, same) = (
     iteration_flops(c, model, prompts, ends) for c, model in ((alone, None), (config, taught.model))
   )

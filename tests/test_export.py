@@ -85,7 +85,7 @@ def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsy
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit):
     export.main([str(tmp_path / "run"), "out"])
-  assert "name the directory of the tokenizer of RUN=" in capsys.readouterr().err
+  assert "the directory of the tokenizer of RUN=" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
   export.main([str(tmp_path / "run"), "out", f"--tokenizer={workdir.parent}"])
   assert tokenizer.load("out").stop_ids == (2, 0)
@@ -109,8 +109,8 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys):
   workdir, *_ = trained
   for arguments, message in (
     ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is not the workdir of a run"),
-    ([str(workdir / "checkpoints/sft/7"), str(tmp_path / "out")], "there are those of steps 1, 2"),
-    ([str(workdir), str(workdir)], "is there already: give a new name"),
+    ([str(workdir / "checkpoints/sft/7"), str(tmp_path / "out")], "complete are steps 1, 2"),
+    ([str(workdir), str(workdir)], "exists and is not empty: give a new name"),
   ):
     with pytest.raises(SystemExit):
       export.main(arguments)

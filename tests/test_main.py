@@ -228,7 +228,7 @@ def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypa
         writer.write(row)
       trained = []  # By the first process.
       parts = dict(config=config, engine=engine, evaluate=Evaluates(), writer=writer)
-      main.do(SimpleNamespace(initial_params=dict, **parts))
+      main.run_job(SimpleNamespace(initial_params=dict, **parts))
   assert [row["phase"] for row in rows(tmp_path)] == ["sft", "rl", "eval"]
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
   stderr = run(workdir, *SMALL, "profile.iteration=3")
-  assert re.search(r"warning: this run was begun with another jax: '0\.4\.1' -> '\d", stderr)
+  assert re.search(r"warning: this run was started with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 
 
@@ -363,7 +363,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
 
 
 REFUSED = {
-  "mesh that does not match": ({"mesh.fsdp": 3, "mesh.data": 1}, r"mesh\.fsdp=3.*8 are there"),
+  "mesh that does not match": ({"mesh.fsdp": 3, "mesh.data": 1}, r"mesh\.fsdp=3.*8 exist"),
   "demonstration beyond its window": ({"sft.max_tokens": 12}, "16 tokens.*sft.max_tokens=12"),
   "batch that does not divide": ({"rl.prompts": 6}, r"rl\.prompts=6.*rl\.minibatches=4"),
   "vocabulary too small": ({"model.vocab_size": 256}, r"259 tokens.*model\.vocab_size=256"),

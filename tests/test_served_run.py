@@ -41,7 +41,7 @@ def test_a_run_ends_with_its_last_server_and_goes_on_when_there_is_one(server, t
   output = run(tmp_path, *SMALL, urls(server), ok=False)
   assert f"no server can be used. {server.url}: " in output
   assert "config samples with servers with float32 weights, and caches of their own types" in output
-  assert "the same command goes on from the last checkpoint" in output
+  assert "the same command resumes from the last checkpoint" in output
   server.fault = lambda path, body: None
   run(tmp_path, *SMALL, urls(server))
   rows = rows_of(tmp_path, "rl")

@@ -61,8 +61,8 @@ def _keys(app: Sphinx) -> None:
     analyzer = ModuleAnalyzer.for_module(section.__module__)
     analyzer.analyze()
     for field in dataclasses.fields(section):
-      if "why" in field.metadata:
-        analyzer.attr_docs[section.__name__, field.name] = [field.metadata["why"], ""]
+      if "meaning" in field.metadata:
+        analyzer.attr_docs[section.__name__, field.name] = [field.metadata["meaning"], ""]
 
 
 def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

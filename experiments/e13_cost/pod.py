@@ -21,7 +21,7 @@ from experiments.pod import CONFIG
 from gspo_jax import sharding
 from gspo_jax.aot import chips, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
-from gspo_jax.aot.programs import Case, make_case, programs, resolved
+from gspo_jax.aot.programs import Case, make_case, programs, resolve_remat
 
 TOPOLOGY = "v5p:4x4x4"
 FILE = Path(__file__).with_name("pod.csv")
@@ -54,7 +54,7 @@ def main() -> None:
     case = case_of(arm)
     mesh = sharding.make_mesh(case.config.mesh, devices_of(TOPOLOGY))
     check(case, mesh)
-    case = resolved(case, mesh)
+    case = resolve_remat(case, mesh)
     with jax.set_mesh(mesh):
       rows = compiled(case, mesh, cache)
       estimated = iteration.estimate(case, mesh, chips.parse(TOPOLOGY)[1], rows)

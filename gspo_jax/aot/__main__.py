@@ -16,7 +16,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.command("train")
+  before_jax.begin_command("train")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Otherwise JAX with libtpu would look for a TPU.
 
@@ -26,7 +26,7 @@ from absl import app, flags, logging
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, explain, iteration, verdict
 from gspo_jax.aot.compiler import announce, check, devices_of, examine
-from gspo_jax.aot.programs import PROGRAMS, Case, make_case, program_names, programs, resolved
+from gspo_jax.aot.programs import PROGRAMS, Case, make_case, program_names, programs, resolve_remat
 from gspo_jax.aot.search import find, sampling, updates
 from gspo_jax.aot.table import print_line, print_row, slices_text, title
 from gspo_jax.cli import flags as config_flag
@@ -40,7 +40,7 @@ _TOPOLOGY = flags.DEFINE_string(
   "TPUs as CHIP:AxBxC (v4, v5e, v5p, v6e, tpu7x), or GPUs as GPU:N or GPU:HOSTSxN (a100, h100, "
   "h200, b200).",
 )
-_TARGET = flags.DEFINE_string("target", "", "File with another description of the GPU for XLA.")
+_TARGET = flags.DEFINE_string("target", "", "File with a description of the GPU for XLA.")
 _SLICES = flags.DEFINE_integer("slices", 1, "Number of TPU slices; mesh.data splits over them.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Sequences per update (train, score), in one micro-batch; 0: as configured."
@@ -56,7 +56,7 @@ _SEARCH = flags.DEFINE_bool(
   "Search the fastest settings for updates (train), then for sampling (decode) on their mesh.",
 )
 _TRIES = flags.DEFINE_integer(
-  "tries", 8, "Maximum of programs compiled by each of the two searches."
+  "tries", 8, "Maximum number of programs compiled by each of the two searches."
 )
 _MEAN_RESPONSE = flags.DEFINE_integer(
   "mean_response",
@@ -67,7 +67,7 @@ _MEAN_PROMPT = flags.DEFINE_integer(
   "mean_prompt", 0, "Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
 )
 _EXPLAIN = flags.DEFINE_integer(
-  "explain", 0, "Also print this number of source lines per program, those with the most traffic."
+  "explain", 0, "Also print the source lines with the most traffic, this many per program."
 )
 _TEXT = flags.DEFINE_string(
   "text", "", "Also write the compiled programs (HLO text) into this directory."
@@ -76,11 +76,12 @@ _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
 def main(argv: list[str]) -> None:
+  """Compiles the programs, or searches settings; exits with an error if none fits."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
   try:
-    config = config_flag.configured(model_of_weights)
+    config = config_flag.read_config(model_of_weights)
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
       raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
     require_one_mesh(config)
@@ -167,7 +168,7 @@ def report(case: Case, topology: str, names: list[str], slices: int) -> list[dic
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices, target))
   chip, num_chips = chips.mesh_chips(topology, mesh)
   check(case, mesh)
-  case = resolved(case, mesh)
+  case = resolve_remat(case, mesh)
   print_line(title(case, topology, mesh, slices))
   rows = []
   with jax.set_mesh(mesh):

@@ -24,8 +24,8 @@ def parse(topology: str) -> tuple[Chip, int]:
   gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
   if not tpu and not gpu:
     raise ValueError(
-      f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}, or GPU:N or "
-      f"GPU:HOSTSxN, GPU of {list(GPUS)}"
+      f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, CHIP one of {list(CHIPS)}, or GPU:N "
+      f"or GPU:HOSTSxN, GPU one of {list(GPUS)}"
     )
   return (CHIPS | GPUS)[name], math.prod(sides(topology))
 
@@ -70,23 +70,24 @@ def bound(
   network_bytes: float = 0.0,
   hidden_network: float = 0.0,
 ) -> dict[str, float | str]:
-  """Returns minimum seconds per resource, the binding one, and utilisation at this bound.
+  """Returns minimum seconds per resource, the binding resource, and utilisation.
 
   `flops` and `useful` are for the whole batch; the bytes are per chip. `ring_bytes` are sent over
   both links of one axis of the torus (`links`: with a single link they count twice).
-  `network_bytes` go to other slices. `bound_s` assumes that all collectives are overlapped;
-  `serial_s` assumes it of `hidden_bytes` and `hidden_network` only and adds the others.
+  `network_bytes` go to other slices. `bound_s` assumes that all collectives are overlapped with
+  other work. `serial_s` assumes it of `hidden_bytes` and `hidden_network` alone, and adds the
+  seconds of the others. `mfu` is the utilisation at `bound_s`.
   """
   least = seconds(chip, chips, flops, hbm_bytes, ring_bytes, network_bytes)
   binds = max(least, key=least.get)
   hidden = least["interconnect"] * hidden_bytes / max(ring_bytes, 1e-12)
-  beside = least["network"] * hidden_network / max(network_bytes, 1e-12)
-  exposed = least["interconnect"] - hidden + least["network"] - beside
+  hidden_dcn = least["network"] * hidden_network / max(network_bytes, 1e-12)
+  exposed = least["interconnect"] - hidden + least["network"] - hidden_dcn
   return dict(
     **{f"{name}_s": value for name, value in least.items()},
     binds=binds,
     bound_s=least[binds],
     exposed_s=exposed,
-    serial_s=max(least["compute"], least["hbm"], hidden, beside) + exposed,
+    serial_s=max(least["compute"], least["hbm"], hidden, hidden_dcn) + exposed,
     mfu=useful / chips / chip.flops / max(least[binds], 1e-12),
   )

@@ -25,7 +25,7 @@ from gspo_jax.system.text import clock_text
 def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
   """Returns descriptions of the devices of one or several slices.
 
-  target: text of a GPU for its compiler; "" for the card's.
+  target: description of a GPU for XLA; "" for `cuda.target_text`.
 
   Raises:
     ValueError: the compiler is missing, or the topology has no such name.
@@ -36,7 +36,7 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
       raise ValueError(f"--slices={slices} is for TPUs: give hosts of GPUs as {topology[:4]}:2x8")
     return cuda.devices_of(topology, target)
   if target:
-    raise ValueError(f"--topology={topology}: --target is the text of a GPU")
+    raise ValueError(f"--topology={topology}: --target describes GPUs; leave it out")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -45,7 +45,7 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
   )
   # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
-  if number == 1:  # A whole host has four.
+  if number == 1:  # By default the compiler takes a whole host of four chips.
     options["chips_per_host_bounds"] = (1, 1, 1)
   if slices > 1:
     options["num_slices"] = slices
@@ -88,6 +88,8 @@ def announce(name: str, interval: float = 10.0) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
+  """A compiled program's figures and text."""
+
   row: dict[str, Any]  # Row of a report.
   costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
   text: str = ""  # Empty if it did not compile.
@@ -110,14 +112,14 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    row |= too_little(str(error)) | dict(compile_s=time.perf_counter() - started)
+    row |= parse_memory_error(str(error)) | dict(compile_s=time.perf_counter() - started)
     return Compiled(row)
   except RuntimeError as error:
     if "cuDNN" not in str(error):
       raise
     raise ValueError(
-      f"--topology={topology}: {error} Attention needs it there: pip install -e '.[aot-cuda]', or "
-      "set compute.attention to blockwise"
+      f"--topology={topology}: {error} Attention on this GPU needs cuDNN: pip install -e "
+      "'.[aot-cuda]', or set compute.attention to blockwise"
     ) from error
   memory, text = compiled.memory_analysis(), compiled.as_text()
   costs = hlo_costs.costs(text, program.rates, links.torus_of(topology, mesh), chip)
@@ -192,11 +194,11 @@ def _time_bounds(
   return row
 
 
-def too_little(error: str) -> dict[str, Any]:
+def parse_memory_error(error: str) -> dict[str, Any]:
   """Shortens the compiler's message on exhausted memory.
 
-  `of_kernel` is True if a single kernel exhausted the vector memory. The needs of the whole program
-  are then unknown.
+  `of_kernel` is True if a single kernel exhausted the vector memory. Then the memory needed by the
+  whole program is unknown.
   """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs for their compiler, on a machine without one."""
+"""Descriptions of NVIDIA GPUs for XLA's compiler, on a machine without GPUs."""
 
 import contextlib
 import os
@@ -59,10 +59,10 @@ def target_text(chip: Chip) -> str:
 def devices_of(topology: str, target: str = "") -> list:
   """Returns descriptions of the GPUs of e.g. "h100:8" or "h100:2x8".
 
-  target: text of the GPU; "" for `target_text`.
+  target: description of the GPU, in text format; "" for `target_text`.
 
   Raises:
-    ValueError: the wheels are missing, or XLA refuses the text.
+    ValueError: the wheels are missing, or XLA refuses the description.
   """
   chip, _ = chips.parse(topology)
   hosts, number = (1, *chips.sides(topology))[-2:]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import chips, links
-from gspo_jax.aot.programs import Case, resolved, sampler_params, state_of
+from gspo_jax.aot.programs import Case, resolve_remat, sampler_params, state_of
 from gspo_jax.models import flops, lora, remat, transformer
 from gspo_jax.models.params import abstract_params
 from gspo_jax.models.weights import Params
@@ -36,11 +36,11 @@ from gspo_jax.system.meshes import use_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Least:
+class LowerBounds:
   """Lower bounds per chip, by arithmetic."""
 
-  memory: float  # bytes
-  seconds: dict[str, float]  # resource: seconds
+  memory: float  # Bytes.
+  seconds: dict[str, float]  # Seconds by resource.
 
   @property
   def bound_s(self) -> float:
@@ -49,12 +49,12 @@ class Least:
   def __str__(self) -> str:
     return f"{self.bound_s:.3g} s ({max(self.seconds, key=self.seconds.get)})"
 
-  def times(self, factor: float) -> "Least":
+  def times(self, factor: float) -> "LowerBounds":
     """Scales the seconds, e.g. by a number of updates."""
-    return Least(self.memory, {name: factor * n for name, n in self.seconds.items()})
+    return LowerBounds(self.memory, {name: factor * n for name, n in self.seconds.items()})
 
 
-def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
+def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBounds:
   """Lower bounds of a train step on the mesh.
 
   Memory: state, gradients and saved activations. Traffic: the state once, and in each micro-batch
@@ -62,12 +62,12 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`, each at the speed of
   its axis (`links`). Network: the gradients, summed over slices.
   """
-  case = resolved(case, mesh)
+  case = resolve_remat(case, mesh)
   c, model = case.config, case.model
   chip, number = chips.mesh_chips(topology, mesh)
   per_chip = chip.devices
   state = state_of(case, mesh)
-  gradients = device_bytes(changed(state))
+  gradients = device_bytes(trained_params(state))
   weights = weights_of(case, mesh)
   rows = -(-case.rows // sharding.batch_shards(mesh))  # Rows per device and micro-batch.
   tokens = rows * case.length
@@ -90,19 +90,20 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
     prefetched = remat.prefetched(model, c.compute)
   saved_gather = prefetched * (c.compute.remat != "none")  # Prefetched weights are gathered once.
   gathered = passes * layers + 2 * weights["head"] - saved_gather
-  sent = gathered * _others(mesh, "fsdp") / share["fsdp"]
+  sent = gathered * _received_fraction(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
   if model.num_experts:
     sent += 5 * hidden * (mesh.shape["expert"] - 1) / share["expert"]
-  sent += 4 * 2 * hidden * _others(mesh, "tensor") / share["tensor"]
+  sent += 4 * 2 * hidden * _received_fraction(mesh, "tensor") / share["tensor"]
   work = flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat)
   moved, sent = traffic * per_chip, times * sent * per_chip
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
-  trained = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(changed(state)))
-  to_slices = 2 * trained * (slices - 1) / mesh.size * per_chip  # Once for all micro-batches.
+  trained = jax.tree.leaves(trained_params(state))
+  trained_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in trained)
+  to_slices = 2 * trained_bytes * (slices - 1) / mesh.size * per_chip  # Once for all micro-batches.
   memory = device_bytes(state) + gradients + saved + prefetched
-  return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
+  return LowerBounds(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
 
 
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -132,7 +133,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   return dict(experts=experts, head=head, dense=total - experts - head - embedding)
 
 
-def changed(state: TrainState) -> Any:
+def trained_params(state: TrainState) -> Any:
   """Returns the parameters with gradients, the critic's included."""
   return lora.split(state.params)[0], None if state.critic is None else state.critic.params
 
@@ -144,7 +145,7 @@ def device_bytes(tree: Any) -> float:
   )
 
 
-def _others(mesh: jax.sharding.Mesh, axis: str) -> float:
+def _received_fraction(mesh: jax.sharding.Mesh, axis: str) -> float:
   """Fraction of a gathered array received from other devices of the axis."""
   return 1 - 1 / mesh.shape[axis]
 
@@ -157,18 +158,18 @@ def needed(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params, state = _trained(case, mesh), state_of(case, mesh)
+  params, state = _trainer_params(case, mesh), state_of(case, mesh)
   tokens = case.rows // sharding.batch_shards(mesh) * case.length
   saved = tokens * activation_bytes(case, mesh)
   scattered = mesh.shape["fsdp"] > 1 and not case.config.lora.rank
   gathered = _gathered(params, case.model, case, mesh) if scattered else 0.0
   each = case.config.models * 2 * (_pass(params, case.model, case, mesh) + gathered + saved)
-  gradients = device_bytes(changed(state))
+  gradients = device_bytes(trained_params(state))
   return 2 * device_bytes(state.opt_state) + 4 * gradients + case.microbatches * each
 
 
 def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
-  return case.scored // case.rows * _pass(_trained(case, mesh), case.model, case, mesh)
+  return case.scored // case.rows * _pass(_trainer_params(case, mesh), case.model, case, mesh)
 
 
 def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -178,7 +179,7 @@ def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
-  return device_bytes(_trained(case, mesh)) + device_bytes(sampler_params(case, mesh))
+  return device_bytes(_trainer_params(case, mesh)) + device_bytes(sampler_params(case, mesh))
 
 
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -209,8 +210,9 @@ def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Slots per device."""
   shards = sharding.batch_shards(mesh)
-  return sizes(case.workload, case.engine, shards).slots / shards  # Slots per device.
+  return sizes(case.workload, case.engine, shards).slots / shards
 
 
 def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -239,7 +241,7 @@ def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   return model.num_layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
 
 
-def _trained(case: Case, mesh: jax.sharding.Mesh) -> Params:
-  """Returns the trainer's weights, without adapters: they are small."""
+def _trainer_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
+  """Returns the trainer's weights, without the (small) adapters."""
   dtype = case.config.compute.dtype if case.config.lora.rank else jnp.float32
   return abstract_params(case.model, mesh, sharding.TRAIN, dtype)

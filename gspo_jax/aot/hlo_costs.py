@@ -2,10 +2,10 @@
 
 XLA's own cost analysis counts the body of a loop once. This one multiplies the body by the loop's
 trip count, or by 1 if that depends on data (chunks of expert rows, usually a single one). `rates`
-replaces such defaults by name. For the outermost loop in a `jax.named_scope` of that name it is the
-trip count (the sampler's `refill`). For a kernel of that name it is the fraction of its stated
-bytes (attention to a partly filled cache). Of a conditional, the branch with cuDNN's attention
-counts, otherwise the "false" branch: in this package "true" means overflow.
+overrides these by name: for the outermost loop in a `jax.named_scope` of that name, the rate is the
+trip count (the sampler's `refill`); for a kernel of that name, the fraction of its stated bytes
+(attention to a partly filled cache). Of a conditional's branches, the one with cuDNN's attention
+counts, else the "false" branch: in this package "true" means overflow.
 """
 
 import dataclasses
@@ -44,6 +44,8 @@ class Sent:
 
 @dataclasses.dataclass
 class Costs:
+  """Costs of a program per device."""
+
   memory: float = 0.0  # Bytes through HBM.
   items: list[Item] = dataclasses.field(default_factory=list)
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
@@ -250,7 +252,7 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 def network_bytes(instruction: Instruction) -> float:
   """Bytes per device sent to other slices for a `recv`.
 
-  It is part of a collective among slices; the parts within a slice are separate collectives.
+  A `recv` is part of a collective among slices; the parts within a slice are separate collectives.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0

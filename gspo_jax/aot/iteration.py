@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.estimate import Least, device_bytes, filled_cache, needed, position_bytes
+from gspo_jax.aot.estimate import LowerBounds, device_bytes, filled_cache, needed, position_bytes
 from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
@@ -25,6 +25,8 @@ from gspo_jax.settings.passes import iteration_passes
 
 @dataclasses.dataclass(frozen=True)
 class Part:
+  """Calls of a program in an iteration, and their time."""
+
   name: str
   calls: float  # Calls of its program; for decode, steps.
   seconds: float
@@ -33,6 +35,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
+  """Estimate of an iteration."""
+
   parts: tuple[Part, ...]
   tokens: float  # Response tokens.
   chips: int
@@ -48,6 +52,7 @@ class Iteration:
 
   @property
   def binds(self) -> Part:
+    """Part with the most seconds."""
     return max(self.parts, key=lambda part: part.seconds)
 
 
@@ -105,7 +110,7 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
   return dict(steps=steps, search_s=seconds, speed=speed)
 
 
-def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
+def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   """Lower bounds of sampling's memory and time.
 
   Call it under `jax.set_mesh(mesh)`.
@@ -122,7 +127,7 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> Least:
     moved -= (steps - sum(sampled) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
-  return Least(memory * per_chip, {name: n + filling for name, n in seconds.items()})
+  return LowerBounds(memory * per_chip, {name: n + filling for name, n in seconds.items()})
 
 
 def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
@@ -146,8 +151,8 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
   """Seconds of `steps` decode steps.
 
-  They sample as many tokens as `full` steps with all slots in use. Idle slots
-  read nothing from a paged cache; a step of idle slots takes `idle_s`.
+  They sample as many tokens as `full` steps with all slots in use. Idle slots read nothing from a
+  paged cache; a step of idle slots alone takes `idle_s`.
   """
   idle = row.get("idle_s", row["serial_s"])
   return steps * idle + full * (row["serial_s"] - idle)

@@ -20,7 +20,7 @@ class Lengths:
   def __post_init__(self):
     if not 0 < self.mean <= self.most:
       raise ValueError(
-        f"--mean_response={self.mean:g}: want more than 0 and at most sampling.max_new_tokens="
+        f"--mean_response={self.mean:g} must be above 0 and at most sampling.max_new_tokens="
         f"{self.most}"
       )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import programs
-from gspo_jax.aot.estimate import activation_bytes, changed, device_bytes
+from gspo_jax.aot.estimate import activation_bytes, device_bytes, trained_params
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
@@ -25,17 +25,17 @@ from gspo_jax.system.accelerators import GIB
 from gspo_jax.system.meshes import mesh_devices, use_mesh
 from gspo_jax.system.text import clock_text, visible
 
-# Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs are within
-# 20 % of compiled updates.
+# Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs differ by
+# less than 20 % from compiled updates.
 ALL = 2  # Activations without remat, relative to remat="both".
-# Arrays of the same size at once: gradients, their sum and the update; logits, softmax, gradient.
+# Number of equal arrays at once: gradients, their sum and the update; logits, softmax and gradient.
 COPIES = 3
 
 
 def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
   """Returns the lines of --dry_run.
 
-  rewards: of the first problem's gold answer and of an empty response; () for none.
+  rewards: rewards of the first problem's gold answer and of an empty response; () if unknown.
   """
   config = inputs.config
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
@@ -56,7 +56,7 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
     apart = config.critic.name == "model"
     model = transformer.table(config.model) if apart else None
     declared = jax.tree.leaves(head.critic_table(config.model, model))
-    trunk = "a model of its own" if apart else "a head on the policy's trunk"
+    trunk = "a separate model" if apart else "a head on the policy's trunk"
     text.append(f"critic: {sum(math.prod(w.shape) for w in declared):,} parameters, {trunk}")
   if taught := inputs.teacher:
     number, _ = transformer.count(taught.model)
@@ -64,7 +64,7 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
   text.append(f"data: {len(inputs.data.train_prompts):,} prompts, {held_out:,} held-out problems")
   text += first_problem(inputs, rewards)
   text += memory(
-    programs.resolved(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
+    programs.resolve_remat(programs.make_case(config), inputs.meshes.trainer), inputs, devices[0]
   )
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
@@ -126,7 +126,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     with use_mesh(mesh):
       prefetched = remat.prefetched(c.model, c.compute)
     update = {
-      "gradients, their sum and the update": COPIES * device_bytes(changed(state)),
+      "gradients, their sum and the update": COPIES * device_bytes(trained_params(state)),
       f"activations (remat {c.compute.remat})": activations,
       "logits, their softmax and its gradient": COPIES * logits,
     }
@@ -183,7 +183,7 @@ def iteration(
     f"length ({seconds:.3g} s an iteration). Decoding is bound by memory, and small models by the "
     "host: both are far slower than this peak. A run prints its remaining time from the second "
     "iteration on",
-    *filter(None, [passes.anchor(c)]),
+    *filter(None, [passes.describe_old_policy(c)]),
   ]
 
 

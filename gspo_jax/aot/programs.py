@@ -75,11 +75,13 @@ class Case:
 
   @property
   def engine(self) -> EngineConfig:
+    """Section `engine` with the case's slots."""
     engine = self.config.engine
     return dataclasses.replace(engine, slots=self.slots) if self.slots else engine
 
   @functools.cached_property
   def lengths(self) -> lengths.Lengths:
+    """Assumed distribution of response lengths."""
     most = self.config.sampling.max_new_tokens
     return lengths.Lengths(self.mean_response or lengths.default_mean(most), most)
 
@@ -124,6 +126,7 @@ class Case:
 
   @property
   def workload(self) -> Workload:
+    """Workload of the sampler."""
     # A tokenizer may have more stop tokens than this one.
     several_turns = bool(self.config.environment.name)
     return workload(self.config, stop_ids=(0,), several_turns=several_turns)
@@ -131,6 +134,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+  """A jitted function with abstract arguments, and figures for its costs."""
+
   function: Callable
   arguments: tuple[Any, ...]
   work: flops.Work | None  # None for a program without model operations.
@@ -144,7 +149,7 @@ class Program:
 def make_case(
   config: configuration.RunConfig, sequences: int = 0, length: int = 0, **sampling: float
 ) -> Case:
-  """Makes a case of the configured batch, or `sequences` x `length` in one micro-batch."""
+  """Builds a case of the configured batch, or `sequences` x `length` in one micro-batch."""
   rl = config.rl
   return Case(
     config,
@@ -155,7 +160,7 @@ def make_case(
   )
 
 
-def resolved(case: Case, mesh) -> Case:
+def resolve_remat(case: Case, mesh) -> Case:
   """Replaces `compute.remat=auto` by its value in a train step."""
   c = case.config
   with use_mesh(mesh):
@@ -181,7 +186,7 @@ def frozen_params(
 ) -> dict[str, Params]:
   """Returns shapes and shardings of passes' frozen parameters, by name."""
   c, layout = case.config, sharding.TRAIN
-  models = passes.frozen(c, taught and taught.model)
+  models = passes.frozen_models(c, taught and taught.model)
   return {n: abstract_params(model, mesh, layout, c.compute.dtype) for n, model in models.items()}
 
 
@@ -328,4 +333,5 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:
+  """Returns an abstract array."""
   return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, pspec))

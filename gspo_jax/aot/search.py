@@ -16,7 +16,7 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, iteration, table
 from gspo_jax.aot.compiler import announce, check, devices_of, examine
-from gspo_jax.aot.programs import Case, programs, resolved
+from gspo_jax.aot.programs import Case, programs, resolve_remat
 from gspo_jax.learner import programs as learner_programs
 from gspo_jax.models import remat
 from gspo_jax.settings.mesh import AXES
@@ -24,12 +24,12 @@ from gspo_jax.system.accelerators import GIB
 
 Row: TypeAlias = dict[str, Any]
 Lists: TypeAlias = Iterable[Iterable[Case]]
-# Raises ValueError if the mesh does not divide the case.
-Bound: TypeAlias = Callable[[Case], estimate.Least]
-# Compiles. The row has `fits`, and `search_s` if it fits.
+# Lower bounds of a case. Raises ValueError if the mesh does not divide the case.
+Bound: TypeAlias = Callable[[Case], estimate.LowerBounds]
+# Compiles a case. The row has `fits`, and `search_s` if it fits.
 Measure: TypeAlias = Callable[[Case], Row]
-# A candidate is compiled if its bound is below (1 - WORTH) times the best time so far.
-WORTH = 0.02
+# A candidate is compiled if its bound is below (1 - MIN_GAIN) times the best time so far.
+MIN_GAIN = 0.02
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
 SETTINGS = dict(  # Keys searched for each program.
   train=dict(
@@ -53,12 +53,12 @@ class Search:
   program: str
   hbm: float  # Bytes of a chip.
   cases: dict[str, Case] = dataclasses.field(default_factory=dict)
-  least: dict[str, estimate.Least] = dataclasses.field(default_factory=dict)
+  least: dict[str, estimate.LowerBounds] = dataclasses.field(default_factory=dict)
   rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Rows of compiled candidates.
   rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons not to compile.
 
   def ranked(self) -> list[str]:
-    """Returns names of fitting candidates, fastest first, ties by memory."""
+    """Returns names of fitting candidates, fastest first, equal times by memory."""
 
     def rank(name: str) -> tuple[float, float]:
       return float(f"{self.rows[name]['search_s']:.2g}"), self.rows[name]["peak_gib"]
@@ -67,6 +67,7 @@ class Search:
 
   @property
   def best(self) -> Case | None:
+    """Fastest fitting candidate; None without one."""
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
@@ -122,16 +123,16 @@ def compile_best(
         search.rejected[name] = f"does not divide: {error}"
     ordered.append(sorted((name for name in new if name in search.least), key=rank))
   for name in filter(None, itertools.chain(*itertools.zip_longest(*ordered))):
-    reason = against(search, name)
+    reason = find_rejection(search, name)
     if not reason and (len(search.rows) >= tries or len(search.ranked()) == enough):
-      reason = f"takes at least {search.least[name]}; not compiled: enough others were"
+      reason = f"takes at least {search.least[name]}; not compiled, as enough others were"
     if reason:
       search.rejected[name] = reason
     else:
       search.rows[name] = measure(search.cases[name])
 
 
-def against(search: Search, name: str) -> str:
+def find_rejection(search: Search, name: str) -> str:
   """Returns the reason not to compile a candidate; "" without a reason."""
   case, least, best = search.cases[name], search.least[name], math.inf
   if least.memory > search.hbm:
@@ -148,7 +149,7 @@ def against(search: Search, name: str) -> str:
         return f"gathers more than {other}, which fits"
     elif not row.get("of_kernel") and least.memory >= search.least[other].memory:
       return f"needs at least {least.memory / GIB:.1f} GiB, no less than {other}, which did not fit"
-  if least.bound_s > (1 - WORTH) * best:
+  if least.bound_s > (1 - MIN_GAIN) * best:
     return f"takes at least {least}; the best so far takes {best:.3g} s"
   return ""
 
@@ -165,7 +166,7 @@ def find(
   chip, devices = chips.parse(topology)[0], devices_of(topology, slices)
   search = Search(program, chip.hbm)
 
-  def bound(case: Case) -> estimate.Least:
+  def bound(case: Case) -> estimate.LowerBounds:
     mesh = sharding.make_mesh(case.config.mesh, devices)
     if program == "decode":
       with jax.set_mesh(mesh):
@@ -175,7 +176,7 @@ def find(
 
   def measure(case: Case) -> Row:
     mesh = sharding.make_mesh(case.config.mesh, devices)
-    name, case = name_of(program, case), resolved(case, mesh)
+    name, case = name_of(program, case), resolve_remat(case, mesh)
     policy = case.config.compute.remat
     with jax.set_mesh(mesh), announce(name):
       ((_, compiled),) = programs(case, mesh, [program])
@@ -265,6 +266,7 @@ def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Ca
 
 
 def settings(program: str, case: Case) -> dict[str, Row]:
+  """Returns a case's searched settings, by section and key."""
   values = {
     section: {key: getattr(getattr(case.config, section), key) for key in keys}
     for section, keys in SETTINGS[program].items()
@@ -275,6 +277,7 @@ def settings(program: str, case: Case) -> dict[str, Row]:
 
 
 def name_of(program: str, case: Case) -> str:
+  """Returns a case's name: its searched settings."""
   sections = settings(program, case).values()
   values = {key: n for keys in sections for key, n in keys.items()}
   return NAMES[program].format(**values, ahead=", prefetch" if values.get("prefetch") else "")

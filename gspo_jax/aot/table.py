@@ -17,30 +17,34 @@ PACKED_NOTE = ". Packed rows attend blockwise, and count as cuDNN's attention"
 
 
 def axes(mesh: jax.sharding.Mesh) -> str:
+  """Formats the axes of a mesh with their sizes."""
   return " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
 
 
 def title(case: Case, topology: str, mesh, slices: int) -> str:
+  """Returns the lines above the table."""
   slots, network = case.engine.slots_for(case.workload.trajectories), ""
   if slices > 1:
     speed = chips.parse(topology)[0].network / 1e9
-    network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
+    network = f"; DCN GB are per host, sent at {speed:g} GB/s for each of its chips"
   if chips.parse(topology)[0].cuda:
     network = GPU_NOTE + (PACKED_NOTE if case.config.rl.packed else "")
   return (
     f"{slices_text(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
     f"{case.length} tokens per update in {case.microbatches} micro-batches, "
     f"compute.xla={case.config.compute.xla}; {slots} slots "
-    f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
+    f"of {case.workload.window} positions, {case.filled:.0f} of them filled on average"
     f"{network}"
   )
 
 
 def slices_text(topology: str, slices: int) -> str:
+  """Names a topology, or several slices of it."""
   return topology if slices == 1 else f"{slices} slices of {topology}"
 
 
 def print_row(row: dict[str, Any], header: bool) -> None:
+  """Prints the row of a program and its collectives, below a header if asked for."""
   if "peak_gib" not in row:
     print_line(f"{row['program']:<22}does not fit: {row['error']}")
     return
@@ -124,5 +128,6 @@ def _gigabytes(n: float) -> str:
 
 
 def print_line(text: str) -> None:
+  """Prints a line at once, also to a pipe."""
   sys.stdout.write(text + "\n")
   sys.stdout.flush()

@@ -5,8 +5,8 @@ Rules:
   - An array counts with the padding of its layout, and only if it is in HBM, not in vector memory.
     A copy between memories counts on the side of HBM.
   - A slice or gather reads as many bytes as its result has, in a fusion too.
-  - An update in place (dynamic-update-slice, scatter) writes the update alone; one that adds also
-    reads as much. The compiler's copy of an array that it cannot update in place counts separately.
+  - An update in place (dynamic-update-slice, scatter) writes the update alone; an update that adds
+    reads as much, too. If the compiler copies the array first, the copy counts separately.
   - A Pallas kernel counts by its `pl.CostEstimate(bytes_accessed=...)`: all bytes between HBM and
     vector memory, repeated reads included. `jax.named_scope("hbm_bytes=N")` around the call
     overrides a missing or wrong estimate. Without either: `kernels.hbm_bytes`, or each operand and

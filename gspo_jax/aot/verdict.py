@@ -33,10 +33,10 @@ def lines(
     if not change:
       return [text, "next: take a larger topology"]
     return [text, f"next: {_command(arguments, change)}"]
-  text = _room(rows, topology)
+  text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
-    return [*text, "next: a run on one of these GPUs has the times"]
-  # A search is for one of these two.
+    return [*text, "next: run on one of these GPUs, to measure times"]
+  # A search is for train or decode.
   searched = {"train", "decode"} & {row["program"] for row in rows}
   names = [] if searched else ["--programs=train,decode"]
   return [*text, f"next: {_command(arguments, *names, '--search')}"]
@@ -51,11 +51,11 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
   arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] != "search"]
   changes = [flag for search in searches for flag in _changes(search)]
-  return [*_room(rows, topology), f"next: {_command(arguments, *changes)}"]
+  return [*_fit_lines(rows, topology), f"next: {_command(arguments, *changes)}"]
 
 
-def _room(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
-  """Returns lines on the memory left, and on the bounds of programs."""
+def _fit_lines(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
+  """Returns lines on the remaining memory, and on the programs' bounds."""
   room = {row["program"]: row["hbm_gib"] - row["peak_gib"] - row["held_gib"] for row in rows}
   least, chip = min(room, key=room.get), rows[0]["hbm_gib"]
   text = f"verdict: fits {topology}, with {room[least]:.1f} GiB of {chip:.0f} left ({least})"

@@ -1,7 +1,7 @@
 """Command line before JAX is imported: --help, and configurations by name.
 
-Imports the standard library only, and the declarations of keys for --help, so answers are
-immediate.
+The module imports the standard library only, and --help the declarations of keys too, so answers
+are immediate.
 """
 
 import ast
@@ -19,13 +19,13 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-LIBRARIES = dict(  # Some packages of each extra.
+LIBRARIES = dict(  # Some packages of each extra; if one is missing, the extra is not installed.
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
 CONFIGS = Path(__file__).parents[1] / "configs"
-# Keys that --help shows, in this order.
-OFTEN = """
+# Keys in --help, in this order.
+HELP_KEYS = """
   job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
   rl.group_size rl.microbatches lora.rank rl_optimizer.learning_rate sampling.max_new_tokens
   compute.dtype compute.remat mesh.fsdp engine.slots eval.every checkpoint.every
@@ -40,19 +40,19 @@ Trains a language model with GSPO, or evaluates one. The same command on the sam
 continues an interrupted run.
 
 Flags:
-  --config=NAME   a configuration by its name, or the path of a file; after a colon its variant
+  --config=NAME   a configuration below, or the path of a file; NAME:VARIANT for a variant
   --workdir=DIR   directory of the run, created if missing
-  --config.KEY=VALUE  changes one key of it
-  --dry_run       checks everything as a run does, prints differences from the base, the model's
-                  size, memory per device, tokens, operations and the least time, and starts nothing
-  --topology=v5p:4x4x4  with --dry_run: for these devices elsewhere; h100:8 for GPUs
+  --config.KEY=VALUE  changes a key of the configuration
+  --dry_run       checks all inputs as a run does, prints changed keys, the model's size, memory
+                  per device, tokens, operations and a lower bound of time, and ends
+  --topology=v5p:4x4x4  with --dry_run: for these TPUs, or h100:8 for GPUs, not the local devices
   --verbosity=1   tracebacks, and messages of libraries
   --helpfull      flags of all libraries too
 
 Configurations:
 {configs}
 
-Keys changed most often, their defaults, and why. All of them: docs/keys.md, or
+Keys changed most often, with defaults and meanings. All keys: docs/keys.md, or
 python -m gspo_jax.settings.page
 {keys}
 
@@ -65,12 +65,12 @@ Examples:
 """
 
 
-def installed() -> list[str]:
+def config_names() -> list[str]:
   """Lists the names of the package's configurations."""
   return sorted(path.stem for path in CONFIGS.glob("[!_]*.py") if path.stem != "common")
 
 
-def described(path: Path) -> tuple[str, str, list[str]]:
+def describe(path: Path) -> tuple[str, str, list[str]]:
   """Returns summary, hardware and variants of a configuration's file.
 
   Hardware is "" if the docstring has no such line.
@@ -82,8 +82,8 @@ def described(path: Path) -> tuple[str, str, list[str]]:
   return summary, hardware[1] if hardware else "", list(dict.fromkeys(variants))
 
 
-def path_of(name: str) -> str:
-  """Replaces a configuration's `NAME` or `NAME:VARIANT` by its file's path.
+def config_path(name: str) -> str:
+  """Replaces the name in `NAME:VARIANT` by the file's path.
 
   Existing files and unknown names are returned unchanged.
   """
@@ -94,15 +94,15 @@ def path_of(name: str) -> str:
   return f"{path}{colon}{argument}"
 
 
-def with_paths(argv: Sequence[str]) -> list[str]:
-  """Applies `path_of` to the value of --config."""
+def resolve_config_flags(argv: Sequence[str]) -> list[str]:
+  """Applies `config_path` to the value of --config."""
   arguments, value_follows = [], False
   for argument in argv:
     flag, equals, value = argument.partition("=")
     if value_follows:
-      argument = path_of(argument)
+      argument = config_path(argument)
     elif equals and flag in ("--config", "-config"):
-      argument = f"{flag}={path_of(value)}"
+      argument = f"{flag}={config_path(value)}"
     value_follows = not value_follows and argument in ("--config", "-config")
     arguments.append(argument)
   return arguments
@@ -111,50 +111,50 @@ def with_paths(argv: Sequence[str]) -> list[str]:
 def begin(argv: Sequence[str]) -> None:
   """Begins a run: handles signals and --help, and checks packages.
 
-  Prints the first lines. Ends the process after --help, and if something is missing.
+  Prints the first lines. Ends the process after --help, and if a package, --config or its file is
+  missing.
   """
   stops.begin("ended; the same command continues from the files on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
     sys.exit()
-  _need("train")
-  if problem := wrong(argv[1:]):
+  _require_packages("train")
+  if problem := first_error(argv[1:]):
     sys.stderr.write(f"gspo_jax: {problem}\n")
     sys.exit(2)
   sys.stderr.write(greeting(argv[1:]))
   sys.stderr.flush()
 
 
-def command(extra: str) -> None:
+def begin_command(extra: str) -> None:
   """Begins another command: handles signals, and checks an extra's packages."""
   stops.begin("ended; its output may be incomplete")
-  _need(extra)
+  _require_packages(extra)
 
 
-def _need(extra: str) -> None:
+def _require_packages(extra: str) -> None:
+  """Ends the process if an extra's packages are missing."""
   if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
     command = f"pip install '.[{extra}]'"
-    sys.stderr.write(
-      f"gspo_jax: {', '.join(missing)} not found: {command} in the checkout has it\n"
-    )
+    sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: run {command} in the checkout\n")
     sys.exit(2)
 
 
-def wrong(arguments: Sequence[str]) -> str:
-  """Returns the first error of a command line, without loading libraries; "" if it has none."""
+def first_error(arguments: Sequence[str]) -> str:
+  """Returns the first error of a command line, "" without one."""
   if not arguments:
-    names = ", ".join(installed())
+    names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"
   name = _flag_values(arguments).get("config")
   return missing_file(name) if name else ""
 
 
 def missing_file(name: str) -> str:
-  """Returns an error if the file of --config=`name` is missing, else ""."""
-  path = path_of(name).partition(":")[0]
+  """Returns an error if the file of --config is missing, else ""."""
+  path = config_path(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
-  hint = did_you_mean(path, installed()) or f"; known by name are {', '.join(installed())}"
+  hint = did_you_mean(path, config_names()) or f"; names: {', '.join(config_names())}"
   return f"--config={name}: there is no file {path!r}{hint}"
 
 
@@ -168,10 +168,10 @@ def greeting(arguments: Sequence[str]) -> str:
   if not config or not workdir or "dry_run" in values:
     return ""
   start = f"gspo_jax: {config} in {workdir}; loading JAX and the libraries takes some seconds\n"
-  path, _, variant = path_of(config).partition(":")
+  path, _, variant = config_path(config).partition(":")
   try:
-    _, hardware, _ = described(Path(path))
-  except (OSError, SyntaxError, ValueError):  # The later reading reports it.
+    _, hardware, _ = describe(Path(path))
+  except (OSError, SyntaxError, ValueError):  # Reading the configuration reports the error.
     hardware = ""
   return start + (f"gspo_jax: {config} is for: {hardware}\n" if hardware and not variant else "")
 
@@ -181,12 +181,12 @@ def usage() -> str:
   from gspo_jax.settings import page
 
   keys, lines = page.by_name(), []
-  for name in OFTEN:
+  for name in HELP_KEYS:
     key = keys[name]
     words = page.words(key.kind)
-    why = f"{' | '.join(words)}: {key.why}" if words else key.why
-    lines.append(_entry(f"{name}={page.shown(key.default)}", why, 32))
-  return USAGE.format(configs="\n".join(map(_help_entry, installed())), keys="\n".join(lines))
+    meaning = f"{' | '.join(words)}: {key.meaning}" if words else key.meaning
+    lines.append(_entry(f"{name}={page.format_value(key.default)}", meaning, 32))
+  return USAGE.format(configs="\n".join(map(_help_entry, config_names())), keys="\n".join(lines))
 
 
 def console() -> None:
@@ -201,7 +201,7 @@ def _flag_values(arguments: Sequence[str]) -> dict[str, str]:
 
 def _help_entry(name: str) -> str:
   """Formats the help on a configuration."""
-  summary, hardware, variants = described(CONFIGS / f"{name}.py")
+  summary, hardware, variants = describe(CONFIGS / f"{name}.py")
   named = ", ".join(f"{name}:{variant}" for variant in variants)
   lines = [summary, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
   return "\n".join(_entry(name if line is summary else "", line, 22) for line in lines if line)

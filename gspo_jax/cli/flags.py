@@ -17,19 +17,19 @@ from ml_collections import config_flags
 from gspo_jax.cli import before_jax
 from gspo_jax.settings import ranges, reading
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.objective import effective, section_kind
+from gspo_jax.settings.objective import fill_unset, section_kind
 from gspo_jax.settings.reading import kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
 
-BAD_INPUT = 2  # Exit code for errors of the command line or of files named there.
+BAD_INPUT = 2  # Exit code for errors of the command line, or of a file named there.
 
 
-def configured(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
+def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
   """Returns the configuration with the flags' changes.
 
-  The model is the weights' model, with the flags' changes, if a flag names the weights or the file
-  names no model. A variant of the file keeps its model.
+  The model is that of the weights, with the flags' changes, if a flag sets the weights or the file
+  sets no model. A variant of a file (NAME:VARIANT) keeps the file's model.
 
   Args:
     read_model: reads the model of a configuration's weights.
@@ -48,7 +48,10 @@ def configured(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
 
 
 def refuse(error: Exception) -> NoReturn:
-  """Ends the process with `BAD_INPUT` and one line; --verbosity=1 adds the traceback."""
+  """Ends the process with code `BAD_INPUT` and a one-line message.
+
+  --verbosity=1 adds the traceback.
+  """
   logging.debug("", exc_info=error)
   if isinstance(error, OSError) and error.filename:
     error = f"{error.filename}: {error.strerror}"
@@ -62,17 +65,17 @@ try:
     "config",
     None,
     "Configuration: its name, e.g. tiny, or the path of a file.",
-    # `parse` refuses unknown keys. New ones are options of the user's own functions, and entries of
-    # sections like `data.template_arguments`.
+    # `parse` refuses unknown keys. New keys are options of the user's functions, or entries of a
+    # section like `data.template_arguments`.
     lock_config=False,
     accept_new_attributes=True,
   )
-except (flags.Error, UnicodeError) as error:  # From the file of --flagfile.
-  named = [argument for argument in sys.argv if "flagfile" in argument]
-  refuse(ValueError(f"{' '.join(named)}: {str(error).removeprefix('ERROR:: ')}"))
+except (flags.Error, UnicodeError) as error:  # The file of --flagfile is missing or malformed.
+  flagfiles = [argument for argument in sys.argv if "flagfile" in argument]
+  refuse(ValueError(f"{' '.join(flagfiles)}: {str(error).removeprefix('ERROR:: ')}"))
 
 
-def compiled_programs_stay() -> None:
+def cache_compiled_programs() -> None:
   """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or in ~/.cache/gspo_jax/compiled.
 
   JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
@@ -82,25 +85,24 @@ def compiled_programs_stay() -> None:
     if not home.is_absolute():  # Some containers have users without a home.
       return
     jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
-    jax.config.update(
-      "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # The sum over many small programs is large.
+    # Small programs are cached too: there are many.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def filename() -> str:
-  """Returns the value of --config: a file, and its argument after a colon."""
+  """Returns the value of --config, its argument included."""
   return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
-def in_file(name: str) -> dict[str, Any]:
+def read_config_file(name: str) -> dict[str, Any]:
   """Returns the configuration of a file, without the command line's changes.
 
   Raises:
-    ValueError: the file is missing, or raises an error; the message has its line.
+    ValueError: the file is missing, or raises an error; the message names file and line.
   """
   if problem := before_jax.missing_file(name):
     raise ValueError(problem)
-  path, _, argument = before_jax.path_of(name).partition(":")
+  path, _, argument = before_jax.config_path(name).partition(":")
   try:
     get_config = runpy.run_path(path)["get_config"]
     return (get_config(argument) if argument else get_config()).to_dict()
@@ -112,7 +114,8 @@ def in_file(name: str) -> dict[str, Any]:
     ]
     reason = f"{type(error).__name__}: {error}"
     raise ValueError(
-      f"--config={name}: {path}{(lines or [''])[-1]}: {reason}; its get_config() gives a ConfigDict"
+      f"--config={name}: {path}{(lines or [''])[-1]}: {reason}; its get_config() must return a "
+      "ConfigDict"
     ) from error
 
 
@@ -123,18 +126,18 @@ def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str
 
   check: called after parsing; raises ValueError for bad values of other flags.
   """
-  argv = before_jax.with_paths(argv)
+  argv = before_jax.resolve_config_flags(argv)
   values = flags.FlagValues()
   flags.DEFINE_string("config", None, "", flag_values=values)
   try:
     values(argv, known_only=True)
     if values.config is not None:
-      _check_keys(argv, in_file(values.config))
+      _check_keys(argv, read_config_file(values.config))
     rest = flags.FLAGS(argv)
     if rest[1:]:
       raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
     if not flags.FLAGS["config"].value:
-      names = ", ".join(before_jax.installed())
+      names = ", ".join(before_jax.config_names())
       raise ValueError(f"--config must be given: {names}, or the path of a file")
     check()
     return rest
@@ -146,7 +149,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
   """Raises ValueError for a flag --config.KEY with an unknown key."""
   keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
   if isinstance(values.get("objective"), Mapping):
-    values = values | dict(objective=_with_own_options(argv, values["objective"]))
+    values = values | dict(objective=_with_user_options(argv, values["objective"]))
   for key in [match[1] for match in keys if match]:
     section, path = values, ""
     for part in key.split("."):
@@ -157,13 +160,13 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
       section, path = section.get(part), f"{path}{part}."
 
 
-def _with_own_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds options of the user's functions to the section `objective`."""
+def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds options of a user's loss and estimator to `objective`."""
   names = {}
   for argument, following in zip(argv, [*argv[1:], ""]):
     if match := re.fullmatch(r"--?config\.objective\.(name|advantage)(?:=(.*))?", argument):
       names[match[1]] = following if match[2] is None else match[2]
-  options = ranges.kinds(section_kind(effective({**section, **names})))
+  options = ranges.kinds(section_kind(fill_unset({**section, **names})))
   return dict.fromkeys(options) | section
 
 

@@ -16,7 +16,7 @@ from gspo_jax.data import replies, tokenizer
 from gspo_jax.data.files import BadRow, Skipped, read
 from gspo_jax.data.sources import Prompts
 from gspo_jax.settings.data import DataError
-from gspo_jax.settings.rewards import LARGEST
+from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.structs import Prompt
 
 CHARACTERS = 1 << 20  # maximum length of a text; longer texts keep the tokenizer busy too long
@@ -275,8 +275,11 @@ def _reward(row: Mapping[str, Any]) -> float | None:
   if reward is None:
     return None
   number = isinstance(reward, int | float) and not isinstance(reward, bool)
-  if not (number and abs(reward) <= LARGEST):  # NaN fails too.
-    raise BadRow(f"reward={reward!r:.40} is no number from {-LARGEST:g} to {LARGEST:g}. Correct it")
+  if not (number and abs(reward) <= LARGEST_REWARD):  # NaN fails too.
+    raise BadRow(
+      f"reward={reward!r:.40} is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}. "
+      "Correct it"
+    )
   return float(reward)
 
 

@@ -31,7 +31,7 @@ class Benchmark:
   config: BenchmarkConfig
   problems: Sequence[Prompt]
   score: Scorer
-  environment: Make | None = None  # Environment that scores conversations; None for single turns.
+  environment: Make | None = None  # Factory of scoring environments; None for single turns.
 
   @property
   def prefix(self) -> str:
@@ -40,6 +40,7 @@ class Benchmark:
 
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
+    """Contests of the file `standings`, by id; {} without."""
     return elo.read_standings(self.config.standings) if self.config.standings else {}
 
 
@@ -54,7 +55,7 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
     field = dict(unrated[0].info).get("rating", "none")
     raise ValueError(
       f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating "
-      f"({field}), and {len(unrated) - 1} more; filter them out (`where rating>0`) or set "
+      f"({field}), nor have {len(unrated) - 1} others; filter them out (`where rating>0`) or set "
       "rating=False"
     )
   if config.standings:
@@ -62,13 +63,13 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
     if unknown := sorted({dict(p.info).get("contest_id", "") for p in problems} - {*contests}):
       raise ValueError(
         f"eval.benchmarks.{name}: contests of problems are missing in {config.standings}: "
-        f"{', '.join(unknown)}"
+        f"{', '.join(unknown)}; add them, or filter their problems out"
       )
-    for problem in problems:  # Problems without this field count 1 point.
+    for problem in problems:  # A problem without the field counts one point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has non-numeric points "
-          f"({dict(problem.info)['points']}); correct the field, or leave it out for 1"
+          f"({dict(problem.info)['points']}); correct the field, or remove it for one point"
         )
 
 
@@ -80,7 +81,7 @@ def _has_number(problem: Prompt, field: str) -> bool:
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
-  """Chooses evenly spaced problems of the held-out set.
+  """Chooses problems of a held-out set at even distances.
 
   Args:
     source: held-out set.

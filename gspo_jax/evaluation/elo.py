@@ -28,7 +28,8 @@ import numpy as np
 
 from gspo_jax.system import jsons
 
-LOWEST, HIGHEST = 0.0, 4000.0  # Bounds, since only losses or only wins have no finite maximum.
+# Bounds of ratings: for losses alone, or wins alone, the likelihood has no finite maximum.
+LOWEST, HIGHEST = 0.0, 4000.0
 
 
 def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
@@ -50,14 +51,14 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """
   score, opponent = np.asarray(score, float), np.asarray(opponent, float)
   if score.shape[-1:] in ((), (0,)) or not ((score >= 0) & (score <= 1)).all():
-    raise ValueError(f"a rating needs results in [0, 1], and has {score}")
+    raise ValueError(f"a rating needs results in [0, 1], at least one, and has {score}")
   total = score.sum(-1)
   low, high = np.full(total.shape, LOWEST), np.full(total.shape, HIGHEST)
   while np.max(high - low) > 0.01:  # Bisection: Σ p rises with the rating.
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # Bisection never reaches the bounds, the ratings for only losses and only wins.
+  # Bisection never reaches the bounds, which are the ratings for losses alone and wins alone.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
@@ -77,18 +78,19 @@ def virtual_scores(points: np.ndarray, standings: np.ndarray) -> np.ndarray:
 def virtual_rating(
   points: Sequence[np.ndarray], contests: Sequence[Contest]
 ) -> tuple[float, float, float]:
-  """Returns the rating from virtual participation, with a 95 % interval.
+  """Returns the rating from virtual participation, and its 95 % interval.
 
-  The result is (rating, low, high). Results of the model's participations in one contest are
-  averaged. The interval is from resampled contests. The maximum-likelihood rating is exact to about
-  one point.
+  The result is (rating, low, high). Results of participations in one contest are averaged. The
+  interval is from resampled contests. The rating is within about one point of the maximum of the
+  likelihood.
 
   Args:
-    points: points of each of the model's participations, by contest.
+    points: for each contest, the points of each of the model's participations.
     contests: human participants of each contest.
   """
   grid = np.arange(LOWEST, HIGHEST + 1, 4.0)
-  # Expected minus actual results, by contest and rating. The rating is the zero of the sum.
+  # Expected minus actual results, by contest and rating. Their sum over contests is 0 at the
+  # maximum of the likelihood.
   excess = np.stack([
     expected(grid[:, None], c.ratings).sum(1)
     - virtual_scores(np.asarray(p)[:, None], c.points).mean(0).sum()
@@ -96,30 +98,30 @@ def virtual_rating(
   ])  # fmt: skip
   rng = np.random.default_rng(0)
   counts = rng.multinomial(len(contests), [1 / len(contests)] * len(contests), 1000)
-  whole, *resampled = (np.interp(0, row, grid) for row in (excess.sum(0), *(counts @ excess)))
+  estimate, *resampled = (np.interp(0, row, grid) for row in (excess.sum(0), *(counts @ excess)))
   low, high = np.percentile(resampled, [2.5, 97.5])
-  return float(whole), float(low), float(high)
+  return float(estimate), float(low), float(high)
 
 
 def read_standings(path: str | Path) -> dict[str, Contest]:
-  """Reads contests from JSON lines; returns contests by id.
+  """Reads contests by id from JSON lines.
 
   Each line has the form `{"contest_id": "1", "points": [...], "ratings": [...]}`.
 
   Raises:
-    ValueError: a contest is malformed; the message names file and line.
+    ValueError: the file is missing, or a contest is malformed; the message names file and line.
   """
   contests = {}
   if not Path(path).is_file():
-    raise ValueError(f"there is no file {path}. Set `standings` to one, or leave it empty")
+    raise ValueError(f"standings={path}: there is no such file; name one, or leave the key empty")
   for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
     try:
       row = jsons.parse_object(line)
       points, ratings = (np.asarray(row[name], float) for name in ("points", "ratings"))
       if not (np.isfinite(points).all() and np.isfinite(ratings).all()):
-        raise ValueError("a number that is not finite")
+        raise ValueError("a number is not finite")
       if points.ndim != 1 or points.shape != ratings.shape or not len(points):
-        raise ValueError(f"points of shape {points.shape}, ratings of shape {ratings.shape}")
+        raise ValueError(f"points have shape {points.shape}, ratings {ratings.shape}")
       contests[str(row["contest_id"])] = Contest(points, ratings)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
       raise ValueError(f"{path}, line {number} is no contest: {error!r}") from error

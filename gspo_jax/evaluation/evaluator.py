@@ -18,7 +18,7 @@ from absl import logging
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
-from gspo_jax.evaluation.resume import UNFINISHED, Unfinished, checksums
+from gspo_jax.evaluation.resume import UNFINISHED, ResumeLog, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.rewards import require_verdicts
 from gspo_jax.rewards.signals import Signals
@@ -37,7 +37,7 @@ from gspo_jax.system.files import write_whole
 from gspo_jax.tasks.environments import time_limit
 from gspo_jax.verifiers.pool import Failure
 
-SHOWN = 1000  # Maximum characters of a gold answer in records; programs' tests take megabytes.
+ANSWER_CHARS = 1000  # Maximum of a gold answer in records: tests of programs take megabytes.
 
 
 class Round(NamedTuple):
@@ -63,49 +63,49 @@ class Evaluator:
   model: ModelConfig
   benchmarks: Sequence[Benchmark]
   tokenizer: Tokenizer
-  prompt_length: int
+  prompt_length: int  # Maximum number of tokens of a prompt.
   seed: int
   environment: EnvironmentConfig | None = None  # Limits of conversations; None for single turns.
   stop_strings: tuple[str, ...] = ()
   directory: Path | None = None  # Directory of results and the resume log; None writes no files.
-  identity: str = ""  # Other inputs of responses and scores, such as the reward's settings.
-  # Smallest reward of right conversations; None: `correct` decides.
+  identity: str = ""  # Further inputs of responses and scores as text: the reward's settings, ...
+  # Smallest reward of right conversations; None: their figure `correct` decides.
   right_from: float | None = None
-  signals: Signals | None = None  # Constraints' signals of single-turn responses; None for none.
+  signals: Signals | None = None  # Signals of `constraints`, for single turns; None without any.
 
   def __call__(
     self, engine: Engine, key: str = "", step: int = 0, alone: bool = False
   ) -> tuple[Row, list[Row]]:
-    """Returns metrics by name, and one record per sampled response.
+    """Returns metrics by name, and a record per response, greedy excluded.
 
     Problems and PRNG keys are the same in every call, so two evaluations differ only by the policy.
     Metrics `time/eval/...` are in seconds.
 
     Args:
       engine: engine with loaded weights.
-      key: `self.key` of these weights, to resume an interrupted evaluation with the same key.
-      step: number in the names of result files.
-      alone: whether this is the whole job, and says that it compiles.
+      key: `self.key` of these weights; an interrupted evaluation with the same key is resumed.
+      step: step of the weights, part of the names of result files.
+      alone: whether this is the whole job; then progress shows the compile time.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
     greedy_benchmarks = self.benchmarks if c.greedy else ()
     rounds += [Round(b, "greedy", 1, 0.0) for b in greedy_benchmarks]
-    log = Unfinished(self.directory, key)
+    log = ResumeLog(self.directory, key)
     total = sum(len(r.benchmark.problems) for r in rounds)
     with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
       if alone:
         progress.wait()
-      rounds_results = [self._round(engine, r, log, progress) for r in rounds]
-    results, greedy = rounds_results[: len(self.benchmarks)], rounds_results[len(self.benchmarks) :]
-    for b, sampled in zip(self.benchmarks, results):
-      row |= {b.prefix + name: value for name, value in summary(b, sampled).items()}
-      row |= {f"time/{b.prefix}{stage}": x for stage, x in sampled["seconds"].items()}
-      records += sampled["records"]
-    for b, sampled in zip(greedy_benchmarks, greedy):
-      row[f"{b.prefix}greedy"] = float(right_answers(b, sampled).mean())
+      all_results = [self._round(engine, r, log, progress) for r in rounds]
+    results, greedy = all_results[: len(self.benchmarks)], all_results[len(self.benchmarks) :]
+    for b, result in zip(self.benchmarks, results):
+      row |= {b.prefix + name: value for name, value in summary(b, result).items()}
+      row |= {f"time/{b.prefix}{stage}": x for stage, x in result["seconds"].items()}
+      records += result["records"]
+    for b, result in zip(greedy_benchmarks, greedy):
+      row[f"{b.prefix}greedy"] = float(right_answers(b, result).mean())
     self._write_problems(results, step)
-    unknown = sum("unknown" in record for x in rounds_results for record in x["records"])
+    unknown = sum("unknown" in record for x in all_results for record in x["records"])
     if unknown and hosts.is_first():
       logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
@@ -117,7 +117,7 @@ class Evaluator:
       params: the engine's parameters, in the trainer's layout.
     """
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
-    sets = [
+    problem_sets = [
       (
         b.name,
         b.config,
@@ -126,9 +126,9 @@ class Evaluator:
       for b in self.benchmarks
     ]
     ends = self.tokenizer.stop_ids, self.stop_strings
-    sampled = (self.model, self.prompt_length, self.seed, *ends)
-    weights = checksums(params) if sets else []
-    text = repr((settings, sets, sampled, self.identity, weights))
+    sampling = (self.model, self.prompt_length, self.seed, *ends)
+    weights = checksums(params) if problem_sets else []
+    text = repr((settings, problem_sets, sampling, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
 
   def remove_log(self) -> None:
@@ -137,7 +137,7 @@ class Evaluator:
       (self.directory / UNFINISHED).unlink(missing_ok=True)
 
   def _round(
-    self, engine: Engine, sampling_round: Round, log: Unfinished, progress: Progress
+    self, engine: Engine, sampling_round: Round, log: ResumeLog, progress: Progress
   ) -> Row:
     """Samples and scores a round; returns records, outcomes and seconds."""
     name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
@@ -165,7 +165,10 @@ class Evaluator:
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Raises NoVerdictError without any verdict, after writing the responses to a file."""
+    """Raises NoVerdictError if no response has a verdict.
+
+    The responses are written to a file first.
+    """
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -205,7 +208,7 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Groups of finished problems count too, so equal prompts get the same PRNG keys after a resume.
+    # Finished problems have groups too, so equal prompts get the same PRNG keys after a resume.
     groups = new_groups(
       problems,
       sampling_round.samples,
@@ -222,7 +225,7 @@ class Evaluator:
     started, remaining = time.perf_counter(), len(indices)
     for trajectory in driver.run():
       index = trajectory.tag
-      if index not in unfinished or not all(sampled.finished for sampled in groups[index]):
+      if index not in unfinished or not all(sample.finished for sample in groups[index]):
         continue
       unfinished.remove(index)
       ready.append(index)
@@ -230,33 +233,35 @@ class Evaluator:
         remaining -= len(ready)
         ready.sort()
         seconds = time.perf_counter() - started
-        yield ready, [sampled for i in ready for sampled in groups[i]], seconds
+        yield ready, [sample for i in ready for sample in groups[i]], seconds
         ready, started = [], time.perf_counter()
 
-  def _score(self, benchmark: Benchmark, indices: list[int], sampled: list[Trajectory]) -> Row:
+  def _score(self, benchmark: Benchmark, indices: list[int], trajectories: list[Trajectory]) -> Row:
+    """Scores the responses to some problems; returns records, outcomes and seconds."""
     problems = [benchmark.problems[i] for i in indices]
-    samples = len(sampled) // len(problems)
-    responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in sampled]
+    samples = len(trajectories) // len(problems)
+    responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in trajectories]
     started = time.perf_counter()
     prompts = [problem for problem in problems for _ in range(samples)]
     outcomes, verdicts = hosts.run_on_first_host(
-      lambda: workers.interruptible(self._verdicts, benchmark, prompts, responses, sampled)
+      lambda: workers.interruptible(self._verdicts, benchmark, prompts, responses, trajectories)
     )
     name = dict(benchmark=benchmark.name) if benchmark.name else {}
-    groups = [sampled[start : start + samples] for start in range(0, len(sampled), samples)]
-    shown = [row for group in groups for row in transcripts(group, self.tokenizer)]
+    starts = range(0, len(trajectories), samples)
+    groups = [trajectories[start : start + samples] for start in starts]
+    conversations = [row for group in groups for row in transcripts(group, self.tokenizer)]
     records = [
       dict(
         prompt_id=problem.id,
         sample=i % samples,
         prompt=problem.question,
         response=responses[i],
-        answer=problem.answer[:SHOWN],
-        length=sampled[i].length,
-        truncated=not sampled[i].stopped,
+        answer=problem.answer[:ANSWER_CHARS],
+        length=trajectories[i].length,
+        truncated=not trajectories[i].stopped,
         eval=True,
       )
-      | shown[i]
+      | conversations[i]
       | verdicts[i]
       | name
       for i, problem in enumerate(prompts)
@@ -269,26 +274,26 @@ class Evaluator:
     benchmark: Benchmark,
     prompts: Sequence[Prompt],
     responses: Sequence[str],
-    sampled: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
   ) -> tuple[Mapping[str, int], list[Row]]:
     """Returns outcome counts and record fields, from the verifier or the environments.
 
     Call it on the first host only.
     """
     if benchmark.environment is not None:
-      failures = [trajectory.failure for trajectory in sampled]
+      failures = [trajectory.failure for trajectory in trajectories]
       unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
-      figures = [{k: x for k, x in t.figures.items() if k != "correct"} for t in sampled]
-      right_B = right(sampled, self.right_from)
+      figures = [{k: x for k, x in t.figures.items() if k != "correct"} for t in trajectories]
+      right_B = right(trajectories, self.right_from)
       rows = [
         dict(reward=float(total), correct=bool(is_right), figures=row)
-        for total, is_right, row in zip(totals(sampled), right_B, figures)
+        for total, is_right, row in zip(totals(trajectories), right_B, figures)
       ]
       outcomes = dict(crash=len(unknown)) if unknown else {}
     else:
-      stopped = [trajectory.stopped for trajectory in sampled]
+      stopped = [trajectory.stopped for trajectory in trajectories]
       responses = [
-        Failure("crash", x.failure) if x.failure else y for x, y in zip(sampled, responses)
+        Failure("crash", x.failure) if x.failure else y for x, y in zip(trajectories, responses)
       ]
       scores = benchmark.score(responses, prompts, finished=stopped)
       outcomes, unknown = dict(scores.outcomes), scores.unknown
@@ -298,7 +303,7 @@ class Evaluator:
         for value, is_right in zip(values, scores.correct)
       ]
       if self.signals is not None:
-        tokens = [trajectory.tokens for trajectory in sampled]
+        tokens = [trajectory.tokens for trajectory in trajectories]
         measured, unmeasured = self.signals(responses, tokens, stopped, prompts)
         for i, row in enumerate(rows):
           row["signals"] = {n: None if i in unmeasured else float(measured[n][i]) for n in measured}
@@ -310,7 +315,7 @@ class Evaluator:
     """Writes `<benchmark>_<step>.jsonl`, one line per problem."""
     if self.directory is None or not hosts.is_first():
       return
-    for benchmark, sampled in zip(self.benchmarks, results):
-      rows = problem_rows(benchmark, sampled)
+    for benchmark, result in zip(self.benchmarks, results):
+      rows = problem_rows(benchmark, result)
       name = f"{benchmark.name or 'eval'}_{step:06d}.jsonl"
       write_whole(self.directory / name, (json.dumps(row) + "\n" for row in rows))

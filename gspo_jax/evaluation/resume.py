@@ -17,12 +17,12 @@ from gspo_jax.system.files import seal, unseal, write_whole, writing
 UNFINISHED = "unfinished.jsonl"
 
 
-class Unfinished:
+class ResumeLog:
   """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
 
-  An interruption loses the current chunk only. A log with another key is overwritten. An incomplete
-  last line, of a killed process, is dropped. Lines are sealed; chunks after a damaged line are
-  evaluated again.
+  An interruption loses the current chunk only. A log with another key is overwritten. Each line has
+  a checksum. An incomplete last line, of a killed process, is dropped; a damaged line and those
+  after it are evaluated again.
   """
 
   def __init__(self, directory: Path | None, key: str):
@@ -55,7 +55,7 @@ class Unfinished:
       os.fsync(file.fileno())
 
   def _read(self) -> list[dict[str, Any]]:
-    """Returns the lines before the first damaged line. Prints a warning about this line."""
+    """Returns the lines before the first damaged one, and warns of it."""
     content = self._path.read_text(errors="replace") if self._path.exists() else ""
     lines = []
     for number, line in enumerate(content.split("\n")[:-1], start=1):

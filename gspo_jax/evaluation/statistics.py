@@ -12,9 +12,12 @@ from gspo_jax.runs.metrics import Row
 from gspo_jax.sampling.trajectory import means
 
 
-def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
-  """Returns a benchmark's metrics by name."""
-  right_PG, records = right_answers(benchmark, sampled), sampled["records"]
+def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
+  """Returns a benchmark's metrics by name.
+
+  result: records of all samples and counts of outcomes, as of `Evaluator`.
+  """
+  right_PG, records = right_answers(benchmark, result), result["records"]
   accuracy_P = right_PG.mean(1)
   row = means([record.get("figures", {}) for record in records])
   row |= _bounded("accuracy", accuracy_P.mean(), *bootstrap(accuracy_P))
@@ -23,9 +26,9 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
     row |= _bounded(f"pass@{k}", pass_P.mean(), *bootstrap(pass_P))
   if benchmark.config.rating:
     rating_P = np.array([float(dict(p.info)["rating"]) for p in benchmark.problems])
-    picks = _resamples(len(rating_P))
-    ends = np.percentile(elo.rating(accuracy_P[picks], rating_P[picks]), [2.5, 97.5])
-    row |= _bounded("rating", elo.rating(accuracy_P, rating_P), *ends)
+    indices = _resamples(len(rating_P))
+    interval = np.percentile(elo.rating(accuracy_P[indices], rating_P[indices]), [2.5, 97.5])
+    row |= _bounded("rating", elo.rating(accuracy_P, rating_P), *interval)
   if benchmark.config.standings:
     rating = elo.virtual_rating(*_participations(benchmark, right_PG))
     row |= _bounded("contest_rating", *rating)
@@ -36,14 +39,14 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
     measured = [r["signals"][name] for r in records if r["signals"][name] is not None]
     row |= {f"constraint/{name}": float(np.mean(measured))} if measured else {}
   row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
-  if sampled["outcomes"]:
+  if result["outcomes"]:
     row["verifier/unknown"] = float(np.mean(["unknown" in record for record in records]))
-  for name, count in sorted(sampled["outcomes"].items()):
+  for name, count in sorted(result["outcomes"].items()):
     row[f"verifier/{name}"] = count / len(records)
   return row
 
 
-def lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
+def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
   """Yields each benchmark's accuracy as text."""
   for b in benchmarks:
     low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
@@ -70,9 +73,9 @@ def _participations(
   return list(points.values()), [benchmark.contests[name] for name in points]
 
 
-def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
+def problem_rows(benchmark: Benchmark, result: Row) -> Iterator[Row]:
   """Yields one dict per problem, with right samples, accuracy and lengths."""
-  records = sampled["records"]
+  records = result["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
     samples = records[i * k : (i + 1) * k]
@@ -110,15 +113,17 @@ def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
 
 
 def _resamples(problems: int) -> np.ndarray:
+  """Returns indices of 1,000 resampled sets, equal in every call."""
   rng = np.random.default_rng(zlib.crc32(b"bootstrap"))
   return rng.integers(0, problems, (1000, problems))
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> dict[str, float]:
+  """Returns the metrics of a value and its interval."""
   return {name: float(value), f"{name}/low": float(low), f"{name}/high": float(high)}
 
 
-def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:
+def right_answers(benchmark: Benchmark, result: Row) -> np.ndarray:
   """Returns 1 for right samples and 0 otherwise, float32 [problems, samples]."""
-  right = [record["correct"] for record in sampled["records"]]
+  right = [record["correct"] for record in result["records"]]
   return np.array(right, np.float32).reshape(len(benchmark.problems), -1)

@@ -108,7 +108,7 @@ def check_memory(
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count
   if config.has_iterations:
-    frozen = passes.frozen(config, teacher).values()
+    frozen = passes.frozen_models(config, teacher).values()
     itemsize = jnp.dtype(config.compute.dtype).itemsize
     needed += itemsize * sum(transformer.count(model)[0] for model in frozen)
   devices = mesh_devices(mesh)

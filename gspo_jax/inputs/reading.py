@@ -173,8 +173,8 @@ def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
   adapter = lora.adapter
   if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
     raise ValueError(
-      f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
-      f"now, {pinned}"
+      f"lora.adapter={adapter} may have changed when the run is resumed: set it to its current "
+      f"commit, {pinned}"
     )
   files.located(adapter, "lora.adapter")
   peft.check(adapter, model, lora)

@@ -117,7 +117,7 @@ def trees(
     response_tokens: maximum response length; the other positions of T are for the prompt.
   """
   B, T = inputs.tokens_BT.shape
-  G, branch = math.gcd(group_size, sharding.rows_of_a_device(B)), response_tokens
+  G, branch = math.gcd(group_size, sharding.rows_per_device(B)), response_tokens
   if G == 1 or not 0 < branch < T - 1:
     return plain(inputs, old_experts_BTlk, response_tokens)
   trunk = -(-(T - branch - 1) // G) * G
@@ -147,7 +147,7 @@ def packed(
 
   If sequences share prompts, attention has separate, longer rows (`packing.with_prompts`).
   """
-  rows = sharding.rows_of_a_device(R)
+  rows = sharding.rows_per_device(R)
 
   def on_each_device(sequences, row_B, start_B, trunk_B, path_B, prompt_B):
     T = sequences.tokens_RT.shape[1]

@@ -187,12 +187,12 @@ def first_fit_with_prompts(
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:
   """Returns the number of micro-batches of R rows with tokens, at least 1."""
-  return jnp.maximum(inputs.places.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
+  return jnp.maximum(inputs.places.row_B.max() // sharding.rows_per_device(R) + 1, 1)
 
 
 def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
   """Returns micro-batch i: all sequences, with places in its R rows only."""
-  row_B = inputs.places.row_B - i * sharding.rows_of_a_device(R)
-  inside_B = (row_B >= 0) & (row_B < sharding.rows_of_a_device(R))
+  row_B = inputs.places.row_B - i * sharding.rows_per_device(R)
+  inside_B = (row_B >= 0) & (row_B < sharding.rows_per_device(R))
   places = inputs.places.replace(row_B=jnp.where(inside_B, row_B, -1))
   return inputs.replace(places=places)

@@ -101,7 +101,7 @@ def token_logp(
   """
 
   def on_each_device(hidden_BTD, targets_BT, support_BTX, head_DV):
-    head_DV = sharding.whole(head_DV, split)
+    head_DV = sharding.gather_whole(head_DV, split)
     hidden_BTD = sharding.vary(hidden_BTD, ("tensor",))
     head = jax.lax.stop_gradient(head_DV), head_DV.astype(jnp.float32)
     first = head_DV.shape[1] * sharding.axis_index("tensor")

@@ -96,7 +96,7 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
     layout = shardings(config, sharding.TRAIN, mesh)
     parts = jax.tree.map(lambda w, s: math.prod(s.shard_shape(w.shape)), table(config), layout)
     parameters = sum(jax.tree.leaves(parts))
-  return remat.choose(config, compute, sharding.rows_of_a_device(tokens), parameters)
+  return remat.choose(config, compute, sharding.rows_per_device(tokens), parameters)
 
 
 def decoding_params(params: Params) -> Params:

@@ -8,7 +8,7 @@ from pathlib import Path
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.command("train")
+  before_jax.begin_command("train")
 
 from gspo_jax.report.page import write_report
 from gspo_jax.system.files import WriteError
@@ -23,8 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
   )
-  parser.add_argument("--max_rollouts", type=int, default=10_000, help="responses on the page")
-  parser.add_argument("--output", help="output file (DIR/report.html); required for several runs")
+  parser.add_argument(
+    "--max_rollouts", type=int, default=10_000, help="largest number of responses on the page"
+  )
+  parser.add_argument(
+    "--output", help="output file, by default DIR/report.html; required for several runs"
+  )
   options = parser.parse_args(arguments)
   for workdir in options.workdirs:
     if not (Path(workdir) / "metrics.jsonl").exists():

@@ -1,4 +1,4 @@
-"""Curves of a report: the charts that the runs have metrics for, and their points."""
+"""Charts of a report with their curves, from the metrics in the runs."""
 
 import itertools
 import math
@@ -19,24 +19,27 @@ from gspo_jax.runs.metrics import Row
 ByPhase = Mapping[str, Sequence[Row]]
 Table = Mapping[str, Mapping[int, float | None]]  # {metric: {step: value}}
 
-# Limits of a page that is quick to open; more detail would not be visible.
-MAX_POINTS = 800  # Points per curve, in a chart with up to four.
+# With these limits the page opens quickly; more detail would not be visible.
+MAX_POINTS = 800  # Points per curve, in a chart with up to four curves.
 MAX_CELLS = 16_000  # Cells of a heat map.
-LOG_FROM = 100  # Ratio of the largest value to the smallest ones.
-CUT_FROM = 2.5  # Ratio to the larger bars above which a bar is cut off.
-INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of the metric named before.
-SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
-VALUES = ("y", "low", "high")  # Fields of a curve.
-SAME = (
-  1e-6  # Relative difference up to which a metric counts as constant, near float32's precision.
-)
+MIN_LOG_RATIO = 100  # Ratio of the largest value to small ones that asks for a logarithmic axis.
+CUT_RATIO = 2.5  # A bar above this multiple of the usual size is cut off.
+INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of a metric's interval.
+SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")  # In percent.
+VALUES = ("y", "low", "high")  # Fields of a curve with values.
+# Relative difference up to which a metric counts as constant, near float32's precision.
+SAME = 1e-6
 
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
   """Returns the charts with metrics in the runs.
 
-  Metrics without a chart come last in the section whose `rest` matches them, or under
+  A metric without a chart gets one at the end of the section whose `rest` matches it, or under
   "Other metrics".
+
+  Args:
+    runs: rows of each run by phase.
+    ratio_marks: values to mark in charts of the ratio, with their labels.
   """
   figures = [figure for section in SECTIONS for figure in section.figures]
   runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
@@ -67,7 +70,7 @@ def _columns(rows: Sequence[Row]) -> Table:
 
 
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
-  """Returns one chart for each metric without one."""
+  """Returns a chart for each metric in no other chart."""
   lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
   bands = {edge for line in lines for edge in (line.low, line.high)}
   names = {key for run in runs for table in run.values() for key in table}
@@ -89,9 +92,9 @@ def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -
 
 
 def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
-  """Builds one chart for all runs, or one each of stacks and heat maps.
+  """Builds a chart for all runs, stacks and heat maps per run.
 
-  Returns no chart without curves.
+  Returns [] without curves.
   """
   series = [
     curve | {"run": i}
@@ -107,7 +110,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    # The axis must reach the bars of each step together, or each cell of a heat map.
+    # The axis must reach the sum of a step's bars, or the largest cell of a heat map.
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
@@ -122,7 +125,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))
   if any(line.color == "stage" for line in figure.lines):
     common["labels"].sort(key=stage_order)  # Phases have different stages.
-  if len(parts) > 1:  # Side by side, on one axis and with the same colours.
+  if len(parts) > 1:  # The charts are side by side, with the same axis and colours.
     common["wide"] = False
   return [
     common
@@ -133,10 +136,10 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
 
 
 def _usual_top(sizes: Sequence[float]) -> float:
-  """Returns the largest size without outliers, such as compiling steps."""
+  """Returns the largest size without outliers, such as steps with compilation."""
   ordered = sorted(sizes) or [0.0]
   usual = ordered[int(0.9 * (len(ordered) - 1))]
-  return max(v for v in ordered if v <= CUT_FROM * usual) if usual > 0 else ordered[-1]
+  return max(v for v in ordered if v <= CUT_RATIO * usual) if usual > 0 else ordered[-1]
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
@@ -147,7 +150,7 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
   """
 
   def is_constant(curve: Row) -> bool:
-    values = _values_of(curve)
+    values = _all_values(curve)
     if not values or kind == "heat":
       return not values
     low, high = min(values), max(values)
@@ -165,20 +168,24 @@ def wants_log(series: Sequence[Row]) -> bool:
 
   No value is negative, few are 0, and the largest is a hundred times one of the smallest.
   """
-  values = sorted(v for s in series if "constant" not in s for v in _values_of(s))
+  values = sorted(v for s in series if "constant" not in s for v in _all_values(s))
   positive = [v for v in values if v > 0]
   if len(positive) < max(5, 0.8 * len(values)) or values[0] < 0:
     return False
-  return positive[-1] >= LOG_FROM * positive[len(positive) // 20]
+  return positive[-1] >= MIN_LOG_RATIO * positive[len(positive) // 20]
 
 
 def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterable[Row]:
+  """Yields the curves of a figure for one phase of a run.
+
+  runs: number of runs, which share the limits of the page.
+  """
   lines = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
   limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
   limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
     limit = MAX_CELLS // runs // max(60, len(lines))
-  # A value missing from a stack is 0 (a stage that did not run); elsewhere it was not measured.
+  # A value missing from a stack is 0: the stage did not run. Elsewhere it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
   common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
@@ -194,7 +201,7 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
     if line.low and line.low in table:
       curve["low"] = _values(table, line.low, steps)
       curve["high"] = _values(table, line.high, steps)
-    yield _rounded(thin(curve, max(limit, 100)))
+    yield _round_values(thin(curve, max(limit, 100)))
 
 
 def _values(
@@ -205,12 +212,12 @@ def _values(
   return [v if v is not None and math.isfinite(v) else None for v in values]
 
 
-def _values_of(curve: Row) -> list[float]:
+def _all_values(curve: Row) -> list[float]:
   """Returns all values of a curve and its band."""
   return [v for name in VALUES for v in curve.get(name, ()) if v is not None]
 
 
-def _rounded(curve: Row) -> Row:
+def _round_values(curve: Row) -> Row:
   """Rounds a curve to the digits visible in a chart."""
   return curve | {
     name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
@@ -220,7 +227,7 @@ def _rounded(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Matches metrics with a pattern; returns them with the text for its braces."""
+  """Returns a pattern's metrics, with the text matched by the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # A name, perhaps with braces.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
@@ -230,7 +237,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def thin(curve: Row, limit: int) -> Row:
-  """Averages neighbours down to at most `limit` points; bands keep their extremes."""
+  """Averages neighbouring points to at most `limit`; bands keep their extremes."""
   count = len(curve["x"])
   if count <= limit:
     return curve

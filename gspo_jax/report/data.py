@@ -27,7 +27,7 @@ class Run:
 
   @property
   def flat(self) -> Row:
-    """The settings under dotted keys."""
+    """Settings by dotted key."""
     return {k: v for k, v in flatten(self.config) if not k.startswith("provenance.")}
 
   @property
@@ -109,7 +109,7 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
-  """Yields spans of consecutive rows with an alarm, in order."""
+  """Yields each alarm with its first and last step, in order."""
   for phase, rows in by_phase.items():
     spans = []
     for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
@@ -123,7 +123,7 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """Returns keys whose values differ between runs; None if missing."""
+  """Returns the keys with different values, and the values; None if missing."""
   keys = dict.fromkeys(key for run in runs for key in run)
   rows = [(key, [as_text(run[key]) if key in run else None for run in runs]) for key in keys]
   return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
@@ -153,7 +153,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
       yield f"{prefix}{key}", value
 
 
-SUMMARY = {
+SUMMARY = {  # Settings in a run's summary.
   "objective.name": "{}",
   "objective.clip_low": "clip −{}",
   "objective.clip_high": "+{}",
@@ -163,7 +163,7 @@ SUMMARY = {
   "rl_optimizer.learning_rate": "learning rate {}",
   "seed": "seed {}",
 }
-COLD_START = {  # Of a cold start alone.
+COLD_START = {  # Settings in the summary of a run with job=sft.
   "sft.steps": "at most {} updates",
   "sft.batch": "{} demonstrations each",
   "sft.target_loss": "target loss {}",
@@ -173,7 +173,7 @@ COLD_START = {  # Of a cold start alone.
 
 
 def summarize(run: Run) -> list[str]:
-  """Returns the settings of SUMMARY and the commit as texts."""
+  """Returns the settings of SUMMARY or COLD_START, and the commit, as texts."""
   flat, code = run.flat, run.provenance
   texts = []
   for key, text in (COLD_START if flat.get("job") == "sft" else SUMMARY).items():

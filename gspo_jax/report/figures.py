@@ -52,7 +52,7 @@ VIEWS = {
   "ratio": "Ratio and clipping", "router": "Router", "speed": "Speed and memory", "other": "More",
 }  # fmt: skip
 BOTH = ("sft", "rl")
-HELD_OUT = ("rl", "eval")  # Evaluation while training, or alone.
+HELD_OUT = ("rl", "eval")  # Phases with evaluations: during training, or alone.
 # Stages of a step in their order; others follow by name.
 STAGES = (
   *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
@@ -60,7 +60,7 @@ STAGES = (
 )
 
 
-# The same in all charts, and different for neighbours in a bar.
+# Colours are the same in all charts, and different for neighbours in a bar.
 STAGE_COLORS = dict(
   compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
   update="violet", publish="green", evaluate="blue", save="teal", report="amber",
@@ -69,6 +69,7 @@ STAGE_COLORS = dict(
 
 
 def stage_order(stage: str) -> tuple[int, str]:
+  """Returns the sort key of a stage."""
   return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
 
@@ -84,7 +85,10 @@ UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 def _chart(
   title: str, note: str, lines: Mapping[str, str] | str, band: tuple[str, str] = ("", ""), **options
 ) -> Figure:
-  """Builds a chart of `{metric: "label color"}` or one metric, with a band."""
+  """Builds a chart of one metric, or of `{metric: "label color"}`.
+
+  band: metrics of the lower and upper edge of the first curve's band; "" for no band.
+  """
   if isinstance(lines, str):
     color = "amber" if options.get("phases") == ("sft",) else "blue"
     lines = {lines: f"{title.lower()} {color}"}
@@ -151,7 +155,7 @@ SECTIONS = (
     _chart("Conversations",
            "figures of environments, by name; mean over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
-    _chart("Tool calls", "of a conversation, in the mean",
+    _chart("Tool calls", "mean per conversation",
            {"environment/tool_calls": "rollouts blue", "eval/tool_calls": "held out orange"},
            phases=HELD_OUT, log=False),
     _by_length("Reward", "mean over responses of so many tokens", "reward", log=False),
@@ -167,11 +171,11 @@ SECTIONS = (
            {"advantage/mean": "mean blue", "advantage/std": "std grey"},
            ("advantage/min", "advantage/max"), log=False),
     _chart("Learning rate", "", "learning_rate", log=False),
-    _chart("Skipped updates", "since the start, not applied", "updates_skipped", phases=BOTH),
+    _chart("Skipped updates", "number since the start", "updates_skipped", phases=BOTH),
   ),
   _section(
-    "learning", "Critic", "Its prediction of future rewards; it learns beside the policy.",
-    _chart("Explained variance", "of the earned return: 1 is all of it, 0 as good as a constant",
+    "learning", "Critic", "The value function, trained along with the policy.",
+    _chart("Explained variance", "of the returns: 1 for a perfect critic, 0 for a constant one",
            "value/explained_variance", log=False),
     _chart("Values and returns", "means over the tokens of the updates",
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
@@ -180,7 +184,7 @@ SECTIONS = (
     rest="(value|return)/.+",
   ),
   _section(
-    "learning", "Distillation", "How near the policy is to its teacher, on its own responses.",
+    "learning", "Distillation", "Distance of the policy from its teacher, on its own responses.",
     _chart("Reverse KL divergence", "an estimate, nats per token, before the updates",
            "distillation/reverse_kl", log=False),
     rest="distillation/.+",
@@ -223,7 +227,7 @@ SECTIONS = (
                     f"clip_fraction/token/{side}", unit="percent")
       for side, sign in (("high", ">"), ("low", "<"), ("dual", "<"))),
     _by_length("Clipped tokens", "share of the tokens", "clip_fraction", unit="percent"),
-    _chart("Clip range", "how far the ratio may be from 1 on the nearer side", "clip_range"),
+    _chart("Clip range", "the smaller distance of a bound from 1", "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
@@ -232,7 +236,7 @@ SECTIONS = (
                  unit="percent"),
     *_by_segment("Gradient of segments", "sum over the tokens of |∂ loss/∂ log π|", "gradient"),
     *_by_segment("Std of segments' ratios", "over the segments in this place", "ratio_std"),
-    _chart("Segments", "of a response, and the tokens of each, in the mean",
+    _chart("Segments", "mean number per response, and mean length",
            {"segment/count": "segments blue", "segment/length": "tokens orange"}),
   ),
   _section(
@@ -252,8 +256,8 @@ SECTIONS = (
            {"mismatch/tail": "trainer to sampler blue", "ratio/tail": "new to old policy orange"},
            unit="percent"),
     _chart("Probe after publication",
-           "the engine's log-probabilities of known texts against the trainer's",
-           {"engine/probe/mean": "of the worst server blue"}),
+           "mean |difference| of log-probabilities of fixed texts, of engine and trainer",
+           {"engine/probe/mean": "worst server blue"}),
     rest="(mismatch|correction)/.+",
   ),
   _section(
@@ -290,7 +294,7 @@ SECTIONS = (
     "router", "Replay",
     "Agreement of the trainer's experts with the sampler's. Under replay the volatility above is of"
     " the router's free choice.",
-    _chart("Sampler to trainer", "share of different experts with the same weights",
+    _chart("Sampler to trainer", "share of different experts, with the same weights",
            "router/volatility/sampler", unit="percent"),
     rest="router/.+",
   ),
@@ -309,9 +313,9 @@ SECTIONS = (
     _chart("Wall time", "seconds since the start, over restarts", "wall/seconds", unit="seconds",
            phases=BOTH, log=False),
     _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
-    _chart("Beside the updates", "seconds of a sampler on separate devices, by batch",
+    _chart("Beside the updates", "seconds per batch of a sampler on separate devices",
            {"time/sampler/{name}": "{name} stage"}, unit="seconds", kind="stack"),
-    _chart("Throughput", "tokens per second; of decoding alone",
+    _chart("Throughput", "tokens per second, of an iteration and of decoding alone",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
     _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
            unit="seconds", phases=BOTH),
@@ -319,13 +323,13 @@ SECTIONS = (
   ),
   _section(
     "speed", "Utilisation and memory", "",
-    _chart("Model FLOPs utilisation", "of the update: share of the devices' peak",
+    _chart("Model FLOPs utilisation", "of the updates, as a share of the devices' peak",
            "mfu/update", unit="percent"),
     _chart("FLOPS", "floating-point operations per second of the update",
            "flops_per_second/update"),
     _chart("Peak memory", "GiB, since the start",
            {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
-    _chart("Padding", "share of the positions of the updates without a token", "padding",
+    _chart("Padding", "share of positions without a token, in the updates", "padding",
            unit="percent", log=False),
     _chart("Tokens so far", "sampled since the first iteration", "total/tokens", log=False),
     _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",

@@ -1,4 +1,4 @@
-"""Answers on top of a report: is the run learning, healthy and fast, and by what evidence."""
+"""Answers at the top of a report: is the run learning, healthy and fast? With reasons."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]
 
-SURE = 2.0  # Standard errors by which a change of the reward is significant.
+SIGNIFICANT = 2.0  # Number of standard errors of a significant change of the reward.
 ACCURACY = re.compile(r"eval/(.+/)?accuracy")
 
 
@@ -31,18 +31,19 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
+  """Answers by accuracy, else reward, or the cold start's loss."""
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
   measured = [row for row in evaluated if row.get("eval/accuracy") is not None]
   keys = {key for row in evaluated for key in row if ACCURACY.fullmatch(key)}
   keys = sorted(keys, key=lambda key: (key != "eval/accuracy", key))
-  by_accuracy = next(filter(None, (judge_accuracy(evaluated, key) for key in keys)), None)
-  by_reward = judge_reward(rows)
+  by_accuracy = next(filter(None, (assess_accuracy(evaluated, key) for key in keys)), None)
+  by_reward = assess_reward(rows)
   state, text, because = by_accuracy or by_reward
   if by_accuracy and state == "good" and by_reward[0] == "bad":
     state, text, because = "bad", "It did, but the reward fell", f"{because}; {by_reward[2]}"
   if not rows and by_phase["sft"]:
-    state, text, because = judge_loss(by_phase["sft"], flat)
+    state, text, because = assess_loss(by_phase["sft"], flat)
     facts += _change("Loss", _finite(by_phase["sft"], "loss"))
     facts += _change("Held-out loss", _finite(by_phase["sft"], "held_out_loss"))
     facts += [_fact("Target of the held-out loss", x) for x in [flat.get("sft.target_loss")] if x]
@@ -50,7 +51,7 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
     state, text, because = "plain", "It is evaluated, not trained", "no iterations"
   for key in keys:
     facts += _change(
-      f"{_set(key) or 'Held-out accuracy'}, {average(flat, key)}",
+      f"{_benchmark(key) or 'Held-out accuracy'}, {average(flat, key)}",
       _finite(evaluated, key),
       "percent",
     )
@@ -72,15 +73,16 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
 
 def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
   """Returns "avg@4" for four samples per problem; "avg@k" for an unknown number."""
-  benchmark = _set(key)
+  benchmark = _benchmark(key)
   k = flat.get(f"eval.benchmarks.{benchmark}.samples" if benchmark else "eval.samples", "k")
   return f"avg@{k}"
 
 
-def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
-  """Compares the last evaluation with the first and the best.
+def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
+  """Returns state, answer and reason, by first, best and last evaluation.
 
-  Their intervals decide. Returns None if fewer than two evaluations have some.
+  Accuracies differ if their intervals do not overlap. Returns None if fewer than two evaluations
+  have intervals.
   """
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
   if len(measured) < 2:
@@ -92,7 +94,7 @@ def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, st
 
   def comparison(earlier: Row) -> str:
     shown = (f"{100 * row[key]:.1f}% at step {row['step']}" for row in (earlier, last))
-    return f"{_set(key) or 'held-out'} accuracy: {', '.join(shown)}"
+    return f"{_benchmark(key) or 'held-out'} accuracy: {', '.join(shown)}"
 
   if is_below(last, first):
     return "bad", "No, it got worse", comparison(first)
@@ -103,13 +105,13 @@ def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, st
   return "open", "Not shown yet", f"{comparison(first)}; the 95% intervals overlap"
 
 
-def _set(key: str) -> str:
+def _benchmark(key: str) -> str:
   """Returns the benchmark of an accuracy; "" for the held-out problems."""
   return key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
 
 
-def judge_reward(rows: Rows) -> tuple[str, str, str]:
-  """Compares mean rewards of the first and last tenth of the iterations.
+def assess_reward(rows: Rows) -> tuple[str, str, str]:
+  """Returns state, answer and reason, by the tenths' mean rewards.
 
   The scatter of one iteration is the larger of two estimates: differences of neighbours, hardly
   affected by a trend, and the variances within the two tenths, right for correlated neighbours too.
@@ -124,16 +126,16 @@ def judge_reward(rows: Rows) -> tuple[str, str, str]:
   scatter = max(scatter, math.sqrt(statistics.fmean(map(statistics.variance, tenths))))
   error = scatter * math.sqrt(2 / count)
   text = f"training reward: {first:.3g} at first, {last:.3g} at the end, ± {error:.2g}"
-  if abs(last - first) <= SURE * error:
+  if abs(last - first) <= SIGNIFICANT * error:
     return "open", "Not shown yet", text
   return ("good", "Yes", text) if last > first else ("bad", "No, the reward fell", text)
 
 
-def judge_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
-  """Judges the cold start's loss like a reward, held out if measured."""
+def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
+  """Returns state, answer and reason, by the (held-out) loss."""
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
-  state, text, because = judge_reward([{"reward/mean": -v} for v in values])
+  state, text, because = assess_reward([{"reward/mean": -v} for v in values])
   if len(values) > 1:
     because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
   elif values:
@@ -147,6 +149,7 @@ def judge_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
+  """Answers by alarms, skipped updates, dropped tokens and gradients."""
   rows = by_phase["rl"]
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # Step 0: evaluation alone.
   counts = [row.get("updates_skipped") or 0 for row in trained]  # Totals since start or resume.
@@ -168,7 +171,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   earlier = _count(len(alarms), "alarm")
   idle_state = "bad" if idle > 2 else "open"
   skipped_state = "bad" if all(skipped[-3:]) else "open"
-  troubles = [
+  problems = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
     (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
@@ -176,8 +179,8 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     (skipped_state, sum(skipped), _count(sum(skipped), "skipped update")),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
-  states = [state for state, happened, _ in troubles if happened]
-  because = "; ".join(text for _, happened, text in troubles if happened)
+  states = [state for state, happened, _ in problems if happened]
+  because = "; ".join(text for _, happened, text in problems if happened)
   if not trained:
     state, text, because = "open", "Too early to say", "no iterations yet"
   elif not states:
@@ -195,10 +198,11 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 
 
 def _fast(by_phase: ByPhase) -> Row:
+  """Answers with the seconds of an iteration, or SFT update."""
   rows = by_phase["rl"] or by_phase["sft"]
   times = [(step, stages) for step, stages, _ in _stage_times(rows)]
   # Step 0 is an evaluation alone; rows of the cold start have several updates.
-  count, name = (1, "iteration") if by_phase["rl"] else (_updates(rows), "update")
+  count, name = (1, "iteration") if by_phase["rl"] else (_updates_per_row(rows), "update")
   timed = [{k: s / count for k, s in stages.items()} for step, stages in times if step > 0]
   typical = _medians(_second_half(timed))
   if not typical:
@@ -228,8 +232,8 @@ def _fast(by_phase: ByPhase) -> Row:
   }  # fmt: skip
 
 
-def _updates(rows: Rows) -> float:
-  """Returns the usual number of updates between two rows of the cold start."""
+def _updates_per_row(rows: Rows) -> float:
+  """Returns the usual number of updates between SFT rows."""
   steps = [row["step"] for row in rows]
   return statistics.median([b - a for a, b in itertools.pairwise([0, *steps])]) if rows else 1
 
@@ -237,7 +241,7 @@ def _updates(rows: Rows) -> float:
 def timeline(rows: Rows) -> list[Row]:
   """Returns stage times of a typical, the last and the slowest iteration.
 
-  The typical one has medians over the second half. Stages are in order, with their parts.
+  A typical iteration has medians over the second half. Stages are in order, with their parts.
   """
   timed = _stage_times(rows)
   timed = [times for times in timed if times[0] > 0] or timed  # Step 0: evaluation alone.
@@ -282,7 +286,7 @@ def _stage_times(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, floa
 
 
 def _second_half(items: Sequence[Any]) -> Sequence[Any]:
-  """Drops the first iterations: they compile."""
+  """Returns the second half: the first iterations compile."""
   return items[len(items) // 2 :]
 
 
@@ -301,14 +305,14 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns the last value as a figure, with the first before."""
+  """Returns a figure of the last value, the first as `before`."""
   if len(values) < 2:
     return [_fact(label, value, unit) for value in values]
   return [_fact(label, values[-1], unit) | {"before": values[0]}]
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns the mean of the last tenth, with the first tenth's before."""
+  """Returns a figure of the last tenth, the first as `before`."""
   values = _finite(rows, key)
   count = max(1, len(values) // 10)
   tenths = (values[:count], values[-count:]) if len(values) > 1 else (values,) * len(values)

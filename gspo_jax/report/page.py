@@ -25,7 +25,7 @@ from gspo_jax.system.files import write_whole
 
 MAX_RUNS = 8  # More colours are hard to tell apart.
 EVERY_S = 30.0  # Smallest seconds between two updates of a running report.
-PAUSE = 50  # Smallest ratio of these seconds to those of writing.
+PAUSE = 50  # Smallest ratio of the seconds between updates to the seconds of writing.
 
 
 class RunningReport:
@@ -48,7 +48,7 @@ class RunningReport:
   def update(
     self, stages: Callable[[str], AbstractContextManager[None]], force: bool = False
   ) -> None:
-    """Writes the report if it is due or `force`, timed as stage `report`."""
+    """Writes the report if it is due or `force`; the stage is `report`."""
     start = self._clock()
     if not self._active or (start < self._due and not force):
       return
@@ -91,7 +91,7 @@ def read_metrics(path: Path) -> list[Row]:
   """Reads metrics.jsonl.
 
   Raises:
-    ValueError: a row has an unknown phase, or a value that is not a number; the message names it.
+    ValueError: a row has an unknown phase, or a value is not a number; the message names both.
   """
   rows = metrics.read_rows(path)
   for row in rows:

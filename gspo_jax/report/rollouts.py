@@ -13,12 +13,12 @@ from gspo_jax.runs import metrics
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
 
-# Limits of a page that is quick to open; nobody would read more.
+# With these limits the page opens quickly; nobody would read more.
 MAX_CHARACTERS = 4000  # Length of one response.
 MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
 POLICY = "policy"  # Role of the policy's turns (sampling/transcript.py).
 
-NEEDED = dict(prompt_id=str | int, prompt=str, response=str)  # Fields of every response.
+REQUIRED_FIELDS = dict(prompt_id=str | int, prompt=str, response=str)  # Fields of every response.
 SAMPLE_FIELDS = (
   "sample", "reward", "advantage", "length", "truncated", "stop_reason", "ratio", "clipped",
 )  # fmt: skip
@@ -27,8 +27,12 @@ SAMPLE_FIELDS = (
 def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOKENS) -> Row:
   """Reads at most `limit` responses, spread evenly over the files.
 
-  One folder per run; runs share the limits equally. Groups have one prompt. `colors` has the
-  encoding of log-ratios.
+  Returns their number, groups of responses to one prompt, and the encoding of log-ratios.
+
+  Args:
+    folders: folder of each run; runs share the limits equally.
+    limit: maximum number of responses.
+    max_tokens: maximum number of tokens with a log-ratio.
   """
   count = len(folders)
   runs = [_read_run(f, max(1, limit // count), max_tokens // count) for f in folders]
@@ -43,23 +47,25 @@ def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOK
 
 
 def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
-  def time(path: Path) -> tuple:
+  """Reads a run's responses; the newest have colours for tokens."""
+
+  def order(path: Path) -> tuple:
     phase, _, step = path.stem.rpartition("_")
     return phase != "sft", int(step) if step.isdigit() else -1, phase
 
-  paths = sorted(folder.glob("*.jsonl"), key=time)  # Empty without a folder.
+  paths = sorted(folder.glob("*.jsonl"), key=order)  # Empty without a folder.
   total = sum(path.read_bytes().count(b"\n") for path in paths)
-  selected = _spread(paths, limit)  # At least one response of each.
+  selected = _spread(paths, limit)  # Each file has at least one response on the page.
   groups, measured, budget = [], 0, max_tokens
-  for path in reversed(selected):  # The newest come first and get colours.
-    file_groups, most = _group(metrics.read_rows(path), path), max(1, limit // len(selected))
+  for path in reversed(selected):  # The newest files spend the budget of tokens first.
+    file_groups, file_limit = _group(metrics.read_rows(path), path), max(1, limit // len(selected))
     size = max((len(group["samples"]) for group in file_groups), default=1)
-    for group in _spread(file_groups, max(1, most // size)):
+    for group in _spread(file_groups, max(1, file_limit // size)):
       samples = []
-      for record in group["samples"][:most]:
+      for record in group["samples"][:file_limit]:
         measured += _has_ratios(record)
         sample = _color(record) if budget > 0 and _has_ratios(record) else None
-        # Once the budget is spent, older responses stay plain, even short ones.
+        # Once the budget is exceeded, older responses have no colours, even short ones.
         budget = budget - len(sample["log_ratio"]) if sample else budget
         samples.append(sample if sample and budget >= 0 else _plain(record))
       groups.append(group | {"samples": samples})
@@ -70,12 +76,12 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
   """Groups responses by prompt.
 
   Raises:
-    ValueError: names a response without one of the fields NEEDED.
+    ValueError: a response lacks one of REQUIRED_FIELDS; the message names both.
   """
   phase = path.stem.rpartition("_")[0]
   groups: dict[tuple, Row] = {}
   for number, record in enumerate(records, start=1):
-    for name, kind in NEEDED.items():
+    for name, kind in REQUIRED_FIELDS.items():
       if not isinstance(record.get(name), kind):
         raise ValueError(
           f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is no text: "
@@ -115,7 +121,7 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """Returns the fields of a record for the page."""
+  """Returns a record's fields for the page, without tokens."""
   fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
   if rendered := _rendered(record):
@@ -128,7 +134,7 @@ def _plain(record: Row) -> Row:
 def _turns(record: Row) -> list[Row]:
   """Returns the turns of a conversation; [] if missing or malformed.
 
-  Adds the text for the page, `shown`; each turn of a long conversation loses its middle.
+  Adds the text for the page as `shown`. In a long conversation the middle of each turn is cut out.
   """
   turns = record.get("turns")
   types = dict(role=str, text=str, length=int)
@@ -149,9 +155,9 @@ def _color(record: Row) -> Row:
   """Returns the fields for the page with tokens and their log-ratios.
 
   Adds `clipped_tokens` (1 for clipped) if any token was clipped, and each token's segment with the
-  figures of segments if there are some. Observations are among the tokens, at the indices
-  `observations`. Leaves out the response or turns if tokens join to them. They do not if a token is
-  one byte of a character, or a mark dropped in decoding.
+  figures of segments if there are segments. Observations are among the tokens, at the indices
+  `observations`. The text of the response or turns is omitted if it is the tokens' text. It is not
+  if a token is one byte of a character, or a special token dropped in decoding.
   """
   tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
@@ -159,10 +165,11 @@ def _color(record: Row) -> Row:
     clipped = [0] * count
   columns = [tokens, record["log_ratio"], clipped, _segments(record, count), [False] * count]
   if turns := _turns(record):
-    whole = "".join(tokens) == "".join(visible(t["text"]) for t in turns if t["role"] == POLICY)
+    text = "".join(visible(t["text"]) for t in turns if t["role"] == POLICY)
     columns = _insert_observations(columns, turns)
   else:
-    whole = "".join(tokens) == visible(record["response"])
+    text = visible(record["response"])
+  same_text = "".join(tokens) == text
   tokens, ratios, clipped, segments, observed = _cut(*columns)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if shown := {*segments} - {None}:
@@ -172,7 +179,7 @@ def _color(record: Row) -> Row:
     colored["clipped_tokens"] = clipped
   if any(observed):
     colored["observations"] = [i for i, flag in enumerate(observed) if flag]
-  if whole:
+  if same_text:
     del colored["turns" if turns else "response"]
   return colored
 
@@ -203,9 +210,9 @@ def _segments(record: Row, count: int) -> list[int | None]:
 
 
 def _cut(tokens: list[str], *columns: list) -> list[list]:
-  """Cuts tokens in the middle, with their columns, like `_shorten` cuts characters.
+  """Replaces the middle of a long response by a mark.
 
-  The mark in their place was not sampled and has no ratio.
+  The mark was not sampled and has no ratio.
   """
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
@@ -224,7 +231,7 @@ def _quantize(samples: Iterable[Row]) -> Row:
   """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
-  # A few tokens with much larger ratios would leave the others without colour.
+  # With the largest ratio as the scale, a few outliers would leave other tokens without colour.
   scale = float(np.quantile(sizes, 0.98) or max(sizes)) or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
@@ -242,7 +249,7 @@ def _finite(value: Any) -> bool:
 
 
 def _shorten(text: str, limit: int = MAX_CHARACTERS) -> str:
-  """Returns a text for the page; long texts lose their middle."""
+  """Returns a text for the page, without a long text's middle."""
   text = visible(text)
   if len(text) <= limit:
     return text
@@ -250,5 +257,6 @@ def _shorten(text: str, limit: int = MAX_CHARACTERS) -> str:
   return f"{text[:head]}{_gap(len(text) - head - tail)}{text[-tail:]}"
 
 
-def _gap(left_out: int) -> str:
-  return f"\n… {left_out:,} characters left out …\n"
+def _gap(characters: int) -> str:
+  """Returns the mark in place of characters cut out."""
+  return f"\n… {characters:,} characters left out …\n"

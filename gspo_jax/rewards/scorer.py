@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from gspo_jax.rewards import lines, shaping
-from gspo_jax.settings.rewards import LARGEST, VERIFIERS, RewardConfig
+from gspo_jax.settings.rewards import LARGEST_REWARD, VERIFIERS, RewardConfig
 from gspo_jax.verifiers import pool, thought
 
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
@@ -315,9 +315,9 @@ def _verdicts(
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
   """Replaces a verdict without a finite value by a crash."""
-  if value is None or abs(value) <= LARGEST:
+  if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
-  return pool.Failure("crash", f"the reward {value} is no number up to {LARGEST:g}"), None
+  return pool.Failure("crash", f"the reward {value} is no number up to {LARGEST_REWARD:g}"), None
 
 
 class NoVerdictError(ValueError):

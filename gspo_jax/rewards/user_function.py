@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gspo_jax.settings.rewards import LARGEST
+from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.system import user_code
 from gspo_jax.verifiers import pool
 
@@ -56,8 +56,8 @@ def call(item: list[Any]) -> float:
   if not arguments:
     return 0.0
   value = float(function(*arguments))
-  if not abs(value) <= LARGEST:  # NaN fails too.
+  if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
     raise ValueError(
-      f"{name} returned {value}, which is no number from {-LARGEST:g} to {LARGEST:g}"
+      f"{name} returned {value}, which is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
     )
   return value

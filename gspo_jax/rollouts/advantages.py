@@ -23,8 +23,8 @@ from gspo_jax.structs import Rollout
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
-  """Scored groups, and the other inputs of their advantages."""
+class ScoredGroups:
+  """Scored groups of an iteration, and the other inputs of their advantages."""
 
   config: RunConfig
   groups: Sequence[Group]
@@ -34,10 +34,12 @@ class Judged:
 
   @property
   def reward_PG(self) -> np.ndarray:
+    """Rewards of responses."""
     return np.stack([group.reward_G for group in self.groups])
 
   @property
   def known_PG(self) -> np.ndarray:
+    """Mask of responses with a verdict, bool."""
     return np.stack([group.known_G for group in self.groups])
 
   @property
@@ -53,19 +55,21 @@ class Judged:
 
 
 class Advantages(NamedTuple):
+  """Advantages of an iteration's groups."""
+
   response_PG: np.ndarray
   token_BL: np.ndarray | None  # None if all tokens of a response have its advantage.
-  metrics: dict[str, float]
+  metrics: dict[str, float]  # Metrics of the estimator.
 
 
-def make(judged: Judged) -> Advantages:
+def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator; 0 for masked groups and responses."""
-  c, rollout = judged.config, judged.rollout
+  c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
-  response_PG, token_BL, metrics = part(judged)
+  response_PG, token_BL, metrics = part(scored)
   if c.data.query_set.extra_rounds:
     # Shaped rewards may differ within groups of equal scores, by response length alone.
-    teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in judged.groups])
+    teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in scored.groups])
     response_PG = np.where(teaches_P1, response_PG, 0)
     if token_BL is not None:
       token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
@@ -73,39 +77,43 @@ def make(judged: Judged) -> Advantages:
     # Truncated responses count in their group's mean, but are not trained on.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
-    cut_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank row has no tokens.
-    metrics = metrics | {"masked_responses": float(cut_B.sum())}
+    truncated_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank row has no tokens.
+    metrics = metrics | {"masked_responses": float(truncated_B.sum())}
   return Advantages(response_PG, token_BL, metrics)
 
 
-def group_advantages(judged: Judged) -> Advantages:
+def group_advantages(scored: ScoredGroups) -> Advantages:
   """Computes advantages of responses from their rewards alone."""
-  c = judged.config
-  advantage_PG = advantages(c.objective, judged.reward_PG, judged.valid_PG, c.reward.right_from)
+  c = scored.config
+  advantage_PG = advantages(c.objective, scored.reward_PG, scored.valid_PG, c.reward.right_from)
   return Advantages(advantage_PG, None, {})
 
 
-def constrained_advantages(judged: Judged) -> Advantages:
-  advantage_PG, metrics = judged.constraints.advantages(judged.groups)
+def constrained_advantages(scored: ScoredGroups) -> Advantages:
+  """Combines advantages of all rewards and costs, standardised within groups."""
+  advantage_PG, metrics = scored.constraints.advantages(scored.groups)
   return Advantages(advantage_PG, None, metrics)
 
 
-def constrained_batch_advantages(judged: Judged) -> Advantages:
-  advantage_PG, metrics = judged.constraints.advantages(judged.groups, judged.valid_PG, _gdpo)
+def constrained_batch_advantages(scored: ScoredGroups) -> Advantages:
+  """Combines advantages of all rewards and costs as GDPO, over the batch."""
+  advantage_PG, metrics = scored.constraints.advantages(scored.groups, scored.valid_PG, _gdpo)
   return Advantages(advantage_PG, None, metrics)
 
 
-def turn_advantages(judged: Judged) -> Advantages:
-  return _advantages_of_parts(judged, judged.rollout.turns)
+def turn_advantages(scored: ScoredGroups) -> Advantages:
+  """Computes an advantage for each turn of a conversation."""
+  return _advantages_of_parts(scored, scored.rollout.turns)
 
 
-def line_advantages(judged: Judged) -> Advantages:
-  ends_BL = parts.breaks(judged.rollout.tokens, judged.breaks_V) > 0
-  return _advantages_of_parts(judged, parts.segment_ids(judged.rollout.mask, ends_BT=ends_BL))
+def line_advantages(scored: ScoredGroups) -> Advantages:
+  """Computes an advantage for each line of a response."""
+  ends_BL = parts.breaks(scored.rollout.tokens, scored.breaks_V) > 0
+  return _advantages_of_parts(scored, parts.segment_ids(scored.rollout.mask, ends_BT=ends_BL))
 
 
 # Functions by name of the estimator; other estimators use `group_advantages`.
-PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
+PARTS: dict[str, Callable[[ScoredGroups], Advantages]] = dict(
   constraints=constrained_advantages,
   gdpo=constrained_batch_advantages,
   turns=turn_advantages,
@@ -135,22 +143,23 @@ def _compiled(estimator: O.Estimator) -> Callable[..., jax.Array]:
   return jax.jit(estimator.of_group)
 
 
-# Jitted: one small program instead of many operations.
+# Each of these is one small program, instead of many operations.
 _gdpo = jax.jit(O.gdpo_advantages)
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 
-def _advantages_of_parts(judged: Judged, part_BL: np.ndarray) -> Advantages:
-  c, rollout = judged.config, judged.rollout
+def _advantages_of_parts(scored: ScoredGroups, part_BL: np.ndarray) -> Advantages:
+  """Computes advantages of responses, and of their parts by the parts' numbers."""
+  c, rollout = scored.config, scored.rollout
   token_BL = part_advantages(
     rollout.rewards,
     part_BL,
-    rollout.mask * judged.known_PG.reshape(-1, 1),
+    rollout.mask * scored.known_PG.reshape(-1, 1),
     c.rl.group_size,
     c.environment.discount,
     c.objective.advantage_kind,
   )
-  return group_advantages(judged)._replace(token_BL=token_BL)
+  return group_advantages(scored)._replace(token_BL=token_BL)
 
 
 def part_advantages(

@@ -167,8 +167,8 @@ class Collector:
     chosen = self._select(sampled)
     groups = self._in_minibatches(on_record, chosen)
     rollout = self.rollout(groups)
-    judged = advantages.Judged(c, groups, rollout, self._constraints, self._breaks_V)
-    advantage_PG, advantage_BL, advantage_metrics = advantages.make(judged)
+    scored = advantages.ScoredGroups(c, groups, rollout, self._constraints, self._breaks_V)
+    advantage_PG, advantage_BL, advantage_metrics = advantages.compute(scored)
     if sampled:
       row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
     row |= self._metrics(on_record, sampled, chosen, rounds) | restarts | advantage_metrics
@@ -333,7 +333,7 @@ class Collector:
     return scoring.score_responses(
       groups,
       self._score,
-      longest=c.sampling.max_new_tokens if c.overlong_follows else 0,
+      longest=c.sampling.max_new_tokens if c.overlong_at_limit else 0,
       breaks_V=self._breaks_V,
       signals=self._signals,
       discount=c.environment.discount if c.compares_parts else None,

@@ -24,23 +24,23 @@ def rollout_records(
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
   texts = {i: tok.decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
-  shown = [row for g in collected.groups for row in transcripts(g.trajectories, tok)]
-  records, written = [], 0
+  conversations = [row for g in collected.groups for row in transcripts(g.trajectories, tok)]
+  records, token_count = [], 0
   advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
   for row, used_L in enumerate(used_BL):
     if not used_L.any():  # A recorded group may have fewer responses.
       continue
     tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
     advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
-    record = _summary(collected, row, G, float(advantage), tokens) | shown[row]
-    written += int(used_L.sum())
+    record = _summary(collected, row, G, float(advantage), tokens) | conversations[row]
+    token_count += int(used_L.sum())
     ids_X = rollout.tokens[row][used_L].tolist()
-    whole = rollout.response(row) == ids_X  # Single turns can be read back (data/recorded.py).
-    if whole:
+    single_turn = rollout.response(row) == ids_X
+    if single_turn:  # Single turns can be read again as data (data/recorded.py).
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
-    if written <= TOKENS:
-      # Encoding the decoded text may give other tokens.
-      record |= dict(response_ids=ids_X) if whole else {}
+    if token_count <= TOKENS:
+      # Ids are logged too, since encoding the decoded text may give other tokens.
+      record |= dict(response_ids=ids_X) if single_turn else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)
   return records
@@ -79,7 +79,7 @@ def _summary(
 
 
 def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
-  """Turns the arrays [X] of a response's tokens into lists for JSON."""
+  """Converts the arrays [X] of a response's tokens to lists for JSON."""
   columns = dict(
     log_ratio=[round(x, 4) for x in tokens["log_ratio_BT"].tolist()],
     clipped_tokens=tokens["clipped_BT"].astype(int).tolist(),
@@ -94,7 +94,7 @@ def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
 def _segment_columns(
   log_ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
 ) -> dict[str, list]:
-  """Returns the segment of each token, and the ratio and Σ |derivative| of each segment."""
+  """Returns the segment of each token, and each segment's ratio and Σ |gradient|."""
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U
   gradient_U = np.bincount(segment_X, abs(gradient_X))

@@ -3,7 +3,7 @@
 The host state is a dict with keys `position` (in the data), `pending` and `rows`; see `Phase.save`.
 Orbax writes to a temporary path and renames, so a killed process leaves a whole checkpoint or none.
 Orbax does not detect a flipped bit in an array. So the host state is stored with checksums of all
-arrays (integrity.py), under a seal.
+arrays (integrity.py), and with a checksum of this JSON (`system.files.seal`).
 """
 
 import contextlib
@@ -34,14 +34,16 @@ class DamagedError(ValueError):
   """A checkpoint was changed after it was written."""
 
   def __init__(self, path: epath.Path, why: str):
-    super().__init__(f"checkpoint {path} is damaged: {why}; remove it to go on from the one before")
+    super().__init__(
+      f"checkpoint {path} is damaged: {why}; remove it to resume from the previous one"
+    )
     self.path, self.why = path, why
 
 
 class _Manager(ocp.CheckpointManager):
   def reached_preemption(self, step: int) -> bool:
-    # The run checks for preemption between steps (preemption.py). Hosts agree by counting these
-    # checks, and checks by Orbax would disturb the count.
+    # The run checks for preemption between steps (preemption.py). Hosts agree on a step by counting
+    # these checks, and checks by Orbax would disturb the count.
     return False
 
 
@@ -129,8 +131,8 @@ class Checkpointer:
       return step, state, host
     if damaged:
       raise ValueError(
-        f"{self.directory} has no whole checkpoint: put one back, or remove "
-        f"{self.directory} to begin this phase again"
+        f"{self.directory} has no undamaged checkpoint: restore one from a copy, or remove "
+        f"{self.directory} to restart this phase"
       )
     return None
 
@@ -145,7 +147,7 @@ class Checkpointer:
       step: number of finished steps.
       state: training state.
       host: host state, as JSON.
-      metrics: metrics of this step, with the criterion of the best checkpoint; None without it.
+      metrics: metrics of this step, with the criterion of the best checkpoint; None without.
 
     Raises:
       WriteError: this checkpoint or the previous one cannot be written.
@@ -179,7 +181,7 @@ class Checkpointer:
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
     if not stored:
-      raise DamagedError(path, f"{path / 'state' / '_METADATA'} is not there")
+      raise DamagedError(path, f"{path / 'state' / '_METADATA'} is missing")
     hint = "; use another --workdir or the config that wrote it"
     require_shapes(f"checkpoint {path}", stored, shapes(like), hint)
     with readable(path):
@@ -192,7 +194,7 @@ class Checkpointer:
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the duration of a save completed since the last call; {} without such a save.
+    """Returns the seconds of a newly completed save; {} without one.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -211,7 +213,7 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the best checkpoint's criterion, to be maximized; -inf if not measured."""
+    """Returns the criterion of the best checkpoint, to maximize; -inf if not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
@@ -226,6 +228,7 @@ class Checkpointer:
       self._manager.wait_until_finished()
 
   def _set_aside(self, damaged: Sequence[epath.Path]) -> None:
+    """Renames damaged checkpoints to `damaged_<step>`. Collective."""
     for path in damaged if hosts.is_first() else ():
       aside = path.parent / f"damaged_{path.name}"
       with writing(aside):
@@ -343,7 +346,7 @@ def require_shapes(
   for name in sorted(expected.keys() | stored.keys()):
     if expected.get(name) != stored.get(name):
       raise ValueError(
-        f"{named}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{named}: {name} has shape {stored.get(name)}, the configured model expects "
         f"{expected.get(name)}{hint}"
       )
 

@@ -1,8 +1,8 @@
-"""Contents behind names in a configuration: weights, held-out problems, sources of functions.
+"""Contents behind names in a configuration: weights, held-out problems, code of user functions.
 
-A run that goes on must find the same contents: the reference of the KL penalty, the reward and the
-meaning of accuracy depend on them. Checksums are cheap: large files are compared by samples. Pinned
-repositories have none. `data.sources.Batches` compares training data.
+A resumed run must find the same contents: the reference of the KL penalty, the reward and the
+meaning of accuracy depend on them. Checksums are cheap: large files are compared by some of their
+blocks. Repositories pinned to a commit need none. `data.sources.Batches` compares training data.
 """
 
 import concurrent.futures
@@ -19,9 +19,9 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hub
 
 _BLOCK = 2**16  # Bytes.
-_BLOCKS = 256  # Evenly spaced blocks of a file; a smaller file is read whole.
-_REMOTE_BLOCKS = 4
-_AT_ONCE = 16
+_BLOCKS = 256  # Number of evenly spaced blocks of a file; a smaller file is read whole.
+_REMOTE_BLOCKS = 4  # The same number for a file in a bucket.
+_THREADS = 16
 _WEIGHTS = ("config.json", "*.safetensors")
 
 
@@ -31,7 +31,7 @@ def describe(
   problems: Mapping[str, Sequence[Prompt]],
   stop_ids: Sequence[int],
 ) -> dict[str, str]:
-  """Describes contents by their configuration keys.
+  """Returns a line about the contents of each configuration key.
 
   Args:
     config: configuration of the run.
@@ -50,7 +50,7 @@ def describe(
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-  """Yields keys and names of functions."""
+  """Yields keys of functions, and their values."""
   if config.job == "sft":
     return
   yield "reward.name", config.reward.name
@@ -77,7 +77,7 @@ def _describe_weights(source: WeightSource) -> str:
 
 
 def _describe_directory(name: str, patterns: Sequence[str]) -> str:
-  """Describes a directory's files; "" for a pinned repository."""
+  """Describes a directory's files; "" for a pinned repository or no directory."""
   if hub.is_id(name):
     return ""
   directory = hub.directory(name)
@@ -95,12 +95,12 @@ def _samples(path: epath.Path) -> list[bytes]:
   """Reads name, size and blocks of a file."""
   size, read = _reader(path)
   spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
-  with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     return [f"{path.name} {size}".encode(), *pool.map(lambda span: read(*span), spans)]
 
 
 def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
-  """Returns evenly spaced blocks of a file, up to both ends."""
+  """Returns (start, stop) of evenly spaced blocks, both ends included."""
   if size <= blocks * _BLOCK:
     return [(0, size)]
   starts = [i * (size - _BLOCK) // (blocks - 1) for i in range(blocks)]
@@ -108,7 +108,7 @@ def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
 
 
 def _reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
-  """Returns size and reader of a file."""
+  """Returns a file's size, and a reader of (start, stop)."""
   if "://" in str(path):
     return hub.bucket_reader(path)
 

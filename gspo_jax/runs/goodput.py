@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-USEFUL = ("sample", "score", "logp", "update")  # Stages that count as goodput.
+USEFUL = ("sample", "score", "logp", "update")  # Stages of goodput.
 _compiled = 0.0
 
 
@@ -26,7 +26,7 @@ def compile_seconds() -> float:
 
 
 class Goodput:
-  """Shares of the wall time, from the seconds by stage of each metrics row.
+  """Shares of the wall time, from the seconds per stage of each step.
 
   `restart` is the time from the last metrics row on file to the next start of the process. `wait`
   is the remainder, such as reading data or waiting for a sampler on other devices.
@@ -52,7 +52,11 @@ class Goodput:
     self._seconds["restart"] += self._opened - clock
 
   def metrics(self, lap: Mapping[str, float]) -> dict[str, float]:
-    """Adds a step's seconds, `time/<stage>`; returns shares and total seconds."""
+    """Adds a step's seconds, and returns the metrics of the run so far.
+
+    Args:
+      lap: seconds of the step by `time/<stage>`.
+    """
     for name, seconds in lap.items():
       self._seconds[name.removeprefix("time/")] += seconds
     clock = self._clock()

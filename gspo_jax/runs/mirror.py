@@ -58,9 +58,9 @@ class Mirror:
 
 
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
-  """Returns the directory with a run's record, and the flag of this directory. Collective.
+  """Returns the directory of a run's config.json, and its flag. Collective.
 
-  For a workdir that `restore_workdir` will fill, this is the copy.
+  It is the workdir, or the copy if `restore_workdir` will fill the workdir from there.
 
   Args:
     workdir: directory of the run.
@@ -80,7 +80,7 @@ def restore_workdir(workdir: Path, directory: str) -> None:
   """
   restored = hosts.run_on_first_host(Mirror(workdir, directory).fill, WriteError)
   if restored and hosts.is_first():
-    sys.stderr.write(f"{workdir} is restored from its copy in {directory}\n")
+    sys.stderr.write(f"{workdir} was restored from its copy in {directory}\n")
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:

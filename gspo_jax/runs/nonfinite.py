@@ -108,35 +108,37 @@ class Guard:
     point, skips = f"{row['phase']} step {row['step']}", ""
     if self._on_nonfinite == "skip":
       if added > 0:
-        counts = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
-        sys.stderr.write(f"warning at {point}: of its updates, {counts}\n")
+        counts = f"{added} not finite ({', '.join(names)}) and skipped; {skipped} skipped in all"
+        sys.stderr.write(f"warning at {point}: updates: {counts}\n")
       in_a_row = self._count_in_a_row(row, added)
       if in_a_row >= self._limit:
-        skips = f"; {in_a_row} updates in a row are left out"
+        skips = f"; {in_a_row} updates in a row were skipped"
       elif added > 0 or not names:
         return
     if not names and not skipped:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      # The first bad update and all later updates are skipped. (`state.step` would not tell: it
-      # counts neither skipped updates nor batches without a token to train on.)
+      # The first bad update and all later ones are skipped, so their number leads to the first one.
+      # (`state.step` does not: it excludes batches without a token to train on, too.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
     values = ", ".join(f"{name} is {float(row[name])}" for name in names)
-    reason = values or "its update was left out"
+    reason = values or "its update was skipped"
     why = f"not finite at {row['phase']} step {step}: {reason}{skips}"
     try:
       directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
     except Exception as error:  # Orbax, TensorStore and file systems raise various types.
       failure = checkpoint.reason(error)
       raise NonFiniteError(f"{why}; its dump cannot be written: {failure}", names) from error
-    raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
+    raise NonFiniteError(f"{why}. To reproduce it: python -m gspo_jax.replay {directory}", names)
 
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
-    """Counts consecutive skipped updates, up to this metrics row. A step with any applied update
-    resets the count."""
+    """Counts consecutive skipped updates, up to this metrics row.
+
+    A step with an applied update resets the count.
+    """
     if "updates_skipped" in row:
       all_skipped = added >= (row["step"] - self._checked) * self._updates
       self._in_a_row = self._in_a_row + added if all_skipped else 0
@@ -144,9 +146,9 @@ class Guard:
     return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
-    """Raises `NonFiniteError` if `state`, about to be saved, lacks skipped updates ("stop" only).
+    """Raises `NonFiniteError` if a state to save lacks skipped updates ("stop").
 
-    These updates may not be in any metrics row yet, and a resumed run would lack them silently.
+    No metrics row may have counted these updates yet, and a resumed run would lack them silently.
     """
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))
@@ -183,14 +185,14 @@ def dump(
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """Reads the files of `dump` except the state. Raises ValueError, naming a bad file."""
+  """Reads JSON and mini-batches of a dump. Raises ValueError, naming a bad file."""
   directory = epath.Path(directory)
   path = directory / ABOUT
   if not path.exists():
     raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
   about = jsons.read_object(path)
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
-    raise ValueError(f"{path} has no phase sft or rl, or no config: no run wrote it")
+    raise ValueError(f"{path} has no phase sft or rl, or no config: it is not of a run")
   paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
   return about, [_batch(path) for path in paths]  # In numerical order: 9 before 10.
 

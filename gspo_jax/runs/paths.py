@@ -51,11 +51,11 @@ def _check_required(config: RunConfig) -> None:
     del paths["data.eval"]
   missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:
-    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+    raise ValueError("this configuration needs paths; set " + "; ".join(missing))
 
 
 def _check_replay(directory: str, iterations: int) -> None:
-  """Raises ValueError unless batches of all iterations are on record."""
+  """Raises ValueError unless batches of all iterations are recorded."""
   if not Path(directory).is_dir():
     raise ValueError(
       f"--config.rl.replay={directory} is not a directory: set it to WORKDIR/batches of a run with "
@@ -65,13 +65,13 @@ def _check_replay(directory: str, iterations: int) -> None:
   absent = [path for path in batches if not path.exists()]
   if absent:
     raise ValueError(
-      f"--config.rl.replay={directory} has no {absent[0].name}: set rl.iterations={iterations} to "
-      f"the {iterations - len(absent)} on record"
+      f"--config.rl.replay={directory} has no {absent[0].name}: lower rl.iterations="
+      f"{iterations} to the {iterations - len(absent)} recorded iterations"
     )
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
-  """Raises ValueError for an input path in the run's own workdir."""
+  """Raises ValueError for an input path inside the workdir."""
   read = [("distillation.teacher", config.distillation.teacher), ("rl.replay", config.rl.replay)]
   read += [("weights", config.weights)] if config.weights != "random" else []
   read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]
@@ -89,12 +89,12 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
   path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:
     if not Path(directory).is_absolute():
-      raise ValueError(f"{named}: write the whole path, from / on")
+      raise ValueError(f"{named}: write an absolute path")
     files.check_writable(named, directory)
     if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
       raise ValueError(
-        f"{named} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
-        "or leave it unset for WORKDIR/checkpoints"
+        f"{named} lies in the workdir, and a copy of the workdir is kept there: name a directory "
+        "elsewhere, or leave it unset for WORKDIR/checkpoints"
       )
   elif path.exists() and not path.is_dir():
     raise ValueError(f"{named} is a file: set it to a directory, or to a new name")

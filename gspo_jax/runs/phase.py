@@ -99,11 +99,13 @@ class Phase:
     return step, state, host
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the remaining steps. Raises `Preempted` between two steps. Warns once
-    if a step takes longer than the preemption grace period."""
+    """Yields the numbers of the remaining steps. Raises `Preempted` between two steps.
+
+    Warns once if a step takes longer than the preemption grace period.
+    """
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # A preemption from here on saves the previous step, which is reported.
+      self._pending = None  # A preemption now saves the previous step, whose row is reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -137,8 +139,10 @@ class Phase:
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the previous step's metrics row and buffers this row. Fetching this row now would
-    make the devices wait for the host."""
+    """Writes the previous step's metrics row and buffers this row.
+
+    Fetching this row now would make the devices wait for the host.
+    """
     self.flush()
     lap = self.stages.lap()
     row = row | lap | self._goodput.metrics(lap)
@@ -175,11 +179,12 @@ class Phase:
     self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
 
   def _require_rows(self, step: int, covered: int) -> None:
+    """Raises ValueError if metrics.jsonl lacks rows before the checkpoint of `step`."""
     if self._writer.count < covered:
       path = self._checkpoints.directory / str(step)
       raise ValueError(
         f"metrics.jsonl has {self._writer.count} of the {covered} rows that checkpoint {path} "
-        "covers: put it back whole, or remove that checkpoint to go on from the one before"
+        "covers: restore the file, or remove that checkpoint to resume from the previous one"
       )
 
   def __enter__(self) -> "Phase":

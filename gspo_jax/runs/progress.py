@@ -42,7 +42,7 @@ class Progress(contextlib.AbstractContextManager):
   ):
     self._phase, self._total, self._start, self.step = phase, total, start, start
     self._interval, self._clock, self._at_most = interval, clock, at_most
-    self._begin, self._no_waiting = clock(), threading.Event()
+    self._begin, self._stop_beats = clock(), threading.Event()
     self._due, self._printed = clock() + delay, False  # Time of the next line in a log.
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
@@ -71,7 +71,7 @@ class Progress(contextlib.AbstractContextManager):
     clock = self._clock()
     if self._first is None and step > self._start:
       self._first = (step, clock)
-      self._no_waiting.set()
+      self._stop_beats.set()
     self._accuracy = row.get("eval/accuracy", self._accuracy)
     text = "  ".join([*self._figures(row), f"left {self._remaining(clock)}"])
     if self._bar is not None:
@@ -87,7 +87,7 @@ class Progress(contextlib.AbstractContextManager):
       return
 
     def beats() -> None:
-      while not self._no_waiting.wait(self._interval):
+      while not self._stop_beats.wait(self._interval):
         self.beat()
 
     self.beat()
@@ -102,8 +102,8 @@ class Progress(contextlib.AbstractContextManager):
       print(f"{self._phase} {self.step}/{self._total}  {text}", file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Closes the bar."""
-    self._no_waiting.set()
+    """Closes the bar, and ends the lines about compilation."""
+    self._stop_beats.set()
     if self._bar is not None:
       self._bar.close()
 
@@ -111,6 +111,7 @@ class Progress(contextlib.AbstractContextManager):
     self.close()
 
   def _figures(self, row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the main metrics of a row as text."""
     if "reward/mean" in row:
       yield f"reward {row['reward/mean']:.3f}"
     elif "loss" in row:
@@ -124,6 +125,7 @@ class Progress(contextlib.AbstractContextManager):
       yield f"{row['tokens_per_second']:,.0f} tokens/s"
 
   def _remaining(self, clock: float) -> str:
+    """Estimates the remaining time from the steps since compilation."""
     step, since = self._first or (self.step, clock)
     if self.step == step:
       return "?"

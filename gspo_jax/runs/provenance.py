@@ -17,7 +17,7 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
-NO_PART = ("provenance", "resume")  # Keys outside a run's identity.
+NO_PART = ("provenance", "resume")  # Keys of config.json without part in comparisons.
 # Configuration key of each origin in the provenance.
 ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
@@ -43,7 +43,7 @@ def check_configuration(
     if changed and config["resume"] != "force":
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-        f"another {flag}, or --config.resume=force to go on with this one"
+        f"another {flag}, or --config.resume=force to resume with this one"
       )
     return recorded
 
@@ -51,7 +51,7 @@ def check_configuration(
 
 
 def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
-  """Raises ValueError for other contents of the same names.
+  """Raises ValueError if a name's contents differ from the first start.
 
   With `resume` "force", any contents pass.
 
@@ -64,8 +64,8 @@ def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[s
     return
   if changed := _changed_contents(read(workdir), contents):
     raise ValueError(
-      f"the run in {workdir} was begun with other contents of {'; '.join(changed)}: put them back, "
-      "use another --workdir, or --config.resume=force to go on with these"
+      f"the run in {workdir} was started with other contents of {'; '.join(changed)}: restore "
+      "them, use another --workdir, or --config.resume=force to resume with these"
     )
 
 
@@ -103,9 +103,9 @@ def record(
     written["date"] = date.isoformat(timespec="seconds")
   if recorded := read(workdir):
     for line in [*changes(recorded, config), *_changed_contents(recorded, contents or {})]:
-      sys.stderr.write(f"this run goes on with another {line}\n")
+      sys.stderr.write(f"this run resumes with another {line}\n")
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
-      sys.stderr.write(f"warning: this run was begun with another {line}\n")
+      sys.stderr.write(f"warning: this run was started with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # Atomic for other processes that read the file.
 
@@ -168,7 +168,7 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
   except (OSError, ValueError) as reason:
     error = reason
   raise ValueError(
-    f"{path} is damaged ({error}): put it back, remove it if the "
+    f"{path} is damaged ({error}): restore it, remove it if the "
     "configuration is the same as before, or use another --workdir"
   )
 
@@ -176,7 +176,7 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 def recorded_origins(
   recorded: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the origins in a run's record, by the keys of ORIGINS; {} for each new origin.
+  """Returns the origins in a run's record by key of ORIGINS; {} if new.
 
   A resumed run keeps its recorded origins, even if the configured names have newer weights.
   """
@@ -189,16 +189,17 @@ def recorded_origins(
 
 
 def first_start(recorded: Mapping[str, Any]) -> datetime.datetime:
-  """Returns the date of a run's first start, on the first host's clock; for a new run, now.
+  """Returns the date of a run's first start; now for a new run.
 
-  Chat templates may write it into prompts, so a resumed run keeps it. Collective.
+  The clock is the first host's. Chat templates may write the date into prompts, so a resumed run
+  keeps it. Collective.
   """
   current = hosts.broadcast(datetime.datetime.now().isoformat(timespec="seconds"))
   text = recorded.get("provenance", {}).get("date") or current
   try:
     return datetime.datetime.fromisoformat(text)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"{FILE} is damaged (provenance.date={text!r:.40}): put it back") from error
+    raise ValueError(f"{FILE} is damaged (provenance.date={text!r:.40}): restore it") from error
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def _git(root: Path, *arguments: str) -> str | None:
   try:
     completed = subprocess.run(
-      # Without optional locks, a kill here leaves no lock in the repository.
+      # Without optional locks, a killed command leaves no lock file in the repository.
       ["git", "--no-optional-locks", "-C", str(root), *arguments],
       capture_output=True, text=True, check=True, timeout=10,
     )  # fmt: skip

@@ -25,9 +25,9 @@ def find_wandb(project: str) -> types.ModuleType:
 def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
   """Opens a Weights & Biases run, with `log(figures)` and `finish()`.
 
-  A workdir has one W&B run, and a resumed run continues this W&B run. W&B accepts steps in rising
-  order only. So each phase has its own step, `<phase>/step`, as its x-axis. (After a resume,
-  repeated steps are shown twice.)
+  A workdir has one W&B run, which a resumed run continues. W&B accepts steps in rising order only.
+  So each phase has its own step, `<phase>/step`, as its x-axis. (Steps repeated after a resume are
+  shown twice.)
 
   Raises:
     ValueError: wandb is not installed.
@@ -49,13 +49,13 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  This uses the writer inside tensorboardX's SummaryWriter without the SummaryWriter's thread. On a
-  full disk that thread ends; then further scalars, and `close` after Ctrl-C, block forever.
+  It uses the writer of tensorboardX's SummaryWriter without its thread. On a full disk that thread
+  ends; then further scalars, and `close` after Ctrl-C, block forever.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):
     """Opens a new file. TensorBoard hides older events at or above `purge_step`."""
-    # This keeps tensorboardX from importing torch (a second and 0.2 GB) for one type's name.
+    # Keeps tensorboardX from importing torch (a second and 0.2 GB) for the name of one type.
     absent = sys.modules.setdefault("torch", None) is None
     try:
       from tensorboardX import event_file_writer

@@ -69,8 +69,7 @@ class RunCheckpoint:
       return from_json(self.model)
     except (TypeError, ValueError) as error:
       raise ValueError(
-        f"{self.key}={self.path}: the config.json of that run does not say of which model it is: "
-        f"{error}"
+        f"{self.key}={self.path}: the config.json of that run has no valid section model: {error}"
       ) from error
 
   def require_complete(self, name: str = "") -> None:
@@ -81,7 +80,7 @@ class RunCheckpoint:
     """
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
-    others = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+    others = f"complete are steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ValueError(f"{self.key}={name or str(self.path)!r} is no complete checkpoint; {others}")
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
@@ -138,7 +137,7 @@ class RunCheckpoint:
       return restored["params"]
     except checkpoint.DamagedError as error:
       steps = [s for s in checkpoint.finished(self.path.parent) if s < int(self.path.name)]
-      before = f"; the one before is {self.path.parent / str(steps[-1])}" if steps else ""
+      before = f"; the previous one is {self.path.parent / str(steps[-1])}" if steps else ""
       raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
 
   def _require_finite(self, params: Any) -> None:
@@ -206,7 +205,7 @@ class WeightSource:
     return f"--config.{self.key}={self.name}", "to the workdir of a run, or to random"
 
   def model(self, configured: ModelConfig) -> ModelConfig:
-    """Returns the weights' model; `configured` if the weights agree with it or name no model.
+    """Returns the weights' model; `configured` if it agrees or none is named.
 
     Raises ValueError for a missing or unsupported config.json.
     """
@@ -238,7 +237,7 @@ class WeightSource:
       raise ValueError(
         f"--config.{self.key}={configured} holds another model than the configuration, which has "
         f"{', '.join(changed)}: set these to the weights' values, or leave out "
-        "--config.model.* and the configuration's variant: the model is then the weights'"
+        "--config.model.* and the configuration's variant to take the weights' model"
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
@@ -288,7 +287,7 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
-  """Finds a run's checkpoint by name; None if the name does not belong to a run.
+  """Finds a run's checkpoint by name; None for other names.
 
   Args:
     name: workdir, directory of a phase's checkpoints, or checkpoint.
@@ -331,7 +330,7 @@ def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str)
   for phase in PHASES:
     if checkpoint.finished(home / phase):
       return home / phase
-  raise ValueError(f"{named} is a run that has no checkpoint yet, in {home}")
+  raise ValueError(f"{named} is a run without a checkpoint, in {home}; wait for its first one")
 
 
 def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.json") -> str:
@@ -359,7 +358,7 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
   if new == name or old in (None, new):
     return new
   if hosts.is_first():
-    sys.stderr.write(f"warning: {key}={name} is {new} by now; this run goes on with {old}\n")
+    sys.stderr.write(f"warning: {key}={name} is now {new}; this run keeps {old}\n")
   return old
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gspo_jax.sampling.trajectory import Environment, Message, Trajectory
-from gspo_jax.settings.rewards import LARGEST
+from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.structs import Prompt
 from gspo_jax.system import workers
 from gspo_jax.tasks.environments import Make, time_limit
@@ -240,9 +240,9 @@ def _require_ids(tokens: Sequence[int], vocab_size: int, verb: str) -> None:
 
 def _reward(reward: Any) -> float:
   number = _number(reward)
-  if not abs(number) <= LARGEST:  # NaN fails too.
+  if not abs(number) <= LARGEST_REWARD:  # NaN fails too.
     raise Unusable(
-      f"gave the reward {_repr(reward)}: return a finite number, {LARGEST:g} or less in size"
+      f"gave the reward {_repr(reward)}: return a finite number, {LARGEST_REWARD:g} or less in size"
     )
   return number
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
+from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
 # Minimum tokens of a partial response. Each further call to a server prefills the prefix again.
 LEAST_PIECE = 64
@@ -120,7 +120,7 @@ def bucket(prefix: int, longest: int, piece: int) -> int:
 
   Above `piece` tokens, this length is a multiple of `piece`.
   """
-  length, longest = (max(n - 1, SHORTEST) for n in (prefix, longest))
+  length, longest = (max(n - 1, SHORTEST_PREFILL) for n in (prefix, longest))
   if length > piece:
     return -(-length // piece) * piece
   return min(1 << (length - 1).bit_length(), longest)

@@ -11,7 +11,7 @@ from gspo_jax.sampling.local.engine import LocalEngine
 from gspo_jax.sampling.requests import Workload
 from gspo_jax.sampling.trajectory import assemble
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, EngineConfig, SamplingConfig
 from gspo_jax.structs import Prompt, Rollout
 
 
@@ -30,7 +30,7 @@ def generate(
   seed: int = 0,
   pad_id: int = 0,
   compute: ComputeConfig = REFERENCE,
-  engine: EngineConfig = DEFAULT,
+  engine: EngineConfig = LOCAL_ENGINE,
 ) -> Rollout:
   """Samples `group_size` responses to every prompt.
 

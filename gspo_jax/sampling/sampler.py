@@ -121,9 +121,9 @@ def sample(
     column_B = jnp.argmax(row_BW, axis=-1)
   chosen_B = _row(row_BW, column_B)
   full_BJ = mass_BJ
-  if not config.whole or 0 < vocabulary < logits_BV.shape[-1]:
+  if not config.untruncated or 0 < vocabulary < logits_BV.shape[-1]:
     full_BJ = jax.nn.logsumexp(_blocks(tempered_BV), axis=-1)
-  mass_BJ = full_BJ if config.whole else mass_BJ
+  mass_BJ = full_BJ if config.untruncated else mass_BJ
   logp_B, full_logp_B = (chosen_B - jax.nn.logsumexp(x_BJ, axis=-1) for x_BJ in (mass_BJ, full_BJ))
   return (block_B * W + column_B).astype(jnp.int32), logp_B, full_logp_B
 

@@ -25,8 +25,8 @@ BOXED = "boxed"  # Answer pattern: contents of the last \boxed{} or \fbox{} of t
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """Fields of a row. Names may be dotted (`info.answer`, `messages.1.content`), or templates of
-  fields (`{Body} {Question}`).
+  """Names of a data row's fields, and templates of its prompt. A name may be dotted (`info.answer`,
+  `messages.1.content`), or a template of several fields (`{Body} {Question}`).
   """
 
   question: str
@@ -34,15 +34,15 @@ class Format:
   answer_pattern: str = ""  # Regex with the answer as group 1; `boxed`; "": the whole field.
   demonstration: str = ""  # Target of supervised fine-tuning; "": the answer field.
   template: str = ""  # Template of the prompt with {question}; "": data.prompt_template.
-  starter: str = ""  # Field of starter code; rows with some use the next template.
+  starter: str = ""  # Field of starter code; rows with starter code use `starter_template`.
   starter_template: str = ""  # Has {question} and {starter}.
-  id: str = ""  # "": the first of ID_FIELDS in the row, else file and line.
+  id: str = ""  # Field of the row's id; "": the first of ID_FIELDS in the row, else file and line.
   name: str = ""  # Name in FORMATS; "": the format comes from the section `data`.
   # Returns further fields of a `json:` answer, or raises BadRow; None without either.
   adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
-    """Key to set for other fields, for messages."""
+    """Instruction of messages to choose another field."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
@@ -52,10 +52,12 @@ class Format:
       except re.error as error:
         raise DataError(f"data.answer_pattern={self.answer_pattern!r}: {error}") from error
       if groups < 1:
-        raise DataError(f"data.answer_pattern={self.answer_pattern!r} has no group (...) to take")
+        raise DataError(
+          f"data.answer_pattern={self.answer_pattern!r} has no group; put (...) around the answer"
+        )
     for name, field in ("question_field", self.question), ("answer_field", self.answer):
       if "{" in field and not re.search(r"\{[^{}]+\}", field):
-        raise DataError(f"data.{name}={field!r} has braces, and no {{field}} in them")
+        raise DataError(f"data.{name}={field!r} has braces without a field's name: write {{field}}")
     if self.template:
       check_template(self.template)
 
@@ -63,15 +65,16 @@ class Format:
 def check_template(template: str) -> None:
   """Raises DataError unless {question} is the only field of a template.
 
-  LaTeX is not affected: its braces follow a command, a script or other braces.
+  Braces of LaTeX are not taken for fields: they follow a command, `^`, `_` or other braces.
   """
   if "{question}" not in template:
-    raise DataError(f"data.prompt_template={template!r} must hold {{question}}")
+    raise DataError(f"data.prompt_template={template!r} must contain {{question}}")
   others = set(re.findall(r"(?<![\w^}\]])\{(\w+)\}", template)) - {"question"}
   if others:
     raise DataError(
-      f"data.prompt_template={template!r}: nothing fills {{{min(others)}}}, only {{question}};"
-      f" put several fields into data.question_field, and write {{ {min(others)} }} for the text"
+      f"data.prompt_template={template!r}: only {{question}} is filled, and not {{{min(others)}}};"
+      f" set data.question_field to a template of several fields, or write {{ {min(others)} }} for"
+      " literal braces"
     )
 
 
@@ -79,7 +82,9 @@ def check_template(template: str) -> None:
 class OfflineConfig:
   """Recorded responses, the training data of job=offline. docs/data.md"""
 
-  data: str = key("", "samples logs, RUN/rollouts/rl_*.jsonl, or files of this format, with commas")
+  data: str = key(
+    "", "files with commas: samples logs (RUN/rollouts/rl_*.jsonl), or others of their format"
+  )
   fresh: FractionBelowOne = key(0.0, "share of prompts with newly sampled responses")
 
   def __post_init__(self):
@@ -91,7 +96,7 @@ class QuerySetConfig:
   """Removal and return of prompts during training."""
 
   drop_after: NonNegativeInt = key(
-    0, "groups of equal rewards before a prompt is dropped; 0: never"
+    0, "consecutive groups, all right or all wrong, before their prompt is dropped; 0: never"
   )
   readmit_after: NonNegativeInt = key(0, "iterations until a dropped prompt returns; 0: never")
   extra_rounds: NonNegativeInt = key(
@@ -101,7 +106,7 @@ class QuerySetConfig:
   def __post_init__(self):
     ranges.check(self, "data.query_set")
     wrong = [
-      (self.readmit_after, "{readmit_after} readmits nothing, since {drop_after}"),
+      (self.readmit_after, "{readmit_after} readmits nothing, since {drop_after}; set one of them"),
     ]
     ranges.refuse(self, "data.query_set", [] if self.drop_after else wrong)
 
@@ -110,7 +115,9 @@ class QuerySetConfig:
 class DataConfig:
   """Sources of problems, and the default format of their files. docs/data.md"""
 
-  train: str = key("arithmetic:train", "embedded task | [format@]path [where ...] | several")
+  train: str = key(
+    "arithmetic:train", "embedded task | [format@]path [where ...] | several, with commas"
+  )
   eval: str = key("arithmetic:heldout", "held-out problems, as data.train")
   question_field: str = key("question", "field, or template of {fields}")
   answer_field: str = key("answer", "field, or json:tests,metadata")
@@ -123,7 +130,7 @@ class DataConfig:
   template_arguments: dict = key({}, "arguments of the chat template, by name: enable_thinking")
   system: str = key("", 'system prompt; "": none')
   max_prompt_tokens: PositiveInt = key(
-    8, 'length limit, here of "999+999="; rows with longer prompts are bad'
+    8, 'length limit, by default that of "999+999="; longer prompts are bad rows (on_error)'
   )
   on_error: Literal["raise", "skip"] = key("raise", "bad rows: stop the run | skip and count them")
   digits: Annotated[int, Range(1, 3)] = key(
@@ -132,8 +139,12 @@ class DataConfig:
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
     (8, 16, 32), "recurrence: lengths of problems"
   )
-  carry_errors: Fraction = key(0.5, "probability of a forgotten carry in a demonstration")
-  skipped_work: Fraction = key(0.0, "sums: share of demonstrations of the answer alone")
+  carry_errors: Fraction = key(
+    0.5, "embedded tasks: probability of a forgotten carry in a demonstration"
+  )
+  skipped_work: Fraction = key(
+    0.0, "arithmetic: share of demonstrations without the work, of the answer alone"
+  )
   checks: Fraction = key(0.0, "calculator: probability of a repeated call in a demonstration")
   query_set: QuerySetConfig = QuerySetConfig()
 

@@ -7,7 +7,7 @@ Both sides are declarations: the estimator's (objectives/estimators.py) and the 
 from gspo_jax import objectives as O
 from gspo_jax.settings.run import RunConfig
 
-NEEDED = {  # Needs of an estimator, with the setting that meets each.
+REMEDIES = {  # Setting for each of an estimator's needs.
   "teacher": "distillation.teacher",
   "signals": "an entry of constraints",
   "critic": "critic.name=head or model",
@@ -15,27 +15,27 @@ NEEDED = {  # Needs of an estimator, with the setting that meets each.
   "turns": "environment.name",
   "lines": "reward.per_line=True",
 }
-# Units with an advantage of their own, by source.
+# Unit with a separate advantage, by source.
 UNITS = dict(signals="response", reference="response", critic="token", turns="turn", lines="line")
 
 
 def check(c: RunConfig) -> None:
-  """Raises ValueError if the estimator conflicts with the loss or another section."""
+  """Raises ValueError unless the estimator fits loss and sections."""
   estimator, loss, kind = c.estimator, c.objective.loss, c.objective.advantage_kind
   sources, rounds, name = c.advantage_sources, c.data.query_set.extra_rounds, c.objective.name
   source = ", ".join(sources[need] for need in sources if need in estimator.needs)
-  missing = [NEEDED[need] for need in NEEDED if need in estimator.needs - sources.keys()]
-  learns = f"objective.name={name!r} with objective.advantage={kind!r}"
-  takes = ", ".join(loss for loss, x in O.POLICY_LOSSES.items() if x.by_token)
-  parts = c.estimator_of_rewards.by_token and estimator.of_rewards and loss.by_token
+  missing = [REMEDIES[need] for need in REMEDIES if need in estimator.needs - sources.keys()]
+  combination = f"objective.name={name!r} with objective.advantage={kind!r}"
+  token_losses = ", ".join(loss for loss, x in O.POLICY_LOSSES.items() if x.by_token)
+  by_part = c.estimator_of_rewards.by_token and estimator.of_rewards and loss.by_token
   if missing:
     raise ValueError(f"objective.advantage={estimator.name!r} needs {', '.join(missing)}")
   if c.rl.group_size == 1 and c.needs_group:
     raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
   if not (estimator.by_response or loss.by_token):
     raise ValueError(
-      f"{source} gives each token an advantage, and objective.name={name!r} takes none; set it "
-      f"to one of {takes}"
+      f"{source} gives each token an advantage, and objective.name={name!r} takes one per "
+      f"response; set it to one of {token_losses}"
     )
   if not estimator.of_rewards and kind != loss.advantage:
     raise ValueError(
@@ -44,30 +44,31 @@ def check(c: RunConfig) -> None:
     )
   if rounds > 0 and not (estimator.relative or estimator.parts):
     raise ValueError(
-      f"{source and f'{source}: '}data.query_set.extra_rounds={rounds} leaves out groups of equal "
-      f"rewards, and {'it' if source else learns} learns from them; set it to 0"
+      f"{source and f'{source}: '}data.query_set.extra_rounds={rounds} replaces groups of equal "
+      f"rewards, and {'they have advantages' if source else f'{combination} learns from them'}; "
+      "set it to 0"
     )
-  if c.environment.discount != 1 and not parts:
+  if c.environment.discount != 1 and not by_part:
     raise ValueError(
       f"environment.discount={c.environment.discount} has no effect: it discounts turns and lines "
-      f"with separate advantages, and {learns}, critic.name={c.critic.name!r}, environment.name="
-      f"{c.environment.name!r}, reward.per_line={c.reward.per_line} have none; set it to 1, or "
-      "critic.discount with a critic"
+      f"with separate advantages, and {combination}, critic.name={c.critic.name!r}, "
+      f"environment.name={c.environment.name!r}, reward.per_line={c.reward.per_line} have none; "
+      "set it to 1, or critic.discount with a critic"
     )
   _check_sources(c)
 
 
 def _check_sources(c: RunConfig) -> None:
-  """Raises ValueError if a further section would make advantages beside the estimator."""
+  """Raises ValueError for a source of advantages not used by the estimator."""
   estimator, sources = c.estimator, c.advantage_sources
   for source in [name for name in sources if name not in estimator.needs | estimator.beside]:
     if estimator.of_group is not None:
       raise ValueError(
-        f"{sources[source]} has no effect, since objective.advantage={estimator.name!r} is of "
-        "whole responses; leave it out"
+        f"{sources[source]} has no effect, since objective.advantage={estimator.name!r} compares "
+        "whole responses by their rewards; leave it out"
       )
     first, second = (name for name in sources if name in estimator.needs or name == source)
     raise ValueError(
-      f"{sources[first]}: {sources[second]}: both give each {UNITS[second]} its advantage; leave "
-      "out one of them"
+      f"{sources[first]}, {sources[second]}: both compute advantages, and the latter one for each "
+      f"{UNITS[second]}; leave out one of them"
     )

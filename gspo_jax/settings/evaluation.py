@@ -11,7 +11,7 @@ from gspo_jax.settings.rewards import VERIFIERS
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-  """A benchmark beside `data.eval`; its metrics are eval/<name>/..."""
+  """A benchmark in addition to `data.eval`; its metrics are eval/<name>/..."""
 
   data: str = key("", 'source, as data.eval; "": no benchmark')
   reward: Annotated[str, Name(("", *VERIFIERS))] = key(
@@ -20,8 +20,8 @@ class BenchmarkConfig:
   problems: NonNegativeInt = key(0, "number of problems, evenly spread over the set; 0: all")
   samples: PositiveInt = key(4, "k of avg@k, per problem")
   pass_at: tuple[PositiveInt, ...] = key((), "values k of pass@k, up to samples")
-  rating: bool = key(False, "report an Elo rating against the problems' field rating")
-  standings: str = key("", "JSON lines of contests, for a rating against their participants")
+  rating: bool = key(False, "report an Elo rating, from the problems' field `rating`")
+  standings: str = key("", 'contests, as JSON lines, for a rating among participants; "": none')
 
   def __post_init__(self):
     ranges.check(self, "eval.benchmarks")
@@ -50,14 +50,14 @@ class EvalConfig:
       key, k = f"eval.benchmarks.{name}", max(benchmark.pass_at, default=0)
       if name == "eval" or not re.fullmatch(r"[\w-]+", name):
         raise ValueError(
-          f"{key}: files and metrics are named by it: take letters, digits, _ and -, and not eval, "
-          "as data.eval is called there"
+          f"{key}: a benchmark's name is part of files and metrics: use letters, digits, _ and -; "
+          "eval is reserved for data.eval"
         )
       if k > benchmark.samples:
         raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 
   def figures(self) -> list[str]:
-    """Metric names of an evaluation, without verifiers' and environments' own."""
+    """Names of an evaluation's metrics, without additions by verifiers and environments."""
     metrics = []
     for name, benchmark in [("", None), *self.benchmarks.items()]:
       names = ["accuracy", *(f"pass@{k}" for k in benchmark.pass_at)] if benchmark else ["accuracy"]

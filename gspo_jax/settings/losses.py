@@ -26,7 +26,7 @@ from gspo_jax.system import user_code
 LOSS_NAMES = Name((*O.POLICY_LOSSES,))
 ESTIMATOR_NAMES = Name((*O.ESTIMATORS,))
 
-# Types of options; the others are words or non-negative numbers.
+# Types of options by name. Other options are words or non-negative numbers.
 KINDS = dict(
   clip_low=ranges.Fraction,
   clip_high=Annotated[float, Range(0, 1000)],
@@ -48,12 +48,13 @@ KINDS = dict(
   segment_delimiters=tuple[str, ...],
 )
 
-# Units and reasons of all options.
-REASONS = dict(
+# Meanings and units of all options.
+MEANINGS = dict(
   clip_low="distance of ratios below 1; gmpo: of log-ratios; dppo: of divergences",
   clip_high="distance above 1, as clip_low",
   dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
-  aggregate="mean of responses' means, mean of tokens, or sum over a constant",
+  aggregate="sequence: mean of responses' means | token: mean of tokens | constant: sum over a "
+  "constant",
   divergence="dppo: binary tv or kl of the sampled token against all others",
   entropy_coef="factor of an entropy bonus",
   kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
@@ -65,7 +66,7 @@ REASONS = dict(
   k_neg="vespo: as k_pos, for Â < 0",
   lambda_neg="vespo: as lambda_pos, for Â < 0",
   beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
-  soft_value="spo: Q̂_0 of all prompts; unset: estimated per group",
+  soft_value="spo: soft value Q̂_0 of every prompt; unset: estimated per group",
   clip_length="tokens of a response with exactly clip_low and clip_high",
   clip_exponent="exponent of (clip_length / tokens), a factor of the ranges; 0: equal ranges",
   length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
@@ -75,10 +76,11 @@ REASONS = dict(
 )
 
 
-# Arguments of compiled programs. An option of 0 is static: its term is left out.
-DYNAMIC_OF_ALL = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
+# Options passed to compiled programs as arguments. An option of 0 is static: its term is omitted.
+# A user's loss has the shared ones alone.
+SHARED_DYNAMIC = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
 DYNAMIC = (
-  *DYNAMIC_OF_ALL,
+  *SHARED_DYNAMIC,
   *("clip_length", "clip_exponent", "dual_clip"),
   *("tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 )
@@ -86,9 +88,9 @@ DYNAMIC = (
 # Arguments of a loss besides its options; the update computes them.
 COMPUTED = ("max_length", "segment_BT", "ref_logp_BT", "sampler_logp_BT", "entropy_BT", "weight")
 # Arguments of an estimator besides its options.
-MASKS = ("valid_PG", "right_from")
-# Types of options of the user's own without an annotated range.
-_OWN_KINDS = {
+ESTIMATOR_INPUTS = ("valid_PG", "right_from")
+# Types of user functions' options without an annotated range.
+_USER_KINDS = {
   bool: bool,
   int: Annotated[int, Range(-INT32, INT32)],
   float: Annotated[float, Range(-1e9, 1e9)],
@@ -98,12 +100,12 @@ _OWN_KINDS = {
 
 @functools.cache
 def find_loss(name: str) -> O.PolicyLoss:
-  """Finds a loss, or the user's `package.module:function`.
+  """Returns a loss by its name, or a user's by `package.module:function`.
 
-  `objectives.policy_loss` declares a function without the decorator.
+  A function without the decorator `objectives.policy_loss` is declared by it.
 
   Raises:
-    ValueError: it cannot be imported, or takes an argument unknown to the update.
+    ValueError: the function cannot be imported, or takes an argument unknown to the update.
   """
   if name in O.POLICY_LOSSES:
     return O.POLICY_LOSSES[name]
@@ -123,18 +125,18 @@ def find_loss(name: str) -> O.PolicyLoss:
       (missing or p.name.endswith("_BT")) and p.name not in COMPUTED and p.kind is not p.VAR_KEYWORD
     ):
       raise ValueError(
-        f"{label}: {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
-        "has no default as an option has"
+        f"{label}: argument {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
+        "without a default it is no option; add one, or remove it"
       )
   return loss
 
 
 @functools.cache
 def find_estimator(name: str) -> O.Estimator:
-  """Finds an estimator, or the user's `package.module:function`.
+  """Returns an estimator by its name, or a user's by `package.module:function`.
 
   Raises:
-    ValueError: it cannot be imported.
+    ValueError: the function cannot be imported.
   """
   if name in O.ESTIMATORS:
     return O.ESTIMATORS[name]
@@ -164,12 +166,12 @@ def estimator_options(name: str | None) -> dict[str, Any]:
   return {
     option: parameters[option].default
     for option in find_estimator(name).options
-    if option not in MASKS
+    if option not in ESTIMATOR_INPUTS
   }
 
 
 def option_kinds(loss: str, estimator: str | None) -> dict[str, Any]:
-  """Types of options of the user's functions, by name."""
+  """Types of the options of a user's loss and estimator, by name."""
   kinds: dict[str, Any] = {}
   if loss in LOSS_NAMES and loss not in O.POLICY_LOSSES:
     function = find_loss(loss)
@@ -198,15 +200,15 @@ def _option_kinds(function: Callable, options: Mapping[str, Any], label: str) ->
 
 
 def _kind(annotation: Any, default: Any) -> Any:
-  """Type of an option; None for other annotations and defaults."""
+  """Type of an option; None if annotation and default are unsupported."""
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # An optional value.
     annotation = typing.get_args(annotation)[0]
   if typing.get_origin(annotation) in (Literal, Annotated):
     return annotation
   if isinstance(default, tuple):
-    entry = _OWN_KINDS.get(type(default[0]) if default else float)
+    entry = _USER_KINDS.get(type(default[0]) if default else float)
     return entry and tuple[entry, ...]
-  return _OWN_KINDS.get(annotation if default is None else type(default))
+  return _USER_KINDS.get(annotation if default is None else type(default))
 
 
 def _parameters(function: Callable, label: str) -> Mapping[str, inspect.Parameter]:
@@ -220,10 +222,10 @@ def _parameters(function: Callable, label: str) -> Mapping[str, inspect.Paramete
 def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
 
-  The option `max_length` is the key `sampling.max_new_tokens`, and is left out.
+  `max_length` is not among them: the key `sampling.max_new_tokens` sets it.
 
   Args:
-    advantage: an estimator of the user's own adds its options.
+    advantage: name of the estimator; a user's estimator adds its options.
   """
   loss = find_loss(name)
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
@@ -235,12 +237,12 @@ def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
 
 
 def with_options(cls: type) -> type:
-  """Adds a field for every option of a loss, None by default."""
+  """Adds a field for every option of every loss, None by default."""
   for option in every_option():
     words = [word for loss in O.POLICY_LOSSES.values() for word in loss.choices.get(option, ())]
     kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
     cls.__annotations__[option] = kind | None
-    setattr(cls, option, key(None, REASONS.get(option, "an option of the loss")))
+    setattr(cls, option, key(None, MEANINGS.get(option, "an option of the loss")))
   return cls
 
 

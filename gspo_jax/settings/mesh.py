@@ -22,8 +22,8 @@ class MeshConfig:
   tensor: Devices = key(1, "shards of heads and layer widths")
   rollout_experts: Literal["auto", "all", "fsdp", "expert"] = key(
     "auto",
-    "shards of the sampler's experts: all: a slice's chips | fsdp, expert: chips of that axis | "
-    "auto: all, if they divide the experts",
+    "chips that share the sampler's experts: all: of a slice | fsdp, expert: of that axis | auto: "
+    "all, if their number divides the experts",
   )
 
   def __post_init__(self):
@@ -45,8 +45,9 @@ class RolloutMeshConfig:
 
   @property
   def enabled(self) -> bool:
-    return 0 not in _sizes(self)
+    return 0 not in axis_sizes(self)
 
 
-def _sizes(config: "MeshConfig | RolloutMeshConfig") -> list[int]:
+def axis_sizes(config: MeshConfig | RolloutMeshConfig) -> list[int]:
+  """Devices per axis, in the order of AXES."""
   return [getattr(config, axis) for axis in AXES]

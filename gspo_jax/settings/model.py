@@ -1,4 +1,4 @@
-"""Hyper-parameters of a model, its precision and formulations, and named sizes."""
+"""Hyperparameters of a model, its precision and formulations, and named sizes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ Theta = Annotated[float, Range(1, 1e12)]
 
 
 class Kind(NamedTuple):
-  """Differences between the layers of a model."""
+  """Kind of a layer: the properties in which layers of a model differ."""
 
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.
@@ -35,8 +35,8 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Hyper-parameters of a Transformer, by a named size: `common.model(common.size(NAME))`. Names
-  follow Hugging Face's config.json.
+  """Hyperparameters of a Transformer; `common.model(common.size(NAME))` has those of a named size.
+  Names follow Hugging Face's config.json.
 
   The defaults are a dense model with full attention.
   """
@@ -57,32 +57,30 @@ class ModelConfig:
     "gpt_oss",
   ] = required("file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
-    "tokens; bytes: 256 and 3 special ones, rounded up to a multiple of 8"
+    "number of tokens; tokenizer=bytes: 256 and 3 special ones, rounded up to a multiple of 8"
   )
   hidden_size: Width = required("D")
   num_layers: Annotated[int, Range(1, 1024)] = required("l")
   num_heads: Width = required("N, heads of queries")
   num_kv_heads: Width = required("K, heads of keys and values; divides N")
-  head_dim: Annotated[int, Range(2, 65_536)] = required("H, even: RoPE turns pairs")
+  head_dim: Annotated[int, Range(2, 65_536)] = required("H, even: RoPE rotates pairs")
   intermediate_size: PositiveInt = required("F, width of dense layers")
   num_experts: Annotated[int, Range(0, 65_536)] = key(0, "E; 0: every layer is dense")
   experts_per_token: NonNegativeInt = key(0, "k, experts chosen per token")
   moe_intermediate_size: NonNegativeInt = key(0, "F, width of an expert")
   norm_topk_prob: bool = key(True, "gate weights of the chosen experts sum to 1")
   decoder_sparse_step: PositiveInt = key(1, "every n-th layer is a MoE layer")
-  mlp_only_layers: tuple[NonNegativeInt, ...] = key(
-    (), "dense layers in spite of decoder_sparse_step"
-  )
+  mlp_only_layers: tuple[NonNegativeInt, ...] = key((), "indices of further dense layers, from 0")
   rope_theta: Theta = required("base of the rotary positions' wavelengths")
   rms_norm_eps: ranges.Fraction = required("added to the mean square")
   qk_norm: bool = required("RMSNorm of each head's query and key (Qwen3)")
   attention_bias: bool = key(False, "biases on the q, k and v projections (Qwen2)")
   tie_word_embeddings: bool = key(False, "the embedding is the output head too")
   max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
-    "most tokens of prompt and response together"
+    "largest number of tokens of prompt and response together"
   )
-  query_pre_attn_scalar: NonNegativeInt = key(0, "scores are q kᵀ over its root; 0: head_dim")
-  attn_logit_softcapping: NonNegativeFloat = key(0.0, "c · tanh(x / c) of scores; 0: none")
+  query_pre_attn_scalar: NonNegativeInt = key(0, "d of scores q kᵀ / √d; 0: head_dim")
+  attn_logit_softcapping: NonNegativeFloat = key(0.0, "c of c · tanh(x / c) of scores x; 0: none")
   final_logit_softcapping: NonNegativeFloat = key(0.0, "as attn_logit_softcapping, for logits")
   sliding_window: NonNegativeInt = key(0, "window of a local layer; 0: all positions")
   sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
@@ -98,12 +96,12 @@ class ModelConfig:
     by_pattern = not self.scores.local_layers
     wrong = [
       (self.num_heads % self.num_kv_heads, "{num_heads} is not a multiple of {num_kv_heads}"),
-      (self.head_dim % 2, "{head_dim} must be even: RoPE turns pairs"),
+      (self.head_dim % 2, "{head_dim} must be even: RoPE rotates pairs"),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
         by_pattern and (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
-        "{sliding_window} and {sliding_window_pattern}: a window takes a pattern of 2 or more, "
-        "every n-th layer being global; without one they are 0 and 1",
+        "{sliding_window}, {sliding_window_pattern}: with a window set the pattern to 2 or more "
+        "(every n-th layer is global), without one set them to 0 and 1",
       ),
     ]
     if experts:
@@ -113,16 +111,16 @@ class ModelConfig:
           "{experts_per_token} must be between 1 and {num_experts}",
         ),
         (
-          not (self.moe_intermediate_size),
-          "{moe_intermediate_size}, {num_experts}: experts have a width",
+          not self.moe_intermediate_size,
+          "{moe_intermediate_size}, {num_experts}: set the experts' width",
         ),
         (
           experts % (groups := self.router.groups) or groups > max(1, experts // 2),
-          "{num_experts}, {router.groups}: groups have two experts or more, all equally many",
+          "{num_experts}, {router.groups}: groups must be of equal size, two experts or more",
         ),
         (
           not any(map(self.is_moe, range(self.num_layers))),
-          "{num_experts}: no layer has them, with {num_layers}, {decoder_sparse_step} and "
+          "{num_experts}: no layer has experts with {num_layers}, {decoder_sparse_step} and "
           "{mlp_only_layers}",
         ),
       ]
@@ -145,7 +143,7 @@ class ModelConfig:
     return Kind(self.is_moe(layer), self.is_local(layer), rotary)
 
   def runs(self) -> list[tuple[Kind, int]]:
-    """Consecutive layers of one kind, with their number; each is a scan."""
+    """Pairs of kind and number of consecutive layers; each is one scan."""
     runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
       kind = self.kind(layer)
@@ -157,7 +155,7 @@ class ModelConfig:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-  """Builds a model from the JSON of a run; absent groups have their defaults."""
+  """Builds a model's configuration from a run's JSON; absent keys have defaults."""
   kinds = ranges.kinds(ModelConfig)
 
   def convert(name: str, value: Any) -> Any:
@@ -179,15 +177,17 @@ class ComputeConfig:
   experts: Literal["auto", "blocks", "batched", "ragged", "megablox", "triton"] = key(
     "auto", "auto: by platform and load"
   )
-  expert_chunk: NonNegativeInt = key(0, "tokens per device in the experts at once; 0: all")
+  expert_chunk: NonNegativeInt = key(0, "tokens per device sent to experts together; 0: all")
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
-    "none", "activations of a layer kept for the backward pass (models/remat.py); auto: by memory"
+    "none",
+    "rematerialisation of a layer's activations in the backward pass (models/remat.py); auto: by "
+    "memory",
   )
-  logits_chunk: NonNegativeInt = key(0, "time steps with logits in memory at once; 0: all")
+  logits_chunk: NonNegativeInt = key(0, "positions with logits in memory at once; 0: all")
   prefetch: bool = key(
     False,
-    "gather the experts' weights during the previous layer, and keep those of all layers for the "
-    "backward pass",
+    "True: gather experts' weights during the previous layer, and keep the gathered weights of all "
+    "layers for the backward pass",
   )
   xla: Literal["none", "sparsecore", "fusion"] = key(
     "none",
@@ -349,7 +349,7 @@ def _sparse_families() -> dict[str, ModelConfig]:
 
 
 def _gpt_oss(layers: int, experts: int) -> ModelConfig:
-  """Returns a size of GPT-OSS."""
+  """Hyperparameters of GPT-OSS, by numbers of layers and experts."""
   return _model(
     2880, layers, 64, 8, 2880, family="gpt_oss", vocab_size=201_088, head_dim=64, qk_norm=False,
     attention_bias=True, rms_norm_eps=1e-5, rope_theta=1.5e5, local_rope_theta=1.5e5,

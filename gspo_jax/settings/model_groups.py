@@ -1,4 +1,4 @@
-"""Groups of a model's hyper-parameters, neutral by default: positions, router, scores, factors."""
+"""Groups of a model's hyperparameters, neutral by default: positions, router, scores, factors."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -19,18 +19,30 @@ class RopeConfig:
   """Rotary positions beyond `rope_theta` (models/attention/positions.py)."""
 
   rule: Literal["default", "linear", "llama3", "yarn"] = key("default", "scaling of frequencies")
-  factor: Annotated[float, Range(1, 1e6)] = key(1.0, "longer context over the original one")
+  factor: Annotated[float, Range(1, 1e6)] = key(1.0, "extended context over the original one")
   original_length: Annotated[int, Range(0, INT32)] = key(0, "original context (llama3, yarn)")
-  low_freq_factor: NonNegativeFloat = key(1.0, "llama3: original_length over the longest wave")
-  high_freq_factor: NonNegativeFloat = key(4.0, "llama3: original_length over an unscaled wave")
-  beta_fast: NonNegativeFloat = key(32.0, "yarn: turns in original_length of an unscaled wave")
-  beta_slow: NonNegativeFloat = key(1.0, "yarn: turns in original_length of a scaled wave")
+  low_freq_factor: NonNegativeFloat = key(
+    1.0, "llama3: waves with fewer turns in original_length are scaled by factor"
+  )
+  high_freq_factor: NonNegativeFloat = key(
+    4.0, "llama3: waves with more turns in original_length are unscaled"
+  )
+  beta_fast: NonNegativeFloat = key(
+    32.0, "yarn: waves with more turns in original_length are unscaled"
+  )
+  beta_slow: NonNegativeFloat = key(
+    1.0, "yarn: waves with fewer turns in original_length are scaled by factor"
+  )
   attention_factor: NonNegativeFloat = key(0.0, "yarn: factor on queries and keys; 0: by mscale")
-  mscale: NonNegativeFloat = key(0.0, "yarn: growth of that factor; 0: 1")
-  mscale_all_dim: NonNegativeFloat = key(0.0, "yarn: growth of its divisor; 0: no divisor")
+  mscale: NonNegativeFloat = key(
+    0.0, "yarn: m of attention_factor, 1 + 0.1 m log factor; 1 unless both mscale are set"
+  )
+  mscale_all_dim: NonNegativeFloat = key(
+    0.0, "yarn: as mscale, for a divisor of attention_factor; 0: no divisor"
+  )
   truncate: bool = key(True, "yarn: bounds of the ramp are whole numbers")
   share: ranges.PositiveFraction = key(1.0, "rotated share of a head")
-  local: bool = key(False, "the rule is for local layers too, not for global ones alone")
+  local: bool = key(False, "True: the rule is for local layers too")
   layers_without: tuple[NonNegativeInt, ...] = key((), "layers without positions (SmolLM3)")
   query_beta: NonNegativeFloat = key(
     0.0, "queries times 1 + β log(1 + ⌊position / original_length⌋) (Ministral 3)"
@@ -40,7 +52,7 @@ class RopeConfig:
     ranges.check(self, "model.rope")
     lengths = self.rule in ("llama3", "yarn") or self.query_beta
     wrong = [
-      (lengths and not self.original_length, "{rule}, {query_beta} need {original_length} above 0"),
+      (lengths and not self.original_length, "{original_length} must be set: {rule}, {query_beta}"),
       (
         self.high_freq_factor <= self.low_freq_factor,
         "{high_freq_factor} must be above {low_freq_factor}",
@@ -56,14 +68,14 @@ class RouterConfig:
   scores: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts, from logits")
   choice_bias: Literal["none", "frozen"] = key(
     "none",
-    "on scores, for the choice alone | frozen: as published; no gradient reaches it, and RL has "
-    "too few tokens to balance loads anew",
+    "bias on scores, for the choice alone; frozen: the published values, without updates: no "
+    "gradient reaches them, and RL has too few tokens to balance loads anew",
   )
   groups: PositiveInt = key(1, "groups of neighbouring experts")
   groups_per_token: PositiveInt = key(1, "groups chosen per token, by their two best experts")
   scale: ranges.PositiveFloat = key(1.0, "factor on gate weights")
-  shared_width: NonNegativeInt = key(0, "F of experts for every token together; 0: none")
-  shared_gate: bool = key(False, "a sigmoid gate on them (Qwen2-MoE)")
+  shared_width: NonNegativeInt = key(0, "F, total width of shared experts; 0: none")
+  shared_gate: bool = key(False, "a sigmoid gate on shared experts (Qwen2-MoE)")
 
   def __post_init__(self):
     ranges.check(self, "model.router")
@@ -90,5 +102,5 @@ class MultipliersConfig:
   """Factors on activations (Granite)."""
 
   embedding: ranges.PositiveFloat = key(1.0, "on rows of the embedding")
-  residual: ranges.PositiveFloat = key(1.0, "on what attention and feed-forward layers add")
+  residual: ranges.PositiveFloat = key(1.0, "on outputs of attention and feed-forward layers")
   logits: ranges.PositiveFloat = key(1.0, "divisor of logits")

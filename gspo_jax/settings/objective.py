@@ -10,9 +10,9 @@ from gspo_jax import objectives as O
 from gspo_jax.settings import ranges
 from gspo_jax.settings.losses import (
   DYNAMIC,
-  DYNAMIC_OF_ALL,
   ESTIMATOR_NAMES,
   LOSS_NAMES,
+  SHARED_DYNAMIC,
   every_option,
   find_estimator,
   find_loss,
@@ -34,7 +34,9 @@ class AdaptiveClipConfig:
   """Clip ranges adapted to a target share of clipped tokens. docs/objectives.md"""
 
   target: FractionBelowOne = key(0.0, "share of clipped tokens; 0: fixed ranges")
-  gain: PositiveFloat = key(1.0, "change of log range, per iteration and distance to the target")
+  gain: PositiveFloat = key(
+    1.0, "change of the log range per iteration, over the clipped share less the target"
+  )
 
 
 FIXED = AdaptiveClipConfig()
@@ -48,8 +50,8 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionConfig:
-  """Importance weights against the mismatch of trainer and sampler: π_old over π of the sampler.
-  Unset: `level` is the loss's own, the others as in `objectives`."""
+  """Importance weights π_old / π_sampler, against the mismatch of trainer and sampler. If unset,
+  `level` is that of the loss's ratio, and bounds are the defaults of `objectives`."""
 
   name: Literal["none", "truncated", "masked"] = key(
     "none", "truncated: TIS | masked: MIS, and IcePop at level token"
@@ -74,14 +76,14 @@ class ObjectiveConfig:
     "and a pass measures the mismatch with the trainer, for external engines",
   )
   load_balance_coef: NonNegativeFloat = key(
-    0.0, "router auxiliary loss; none in RL: without rewards Adam would follow it alone"
+    0.0, "factor of the router's auxiliary loss; in RL 0: without advantages Adam follows it alone"
   )
   replay: Literal["none", "R2", "R3"] = key(
     "none", "Routing Replay: R2: experts of the recomputation | R3: experts of the sampler"
   )
   volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
   advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
-    None, "estimator of advantages; unset: by critic, teacher, ..., else the loss's published one"
+    None, "estimator of advantages; unset: by critic, teacher, ..., else as published with the loss"
   )
   kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups without advantages")
   reward_kl_coef: NonNegativeFloat = key(
@@ -90,7 +92,8 @@ class ObjectiveConfig:
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: PositiveFloat | None = key(
     None,
-    "largest divergence of responses with Â < 0, nats per token; others are masked; unset: no mask",
+    "largest divergence of responses with Â < 0, in nats per token; beyond it they are masked; "
+    "unset: no mask",
   )
   adaptive_clip: AdaptiveClipConfig = FIXED
 
@@ -105,28 +108,28 @@ class ObjectiveConfig:
     wrong = [
       (
         by_tokens != (self.segment_tokens is not None),
-        "{segment_unit}, {segment_tokens}: segments of so many tokens need both, with "
-        "segment_unit='tokens'",
+        "{segment_unit}, {segment_tokens}: segment_unit='tokens' needs segment_tokens, and other "
+        "units have none; change one of them",
       ),
       (
         ends is not None and (self.segment_unit != "step" or not all(ends) or not ends),
-        "{segment_delimiters}, {segment_unit}: delimiters, none of them empty, go with "
-        "segment_unit='step'",
+        "{segment_delimiters}, {segment_unit}: delimiters need segment_unit='step', and none is "
+        "empty",
       ),
       (
         self.clip_exponent and self.clip_length is None,
-        "{clip_exponent} needs objective.clip_length: the tokens of a response with the ranges "
-        "objective.clip_low and clip_high",
+        "{clip_exponent} needs objective.clip_length: the number of tokens of a response with "
+        "exactly objective.clip_low and clip_high",
       ),
       (
         self.adaptive_clip.target and not self.clip_range,
-        f"{{adaptive_clip.target}}: there is no clip range to move; {self.name} has none, or "
-        "clip_low and clip_high are 0",
+        f"{{adaptive_clip.target}}: there is no clip range to adapt: {self.name} has none, or "
+        "clip_low and clip_high are 0; set the target to 0",
       ),
       (
         self.replay == "R2" and self.old_logp == "sampler",
-        "{replay} replays the experts of the recomputation pass, and {old_logp} makes none: set "
-        "it to recompute, or replay to R3",
+        "{replay} replays the experts of the recomputation pass, and {old_logp} has no such pass: "
+        "set old_logp to recompute, or replay to R3",
       ),
       (
         "weight" not in self.loss.arguments
@@ -156,12 +159,12 @@ class ObjectiveConfig:
       ),
       (
         self.old_logp == "sampler",
-        "{correction.name} weighs by the trainer's old log-probs against the sampler's, and "
-        "{old_logp} takes the two to be equal: set it to recompute",
+        "{correction.name} weighs by the trainer's old log-probs less the sampler's, and "
+        "{old_logp} takes them to be equal: set old_logp to recompute",
       ),
       (
         self.old_logp == "behaviour" and correction.name == "truncated",
-        "{correction.name} multiplies by a weight already in the ratio of {old_logp}: set "
+        "{correction.name} multiplies by a weight, which ratios of {old_logp} already contain: set "
         "correction.name to masked or none, or old_logp to recompute",
       ),
     ]
@@ -173,18 +176,18 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    """Name of the estimator from a group's rewards, by default the loss's."""
+    """Name of the estimator of a group's rewards, by default the loss's."""
     named = find_estimator(self.advantage) if self.advantage else None
     return named.name if named is not None and named.of_group else self.loss.advantage
 
   @property
   def needs_reference(self) -> bool:
-    """Whether the run keeps the policy before RL."""
-    reads = self.loss.to_reference or "ref_logp_BT" in inspect.signature(self.loss).parameters
-    return bool(self.kl_coef or self.reward_kl_coef) or reads
+    """Whether the run keeps the policy before RL, as the reference."""
+    by_loss = self.loss.to_reference or "ref_logp_BT" in inspect.signature(self.loss).parameters
+    return bool(self.kl_coef or self.reward_kl_coef) or by_loss
 
   def options(self) -> dict[str, Any]:
-    """Set options of the loss; raises ValueError for options of other losses."""
+    """Returns the set options; raises ValueError for options of other losses."""
     declared = options_of(self.name, self.advantage)
     names = dict.fromkeys((*every_option(), *declared))
     values = {key: getattr(self, key) for key in names if getattr(self, key) is not None}
@@ -200,8 +203,8 @@ class ObjectiveConfig:
     return min((side for side in sides if side), default=0.0)
 
   def hyperparameters(self) -> dict[str, Any]:
-    """Arguments of compiled programs, for configurations of equal `static`."""
-    c, names = self.correction, DYNAMIC if self.name in LOSSES else DYNAMIC_OF_ALL
+    """Arguments of compiled programs, shared by configurations of equal `static`."""
+    c, names = self.correction, DYNAMIC if self.name in LOSSES else SHARED_DYNAMIC
     values = {k: v for k, v in self.options().items() if v and k in names}
     values |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
     if self.off_policy_threshold is not None:
@@ -210,7 +213,7 @@ class ObjectiveConfig:
 
   @property
   def static(self) -> "ObjectiveConfig":
-    """Static part of compiled programs: each hyperparameter is 1, or 2 for a range without 1."""
+    """Section for compiled programs: hyperparameters become 1 (dual_clip: 2)."""
     ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
     if "dual_clip" in ones:
@@ -227,7 +230,7 @@ class ObjectiveConfig:
 
 
 def section_kind(values: Any) -> type[ObjectiveConfig]:
-  """Returns ObjectiveConfig, with fields for options of the user's functions."""
+  """Returns ObjectiveConfig, with fields for options of a user's loss and estimator."""
   names = (
     [values.get(name) for name in ("name", "advantage")] if isinstance(values, Mapping) else []
   )
@@ -238,9 +241,9 @@ def section_kind(values: Any) -> type[ObjectiveConfig]:
 
 @functools.cache
 def _section_kind(loss: str | None, advantage: str | None) -> type[ObjectiveConfig]:
-  why = "an option of the user's own"
+  meaning = "an option of the user's function"
   kinds = option_kinds(loss or "", advantage)
-  fields = [(name, kind | None, key(None, why)) for name, kind in kinds.items()]
+  fields = [(name, kind | None, key(None, meaning)) for name, kind in kinds.items()]
   if not fields:
     return ObjectiveConfig
   return dataclasses.make_dataclass(
@@ -248,11 +251,11 @@ def _section_kind(loss: str | None, advantage: str | None) -> type[ObjectiveConf
   )
 
 
-def effective(section: Mapping[str, Any]) -> dict[str, Any]:
-  """Fills unset keys of an ObjectiveConfig.
+def fill_unset(section: Mapping[str, Any]) -> dict[str, Any]:
+  """Fills unset keys of the section `objective`, and removes `tuned`.
 
-  An option of the loss is the section's own key, else the value of this loss in `tuned` (a mapping
-  from loss to options), else the published default. So a loss set by a flag has its own ranges.
+  An unset option has the value of its loss in `tuned` (a mapping from loss to options), else the
+  published default. So a loss set by a flag has its own ranges.
   """
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")

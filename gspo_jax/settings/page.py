@@ -31,13 +31,13 @@ class Key(NamedTuple):
   name: str  # Dotted name.
   default: Any
   kind: Any  # Type, with its range.
-  why: str
+  meaning: str
 
 
 def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, list[Key]]]:
-  """Yields path, defaults and keys of each section, with `NAME` for entries.
+  """Yields path, values and keys of each section. Entries of a mapping have the name NAME.
 
-  section: a configuration, by default of all defaults.
+  section: a configuration, None for RunConfig().
   """
   section = RunConfig() if section is None else section
   keys, inner = [], []
@@ -49,18 +49,18 @@ def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, li
     elif typing.get_origin(kind) is dict:
       inner += sections(typing.get_args(kind)[1](), f"{name}.NAME.")
     else:
-      keys.append(Key(name, value, kind, field.metadata["why"]))
+      keys.append(Key(name, value, kind, field.metadata["meaning"]))
   yield path.rstrip("."), section, keys
   yield from inner
 
 
 def by_name() -> dict[str, Key]:
-  """All keys, by name."""
+  """All keys, by dotted name."""
   return {key.name: key for _, _, keys in sections() for key in keys}
 
 
 def page() -> str:
-  """The text of docs/keys.md."""
+  """Writes the text of docs/keys.md."""
   lines = [HEAD]
   for path, section, keys in sections():
     about = " ".join((type(section).__doc__ or "").split())
@@ -68,9 +68,14 @@ def page() -> str:
     lines += [f"## `{path}`\n" if path else "## The run\n", f"{about}\n"]
     lines += ["| key | default | may be | |", "| --- | --- | --- | --- |"]
     for key in keys:
-      why = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", key.why)
-      default = "unset" if key.default is None else f"`{shown(key.default)}`"
-      cells = [f"`{key.name.removeprefix(f'{path}.')}`", default, ranges.describe(key.kind), why]
+      meaning = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", key.meaning)
+      default = "unset" if key.default is None else f"`{format_value(key.default)}`"
+      cells = [
+        f"`{key.name.removeprefix(f'{path}.')}`",
+        default,
+        ranges.describe(key.kind),
+        meaning,
+      ]
       lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     lines.append("")
   return "\n".join(lines).rstrip() + "\n"
@@ -84,7 +89,7 @@ def words(kind: Any) -> tuple[str, ...]:
   return next((name.words for name in names), ())
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
   """Formats a value for the command line."""
   return value if value and isinstance(value, str) else '""' if value == "" else str(value)
 

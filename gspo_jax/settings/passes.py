@@ -1,7 +1,7 @@
 """Passes without gradient over an iteration's mini-batches, before its updates.
 
-The training loop, the bound on memory, the count of operations, the dry run and `aot` read this
-list. The program of a pass is in train.py's `make_passes`.
+The training loop, the bound on memory, the count of operations, the dry run and `aot` read the list
+of `iteration_passes`. The program of a pass is in train.py's `make_passes`.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ TRAINED = ("policy", "critic")  # Parameters changed by updates.
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """Pass with the names of its parameters, and the fields of TrainBatch that it computes."""
+  """A pass, with its parameters and the fields that it computes."""
 
   name: str
-  reads: tuple[str, ...]
-  fills: tuple[str, ...]
+  reads: tuple[str, ...]  # Names of parameters.
+  fills: tuple[str, ...]  # Fields of TrainBatch.
   model: str = "policy"  # Model of its operations: "policy" or "teacher".
 
 
 def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
-  """The passes of an iteration, in their order."""
+  """Returns the passes of an iteration, in their order."""
   passes = []
   # Without a pass, the old policy is the sampler's.
   if c.objective.old_logp == "recompute":
@@ -43,8 +43,8 @@ def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
   return tuple(passes)
 
 
-def anchor(c: RunConfig) -> str:
-  """Describes the old policy of ratios, "" if it is unambiguous.
+def describe_old_policy(c: RunConfig) -> str:
+  """Describes the old policy of importance ratios, "" if it is unambiguous.
 
   With lag or carried-over responses, the sampler's weights are older than those before the updates.
   """
@@ -53,9 +53,9 @@ def anchor(c: RunConfig) -> str:
   older = f"up to {c.rl.lag} iterations older" if c.rl.lag else "older for carried-over tokens"
   policy, note, correction = f"the sampling weights, {older}", "", c.objective.correction.name
   if c.objective.old_logp == "recompute":
-    policy = f"the policy before an iteration's updates, and not to {policy}"
-    note = f"; the rest is left to objective.correction.name={correction}"
-  return f"objective.old_logp={c.objective.old_logp}: ratios and clipping are to {policy}{note}"
+    policy = f"the policy before an iteration's updates, not {policy}"
+    note = f"; the difference between these is left to objective.correction.name={correction}"
+  return f"objective.old_logp={c.objective.old_logp}: the old policy of ratios is {policy}{note}"
 
 
 def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
@@ -71,8 +71,11 @@ def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
   return " ".join(f"engine.{k}={v}" for k, v in types.items() if v not in (None, "", trainer))
 
 
-def frozen(c: RunConfig, teacher: ModelConfig | None) -> dict[str, ModelConfig]:
-  """Models of the frozen parameters of passes, by name; teacher=None leaves it out."""
+def frozen_models(c: RunConfig, teacher: ModelConfig | None) -> dict[str, ModelConfig]:
+  """Configurations of models with frozen parameters, by the parameters' names in passes.
+
+  teacher: None excludes the teacher.
+  """
   models = dict(policy=c.model, teacher=teacher)
   read = {
     name: models[p.model] for p in iteration_passes(c) for name in p.reads if name not in TRAINED

@@ -3,14 +3,14 @@
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   slots: NonNegativeInt = key(0, "responses decoded at once; 0: all of a batch")
-  prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "tokens of a device at once")
+  prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "tokens prefilled per device")
   cache_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of keys and values")
-  window: Annotated[float, Range(0, 60, why="nobody waits for longer")] | None = key(None, "...")
+  window: Annotated[float, Range(0, 60, reason="nobody waits for longer")] | None = key(None, "...")
 
   def __post_init__(self):
     ranges.check(self, "engine")
 
-The first check of a section refuses numbers without a range.
+The first check of a section raises TypeError for a number without a range.
 """
 
 import dataclasses
@@ -31,38 +31,38 @@ TINY = 2.0**-126  # Smallest normal float32; devices flush smaller numbers to 0.
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def key(default: Any, why: str) -> Any:
-  """Field of a section with its default and its unit or meaning."""
+def key(default: Any, meaning: str) -> Any:
+  """Declares a key, with its default and its meaning or unit."""
   if isinstance(default, dict):
-    return dataclasses.field(default_factory=default.copy, metadata=dict(why=why))
-  return dataclasses.field(default=default, metadata=dict(why=why))
+    return dataclasses.field(default_factory=default.copy, metadata=dict(meaning=meaning))
+  return dataclasses.field(default=default, metadata=dict(meaning=meaning))
 
 
-def required(why: str) -> Any:
-  """Field of a section without a default."""
-  return dataclasses.field(metadata=dict(why=why))
+def required(meaning: str) -> Any:
+  """Declares a key without a default."""
+  return dataclasses.field(metadata=dict(meaning=meaning))
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers from `low` to `high`, without those in `excluded`, and with `also`.
+  """Numbers from `low` to `high` except `excluded`; `also` is permitted outside the range.
 
-  Floats are compared as float32 too, their dtype on the devices, and so are the bounds then. `why`
-  is added to error messages.
+  Floats must lie in the range as they are, and after rounding to float32, their dtype on devices.
+  `reason` is added to error messages.
   """
 
   low: float
   high: float
   excluded: tuple[float, ...] = ()
   also: float | None = None
-  why: str = ""
+  reason: str = ""
 
   def __contains__(self, value: float) -> bool:
     if not isinstance(value, numbers.Real):
       return False
     exact = self.low, value, self.high
-    triples = exact, tuple(map(_float32, exact))
-    inside = all(low <= x <= high and x not in self.excluded for low, x, high in triples)
+    rounded = tuple(map(_float32, exact))
+    inside = all(low <= x <= high and x not in self.excluded for low, x, high in (exact, rounded))
     return (inside and (not value or abs(value) >= TINY)) or value == self.also
 
   def __str__(self) -> str:
@@ -71,12 +71,12 @@ class Range:
     text = f"{low} {_written(self.low)} and {high} {_written(self.high)}"
     if self.also is not None:
       text += f", or {_written(self.also)}"
-    return f"{text}: {self.why}" if self.why else text
+    return f"{text}: {self.reason}" if self.reason else text
 
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-  """One of `words`, or a `package.module:function` of the user's own."""
+  """One of `words`, or a user's function as `package.module:function`."""
 
   words: tuple[str, ...]
 
@@ -89,7 +89,7 @@ class Name:
     )
 
 
-# Counts above a million are typing errors, unless their key has a larger Range.
+# Counts above a million are taken for typing errors, unless their key has a larger Range.
 PositiveInt = Annotated[int, Range(1, 1_000_000)]
 NonNegativeInt = Annotated[int, Range(0, 1_000_000)]
 PositiveFloat = Annotated[float, Range(0, 1e6, excluded=(0,))]
@@ -97,7 +97,7 @@ NonNegativeFloat = Annotated[float, Range(0, 1e6)]
 Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
-Temperature = Annotated[float, Range(0.01, 100, also=0)]  # Divides logits.
+Temperature = Annotated[float, Range(0.01, 100, also=0)]  # Divisor of logits; 0: greedy.
 Workers = Annotated[int, Range(0, 1024)]  # Processes or threads.
 Seconds = Annotated[float, Range(0, 86_400)]
 PositiveSeconds = Annotated[float, Range(0, 86_400, excluded=(0,))]
@@ -107,7 +107,7 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 def check(section: Any, name: str) -> None:
   """Raises ValueError if a field does not fit its type.
 
-  name: the section's, before its keys in the message.
+  name: name of the section, the prefix of its keys in messages.
   """
   for field, kind in kinds(type(section)).items():
     check_value(kind, getattr(section, field), f"{name}.{field}")
@@ -121,16 +121,16 @@ def check_value(kind: Any, value: Any, key: str) -> None:
       check_value(arguments[0], entry, key)
   if _optional(origin) and value is not None:
     check_value(arguments[0], value, key)
-  words = arguments if origin is Literal else arguments[1] if origin is Annotated else None
-  if isinstance(words, tuple | Name) and value not in words:
-    choices = words.words if isinstance(words, Name) else words
+  permitted = arguments if origin is Literal else arguments[1] if origin is Annotated else None
+  if isinstance(permitted, tuple | Name) and value not in permitted:
+    choices = permitted.words if isinstance(permitted, Name) else permitted
     hint = did_you_mean(str(value), map(str, choices))
     raise ValueError(f"{key}={value!r} is not {describe(kind)}{hint}")
-  if isinstance(words, Range) and value not in words:
+  if isinstance(permitted, Range) and value not in permitted:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
-    raise ValueError(f"{key}={value!r} must be {words}{as_float32}")
+    raise ValueError(f"{key}={value!r} must be {permitted}{as_float32}")
   if kind is str and "\0" in value:
-    raise ValueError(f"{key}={value!r} must not hold NUL")
+    raise ValueError(f"{key}={value!r} must not contain NUL")
   if kind is str and value.encode(errors="replace").decode() != value:
     raise ValueError(f"{key}={value!r} must be UTF-8")
 
@@ -138,7 +138,7 @@ def check_value(kind: Any, value: Any, key: str) -> None:
 def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
   """Raises ValueError with the message of the first true condition.
 
-  path: the section's, before its keys in the message.
+  path: path of the section, the prefix of its keys in messages.
   """
   for condition, message in wrong:
     if condition:
@@ -148,7 +148,8 @@ def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
 def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) -> str:
   """Fills a message: {key} becomes `path.key=value`, {key:} the value.
 
-  others: further objects for the first part of a dotted key, each with its own path.
+  others: path and object by name. A key that begins with a name is looked up in its object:
+  {x.limit} is `limit` of the object `x`.
   """
 
   def text(match: re.Match[str]) -> str:
@@ -169,7 +170,7 @@ def look_up(section: Any, key: str) -> Any:
 
 
 def describe(kind: Any) -> str:
-  """Describes the values of a type in words."""
+  """Describes the permitted values of a type in words."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated and arguments[0] is str:
     return str(arguments[1])
@@ -201,7 +202,7 @@ def kinds(section: type) -> dict[str, Any]:
 
 
 def plain(kind: Any) -> type:
-  """Python type of a key's values, str for words, without None."""
+  """Python type of values: str for words, X for `X | None`."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if _optional(origin) or origin is Annotated:
     return plain(arguments[0])

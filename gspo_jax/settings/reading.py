@@ -1,4 +1,4 @@
-"""Builds the configuration from nested dicts."""
+"""Builds configurations from nested dicts."""
 
 import dataclasses
 import difflib
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspo_jax.settings import ranges, rules
-from gspo_jax.settings.objective import ObjectiveConfig, effective, section_kind
+from gspo_jax.settings.objective import ObjectiveConfig, fill_unset, section_kind
 from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
 
-# Keys by their names in TRL (GRPOConfig) and verl.
+# Our keys by their names in TRL (GRPOConfig) and verl.
 OTHER_NAMES = dict(
   adv_estimator="objective.advantage",
   batch_size="rl.prompts",
@@ -72,11 +72,11 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
   """Builds a configuration, without checking rules between keys."""
   if isinstance(values.get("objective"), Mapping):
     kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
-    values = dict(values) | dict(objective=effective(section))
+    values = dict(values) | dict(objective=fill_unset(section))
     for loss, options in section.get("tuned", {}).items():
       for option, value in options.items():
         _convert(kinds[option], value, f"objective.tuned.{loss}.{option}")
-  return derived(_build(RunConfig, values, ""))
+  return fill_lengths(_build(RunConfig, values, ""))
 
 
 def default() -> RunConfig:
@@ -84,10 +84,10 @@ def default() -> RunConfig:
   return from_dict(dataclasses.asdict(RunConfig()))
 
 
-def derived(config: RunConfig) -> RunConfig:
+def fill_lengths(config: RunConfig) -> RunConfig:
   """Replaces unset lengths (0) by lengths from other keys."""
-  new = config.sampling.max_new_tokens
-  window = config.data.max_prompt_tokens + new
+  new_tokens = config.sampling.max_new_tokens
+  window = config.data.max_prompt_tokens + new_tokens
 
   def fill(section: Any, **lengths: int) -> Any:
     unset = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
@@ -96,8 +96,8 @@ def derived(config: RunConfig) -> RunConfig:
   return dataclasses.replace(
     config,
     sft=fill(config.sft, max_tokens=window),
-    reward=fill(config.reward, overlong_max=new),
-    eval=fill(config.eval, max_new_tokens=new),
+    reward=fill(config.reward, overlong_max=new_tokens),
+    eval=fill(config.eval, max_new_tokens=new_tokens),
   )
 
 
@@ -115,18 +115,20 @@ def kind_of(key: str) -> Any:
 
 
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
-  """Error message for an unknown key, with suggestions.
+  """Returns the error message for an unknown key, with suggestions.
 
-  These are another library's name, a similar key of the section, or keys of this name elsewhere.
+  Suggested are our key for another library's name, a similar key of the section, or keys of this
+  name in other sections.
 
-  path: section of the key with a dot, or "".
+  path: path of the key's section and a dot, or "".
+  keys: keys of the section.
   """
   elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == key]
   near = [path + name for name in difflib.get_close_matches(key, keys, n=1)]
   if near := OTHER_NAMES.get(key, "").split() or near or elsewhere:
     hint = f"did you mean {' or '.join(near)}?"
   else:
-    hint = f"there are {', '.join(keys) or 'none'}"
+    hint = f"the section has {', '.join(keys) or 'none'}"
   return f"unknown config key {path}{key}; {hint}"
 
 
@@ -140,7 +142,7 @@ def _dotted(section: type, path: str = "") -> Iterator[str]:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
-  """Builds a section, recursively; `path` is the prefix of its keys, for messages."""
+  """Builds a section, recursively; `path` prefixes its keys in messages."""
   cls = section_kind(values) if cls is ObjectiveConfig else cls
   kinds = ranges.kinds(cls)
   key = path.rstrip(".")
@@ -164,7 +166,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     return None if value is None else _convert(arguments[0], value, key)
   plain = ranges.plain(kind)
   accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
-  # In Python True is an int, but not here.
+  # Python's True is an int; a number is expected, not a bool.
   if not isinstance(value, accepted) or (isinstance(value, bool) and plain is not bool):
     raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
   if kind is dict:  # Any JSON object.

@@ -1,4 +1,4 @@
-"""Sections `reward` and `constraints`: verifiers, additions to their rewards, and costs."""
+"""Sections `reward` and `constraints`: verifiers, additions to rewards, and costs."""
 
 import dataclasses
 import re
@@ -27,7 +27,8 @@ VERIFIERS = {  # Imported if a configuration names them.
 }
 
 
-LARGEST = 1e15  # Absolute value of rewards: squares of their differences are finite in float32.
+# Largest absolute value of rewards: squares of differences are finite in float32.
+LARGEST_REWARD = 1e15
 
 
 TimeLimit = Annotated[float, Range(0.01, 86_400)]
@@ -38,8 +39,8 @@ class RewardConfig:
   """The verifier or reward function, and additions to its reward. docs/rewards.md"""
 
   name: Annotated[str, Name((*VERIFIERS,))] = key("arithmetic", "verifier of responses")
-  right_from: Annotated[float, Range(-LARGEST, LARGEST)] | None = key(
-    None, "smallest reward of a right response; unset: 1, of environments: above 0"
+  right_from: Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)] | None = key(
+    None, "smallest reward of a right response; unset: 1, or above 0 with an environment"
   )
   workers: Workers = key(0, "verifying processes; math and code need at least 1")
   time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
@@ -64,8 +65,8 @@ class RewardConfig:
   partial: Fraction = key(0.0, "recurrence: part of the reward given by the share of right lines")
   per_line: bool = key(
     False,
-    "True: a reward (as of partial, 0 being 1) and noise for each line; needs a verifier of lines: "
-    "recurrence",
+    "recurrence: True: a reward, and noise, for each line; right lines share `partial` of the "
+    "reward, or all of it if partial is 0",
   )
 
   def __post_init__(self):
@@ -78,19 +79,19 @@ class RewardConfig:
         "{format_weight} needs reward.format=think or think_answer",
       ),
       (
-        self.overlong_weight and self.wrong_buffer,
-        f"{{overlong_weight}} needs a buffer: {self.wrong_buffer}",
+        self.overlong_weight and self.buffer_error,
+        f"{{overlong_weight}} needs a buffer: {self.buffer_error}",
       ),
     ]
     ranges.refuse(self, "reward", wrong)
 
   @property
   def threshold(self) -> float:
-    """Smallest value of a right response."""
+    """Smallest reward of a right response."""
     return 1.0 if self.right_from is None else self.right_from
 
   @property
-  def wrong_buffer(self) -> str:
+  def buffer_error(self) -> str:
     """Describes an invalid overlong buffer, "" if it is valid."""
     if 0 < self.overlong_buffer <= (self.overlong_max or self.overlong_buffer):
       return ""
@@ -100,12 +101,12 @@ class RewardConfig:
     )
 
 
-# Signals of the response itself: number of tokens; 1 if truncated; position in the overlong buffer
-# (0 to 1); 1 if it has the format, the text or the token.
-SHOWN = ("length", "truncated", "overlong", "format", "text", "token")
+# Signals without a verifier: number of tokens; 1 if truncated; position in the overlong buffer,
+# between 0 and 1; 1 if the response has the format, the text or the token.
+RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
 
-SIGNALS = Name(("", *SHOWN, *VERIFIERS))
+SIGNALS = Name(("", *RESPONSE_SIGNALS, *VERIFIERS))
 
 
 Number = Annotated[float, Range(-1e6, 1e6)]
@@ -120,7 +121,7 @@ class RewardSignal:
   token: Annotated[int, Range(0, INT32)] = key(
     0, "signal=token: 1 for a response with this token id"
   )
-  weight: Number = key(0.0, "weight of the value, standardised in its group; 0: unused")
+  weight: Number = key(0.0, "weight of the number, standardised in its group; 0: unused")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,18 +174,18 @@ class ConstraintConfig:
       wrong = [
         (
           not entry.signal,
-          f"{{{switch}}} needs {path}.signal, where its number comes from: {SIGNALS}",
+          f"{{{switch}}} needs {path}.signal, the source of its number: {SIGNALS}",
         ),
         (
           (entry.signal == "text") != bool(entry.text),
-          "{text}, {signal}: a text is what signal='text' looks for, and it needs one; set both or "
-          "neither",
+          "{text}, {signal}: signal='text' looks for the text, and no other signal does; set both "
+          "or neither",
         ),
         (
           entry.signal != "token" and entry.token,
-          "{token}, {signal}: set it to 0, or signal to token",
+          "{token}, {signal}: set token to 0, or signal to token",
         ),
-        (is_cost and entry.initial > entry.most, "{initial} is above {most}"),
+        (is_cost and entry.initial > entry.most, "{initial} must be at most {most}"),
       ]
       ranges.refuse(entry, path, wrong if _active(entry) else [])
     twice = min({*self.active_rewards} & {*self.active_costs}, default="")
@@ -196,13 +197,13 @@ class ConstraintConfig:
       ),
       (
         self.enabled and not (self.reward_weight or self.active_rewards),
-        "{reward_weight}: no reward is left; set it, or a weight",
+        "{reward_weight}: no reward is left; set it above 0, or the weight of a further reward",
       ),
     ]
     ranges.refuse(self, "constraints", wrong)
 
   def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
-    """Section, name and signal of all entries, unused ones too."""
+    """Returns section, name and signal of all entries, unused ones too."""
     rewards = [("rewards", name, signal) for name, signal in self.rewards.items()]
     return rewards + [("costs", name, signal) for name, signal in self.costs.items()]
 
@@ -226,18 +227,18 @@ class ConstraintConfig:
 
   @property
   def enabled(self) -> bool:
-    """Whether advantages have further signals."""
+    """Whether there are further rewards or costs."""
     return bool(self.signals)
 
   @property
   def verifiers(self) -> list[str]:
-    """Names of the verifiers of signals."""
-    return sorted({x.signal for x in self.signals.values()} - {*SHOWN})
+    """Names of the signals' verifiers."""
+    return sorted({x.signal for x in self.signals.values()} - {*RESPONSE_SIGNALS})
 
 
 def needs_workers(verifier: str) -> bool:
   """Whether a verifier runs in worker processes."""
-  return verifier not in ("", "arithmetic", "recurrence", "string", *SHOWN)
+  return verifier not in ("", "arithmetic", "recurrence", "string", *RESPONSE_SIGNALS)
 
 
 def _active(signal: RewardSignal | CostSignal) -> bool:
@@ -245,7 +246,7 @@ def _active(signal: RewardSignal | CostSignal) -> bool:
 
 
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """Section `reward` of another verifier, without additions and noise."""
+  """Section `reward` for another verifier, without additions and noise."""
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0
   return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)

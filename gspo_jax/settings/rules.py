@@ -17,12 +17,18 @@ from gspo_jax import objectives as O
 from gspo_jax.settings import estimators, ranges
 from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.losses import options_of
-from gspo_jax.settings.rewards import SHOWN, VERIFIERS, CostSignal, RewardSignal, needs_workers
+from gspo_jax.settings.rewards import (
+  RESPONSE_SIGNALS,
+  VERIFIERS,
+  CostSignal,
+  RewardSignal,
+  needs_workers,
+)
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.settings.sampling import MOST_KEPT, SamplingConfig
+from gspo_jax.settings.sampling import MAX_CANDIDATES, SamplingConfig
 from gspo_jax.settings.training import OptimizerConfig
 
-JUDGES = {  # Verifiers of this package that can accept responses to an embedded task.
+TASK_VERIFIERS = {  # Verifiers of this package that can accept responses to an embedded task.
   "arithmetic": ("arithmetic", "math", "string"),
   "calculator": ("arithmetic", "math", "string"),
   "recurrence": ("recurrence",),
@@ -36,15 +42,15 @@ class DataFacts:
 
   prompts: int = 0  # Prompts to sample responses to; 0 if nothing is sampled.
   recorded: int = 0  # Groups of recorded responses, for job=offline.
-  demonstrations: int = 0  # Demonstrations of the cold start; 0 without one.
+  demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
   # Share of the answers that fit into a response, by the key of their source.
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Most frequent golds.
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Most frequent gold answers.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
-  memory_mb: int = 2**30
-  processes: int = 1
-  has_tokenizer: bool = False  # Whether the weights come with a tokenizer.
+  memory_mb: int = 2**30  # Memory of this machine.
+  processes: int = 1  # Processes of JAX.
+  has_tokenizer: bool = False  # Whether the weights include a tokenizer.
 
 
 class Rule(NamedTuple):
@@ -52,11 +58,11 @@ class Rule(NamedTuple):
 
   message: str
   wrong: Callable[[RunConfig], bool]
-  shown_by: str
+  shown_by: str  # Place that shows the need of the rule.
 
 
 class EntryRule(NamedTuple):
-  """Rule for each entry of `entries`, by its path; {x.limit} in the message is of the entry."""
+  """Rule for each of `entries`, by their paths. In the message {x.limit} is a key of the entry."""
 
   message: str
   entries: Callable[[RunConfig], Mapping[str, Any]]
@@ -73,7 +79,7 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys that must have their defaults while `off` holds; a section stands for all its keys."""
+  """Keys without effect while `off` is true: changing one is an error. A section means its keys."""
 
   keys: str
   message: str  # Follows `key=value`.
@@ -83,11 +89,11 @@ class Unused(NamedTuple):
 
 def tasks(spec: str) -> list[str]:
   """Names the embedded tasks among the sources of data."""
-  return re.findall(rf"(?:^|,)\s*({'|'.join(JUDGES)}):", spec)
+  return re.findall(rf"(?:^|,)\s*({'|'.join(TASK_VERIFIERS)}):", spec)
 
 
 def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
-  """Sources with judged responses: each with its verifier, by its key."""
+  """Pairs of data and verifier of the scored sources, by key."""
   default = c.environment.name or c.reward.name
   sources = {key: (b.data, b.reward or default) for name, b, key in c.benchmarks() if name}
   if c.job != "sft":
@@ -97,16 +103,16 @@ def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
   return sources
 
 
-def _is_unjudged(c: RunConfig, source: tuple[str, str]) -> bool:
+def _is_never_right(c: RunConfig, source: tuple[str, str]) -> bool:
   """Whether no response to a task of the source can be right."""
   spec, verifier = source
   if verifier == "calculator":
     return "recurrence" in tasks(spec)
-  return verifier in VERIFIERS and any(verifier not in JUDGES[task] for task in tasks(spec))
+  return verifier in VERIFIERS and any(verifier not in TASK_VERIFIERS[task] for task in tasks(spec))
 
 
 def _lengths(c: RunConfig) -> dict[str, int]:
-  """Minimal lengths of the model's window, by their keys."""
+  """Lengths to fit into the model's window, by their keys."""
   new = {"sampling": c.sampling.max_new_tokens, "eval": c.eval.max_new_tokens}
   names = {f"data.max_prompt_tokens + {key}.max_new_tokens": n for key, n in new.items()}
   windows = {name: c.data.max_prompt_tokens + n for name, n in names.items()}
@@ -114,13 +120,13 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 
 def _closest_figure(c: RunConfig) -> dict[str, str]:
-  """Maps the evaluation's figure closest to checkpoint.best to its value."""
+  """Maps the most similar metric's name to checkpoint.best."""
   best, figures = c.checkpoint.best, c.eval.figures()
   return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
 
 
 def _is_no_figure(c: RunConfig, best: str) -> bool:
-  """Whether `best` is no figure of evaluations; environments add their own."""
+  """Whether `best` is no metric of evaluations or environments."""
   unknown = best not in c.eval.figures() and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
 
@@ -138,8 +144,8 @@ def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
 
 
 def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether a cost's limit lies outside the range of its mean; functions have any range."""
-  if not isinstance(cost, CostSignal) or cost.signal not in (*SHOWN, *VERIFIERS):
+  """Whether a cost's limit lies outside its mean's possible range."""
+  if not isinstance(cost, CostSignal) or cost.signal not in (*RESPONSE_SIGNALS, *VERIFIERS):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
   at_least, moves = cost.bound == "at_least", cost.rate or cost.gain
@@ -147,19 +153,19 @@ def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
 
 
 def _optimizers(c: RunConfig) -> dict[str, OptimizerConfig]:
-  """Used optimizers."""
+  """Optimizers in use, by section."""
   used = {"sft_optimizer": "sft" in c.job, "rl_optimizer": c.has_iterations}
   return {name: getattr(c, name) for name, uses in used.items() if uses}
 
 
 def _updates(c: RunConfig, optimizer: OptimizerConfig) -> int:
-  """Number of updates by one of `_optimizers`."""
+  """Number of updates by an optimizer of `_optimizers`."""
   iterations = c.rl.iterations - c.critic.warmup
   return c.sft.steps if optimizer is c.sft_optimizer else iterations * c.rl.updates
 
 
 def _other_runs(c: RunConfig) -> dict[str, str]:
-  """Paths of weights and teacher, by key."""
+  """Paths of initial weights and teacher, by key."""
   paths = {"weights": c.weights, "distillation.teacher": c.distillation.teacher}
   return {key: path for key, path in paths.items() if path}
 
@@ -171,7 +177,7 @@ def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
 
 
 def _has_foreign_range(c: RunConfig) -> bool:
-  """Whether ratios per response have a range for tokens, or vice versa."""
+  """Whether responses' ratios have tokens' clip range, or the reverse."""
   widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
@@ -179,7 +185,7 @@ def _has_foreign_range(c: RunConfig) -> bool:
 
 
 def _never_finishes(c: RunConfig) -> bool:
-  """Whether the longest response is too old before it is finished."""
+  """Whether a response of full length becomes too old to finish."""
   if not (c.rl.max_age and c.rl.token_budget):
     return False
   iterations = math.ceil(c.rl.rows * c.sampling.max_new_tokens / c.rl.token_budget)
@@ -187,6 +193,7 @@ def _never_finishes(c: RunConfig) -> bool:
 
 
 def _is_one_segment(c: RunConfig) -> bool:
+  """Whether every response is a single segment."""
   o = c.objective
   turns = o.segment_unit in (None, "turn") and not c.environment.name
   tokens = o.segment_unit == "tokens" and (o.segment_tokens or 0) >= c.sampling.max_new_tokens
@@ -216,8 +223,8 @@ UNUSED = (
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
     "objective.reward_kl_coef environment.name reward.per_line rl.extra_prompts rl.token_budget "
     "data.query_set.extra_rounds distillation.teacher",
-    "does not go with {job}: recorded responses are single turns of one reward, and nothing else "
-    "is known of their sampler", lambda c: c.job == "offline", "test_offline"),
+    "cannot be used with {job}: recorded responses are single turns with one reward, and without "
+    "data of their sampler", lambda c: c.job == "offline", "test_offline"),
   Unused("rl.max_age", "has no effect, since nothing is carried over", lambda c: not c.rl.partial,
     "test_partial_rollouts"),
   Unused("schedule", "has no effect with {job}, only with job=rl", lambda c: "rl" not in c.job,
@@ -230,13 +237,13 @@ UNUSED = (
     "reward.partial reward.per_line", "has no effect, since {environment.name} gives the rewards",
     lambda c: bool(c.environment.name), "test_rules: an overlong punishment of conversations"),
   Unused("environment.max_turns environment.workers environment.token_cost environment.call_cost "
-    "environment.charge", "has no effect, since {environment.name} leaves responses of one turn",
+    "environment.charge", "has no effect without an environment: {environment.name}",
     lambda c: not c.environment.name, "CHANGELOG: max_turns did nothing"),
   Unused("environment.charge", "has no effect without environment.token_cost or call_cost",
     lambda c: not c.environment.costs, "test_costs"),
   Unused("objective.clip_length", "has no effect without objective.clip_exponent",
     lambda c: not c.objective.clip_exponent, "CHANGELOG: options of a loss did nothing"),
-  Unused("objective.off_policy_threshold", "has no effect: responses with Â < 0 teach nothing here",
+  Unused("objective.off_policy_threshold", "has no effect: responses with Â < 0 are not trained on",
     lambda c: c.objective.advantage == "best" or c.objective.name == "rft", "test_epochs"),
   Unused("objective.kl_groups", "has no effect without objective.kl_coef",
     lambda c: not c.objective.kl_coef, "CHANGELOG: options of a loss did nothing"),
@@ -245,9 +252,9 @@ UNUSED = (
   Unused("objective.load_balance_coef objective.replay",
     "has no effect, since {model.num_experts} leaves nothing to route",
     lambda c: not c.model.num_experts, "test_epochs"),
-  Unused("data.checks", "is of the teacher of calculator, and {data.train} has another",
+  Unused("data.checks", "is for demonstrations of calculator, and {data.train} has none",
     lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
-  Unused("data.skipped_work", "is of the teacher of arithmetic, and {data.train} has another",
+  Unused("data.skipped_work", "is for demonstrations of arithmetic, and {data.train} has none",
     lambda c: bool(c.data.train) and "arithmetic:" not in c.data.train, "test_costs"),
 )
 
@@ -255,42 +262,42 @@ RECORDED = " and ".join(name for name, loss in O.POLICY_LOSSES.items() if loss.r
 
 INVALID: tuple[Rule | EntryRule, ...] = (
   # Sizes and lengths.
-  Rule("{rl.prompts} does not divide into {rl.minibatches}: groups stay whole",
+  Rule("{rl.prompts} does not divide into {rl.minibatches}, and groups are not split",
     lambda c: c.rl.prompts % c.rl.minibatches != 0, "test_main: a reshape fails"),
   Rule("rl.prompts × rl.group_size = {rl.rows:} rows do not divide into {rl.minibatches} × "
     "{rl.microbatches}", lambda c: c.rl.rows % (c.rl.minibatches * c.rl.microbatches) != 0,
     "test_main: a reshape fails"),
   Rule("{sft.batch} does not divide into {sft.microbatches}",
     lambda c: c.sft.batch % c.sft.microbatches != 0, "test_main: a reshape fails"),
-  EntryRule("{x} exceed {model.max_position_embeddings}", _lengths,
+  EntryRule("{x} exceed {model.max_position_embeddings}; lower a length", _lengths,
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
   Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; set it to 0 for all",
     lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "test_truncated_sampling"),
-  Rule("{rl.packed} saves empty micro-batches; set rl.microbatches above 1, or packed to "
-    "False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
+  Rule("{rl.packed} saves time by leaving micro-batches empty; set rl.microbatches above 1, or "
+    "packed to False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
-  Rule("{sft.steps}: {job} begins with a cold start; set job=rl to go without",
+  Rule("{sft.steps}: {job} begins with a cold start; set sft.steps above 0, or set job=rl",
     lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
-  Rule("{environment.workers}, {distributed}: hosts would come to different orders; set "
+  Rule("{environment.workers}, {distributed}: hosts would see turns end in different orders; set "
     "environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
     "test_rules"),
-  Rule("{rollout_mesh.fsdp}, {distributed}, {engine.name}: a second mesh is of one process and of "
-    "its own engine; set rollout_mesh.fsdp to 0", lambda c: c.rollout_mesh.fsdp != 0
+  Rule("{rollout_mesh.fsdp}, {distributed}, {engine.name}: the sampler's own mesh needs a single "
+    "process and the local engine; set rollout_mesh.fsdp to 0", lambda c: c.rollout_mesh.fsdp != 0
     and (c.distributed or c.engine.name == "server"), "test_pipeline"),
   # Verifiers and data.
-  EntryRule("{path:}: no response is right, for source and verifier {x:}; set reward.name to the "
-    "verifier of the task", _sources, _is_unjudged, "CHANGELOG: rewards of 0"),
+  EntryRule("{path:}: no response is right with source and verifier {x:}: name the task's verifier",
+    _sources, _is_never_right, "CHANGELOG: rewards of 0"),
   Rule("{sampling.stop_strings}: an empty text ends every turn at once; leave it out",
     lambda c: "" in c.sampling.stop_strings, "CHANGELOG: responses of no token"),
   # Evaluations and checkpoints.
-  EntryRule("{checkpoint.best} is no figure of the evaluation; did you mean {path:}?",
+  EntryRule("{checkpoint.best} is no metric of the evaluation; did you mean {path:}?",
     _closest_figure, _is_no_figure, "CHANGELOG: an error after the first evaluation"),
   Rule("{eval.temperature}, {eval.top_k}, {eval.top_p}: all greedy responses to a problem are "
     "equal; set eval.samples (and those of benchmarks) to 1, or temperature above 0",
     lambda c: c.job != "sft" and _is_greedy(c, c.eval)
     and any(b.samples > 1 for _, b, _ in c.benchmarks()), "CHANGELOG: sampled several times"),
-  Rule("{engine.server.directory}, {checkpoint.directory}: weights for servers are removed again, "
-    "and checkpoints stay; name two directories", lambda c: bool(c.checkpoint.directory)
+  Rule("{engine.server.directory}, {checkpoint.directory}: old weights for servers are deleted, "
+    "and checkpoints must stay; name two directories", lambda c: bool(c.checkpoint.directory)
     and c.engine.server.directory == c.checkpoint.directory, "CHANGELOG: one directory for both"),
   EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; name a directory "
     "elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
@@ -300,79 +307,82 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "is clipped; set rl.minibatches or rl.epochs above 1",
     lambda c: c.objective.adaptive_clip.target > 0 and c.objective.old_logp == "recompute"
     and c.rl.updates == 1, "CHANGELOG: options of a loss did nothing"),
-  Rule("{objective.kl} has no effect without objective.kl_coef; set it, or leave kl unset",
+  Rule("{objective.kl} has no effect without objective.kl_coef; set kl_coef, or leave kl unset",
     lambda c: not c.objective.kl_coef
     and c.objective.kl not in (None, c.objective.loss.options.get("kl")),
     "CHANGELOG: options of a loss did nothing"),
   Rule("{objective.kl}: with {job} and {objective.name} there is no ratio to the sampling policy; "
     "set it to k2", lambda c: bool(c.objective.kl_coef) and c.objective.kl == "k3_weighted"
     and (c.job == "offline" or c.objective.loss.to_reference), "test_epochs"),
-  Rule("{objective.advantage}, {objective.name}: spo takes soft advantages, and no other loss "
-    "does; leave objective.advantage unset",
+  Rule("{objective.advantage}, {objective.name}: soft advantages are for spo alone, and spo takes "
+    "no others; leave objective.advantage unset",
     lambda c: (c.objective.name == "spo") != (c.objective.advantage_kind == "soft"),
     "test_offline"),
-  Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: they "
-    "change or leave out the weight 1, of equal sampler and trainer; put cap and high at 1 or "
-    "above, and low at 1 or below",
+  Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: these "
+    "bounds exclude the weight 1, of a sampler equal to the trainer; set cap and high to at least "
+    "1, and low to at most 1",
     lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
     or (c.objective.correction.high or 1) < 1, "CHANGELOG: no response left"),
-  Rule("{job}: {objective.name} learns from responses of its own policy; of others learn "
-    + RECORDED, lambda c: c.job == "offline" and not c.objective.loss.recorded, "test_offline"),
-  Rule("{job}: {objective.old_logp}, {objective.replay}: log-probs and experts of the sampler are "
-    "not known; set old_logp to recompute, and replay not to R3", lambda c: c.job == "offline"
+  Rule("{job}: {objective.name} cannot learn from recorded responses; losses for them: " + RECORDED,
+    lambda c: c.job == "offline" and not c.objective.loss.recorded, "test_offline"),
+  Rule("{job}: {objective.old_logp}, {objective.replay}: log-probs and experts of the "
+    "recorded responses' sampler are unknown; set old_logp to recompute, replay to none or R2",
+    lambda c: c.job == "offline"
     and (c.objective.old_logp != "recompute" or c.objective.replay == "R3"), "test_offline"),
-  Rule("{offline.fresh} of {rl.prompts} is none of them or all: leave some to both, or set it to 0",
+  Rule("{offline.fresh} of {rl.prompts} rounds to none or all of them; change it, or set it to 0",
     lambda c: c.offline.fresh > 0 and round(c.offline.fresh * c.rl.prompts) in (0, c.rl.prompts),
     "test_offline"),
   # Schedules.
-  Rule("{schedule.new_tokens} goes on to {schedule.longest:} tokens, and {sampling.max_new_tokens} "
-    "is the most: raise the one or lower the other",
+  Rule("{schedule.new_tokens} rises to {schedule.longest:} tokens, and {sampling.max_new_tokens}: "
+    "raise max_new_tokens, or lower the last stage",
     lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
-  Rule("{schedule.new_tokens}: the overlong punishment moves with the limit, and "
-    "{reward.overlong_buffer} is more than {schedule.shortest:} tokens; make it smaller",
-    lambda c: c.reward.overlong_weight > 0 and c.overlong_follows
+  Rule("{schedule.new_tokens}: the overlong punishment ends at the limit of each stage, and "
+    "{reward.overlong_buffer} is more than {schedule.shortest:} tokens; lower overlong_buffer",
+    lambda c: c.reward.overlong_weight > 0 and c.overlong_at_limit
     and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
-  Rule("{schedule.group_size_min}: advantages are relative to a group; make it at least 2, and at "
-    "most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
+  Rule("{schedule.group_size_min}: advantages are relative to a group; set it to at least 2, and "
+    "at most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
     or (c.schedule.group_size_min == 1 and c.needs_group), "test_left_out: groups of one"),
-  Rule("{schedule.group_size_min}, {rl.extra_prompts}: small groups leave room for extra prompts "
-    "from the start, and these would be trained on late; set one of them to 0",
+  Rule("{schedule.group_size_min}, {rl.extra_prompts}: smaller groups free slots for extra prompts "
+    "at once, whose responses would be trained on late; set one of them to 0",
     lambda c: c.schedule.group_size_min > 0 and c.rl.extra_prompts > 0, "test_schedules"),
   # Signals of `constraints`.
   EntryRule("{x.signal} needs a buffer: {reward.overlong_buffer} must lie between 1 and "
     "{reward.overlong_max}", _active,
-    lambda c, x: x.signal == "overlong" and bool(c.reward.wrong_buffer), "test_composition"),
-  EntryRule("{x.signal} has a fixed buffer, and {schedule.new_tokens} moves the limit; leave it "
-    "empty, or take signal=truncated", _active,
+    lambda c, x: x.signal == "overlong" and bool(c.reward.buffer_error), "test_composition"),
+  EntryRule("{x.signal} has a fixed buffer, and {schedule.new_tokens} changes the limit; leave "
+    "new_tokens empty, or take signal=truncated", _active,
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
   EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of this limit; set it "
-    "between the least and the most", _active, _has_no_limit, "test_multipliers"),
-  EntryRule("{x.token} is not below {model.vocab_size}", _active,
+    "inside the signal's range", _active, _has_no_limit, "test_multipliers"),
+  EntryRule("{x.token} must be below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
-  EntryRule("{x.signal}: {reward.workers}: it needs at least 1", _active,
+  EntryRule("{x.signal} runs in worker processes: {reward.workers} must be at least 1", _active,
     lambda c, x: needs_workers(x.signal) and not c.reward.workers, "test_multipliers"),
 )
 
 INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:}; set it to 0",
     lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
-  Rule("{critic.warmup_iterations}, {rl.lag} leave none of {rl.iterations} to updated weights",
+  Rule("{critic.warmup_iterations}, {rl.lag} leave no iteration of {rl.iterations} with samples of "
+    "an updated policy; lower them",
     lambda c: max(c.critic.warmup, c.rl.lag) >= c.rl.iterations, "test_critic: all warm-up"),
   # No signal.
-  Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: the greedy responses of a "
-    "group are equal and teach nothing", lambda c: _is_greedy(c, c.sampling), "test_main"),
+  Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: greedy responses of a group "
+    "are equal and teach nothing; set temperature above 0, top_k not to 1, and top_p higher",
+    lambda c: _is_greedy(c, c.sampling), "test_main"),
   Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the "
-    f"candidates of each token, and {MOST_KEPT} are recorded; set sampling.top_k to 2 to "
-    f"{MOST_KEPT} too, or set top_p=1 and min_p=0 (evaluation has its own)",
-    lambda c: not c.sampling.whole and not 0 < c.sampling.top_k <= MOST_KEPT,
+    f"candidates of each token, and at most {MAX_CANDIDATES} are recorded; set sampling.top_k to 2 "
+    f"to {MAX_CANDIDATES} too, or set top_p=1 and min_p=0 (evaluation has its own keys)",
+    lambda c: not c.sampling.untruncated and not 0 < c.sampling.top_k <= MAX_CANDIDATES,
     "test_truncated_sampling: ratios off by the mass left out"),
-  Rule("{sampling.top_k}: {engine.name} keeps no record of a token's candidates; set "
-    "top_k=0, top_p=1 and min_p=0",
-    lambda c: not c.sampling.whole and c.engine.name != "local", "test_truncated_sampling"),
+  Rule("{sampling.top_k}, {sampling.top_p}, {sampling.min_p}: {engine.name} keeps no record of a "
+    "token's candidates; set top_k=0, top_p=1 and min_p=0",
+    lambda c: not c.sampling.untruncated and c.engine.name != "local", "test_truncated_sampling"),
   Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
-    "right ones; let both add up to less than 1",
+    "right ones; lower them to a sum below 1",
     lambda c: c.reward.false_positive + c.reward.false_negative >= 1, "CHANGELOG: no signal"),
   Rule("{reward.overlong_max}, {reward.overlong_buffer}: no response of {sampling.max_new_tokens} "
     "is long enough to be punished; lower overlong_max", lambda c: c.reward.overlong_weight > 0
@@ -381,8 +391,8 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{objective.clip_low}, {objective.clip_high}: every ratio but 1 is clipped, and nothing is "
     "learned after the first update of an iteration; leave them unset",
     lambda c: _clip_ranges(c) == (0, 0), "CHANGELOG: one update of four"),
-  Rule("{objective.kl}, {objective.kl_coef}: in the loss k1 has no expected gradient on "
-    "policy, and leads away from an older one; set kl to k2 or k3_weighted, or take "
+  Rule("{objective.kl}, {objective.kl_coef}: the gradient of k1 in the loss has an expected value "
+    "of 0 on policy, and a wrong direction off policy; set kl to k2 or k3_weighted, or take "
     "objective.reward_kl_coef instead, with k1 in the reward",
     lambda c: c.objective.kl == "k1" and bool(c.objective.kl_coef), "CHANGELOG: k1 as a loss"),
   # Constraints.
@@ -395,8 +405,8 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("constraints ({constraints.names:}): {rl.mask_truncated} excludes the costs of the "
     "longest responses; set it to False",
     lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),
-  Rule("constraints ({constraints.names:}): {objective.advantage}: standardised advantages are "
-    "combined; set it to std",
+  Rule("constraints ({constraints.names:}), {objective.advantage}: rewards and costs are combined "
+    "after standardisation; set objective.advantage to std",
     lambda c: c.constraints.enabled and c.objective.advantage_kind != "std", "test_multipliers"),
 )
 
@@ -404,36 +414,36 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
   Rule("{weights}, {job}: an untrained policy is hardly ever right; begin with a cold start or "
     "with weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
-  Rule("{reward.name}: demonstrations of arithmetic write their work before the answer, and this "
+  Rule("{reward.name}: demonstrations of arithmetic show their work before the answer, and this "
     "verifier does not skip it", lambda c: "sft" in c.job and not c.environment.name
     and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
     "CHANGELOG: rewards of 0"),
-  EntryRule("{x.warmup_steps}: the rate is still rising at the last update",
+  EntryRule("{x.warmup_steps}: the learning rate still rises at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
-  EntryRule("{x.learning_rate}: an update of Adam moves each weight by as much", _optimizers,
+  EntryRule("{x.learning_rate}: an update of Adam changes weights by about as much", _optimizers,
     lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
-    "iterations than it may, and is begun again before it is finished", _never_finishes,
+    "iterations than max_age allows, and is restarted before it finishes", _never_finishes,
     "test_partial_rollouts: long responses begun again"),
   Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut responses "
     "off sooner than training", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
     "CHANGELOG: accuracy falls as responses grow"),
-  Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer wait for each other, each on devices of "
-    "its own", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
+  Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer have separate devices, and wait for "
+    "each other", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
     "benchmarks/lag.py: devices idle"),
-  Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is evaluated "
-    "and saved, so the best is the last", lambda c: c.checkpoint.best.startswith("eval/")
+  Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is both "
+    "evaluated and saved, so the last is the best", lambda c: c.checkpoint.best.startswith("eval/")
     and math.lcm(c.checkpoint.every, c.eval.every) > c.rl.iterations > c.checkpoint.every,
     "CHANGELOG: the best is removed"),
-  Rule("{objective.clip_low}, {objective.clip_high}: {objective.name} has another kind of ratio; "
-    "of a response it hardly moves (3e-4 and 4e-4 in the GSPO paper), of a token it moves further "
-    "with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
+  Rule("{objective.clip_low}, {objective.clip_high}: this range is unusual for the ratios of "
+    "{objective.name}; those of responses hardly leave 1 (3e-4 and 4e-4 in the GSPO paper), those "
+    "of tokens do so with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
   Rule("{objective.reward_kl_coef} with advantages standardised by group: in a group of equal "
-    "rewards the divergence alone counts as much as a right answer elsewhere; set "
+    "rewards, differences of the divergence weigh as much as right and wrong in others; set "
     "objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0
     and c.objective.advantage_kind == "std", "test_advantages: equal rewards"),
   Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: a response is one "
@@ -443,7 +453,7 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
 
 INVALID_DATA = (
   DataRule("{reward.format}: its tags take {facts.format_tokens:} tokens, and "
-    "{sampling.max_new_tokens}; raise it, or set format to none",
+    "{sampling.max_new_tokens}; raise max_new_tokens, or set format to none",
     lambda c, facts: c.has_iterations and not c.environment.name
     and facts.format_tokens >= c.sampling.max_new_tokens, "CHANGELOG: rewards of 0"),
   DataRule("{sampling.max_new_tokens}, {eval.max_new_tokens}: no answer of a source fits into a "
@@ -454,22 +464,22 @@ INVALID_DATA = (
 DATA_WARNINGS = (
   DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
-  DataRule("the most frequent gold answer is a word ({facts.words:}): leave such rows out if they "
-    "are no answers", lambda c, facts: bool(facts.words), "CHANGELOG: placeholders"),
+  DataRule("the most frequent gold answer is a word ({facts.words:}): remove such rows if it is a "
+    "placeholder", lambda c, facts: bool(facts.words), "CHANGELOG: placeholders"),
   DataRule("held-out problems are in data.train too ({facts.shared:}): accuracy on them may be "
     "memorised; remove them from one of the two", lambda c, facts: bool(facts.shared),
     "test_rehearse"),
   DataRule("{rl.prompts} is more than data.train and offline.data have ({facts.prompts:} and "
-    "{facts.recorded:}): an iteration has some twice", lambda c, facts: c.has_iterations
+    "{facts.recorded:}): an iteration repeats prompts", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),
-  DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update has "
-    "some twice", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
-  DataRule("{reward.workers} × {reward.memory_mb} are more than the {facts.memory_mb:} MB of "
-    "memory here", lambda c, facts: c.reward.name == "code"
+  DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update repeats "
+    "some", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
+  DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "
+    "{facts.memory_mb:} MB", lambda c, facts: c.reward.name == "code"
     and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
-  DataRule("{tokenizer}, {weights}: the model was trained with the tokens of its own tokenizer",
+  DataRule("{tokenizer}, {weights}: these weights were trained with another tokenizer, their own",
     lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "CHANGELOG: rewards of 0"),
 )
 # fmt: on
@@ -483,14 +493,14 @@ def check(c: RunConfig) -> None:
 
 
 def warnings(c: RunConfig, facts: DataFacts) -> list[str]:
-  """Returns warnings; raises ValueError for settings invalid with the data."""
+  """Returns warnings; raises ValueError for settings invalid for these data."""
   for _, message in invalid(c, facts):
     raise ValueError(message)
   return [message for _, message in doubtful(c, facts)]
 
 
 def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each broken rule of validity, with its message."""
+  """Yields each broken rule for invalid settings, with its message."""
   yield from _broken(INVALID + (INVALID_RL if c.has_iterations else ()), c)
   for row in UNUSED:
     for name, value, default in _changed(c, row.keys.split()) if row.off(c) else ():
@@ -499,7 +509,7 @@ def invalid(c: RunConfig, facts: DataFacts | None = None) -> Iterator[tuple[Name
 
 
 def doubtful(c: RunConfig, facts: DataFacts) -> Iterator[tuple[NamedTuple, str]]:
-  """Yields each broken rule of warnings, with its message."""
+  """Yields each broken rule for warnings, with its message."""
   yield from _broken(WARNINGS + (WARNINGS_RL if c.has_iterations else ()), c)
   yield from _broken(DATA_WARNINGS, c, facts)
 
@@ -532,7 +542,7 @@ def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]
 
 
 def _remedy(default: Any) -> str:
-  """Says how to return a key to its default."""
+  """Returns the instruction for resetting a key to its default."""
   if default is None:
     return "leave it unset"
   if default in ("", ()):

@@ -30,8 +30,8 @@ from gspo_jax.settings.training import (
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  """Job, weights and sections. The defaults run anywhere: GSPO with the paper's hyperparameters, on
-  sums, with a toy model."""
+  """Job, weights and sections. The defaults run on any machine: GSPO with the paper's
+  hyperparameters, a toy model and problems of addition."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
     "rl", "cold start and RL, either of them, RL on recorded responses, or evaluation"
@@ -81,7 +81,7 @@ class RunConfig:
   profile: ProfileConfig = ProfileConfig()
 
   def seed_of(self, *names: str | int) -> int:
-    """31-bit seed from the run's seed and names; resuming needs no state."""
+    """Derives a 31-bit seed from the run's seed and names, without state."""
     return zlib.crc32("/".join(map(str, (self.seed, *names))).encode()) & 0x7FFFFFFF
 
   @property
@@ -93,7 +93,7 @@ class RunConfig:
   def shares_prompts(self) -> bool:
     """Whether a group's rows may share their padded prompt in a pass.
 
-    Conversations of a group begin differently.
+    Conversations may not: their first observations differ within a group.
     """
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
@@ -114,14 +114,17 @@ class RunConfig:
     return self.job != "eval" and self.sampled_share > 0
 
   def benchmarks(self) -> list[tuple[str, BenchmarkConfig, str]]:
-    """Name, section and data key of each benchmark with data."""
+    """Returns each benchmark's name, section and data key.
+
+    `data.eval` comes first, with the name "". Benchmarks without data are excluded.
+    """
     c = self.eval
     held_out = BenchmarkConfig(self.data.eval, problems=c.problems, samples=c.samples)
     named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in c.benchmarks.items()]
     return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
 
   @property
-  def overlong_follows(self) -> bool:
+  def overlong_at_limit(self) -> bool:
     """Whether the overlong penalty ends at the length limit of responses."""
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
@@ -145,14 +148,14 @@ class RunConfig:
 
   @property
   def estimator(self) -> O.Estimator:
-    """Estimator of `objective.advantage`, else the first with its needs met."""
+    """Estimator named by `objective.advantage`, else the first with its needs met."""
     name = self.objective.advantage
     named = find_estimator(name) if name else None
     return named if named and named.of_group is None else self._first_estimator()
 
   @property
   def estimator_of_rewards(self) -> O.Estimator:
-    """Estimator of the host's part of the advantages, from rewards."""
+    """Estimator of the advantages from rewards, computed on the host."""
     return self._first_estimator(host=True) if self.estimator.on_devices else self.estimator
 
   def _first_estimator(self, host: bool = False) -> O.Estimator:
@@ -166,27 +169,27 @@ class RunConfig:
 
   @property
   def compares_parts(self) -> bool:
-    """Whether turns or lines are compared, and not whole responses."""
+    """Whether advantages compare turns or lines, not whole responses."""
     return self.estimator.parts and self.objective.loss.by_token
 
   @property
   def kl_by_group(self) -> bool:
     """Whether groups without advantages have no KL penalty.
 
-    With a critic, a teacher or a price in the reward, all groups have advantages.
+    With a critic, a teacher or a KL penalty in the reward, all groups have advantages.
     """
     return self.objective.kl_groups == "mixed" and not self.estimator.on_devices
 
   @property
   def needs_group(self) -> bool:
-    """Whether a response is compared with others to its prompt."""
+    """Whether advantages compare responses to one prompt."""
     if self.distillation.alone or not self.estimator.of_rewards:
       return False
     return self.objective.soft_value is None and self.estimator_of_rewards.group
 
   @property
   def models(self) -> int:
-    """Number of trained models: the policy, and a critic of name=model."""
+    """Number of trained models: the policy, and a critic with critic.name=model."""
     return 1 + (self.critic.name == "model")
 
   @property
@@ -196,10 +199,10 @@ class RunConfig:
 
   @property
   def support(self) -> int:
-    """Largest recorded support of a sampled token.
+    """Largest number of recorded candidates of a sampled token.
 
     0 if tokens are drawn from the whole vocabulary, or nothing is sampled.
     """
-    if self.sampling.whole or not self.samples:
+    if self.sampling.untruncated or not self.samples:
       return 0
     return min(self.sampling.top_k, self.model.vocab_size)

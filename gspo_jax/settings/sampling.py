@@ -21,39 +21,41 @@ from gspo_jax.settings.ranges import (
 )
 from gspo_jax.tasks.environments import ENVIRONMENTS
 
-MOST_KEPT = 1024  # Tokens of a recorded support: 4 KiB per sampled token.
+MAX_CANDIDATES = 1024  # Recorded candidates of a sampled token: 4 KiB.
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """Distribution and ends of responses to train on. docs/objectives.md"""
+  """Distribution of the tokens to train on, and ends of responses. docs/objectives.md"""
 
   temperature: Temperature = key(1.0, "0: greedy, for evaluation only")
   top_k: NonNegativeInt = key(
-    0, f"keep the k likeliest tokens, at most {MOST_KEPT:,}, recorded for updates; 0: all"
+    0, f"keep the k likeliest tokens, recorded for updates, k at most {MAX_CANDIDATES:,}; 0: all"
   )
   top_p: ranges.PositiveFraction = key(
-    1.0, "keep the smallest set of probability >= top_p, with top_k; 1: all"
+    1.0, "keep the likeliest tokens up to this probability, with top_k; 1: all"
   )
   min_p: ranges.FractionBelowOne = key(
     0.0, "smallest probability relative to the likeliest token, with top_k; 0: all"
   )
-  max_new_tokens: PositiveInt = key(10, 'tokens of a response, here "8991:1998" and the end')
+  max_new_tokens: PositiveInt = key(
+    10, 'largest number of tokens of a response, by default of "8991:1998" and the stop token'
+  )
   stop_strings: tuple[str, ...] = key((), "ends of a response or a turn, as stop tokens")
 
   def __post_init__(self):
     ranges.check(self, "sampling")
 
   @property
-  def whole(self) -> bool:
+  def untruncated(self) -> bool:
     """Whether tokens are drawn from the whole vocabulary."""
     return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
-SHORTEST = 16  # Tokens of a padded prefill, at least.
+SHORTEST_PREFILL = 16  # Smallest number of tokens of a padded prefill.
 
 
-Prefill = Annotated[int, Range(SHORTEST, 2**20)]
+Prefill = Annotated[int, Range(SHORTEST_PREFILL, 2**20)]
 
 
 Positions = Annotated[int, Range(0, 2**40)]
@@ -61,19 +63,19 @@ Positions = Annotated[int, Range(0, 2**40)]
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-  """Access to the servers of engine.name=server, their weights and checks. docs/engines.md"""
+  """Requests to the servers of engine.name=server, their weights and checks. docs/engines.md"""
 
   directory: str = key(
-    "", 'published weights, readable by all servers; "": published/ of the workdir'
+    "", 'directory of published weights, readable by all servers; "": published/ of the workdir'
   )
   in_flight: PositiveInt = key(256, "concurrent responses of a server")
   timeout_s: PositiveSeconds = key(
     3600.0,
-    "limit of a request, above the time of the longest response; servers silent to /health are "
-    "left out long before",
+    "limit of a request, above the time of the longest response; servers without an answer to "
+    "/health are excluded long before",
   )
   publish_s: PositiveSeconds = key(900.0, "limit of a request with new weights or a probe")
-  wait_s: Seconds = key(300.0, "wait without any server, before the run ends")
+  wait_s: Seconds = key(300.0, "time without any usable server before the run ends")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
     "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 if "
@@ -86,8 +88,8 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Ways to sample. Results differ by round-off, which is large for a dtype or a cache_dtype of 16
-  bits. docs/sampling.md"""
+  """Engine of rollouts and evaluations. Its keys change results by round-off alone, which is large
+  for a dtype or a cache_dtype of 16 bits or less. docs/sampling.md"""
 
   slots: NonNegativeInt = key(0, "concurrent responses over all devices; 0: all of a batch")
   steps: PositiveInt = key(16, "decoding steps between two host transfers")
@@ -97,26 +99,26 @@ class EngineConfig:
   )
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",
-    "dense: rows of the whole window | paged: pages allocated on demand | auto: paged on TPU, and "
-    "with cache_tokens",
+    "dense: a row of the whole window per slot | paged: pages allocated on demand | auto: paged on "
+    "TPU, and with cache_tokens",
   )
   cache_tokens: Positions = key(
     0,
-    "positions of all pages, over all devices; 0: whole windows. With fewer, responses without a "
-    "free page are restarted later: sampling/put_aside",
+    "positions of all pages, over all devices; 0: enough for whole windows. With fewer, responses "
+    "without a free page are restarted later (metric sampling/put_aside)",
   )
   page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16, int8: of 32")
   dtype: Literal["", "float32", "bfloat16"] = key(
-    "", 'dtype of the sampler; "": compute.dtype. Another increases the mismatch'
+    "", 'dtype of the sampler; "": compute.dtype. Another one increases the mismatch'
   )
   weights_dtype: Literal["", "int8"] = key(
     "", '"": dtype | int8: matrices of layers, with a scale per output channel'
   )
   name: Literal["local", "server"] = key(
     "local",
-    "local: slots on the trainer's mesh | server: external servers, with dtype, urls and server",
+    "local: slots on the mesh | server: external servers, with the keys dtype, urls and server",
   )
-  urls: tuple[str, ...] = key((), "servers: http://host:port. docs/engines.md")
+  urls: tuple[str, ...] = key((), "addresses of servers, http://host:port. docs/engines.md")
   server: ServerConfig = ServerConfig()
 
   def __post_init__(self):
@@ -129,7 +131,7 @@ class EngineConfig:
     wrong = [
       (
         served != bool(self.urls),
-        "{name}, {urls}: servers need their URLs, and engine.name='local' has none",
+        "{name}, {urls}: engine.name='server' needs URLs, and 'local' has none; change one of them",
       ),
       (len({url.rstrip("/") for url in self.urls}) < len(self.urls), "{urls} names a server twice"),
       (self.prefill_tokens & (self.prefill_tokens - 1), "{prefill_tokens} must be a power of two"),
@@ -139,13 +141,13 @@ class EngineConfig:
       ),
       (
         dense and self.cache_tokens,
-        "{cache_tokens} is for pages, and engine.cache='dense' has none: leave one of them out",
+        "{cache_tokens} is for pages, and engine.cache='dense' has none: change one of them",
       ),
     ]
     ranges.refuse(self, "engine", wrong)
 
   def compute(self, trainer: ComputeConfig) -> ComputeConfig:
-    """Sampler's precision and formulations: the trainer's, with its own `dtype`."""
+    """Sampler's precision and formulations: the trainer's, with the engine's `dtype`."""
     return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
   def slots_for(self, trajectories: int) -> int:
@@ -153,7 +155,7 @@ class EngineConfig:
     return min(self.slots or trajectories, trajectories)
 
 
-DEFAULT = EngineConfig()
+LOCAL_ENGINE = EngineConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +163,10 @@ class EnvironmentConfig:
   """Environment of conversations. docs/multi_turn.md"""
 
   name: Annotated[str, Name(("", *ENVIRONMENTS))] = key(
-    "", '"": none: responses of one turn, scored by the verifier'
+    "", '"": no environment; responses of one turn are scored by the verifier'
   )
   max_turns: PositiveInt = key(1, "turns of the policy; longer conversations are truncated")
-  discount: Fraction = key(1.0, "discount of rewards of later turns or lines")
+  discount: Fraction = key(1.0, "discount of the rewards of later turns or lines")
   workers: Workers = key(0, "threads of environments; 0: none, for environments without waiting")
   token_cost: NonNegativeFloat = key(
     0.0, "cost of a sampled token, subtracted from the reward of its turn"
@@ -173,7 +175,7 @@ class EnvironmentConfig:
     0.0, "cost of a tool call, subtracted from the reward of its turn"
   )
   charge: Literal["all", "right"] = key(
-    "all", "conversations with costs; right: right ones alone, without a gain from giving up early"
+    "all", "conversations with costs; right: right ones alone, so giving up early gains nothing"
   )
 
   def __post_init__(self):
@@ -181,5 +183,5 @@ class EnvironmentConfig:
 
   @property
   def costs(self) -> bool:
-    """Whether tokens or calls have a cost (costs.py)."""
+    """Whether tokens or calls have a cost (rollouts/costs.py)."""
     return self.token_cost > 0 or self.call_cost > 0

@@ -32,7 +32,7 @@ _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 class ScheduleConfig:
   """Changes during a run. docs/objectives.md"""
 
-  new_tokens: str = key("", "length limit from an iteration on: 1:2048,50:4096")
+  new_tokens: str = key("", "iteration:tokens, a length limit from each iteration: 1:2048,50:4096")
   refresh_every: NonNegativeInt = key(
     0, "iterations between reads of lines appended to data.train; 0: never"
   )
@@ -40,15 +40,15 @@ class ScheduleConfig:
 
   def __post_init__(self):
     ranges.check(self, "schedule")
-    begins, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
+    starts, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
     wrong = [
       (
-        begins[0] != 1 or any(b <= a for a, b in itertools.pairwise(begins)),
-        "{new_tokens}: iterations go up from 1, as in 1:2048,50:4096",
+        starts[0] != 1 or any(b <= a for a, b in itertools.pairwise(starts)),
+        "{new_tokens}: iterations must increase from 1, as in 1:2048,50:4096",
       ),
       (
         lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)),
-        "{new_tokens}: responses grow, from at least one token; what was put aside may be longer "
+        "{new_tokens}: lengths must increase, from at least 1; unfinished responses may be longer "
         "than a smaller limit",
       ),
     ]
@@ -62,8 +62,8 @@ class ScheduleConfig:
     stages = [_STAGE.fullmatch(part) for part in self.new_tokens.split(",")]
     if not all(stages):
       raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r} is no list of iteration:tokens with commas in "
-        "between, as 1:2048,50:4096"
+        f"schedule.new_tokens={self.new_tokens!r} is no list of iteration:tokens, separated by "
+        "commas, as 1:2048,50:4096"
       )
     return [(int(stage[1]), int(stage[2])) for stage in stages if stage]
 
@@ -82,7 +82,7 @@ class ScheduleConfig:
     stages = self.stages
     if not stages:
       return longest
-    return stages[bisect.bisect_right([begin for begin, _ in stages], step) - 1][1]
+    return stages[bisect.bisect_right([start for start, _ in stages], step) - 1][1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +121,15 @@ class RLConfig:
   )
   max_age: NonNegativeInt = key(
     0,
-    "largest age of carried-over tokens in versions of the weights, before a restart; 0: any",
+    "largest age of carried-over tokens, in versions of the weights; older responses are "
+    "restarted; 0: any age",
   )
   mask_truncated: bool = key(False, "True: mask truncated responses (DAPO, §3.4)")
   minibatches: PositiveInt = key(4, "updates per rollout batch and epoch: §5.1")
   epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
   microbatches: PositiveInt = key(1, "parts of an update; more need less memory")
   packed: bool = key(False, "pack several responses into a row. docs/running.md")
-  dump_every: PositiveInt = key(10, "iterations between samples logs")
+  dump_every: PositiveInt = key(10, "iterations between samples logs in WORKDIR/rollouts")
 
   @property
   def rows(self) -> int:
@@ -147,7 +148,7 @@ class RLConfig:
 
   @property
   def ages(self) -> int:
-    """Number of ages of the sampling weights; 0 if all are equal."""
+    """Number of possible ages of sampling weights; 0 without lag."""
     return self.lag + 1 + self.partial if self.lag else 0
 
 
@@ -184,11 +185,13 @@ class OptimizerConfig:
   final_fraction: ranges.Fraction = key(
     0.1, "fraction of the peak at the last update; unused by constant"
   )
-  b1: ranges.FractionBelowOne = key(0.9, "decay of the mean of gradients")
+  b1: ranges.FractionBelowOne = key(0.9, "β₁: decay of the mean of gradients")
   b2: ranges.FractionBelowOne = key(
-    0.95, "decay of the mean of squares; RL gradients change quickly"
+    0.95, "β₂: decay of the mean of squared gradients; in RL they change quickly"
   )
-  weight_decay: NonNegativeFloat = key(0.0, "decoupled, without norms and biases; RL moves little")
+  weight_decay: NonNegativeFloat = key(
+    0.0, "decoupled weight decay, except for norms and biases; 0: RL changes weights little"
+  )
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
 
   def __post_init__(self):
@@ -230,7 +233,9 @@ class CheckpointConfig:
 class AlarmConfig:
   """Thresholds for warnings during a run; 0: no warning."""
 
-  grad_norm: NonNegativeFloat = key(10.0, "multiple of the median of ten iterations before")
+  grad_norm: NonNegativeFloat = key(
+    10.0, "upper bound, as a multiple of the median of the ten iterations before"
+  )
   entropy: NonNegativeFloat = key(
     0.03, "lower bound in nats per token, against collapse of the policy"
   )
@@ -238,12 +243,14 @@ class AlarmConfig:
     0.005, "upper bound of mean |importance ratio - 1|, against divergence"
   )
   mismatch: NonNegativeFloat = key(
-    1.0, "mismatch of sampler and trainer, as a multiple of the clip range"
+    1.0, "upper bound of the mismatch of sampler and trainer, as a multiple of the clip range"
   )
   reward: NonNegativeFloat = key(
-    0.2, "decrease of the mean below its maximum, as a share of the range of rewards"
+    0.2, "largest decrease of the mean below its maximum, as a share of the range of rewards"
   )
-  unknown: Fraction = key(0.01, "share of responses without a verdict, masked in updates")
+  unknown: Fraction = key(
+    0.01, "upper bound of the share of responses without a verdict, which updates mask"
+  )
 
   def __post_init__(self):
     ranges.check(self, "alarms")
@@ -256,7 +263,8 @@ class ProfileConfig:
   iteration: NonNegativeInt = key(0, "traced iteration; 0: none")
   stage: Literal["all", "sample", "update"] = key("all", "traced stage of the iteration")
   steps: NonNegativeInt = key(
-    0, "traced steps of decoding, in whole engine.steps, or updates; 0: the whole stage"
+    0,
+    "number of traced decoding steps (rounded up to engine.steps) or updates; 0: the whole stage",
   )
   port: Annotated[int, Range(0, 65_535)] = key(0, "port of an XProf server on each host; 0: none")
 

@@ -94,7 +94,7 @@ def test_attention_without_cudnn_names_the_extra():
 def test_flags_of_the_other_kind_of_chip_are_refused():
   with pytest.raises(ValueError, match=r"--slices=2 is for TPUs: .*h100:2x8"):
     devices_of("h100:8", slices=2)
-  with pytest.raises(ValueError, match=r"v5e:1x1: --target is the text of a GPU"):
+  with pytest.raises(ValueError, match=r"v5e:1x1: --target describes GPUs"):
     devices_of("v5e:1x1", target="gpu_device_info {}")
 
 

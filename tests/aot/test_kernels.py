@@ -169,11 +169,11 @@ def test_what_a_compiler_had_too_little_of():
     "while allocating on stack for %gmm.44 = bf16[81920,4096]{1,0:T(8,128)(2,1)} custom-call(%a), "
     "metadata={}. Scoped allocation with size 16.47M and limit 16.00M exceeded scoped vmem limit."
   )
-  assert compiler.too_little(kernel) == dict(
+  assert compiler.parse_memory_error(kernel) == dict(
     error="%gmm.44 = bf16[81920,4096]: Scoped allocation with size 16.47M and limit 16.00M "
     "exceeded scoped vmem limit.",
     of_kernel=True,
   )
   chip = "RESOURCE_EXHAUSTED: E1000:\nUsed 33.20G of 31.25G hbm. Exceeded hbm capacity by 1.95G."
-  actual = compiler.too_little(chip)
+  actual = compiler.parse_memory_error(chip)
   assert actual == dict(error=chip.splitlines()[1], of_kernel=False)

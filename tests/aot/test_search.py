@@ -30,7 +30,7 @@ def start(**compute):
 
 
 def least(seconds=1.0, gib=1.0):
-  return estimate.Least(gib * GIB, dict(compute=seconds, hbm=0.0, interconnect=0.0))
+  return estimate.LowerBounds(gib * GIB, dict(compute=seconds, hbm=0.0, interconnect=0.0))
 
 
 def row(seconds=1.0, fits=True):
@@ -101,7 +101,7 @@ def test_a_search_compiles_no_more_than_it_may():
   candidates, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists)
   assert compiled == [0, 1, 3] and best(candidates) == 3
   assert reasons(candidates) == {
-    2: "takes at least 1 s (compute); not compiled: enough others were"
+    2: "takes at least 1 s (compute); not compiled, as enough others were"
   }
   _, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists, enough=1)
   assert compiled == [0]

@@ -105,18 +105,18 @@ def caught(pid):
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert set(before_jax.installed()) == FILES
+  assert set(before_jax.config_names()) == FILES
   path = str(before_jax.CONFIGS / "tiny.py")
-  assert before_jax.path_of("tiny") == path
-  assert before_jax.path_of("tiny:gemma") == f"{path}:gemma"
+  assert before_jax.config_path("tiny") == path
+  assert before_jax.config_path("tiny:gemma") == f"{path}:gemma"
   for other in "tiny.py", "configs/tiny.py", "nowhere", "./tiny", "":
-    assert before_jax.path_of(other) == other
+    assert before_jax.config_path(other) == other
   argv = ["main", "--config=tiny", "--config.seed=1", "--config", "tiny", "tiny", "--workdir=tiny"]
-  assert before_jax.with_paths(argv) == [
+  assert before_jax.resolve_config_flags(argv) == [
     "main", f"--config={path}", "--config.seed=1", "--config", path, "tiny", "--workdir=tiny",
   ]  # fmt: skip
   (tmp_path / "tiny").touch()  # a file of that name goes first
-  assert before_jax.path_of("tiny") == "tiny"
+  assert before_jax.config_path("tiny") == "tiny"
 
 
 def test_the_configurations_need_no_checkout():
@@ -140,10 +140,10 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
 
 def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypatch):
   monkeypatch.setattr(before_jax.stops, "begin", str)  # the signals of the tests stay theirs
-  assert "there is no file" in before_jax.wrong([f"--config={'x' * 300}"])
+  assert "there is no file" in before_jax.first_error([f"--config={'x' * 300}"])
   for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
-    assert before_jax.wrong(right) == ""
-  assert before_jax.wrong([]).startswith("--config must be given: ")
+    assert before_jax.first_error(right) == ""
+  assert before_jax.first_error([]).startswith("--config must be given: ")
   with pytest.raises(SystemExit, match="2"):
     before_jax.begin(["main", "--config=tinny:gemma", "--workdir=x"])
   message = capsys.readouterr().err
@@ -153,13 +153,13 @@ def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypa
 
 
 def test_what_a_configuration_says_of_itself():
-  summary, hardware, variants = before_jax.described(before_jax.CONFIGS / "gsm8k.py")
+  summary, hardware, variants = before_jax.describe(before_jax.CONFIGS / "gsm8k.py")
   assert summary.endswith("on one chip.") and "v5e (16 GiB)" in hardware
   assert variants == ["0.6B-v5e", "tiny"]
-  _, _, variants = before_jax.described(before_jax.CONFIGS / "tiny_schedules.py")
+  _, _, variants = before_jax.describe(before_jax.CONFIGS / "tiny_schedules.py")
   assert variants == ["length", "groups", "growing"]
   for name in FILES:  # The help needs it.
-    assert before_jax.described(before_jax.CONFIGS / f"{name}.py")[1], name
+    assert before_jax.describe(before_jax.CONFIGS / f"{name}.py")[1], name
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_a_configuration_says_of_itself():
 def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
   done = called([sys.executable, "-S", "-m", module])  # without site-packages
   message = (
-    rf"gspo_jax: absl, flax, .* not found: pip install '\.\[{extra}\]' in the checkout has it\n"
+    rf"gspo_jax: absl, flax, .* not found: run pip install '\.\[{extra}\]' in the checkout\n"
   )
   assert done.returncode == 2 and re.fullmatch(message, done.stderr), done.stderr
 
@@ -226,7 +226,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(run_forked, tmp_path):
     ("v5p:2x2x2", r"devices: 8 x TPU v5 \(data 8 .*\n(.*\n)*memory .* of 95\.0 GiB\n"),
     ("h100:1", r"devices: 1 x NVIDIA H100 .*\n(.*\n)*memory .* of 72\.8 GiB\n"),
     ("v5e:3x3", "do not divide over"),
-    ("v5p:9", "--topology=v5p:9: want CHIP:AxB"),
+    ("v5p:9", "--topology=v5p:9: write CHIP:AxB"),
   ],
 )
 def test_a_dry_run_takes_the_devices_of_a_topology(topology, message, run_forked, tmp_path):
@@ -310,7 +310,7 @@ REFUSED = {
     "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
     "engine__server__directory": "gs://x",
   },
-  r"checkpoint\.directory=ck: write the whole path": {"checkpoint__directory": "ck"},
+  r"checkpoint\.directory=ck: write an absolute path": {"checkpoint__directory": "ck"},
   r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
   r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
     "reward__per_line": True, "objective__name": "gspo_token",
@@ -373,7 +373,7 @@ def test_its_memory_is_that_of_a_device():
 
 def test_a_critic_is_in_its_memory_and_its_operations():
   lines = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1)
-  number = re.search(r"critic: ([\d,]+) parameters, a model of its own", lines)[1]
+  number = re.search(r"critic: ([\d,]+) parameters, a separate model", lines)[1]
   count, moments = int(number.replace(",", "")), "the critic's weights and moments"
   assert count == pytest.approx(parameters([]), rel=0.02) and count < parameters([])  # no head
   assert gib(lines, moments) == pytest.approx(12 * count / 2**30, rel=0.02)

@@ -381,7 +381,7 @@ def test_a_template_with_a_field_that_nothing_fills_is_refused():
   assert config(prompt_template=LATEX).prompt_template == LATEX
   assert config(prompt_template='{question} as {"answer": 1}')
   for template in ("{question} {other}", "{other}: {question}", "({level}) {question}"):
-    with pytest.raises(sources.DataError, match=r"data\.prompt_template=.*fills \{(oth|lev)"):
+    with pytest.raises(sources.DataError, match=r"data\.prompt_template=.*not \{(oth|lev)"):
       config(prompt_template=template)
   with pytest.raises(sources.DataError, match=r"data\.question_field='\{' has braces"):
     config(question_field="{")

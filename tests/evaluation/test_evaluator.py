@@ -24,7 +24,7 @@ from gspo_jax.models import transformer
 from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT
+from gspo_jax.settings.sampling import LOCAL_ENGINE
 from gspo_jax.structs import Prompt
 from gspo_jax.verifiers.pool import Failure
 
@@ -327,7 +327,7 @@ def test_evaluation_holds_conversations():
     seed=5,
     environment=TALK,
   )
-  engine = LocalEngine(DENSE, dataclasses.replace(DEFAULT, slots=3, steps=4))
+  engine = LocalEngine(DENSE, dataclasses.replace(LOCAL_ENGINE, slots=3, steps=4))
   engine.load(params, version=0)
   row, records = judge(engine)
   out = sample(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_jax.evaluation.statistics import bootstrap, lines, pass_at_k
+from gspo_jax.evaluation.statistics import accuracy_lines, bootstrap, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -31,7 +31,7 @@ def test_an_accuracy_is_printed_with_its_interval():
     SimpleNamespace(prefix=f"eval/{name}", config=SimpleNamespace(samples=4), problems=range(30))
     for name in ("", "aime/")
   ]
-  assert list(lines(sets, row | {"eval/aime/greedy": 0.75})) == [
+  assert list(accuracy_lines(sets, row | {"eval/aime/greedy": 0.75})) == [
     "eval/accuracy 100.0%, 95% interval 100.0% to 100.0% (avg@4, problems: 30)\n",
     "eval/aime/accuracy 50.0%, 95% interval 25.0% to 62.5% (avg@4, problems: 30); greedy 75.0%\n",
   ]

@@ -18,7 +18,7 @@ from gspo_jax import objectives as O
 from gspo_jax.learner.objective import configured_loss
 from gspo_jax.learner.passes import learner_of
 from gspo_jax.settings.losses import options_of
-from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, fill_unset
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.structs import ModelInputs, TrainBatch
 
@@ -439,5 +439,5 @@ def test_clip_range_is_the_smaller_side(name, changes, expected):
   ],
 )
 def test_each_divergence_has_its_threshold(section, expected):
-  actual = effective(section)
+  actual = fill_unset(section)
   assert (actual["clip_low"], actual["clip_high"]) == expected

@@ -14,7 +14,7 @@ from gspo_jax.inputs import read_inputs
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import open_run
-from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, fill_unset
 from gspo_jax.settings.reading import from_dict
 
 SMALL = dict(
@@ -92,7 +92,7 @@ def test_hyperparameters_apply_to_any_configuration_of_equal_static_part():
     name="gspo", advantage="std", old_logp="recompute", load_balance_coef=0.0, replay="none",
     volatility=False, off_policy_threshold=0.5,
   )  # fmt: skip
-  filled = effective(base | dict(clip_low=0.1, dual_clip=3.0))
+  filled = fill_unset(base | dict(clip_low=0.1, dual_clip=3.0))
   config = ObjectiveConfig(**filled, correction=CorrectionConfig("masked", low=0.2, high=3.0))
   assert config.hyperparameters() == dict(
     clip_low=0.1, clip_high=4e-4, dual_clip=3.0, low=0.2, high=3.0, off_policy_threshold=0.5,

@@ -19,7 +19,7 @@ from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
-from gspo_jax.settings.sampling import DEFAULT
+from gspo_jax.settings.sampling import LOCAL_ENGINE
 
 # Layers are unrolled on CPU, so that each one is compiled.
 MOE = dataclasses.replace(small_models.MOE, num_heads=4)
@@ -227,7 +227,7 @@ def test_a_weight_that_the_mesh_does_not_divide_is_named():
 
 
 def test_mesh_sizes_must_multiply_to_the_devices():
-  with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 are there"):
+  with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 exist"):
     sharding.make_mesh(MeshConfig(1, 3, 1, 1))
   assert sharding.make_mesh(MeshConfig(-1, 2, 1, 2)).shape["data"] == 2
 
@@ -263,7 +263,7 @@ def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
   monkeypatch.setattr(attention, "PLAIN", 4)
   params = initial(GEMMA)
   prompts = [tokens_of(GEMMA, 1, n)[0].tolist() for n in (27, 3, 40)]
-  engine = dataclasses.replace(DEFAULT, prefill_tokens=16)
+  engine = dataclasses.replace(LOCAL_ENGINE, prefill_tokens=16)
   options = dict(group_size=1, max_new_tokens=6, temperature=0, engine=engine)
   if shape is None:
     rollout = generate(params, GEMMA, prompts, **options)

@@ -8,7 +8,7 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax import objectives
 from gspo_jax.rollouts import advantages
-from gspo_jax.rollouts.advantages import Judged
+from gspo_jax.rollouts.advantages import ScoredGroups
 from gspo_jax.rollouts.multipliers import Constraints
 
 REWARDS = np.array([[1, 0, 0, 1], [0, 0, 5, 0]], np.float32)
@@ -18,7 +18,7 @@ def group_advantages(stopped, **changes):
   config = config_of(tiny.get_config, objective__advantage="batch", **changes)
   groups = [SimpleNamespace(reward_G=row, known_G=np.ones(4, bool)) for row in REWARDS]
   rollout = SimpleNamespace(stopped=np.array(stopped))
-  return advantages.group_advantages(Judged(config, groups, rollout)).response_PG
+  return advantages.group_advantages(ScoredGroups(config, groups, rollout)).response_PG
 
 
 def test_what_is_masked_out_is_in_neither_mean_nor_deviation_of_the_batch():
@@ -46,8 +46,10 @@ def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
     for row, length_G in zip(REWARDS, length)
   ]
   stopped = np.arange(8) != 6
-  judged = Judged(config, groups, SimpleNamespace(stopped=stopped), Constraints(config.constraints))
-  result = advantages.PARTS["gdpo"](judged)
+  scored = ScoredGroups(
+    config, groups, SimpleNamespace(stopped=stopped), Constraints(config.constraints)
+  )
+  result = advantages.PARTS["gdpo"](scored)
   rest = [(REWARDS[0], length[0]), (REWARDS[1, [0, 1, 3]], length[1, [0, 1, 3]])]
   standardised = [[(x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in pair] for pair in rest]
   combined = np.concatenate([right - 0.5 * short for right, short in standardised])

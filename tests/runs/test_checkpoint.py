@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_phase_or_step_is_set_aside(name, tmp_path, caps
   """The arrays may be equal; the host's counts differ."""
   place, like = written(tmp_path, name)
   checkpoints = checkpoint.Checkpointer(tmp_path, name[:-2], CONFIG)
-  with pytest.raises(ValueError, match="no whole checkpoint: put one back"):
+  with pytest.raises(ValueError, match="no undamaged checkpoint: restore one"):
     checkpoints.restore_newest(lambda: like)
   stderr = capsys.readouterr().err
   assert f"{place} is damaged and set aside: it was written as step 1 of rl" in stderr
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_phase_or_step_is_set_aside(name, tmp_path, caps
 def test_a_checkpoint_without_the_names_of_its_arrays_is_damaged(tmp_path):
   place, like = written(tmp_path)
   (place / "state" / "_METADATA").unlink()
-  with pytest.raises(checkpoint.DamagedError, match="rl/1/state/_METADATA is not there"):
+  with pytest.raises(checkpoint.DamagedError, match="rl/1/state/_METADATA is missing"):
     checkpoint.Checkpointer(tmp_path, "rl", CONFIG).restore(1, like)
 
 
@@ -154,7 +154,7 @@ def test_a_half_written_checkpoint_is_not_read(mesh, tmp_path):
 def test_another_model_is_refused_with_both_shapes(mesh, tmp_path):
   save(tmp_path, state_on(mesh))
   wider = state_on(mesh, dataclasses.replace(MOE, vocab_size=128))
-  with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*wants \(128, 32\)"):
+  with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*expects \(128, 32\)"):
     restore(tmp_path, wider, mesh)
 
 

@@ -145,7 +145,7 @@ def test_without_a_whole_checkpoint_the_run_stops_and_says_what_to_do(copy):
     path = newest.parent / str(step) / "host" / "metadata"
     path.write_bytes(flipped(path.read_bytes(), random.Random(0)))
   for _ in range(2):  # The second time is the next start.
-    with pytest.raises(ValueError, match=r"rl has no whole checkpoint: put one back"):
+    with pytest.raises(ValueError, match=r"rl has no undamaged checkpoint: restore one"):
       resume_step(workdir)
 
 

@@ -92,7 +92,9 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
     guard.keep_batches(number, [batch(number, bad)])
     state, _ = step(state, batch(number, bad))
   guard.check(row(1, loss=1.0), state)
-  with pytest.raises(nonfinite.NonFiniteError, match="sft step 2: its update was left") as caught:
+  with pytest.raises(
+    nonfinite.NonFiniteError, match="sft step 2: its update was skipped"
+  ) as caught:
     guard.check(row(3, loss=2.0, updates_skipped=2.0), state)  # rows of 1 and 3 only were logged
   assert str(tmp_path / "failures" / "sft_000002") in str(caught.value)
   about, batches = nonfinite.load(tmp_path / "failures" / "sft_000002")
@@ -117,7 +119,7 @@ def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
     state, (_, skipped) = after(step, batches, state)
     if number < 3:
       guard.check(row(number, loss=1.0, updates_skipped=skipped), state)
-  with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: its update was left out"):
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: its update was skipped"):
     guard.check(row(3, loss=1.0, updates_skipped=skipped), state)
   _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000003")
   chex.assert_trees_all_equal(dumped, [second])
@@ -155,7 +157,7 @@ def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_pat
 def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
   guard.check(row(5, loss=np.nan, grad_norm=np.nan, updates_skipped=2.0), start())
-  assert "sft step 5: of its updates, 2 not finite and left out (loss, grad_norm)" in (
+  assert "sft step 5: updates: 2 not finite (loss, grad_norm) and skipped" in (
     capsys.readouterr().err
   )
   guard.check(row(6, loss=1.0, updates_skipped=2.0), start())
@@ -199,7 +201,7 @@ def test_stop_forgets_earlier_skips(tmp_path):
       guard.check(row_of, state)
       guard.check_saved("sft", number, state)
   for check in (lambda: guard.check_saved("sft", 4, state), lambda: guard.check(row_of, state)):
-    with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
+    with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was skipped"):
       check()
   _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000004")
   chex.assert_trees_all_equal(dumped, [batches[1]])
@@ -224,7 +226,7 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
   guard.start(state, reported=False)
   guard.check(row(1, loss=np.nan, updates_skipped=1.0), state)
-  assert "sft step 1: of its updates, 1 not finite and left out (loss)" in capsys.readouterr().err
+  assert "sft step 1: updates: 1 not finite (loss) and skipped" in capsys.readouterr().err
 
 
 @pytest.mark.long

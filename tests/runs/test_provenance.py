@@ -26,8 +26,8 @@ def test_a_continued_run_prints_changed_keys(tmp_path, capsys):
   for run, times in ((longer, 1), (longer, 0), (CONFIG, 1)):
     provenance.record(tmp_path, run)
     stderr = capsys.readouterr().err
-    assert stderr.count("this run goes on with another seed: ") == times
-    assert stderr.count("another distillation.teacher: ") == times and "resume" not in stderr
+    assert stderr.count("this run resumes with another seed: ") == times
+    assert stderr.count("another distillation.teacher: ") == times and "resume: " not in stderr
   assert "another seed: 1 -> 0\n" in stderr
 
 
@@ -66,13 +66,13 @@ def test_other_contents_of_the_same_names_are_refused(tmp_path, capsys):
   provenance.check_contents(tmp_path, CONFIG, new)  # A run without descriptions.
   provenance.record(tmp_path, CONFIG, contents=old)
   provenance.check_contents(tmp_path, CONFIG, old)
-  message = r"other contents of weights: '2 files 3' -> '2 files 4': put them back"
+  message = r"other contents of weights: '2 files 3' -> '2 files 4': restore them"
   with pytest.raises(ValueError, match=message):
     provenance.check_contents(tmp_path, CONFIG, new)
   forced = CONFIG | dict(resume="force")
   provenance.check_contents(tmp_path, forced, new)
   assert "another" not in capsys.readouterr().err
   provenance.record(tmp_path, forced, contents=new)
-  message = "this run goes on with another weights: '2 files 3' -> '2 files 4'\n"
+  message = "this run resumes with another weights: '2 files 3' -> '2 files 4'\n"
   assert capsys.readouterr().err == message
   provenance.check_contents(tmp_path, CONFIG, new)

@@ -62,7 +62,7 @@ def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   assert "by now" not in capsys.readouterr().err
   with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
-  message = f"warning: weights={ID} is {ID}@{second} by now; this run goes on with {ID}@{first}\n"
+  message = f"warning: weights={ID} is now {ID}@{second}; this run keeps {ID}@{first}\n"
   assert message in capsys.readouterr().err
   with open_run(read_inputs(config(weights=ID), tmp_path / "later")) as run:
     assert same(run.initial_params(), changed)

@@ -81,7 +81,7 @@ def test_another_checkpoint_in_the_same_place_is_refused(pupil, tmp_path):
   first = begins_with(tmp_path / "new", source)
   metadata = source / "checkpoints/sft/4/host/metadata"
   metadata.write_bytes(metadata.read_bytes() + b"\n")
-  with pytest.raises(ValueError, match="was begun with other contents of weights: "):
+  with pytest.raises(ValueError, match="was started with other contents of weights: "):
     begins_with(tmp_path / "new", source)
   assert same(begins_with(tmp_path / "new", source, resume="force"), first)
 
@@ -231,7 +231,7 @@ def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
   "below, changes, message",
   [
     ("", dict(model__num_layers=2), "has model.num_layers=2 and not 1: set these"),
-    ("checkpoints/sft/3", {}, r"no complete checkpoint; there are those of steps 2, 4"),
+    ("checkpoints/sft/3", {}, r"no complete checkpoint; complete are steps 2, 4"),
     ("checkpoints", {}, "config.json"),
     ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
   ],
@@ -247,7 +247,7 @@ def test_other_models_and_incomplete_checkpoints_are_refused(
 def test_a_run_without_checkpoints_is_refused(tmp_path):
   with open_run(read_inputs(config(), tmp_path / "begun")):
     pass
-  with pytest.raises(ValueError, match="is a run that has no checkpoint yet"):
+  with pytest.raises(ValueError, match="is a run without a checkpoint"):
     begins_with(tmp_path / "new", tmp_path / "begun")
 
 
@@ -260,7 +260,9 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
     for i in range(0, len(content), 100):  # whichever file the parameters are in
       content[i] ^= 1
     path.write_bytes(content)
-  with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
+  with pytest.raises(
+    ValueError, match=r"4 is damaged: .*; the previous one is .*checkpoints/sft/2"
+  ):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from support.command_line import SMALL, called, command
 
-from gspo_jax.evaluation.resume import Unfinished
+from gspo_jax.evaluation.resume import ResumeLog
 from gspo_jax.runs import checkpoint, metrics, nonfinite, provenance
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.training import CheckpointConfig
@@ -31,7 +31,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
   lines = [line for line in done.stderr.splitlines() if not line.startswith(usual)]
   assert done.returncode == 1 and len(lines) == 1, done.stderr[-3000:]
   assert lines[0].startswith(f"gspo_jax: {tmp_path}/checkpoints/sft/2 cannot be written: File too")
-  assert "the same command goes on" in lines[0]
+  assert "the same command resumes" in lines[0]
   assert written < min(20, time.monotonic() - started)  # the twenty minutes of Orbax are not waited
 
 
@@ -69,7 +69,7 @@ def test_the_reason_is_the_systems_message(notes):
 
 
 def test_an_impossible_directory_lets_the_process_end(tmp_path):
-  """It ends without `main.end`: no thread waits forever."""
+  """It ends without `main.end_process`: no thread waits forever."""
   done = called([sys.executable, "-c", SAVE, str(tmp_path)])
   assert done.returncode == 1
   assert f"{tmp_path}/checkpoints/rl/2 cannot be written: Operation not permitted" in done.stderr
@@ -109,7 +109,7 @@ UNWRITABLE = {
   "tensorboard": lambda w: in_the_way(w / "tensorboard") and metrics.Writer(w).write(ROW),
   "rollouts": lambda w: in_the_way(w / "rollouts") and metrics.Writer(w).dump_rollouts("rl", 1, []),
   "config.json": lambda w: provenance.record(in_the_way(w / "run"), {}),
-  "evaluations": lambda w: Unfinished(in_the_way(w / "evaluations"), "key"),
+  "evaluations": lambda w: ResumeLog(in_the_way(w / "evaluations"), "key"),
   "report": lambda w: files.write_whole(in_the_way(w / "run") / "report.html", ["x"]),
   "checkpoints": lambda w: checkpoint.Checkpointer(in_the_way(w / "run"), "rl", CONFIG),
   "mirror": lambda w: in_the_way(w / "a") and Mirror(w, str(in_the_way(w / "b"))).copy(),
@@ -166,20 +166,20 @@ def sealed(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("line", ["garbage", "3", "{}", '{"chunk": "a"}', "\udcff", "[" * 10**5])
 def test_an_unfinished_evaluation_continues_before_its_damage(line, tmp_path, capsys):
-  log = Unfinished(tmp_path, "key")
+  log = ResumeLog(tmp_path, "key")
   for n in range(3):
     log.add(dict(chunk="a", n=n, reward=0.1 + n))
   path, lines = tmp_path / "unfinished.jsonl", sealed(tmp_path)
   lines[2] = line
   path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
-  assert Unfinished(tmp_path, "key").find("a") == [dict(chunk="a", n=0, reward=0.1)]
+  assert ResumeLog(tmp_path, "key").find("a") == [dict(chunk="a", n=0, reward=0.1)]
   assert f"{path}:3: its checksum does not fit; the rest" in capsys.readouterr().err
   assert len(sealed(tmp_path)) == 2
 
 
 def test_a_flipped_bit_of_an_unfinished_evaluation_is_noticed(tmp_path):
-  log = Unfinished(tmp_path, "key")
+  log = ResumeLog(tmp_path, "key")
   log.add(dict(chunk="a", reward=0.125))
   path = tmp_path / "unfinished.jsonl"
   path.write_text(path.read_text().replace("0.125", "0.135"))
-  assert Unfinished(tmp_path, "key").find("a") == []
+  assert ResumeLog(tmp_path, "key").find("a") == []

@@ -92,7 +92,7 @@ def test_routed_experts_are_decoded(layers):
   for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
     with pytest.raises(Failed, match=r"its answer cannot be used"):
       read_answer(dict(choices=[choice | dict(routed_experts=text)]), call, MODEL, 4, 5)
-  with pytest.raises(Failed, match=r"no routed experts came: start it with --enable"):
+  with pytest.raises(Failed, match=r"no routed experts: start the server with --enable"):
     read_answer(RECORDED, call, MODEL, 4, 5)
 
 

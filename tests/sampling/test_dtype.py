@@ -12,7 +12,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.model import REFERENCE
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(8, 64, (8, 9)).tolist()]
@@ -22,7 +22,7 @@ PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(8, 64, (8, 9)
 def sampled(name, dtype, compute=REFERENCE, temperature=1.0, cache_dtype="float32"):
   """A rollout of an engine with `engine.dtype`, for a trainer computing in `compute`."""
   model = MODELS[name]
-  config = dataclasses.replace(DEFAULT, dtype=dtype, cache_dtype=cache_dtype)
+  config = dataclasses.replace(LOCAL_ENGINE, dtype=dtype, cache_dtype=cache_dtype)
   engine = LocalEngine(model, config, compute)
   engine.load(initial(model), version=0)
   workload = Workload(

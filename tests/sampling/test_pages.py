@@ -16,7 +16,7 @@ from gspo_jax.sampling import Request, Workload
 from gspo_jax.sampling.local.responses import new_responses, restart_requests
 from gspo_jax.sampling.requests import paged, sizes
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 STOP = (1, 2, 3)
 NEW = 24
@@ -123,12 +123,12 @@ def test_a_prefix_lies_in_the_pool_once():
 
 def test_pages_for_less_than_one_response():
   message = f"cache_tokens={2 * LEAST - 8} .* one response of {WINDOW} positions takes up to 10"
-  config = dataclasses.replace(DEFAULT, **PAGES, cache_tokens=2 * LEAST - 8)
+  config = dataclasses.replace(LOCAL_ENGINE, **PAGES, cache_tokens=2 * LEAST - 8)
   with pytest.raises(ValueError, match=message):
     sizes(Workload(SAMPLING, 48, 100, group_size=3), config, shards=2)
   with pytest.raises(ValueError, match="cache='dense' has none"):
-    dataclasses.replace(DEFAULT, cache="dense", cache_tokens=64)
+    dataclasses.replace(LOCAL_ENGINE, cache="dense", cache_tokens=64)
 
 
 def test_pages_are_chosen_where_they_are_few():
-  assert not paged(DEFAULT) and paged(dataclasses.replace(DEFAULT, cache_tokens=999))
+  assert not paged(LOCAL_ENGINE) and paged(dataclasses.replace(LOCAL_ENGINE, cache_tokens=999))

@@ -124,7 +124,7 @@ def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
   tokens, logp, full_logp = sampler.sample(*arguments, vocabulary=4)
   assert max(tokens) < 4
   np.testing.assert_allclose(full_logp, jax.nn.log_softmax(likely)[0, tokens], rtol=1e-5)
-  if config(**changes).whole:
+  if config(**changes).untruncated:
     np.testing.assert_array_equal(logp, full_logp)
   if changes.get("top_k"):
     tempered = sampler.mask_beyond(sampler.temper(logits, config(**changes)), 4)

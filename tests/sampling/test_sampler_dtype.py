@@ -8,7 +8,7 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax.inputs import read_inputs
-from gspo_jax.main import do
+from gspo_jax.main import run_job
 from gspo_jax.run import open_run
 
 RL = SMALL_VALUES | dict(
@@ -24,7 +24,7 @@ RL = SMALL_VALUES | dict(
 def ran(workdir, **changes):
   """Rows of a run's iterations."""
   with open_run(read_inputs(config_of(tiny.get_config, **RL | changes), workdir)) as run:
-    do(run)
+    run_job(run)
   return rows_of(workdir, "rl")[1:]
 
 

@@ -15,7 +15,7 @@ from gspo_jax.models import flops, transformer
 from gspo_jax.sampling import Request, Usage
 from gspo_jax.sampling.local import slots
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 MODEL = SHALLOW_MOE  # One layer compiles faster than two.
 PARAMS = initial(MODEL)
@@ -188,11 +188,11 @@ def test_log_probs_are_the_trainers(changes):
   more = 0
   for expected, response in trainers(result, sampling.temperature, **layers):
     np.testing.assert_allclose(response.full_logp, expected, atol=1e-4)
-    if sampling.whole:
+    if sampling.untruncated:
       np.testing.assert_array_equal(response.logp, response.full_logp)
     assert (response.logp >= response.full_logp - 1e-6).all()
     more += (response.logp > response.full_logp + 1e-3).sum()
-  assert (more > 0) != sampling.whole
+  assert (more > 0) != sampling.untruncated
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ def test_impossible_requests(changes, message):
 
 def test_prefixes_are_padded_to_powers_of_two():
   with pytest.raises(ValueError, match=r"engine\.prefill_tokens=48 must be a power of two"):
-    dataclasses.replace(DEFAULT, prefill_tokens=48)
+    dataclasses.replace(LOCAL_ENGINE, prefill_tokens=48)
 
 
 def test_there_are_no_more_slots_than_trajectories():

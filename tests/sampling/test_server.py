@@ -390,7 +390,7 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/probe/disagreed"]
   two[1].reloads = False
-  message = r"off the trainer's by .* in the mean.*engine\.server\.tolerance is 0\.005: start it"
+  message = r"differ from the trainer's by .* in the mean.*server\.tolerance is 0\.005: start it"
   with pytest.raises(ServersGone, match=message):
     engine.load(weights(3), 3)
   for server in two:
@@ -622,7 +622,7 @@ def test_a_token_of_the_environment_is_brought(make, monkeypatch):
   "changes, message",
   [
     (dict(urls=()), r"engine\.name='server', engine\.urls=\(\)"),
-    (dict(name="local", urls=("http://a:1",)), r"engine\.name='local' has none"),
+    (dict(name="local", urls=("http://a:1",)), r"'local' has none"),
     (dict(urls=("a:1",)), r"'a:1' is not like http://host:port"),
     (dict(urls=("http://a:1", "http://a:1/")), r"names a server twice"),
     (dict(urls=("http://a:1",), weights_dtype="int8"), r"engine.weights_dtype=.int8.: servers"),

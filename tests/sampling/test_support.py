@@ -16,7 +16,7 @@ from gspo_jax.models import transformer
 from gspo_jax.sampling import Driver, Request, SingleTurn, Trajectory, Workload, assemble, sampler
 from gspo_jax.sampling.requests import Response
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 MODEL = SMALLER_DENSE
 # Opinions, so that top-p leaves out different numbers of tokens.
@@ -89,7 +89,7 @@ def test_what_is_on_record_is_what_was_drawn_from(rollout):
 @pytest.mark.long
 def test_a_mesh_and_few_slots_have_the_same(rollout):
   few = sample(
-    PARAMS, MODEL, PROMPTS, engine=dataclasses.replace(DEFAULT, slots=2, steps=3), **OPTIONS
+    PARAMS, MODEL, PROMPTS, engine=dataclasses.replace(LOCAL_ENGINE, slots=2, steps=3), **OPTIONS
   )
   np.testing.assert_array_equal(few.support, rollout.support)
   mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))

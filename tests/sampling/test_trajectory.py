@@ -12,7 +12,7 @@ from support.small_models import MOE, SHALLOW_MOE, forward, initial, next_logp
 
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling import Request, Usage, generate
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
 
 MODEL = SHALLOW_MOE  # One layer compiles faster than two.
 PARAMS = initial(MODEL)
@@ -129,7 +129,7 @@ def test_no_conversation_depends_on_another(base, changes):
   out, _ = talk(
     environments,
     config=dataclasses.replace(TALK, workers=workers),
-    engine=dataclasses.replace(DEFAULT, **changes),
+    engine=dataclasses.replace(LOCAL_ENGINE, **changes),
   )
   for new, old in enumerate(order):
     for g in range(4):

@@ -140,7 +140,7 @@ def test_declared_numbers_need_a_range():
 
 
 def test_ranges_describe_their_values():
-  share = ranges.Range(0, 1, excluded=(0,), also=-1, why="it is a share")
+  share = ranges.Range(0, 1, excluded=(0,), also=-1, reason="it is a share")
   assert 0.5 in share and 1 in share and -1 in share
   assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
   assert 1 - 1e-10 not in ranges.FractionBelowOne.__metadata__[0], "float32 has it as 1"
@@ -183,7 +183,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from gspo_jax import main
 from gspo_jax.settings import run as config
 from gspo_jax.cli import flags as config_flag
-config_flag.in_file = functools.cache(config_flag.in_file)  # it is the same all the time
+config_flag.read_config_file = functools.cache(config_flag.read_config_file)
 parse = ConfigFileFlagParser.parse
 pickled = functools.cache(lambda parser, path: pickle.dumps(parse(parser, path)))
 ConfigFileFlagParser.parse = lambda parser, path: pickle.loads(pickled(parser, path))
@@ -193,7 +193,7 @@ for argument in json.load(sys.stdin):
   with contextlib.redirect_stderr(said):
     try:
       main.parse(sys.argv)
-      main.configured(lambda config: config.model)
+      main.read_config(lambda config: config.model)
     except SystemExit as end:
       code = end.code
   print(json.dumps([code, said.getvalue()]))

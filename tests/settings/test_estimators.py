@@ -7,7 +7,7 @@ from configs import common
 from gspo_jax import objectives as O
 from gspo_jax.learner import advantages as devices
 from gspo_jax.rollouts import advantages as host
-from gspo_jax.settings.estimators import NEEDED
+from gspo_jax.settings.estimators import REMEDIES
 
 CRITIC = dict(critic__name="model", objective__name="ppo_clip")
 TEACHER = dict(distillation__teacher="/t", objective__name="ppo_clip")
@@ -59,7 +59,7 @@ def test_first_estimator_with_its_needs_met_is_chosen(changes, name, name_of_rew
 def test_each_estimator_has_an_implementation(name):
   estimator = O.ESTIMATORS[name]
   group_kinds = [other for other, declared in O.ESTIMATORS.items() if declared.of_group]
-  assert estimator.name == name and estimator.needs | estimator.beside <= NEEDED.keys()
+  assert estimator.name == name and estimator.needs | estimator.beside <= REMEDIES.keys()
   assert name in group_kinds or name in host.PARTS or name in devices.PARTS
   assert estimator.by_token or estimator.by_response
   assert (name in devices.PARTS) == estimator.on_devices >= (not estimator.by_response)

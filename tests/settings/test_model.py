@@ -201,10 +201,10 @@ def test_inconsistent_sizes_are_refused_by_name():
     (dict(num_kv_heads=3), r"num_heads=4 is not a multiple of model\.num_kv_heads=3"),
     (dict(experts_per_token=5), "experts_per_token=5 must be between 1 and"),
     (dict(head_dim=7), "head_dim=7 must be even"),
-    (dict(decoder_sparse_step=100), "no layer has them, with model.num_layers="),
+    (dict(decoder_sparse_step=100), "no layer has experts with model.num_layers="),
     (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be at least 1"),
-    (dict(sliding_window_pattern=1), "sliding_window=5 and model.sliding_window_pattern=1: a"),
-    (dict(sliding_window=0), "sliding_window=0 and model.sliding_window_pattern=2"),
+    (dict(sliding_window_pattern=1), "sliding_window=5, model.sliding_window_pattern=1: with"),
+    (dict(sliding_window=0), "sliding_window=0, model.sliding_window_pattern=2"),
   ]:
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(CONFIG, **changes)

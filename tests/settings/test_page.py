@@ -23,7 +23,7 @@ def test_page_of_keys_is_up_to_date():
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_has_a_meaning_and_a_valid_default(name):
   key = KEYS[name]
-  assert key.why
+  assert key.meaning
   ranges.check_value(key.kind, key.default, name)
 
 

@@ -47,15 +47,18 @@ CASES = {
   "changes, message",
   [
     (dict(), ""),
-    (dict(rl__lag=2), "recompute: ratios and clipping are to the policy before an iteration's"),
-    (dict(rl__lag=2), "and not to the sampling weights, up to 2 iterations older; the rest"),
-    (dict(rl__lag=2, objective__old_logp="sampler"), "to the sampling weights, up to 2 iterations"),
+    (dict(rl__lag=2), "recompute: the old policy of ratios is the policy before an iteration's"),
+    (dict(rl__lag=2), "not the sampling weights, up to 2 iterations older; the difference"),
+    (
+      dict(rl__lag=2, objective__old_logp="sampler"),
+      "ratios is the sampling weights, up to 2 iterations",
+    ),
     (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older for carried-over tokens"),
     (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),
   ],
 )
-def test_anchor_names_the_old_policy_of_ratios(changes, message):
-  text = passes.anchor(config_of(tiny.get_config, **changes))
+def test_description_names_the_old_policy_of_ratios(changes, message):
+  text = passes.describe_old_policy(config_of(tiny.get_config, **changes))
   assert message in text and bool(message) == bool(text)
 
 
@@ -82,10 +85,10 @@ def test_passes_of_a_run(get_config, changes, names, frozen):
   c = config_of(get_config, **changes)
   c = dataclasses.replace(c, model=DENSE)
   assert [declared.name for declared in passes.iteration_passes(c)] == names
-  models = passes.frozen(c, SMALLER_DENSE)
+  models = passes.frozen_models(c, SMALLER_DENSE)
   assert list(models) == frozen
   assert all(m is (SMALLER_DENSE if n == "teacher" else DENSE) for n, m in models.items())
-  assert "teacher" not in passes.frozen(c, None)
+  assert "teacher" not in passes.frozen_models(c, None)
   structs = TrainBatch, CriticTargets, AdvantageInputs
   fields = {field.name for struct in structs for field in dataclasses.fields(struct)}
   assert fields >= {name for declared in passes.iteration_passes(c) for name in declared.fills}

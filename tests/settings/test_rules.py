@@ -86,7 +86,7 @@ REFUSED = [
   ),
   (TINY, dict(reward__name="recurrence"), r"data\.eval: .*'arithmetic:heldout', 'recurrence'\)"),
   (TINY, RL | dict(reward__name="code", reward__workers=1), r"data\.eval: .*heldout', 'code'\)"),
-  (BASE, dict(data__checks=0.5), r"data\.checks=0\.5 is of the teacher of calculator"),
+  (BASE, dict(data__checks=0.5), r"data\.checks=0\.5 is for demonstrations of calculator"),
   (
     BASE,
     dict(
@@ -95,12 +95,12 @@ REFUSED = [
       data__digits=2,
       data__skipped_work=0.5,
     ),
-    r"data\.skipped_work=0\.5 is of the teacher of arithmetic",
+    r"data\.skipped_work=0\.5 is for demonstrations of arithmetic",
   ),
   (TINY, dict(sampling__stop_strings=("",)), r"sampling\.stop_strings=\('',\): an empty text"),
   # Evaluations and checkpoints.
   (BASE, dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*mean eval/accuracy\?"),
-  (BASE, dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
+  (BASE, dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no metric"),
   (TINY, dict(eval__temperature=0.0), r"eval\.temperature=0\.0.* greedy responses to a problem"),
   (TINY, dict(eval__top_k=1), r"eval\.top_k=1.* greedy responses to a problem"),
   (TINY, dict(eval__top_p=0.001), r"eval\.top_p=0\.001: all greedy responses to a problem"),
@@ -133,27 +133,27 @@ REFUSED = [
     TINY,
     dict(objective__correction__name="truncated", objective__correction__cap=0.5)
     | dict(objective__old_logp="recompute"),
-    r"objective\.correction\.cap=0\.5, .* leave out the weight 1",
+    r"objective\.correction\.cap=0\.5, .* exclude the weight 1",
   ),
   (
     TINY,
     dict(objective__correction__name="masked", objective__correction__low=1.5)
     | dict(objective__old_logp="recompute"),
-    r"objective\.correction\.low=1\.5, .* leave out the weight 1",
+    r"objective\.correction\.low=1\.5, .* exclude the weight 1",
   ),
   (
     TINY,
     dict(objective__correction__name="masked", objective__correction__high=0.9)
     | dict(objective__correction__low=0.1, objective__old_logp="recompute"),
-    r"objective\.correction\.high=0\.9: .* leave out the weight 1",
+    r"objective\.correction\.high=0\.9: .* exclude the weight 1",
   ),
   (OFFLINE, dict(objective__name="gspo", objective__beta=None), r"objective\.name='gspo'.* rft"),
   (OFFLINE, dict(objective__old_logp="sampler"), r"objective\.old_logp='sampler'"),
   (OFFLINE, dict(objective__replay="R3"), r"objective\.replay='R3'"),
-  (OFFLINE, dict(offline__fresh=0.001), r"offline\.fresh=0\.001 of rl\.prompts=.* is none of th"),
-  (OFFLINE, dict(offline__fresh=0.999), r"offline\.fresh=0\.999 of rl\.prompts=.* is none of th"),
+  (OFFLINE, dict(offline__fresh=0.001), r"offline\.fresh=0\.001 of rl\.prompts=.* rounds to none"),
+  (OFFLINE, dict(offline__fresh=0.999), r"offline\.fresh=0\.999 of rl\.prompts=.* rounds to none"),
   # Schedules.
-  (BASE, dict(schedule__new_tokens="1:6,2:25"), r"sampling\.max_new_tokens=10 is the most"),
+  (BASE, dict(schedule__new_tokens="1:6,2:25"), r"and sampling\.max_new_tokens=10: raise"),
   (
     BASE,
     OVERLONG | dict(schedule__new_tokens="1:6,2:10", reward__overlong_buffer=9),
@@ -182,15 +182,19 @@ REFUSED = [
   (BASE, cost(limit=4.0) | dict(sampling__max_new_tokens=4), r"length\.limit=4\.0, .*at_most'"),
   (BASE, cost("text", "at_least", text="x", limit=1.5), r"text\.limit=1\.5, .*bound='at_least'"),
   (BASE, cost("truncated", "at_least"), r"truncated\.limit=0\.0, .*bound='at_least'"),
-  (BASE, cost(signal="token", token=264), r"costs\.length\.token=264 is not below model\.vocab"),
-  (BASE, cost(signal="math", limit=0.5), r"costs\.length\.signal='math': reward\.workers=0"),
+  (BASE, cost(signal="token", token=264), r"costs\.length\.token=264 must be below model\.vocab"),
+  (
+    BASE,
+    cost(signal="math", limit=0.5),
+    r"costs\.length\.signal='math' runs in .*reward\.workers=0",
+  ),
   (BASE, cost(limit=6.0) | RECORDED | dict(objective__advantage="std"), r"\(length\): job='offl"),
   (BASE, cost(limit=6.0) | dict(rl__mask_truncated=True), r"\(length\): rl\.mask_truncated=True"),
-  (BASE, cost(limit=6.0) | dict(objective__name="dr_grpo"), r"\(length\): objective\.advantage="),
+  (BASE, cost(limit=6.0) | dict(objective__name="dr_grpo"), r"\(length\), objective\.advantage="),
   (
     BASE,
     cost(limit=6.0) | dict(objective__advantage="leave_one_out"),
-    r"constraints \(length\): objective\.advantage='leave_one_out'",
+    r"constraints \(length\), objective\.advantage='leave_one_out'",
   ),
   (
     BASE,
@@ -200,11 +204,15 @@ REFUSED = [
     r"distillation\.reward_weight=0 leaves constraints and costs without effect",
   ),
   # Nothing to learn from.
-  (PPO, dict(critic__warmup_iterations=40), r"warmup_iterations=40, .* none of rl\.iterations=40"),
-  (TINY, dict(rl__lag=40), r"rl\.lag=40 leave none of rl\.iterations=40"),
+  (
+    PPO,
+    dict(critic__warmup_iterations=40),
+    r"warmup_iterations=40, .* no iteration of rl\.iterations=40",
+  ),
+  (TINY, dict(rl__lag=40), r"rl\.lag=40 leave no iteration of rl\.iterations=40"),
   (TINY, dict(sampling__temperature=0.0), r"sampling\.temperature=0\.0, .*greedy responses of a"),
   (TINY, dict(sampling__top_k=1), r"sampling\.top_k=1, .*greedy responses of a"),
-  (TINY, dict(sampling__top_k=10, sampling__top_p=0.001), r"top_p=0\.001: the greedy responses"),
+  (TINY, dict(sampling__top_k=10, sampling__top_p=0.001), r"top_p=0\.001: greedy responses"),
   (TINY, TRUNCATED | dict(sampling__top_k=0), r"^sampling\.top_p=0\.6, .* sampling\.top_k=0: up"),
   (
     TINY,
@@ -214,14 +222,14 @@ REFUSED = [
   (
     TINY,
     dict(sampling__top_k=1025, model__vocab_size=2048),
-    r"top_k=1025: .* and 1024 are recorded",
+    r"top_k=1025: .* at most 1024 are recorded",
   ),
-  (TINY, SERVED | TRUNCATED, r"sampling\.top_k=40: engine\.name='server' keeps no record"),
-  (TINY, dict(reward__false_positive=1.0), r"false_positive=1\.0, .*add up to less than 1"),
+  (TINY, SERVED | TRUNCATED, r"sampling\.top_k=40, .*engine\.name='server' keeps no record"),
+  (TINY, dict(reward__false_positive=1.0), r"false_positive=1\.0, .*to a sum below 1"),
   (
     TINY,
     dict(reward__false_positive=0.5, reward__false_negative=0.5),
-    r"false_positive=0\.5, reward\.false_negative=0\.5: .*add up to less than 1",
+    r"false_positive=0\.5, reward\.false_negative=0\.5: .*to a sum below 1",
   ),
   (
     TINY,
@@ -233,7 +241,11 @@ REFUSED = [
     dict(objective__name="grpo", objective__clip_low=0.0, objective__clip_high=0.0),
     r"objective\.clip_low=0\.0, objective\.clip_high=0\.0: every ratio but 1",
   ),
-  (TINY, dict(objective__kl="k1", objective__kl_coef=0.1), r"objective\.kl='k1', .*no expected"),
+  (
+    TINY,
+    dict(objective__kl="k1", objective__kl_coef=0.1),
+    r"objective\.kl='k1', .*an expected value of 0",
+  ),
   # Keys without effect.
   (BASE, dict(job="sft", sft__steps=1, rl__lag=1), r"rl\.lag=1 has no effect.*job='sft'"),
   (BASE, dict(job="eval", rollout_mesh__fsdp=1), r"rollout_mesh\.fsdp=1 has no effect.*job='eval'"),
@@ -246,16 +258,20 @@ REFUSED = [
     r"schedule\.refresh_every=2.*job='sft'.*set it to 0",
   ),
   (BASE, dict(job="eval", schedule__group_size_min=2), r"schedule\.group_size_min=2.*job='eval'"),
-  (OFFLINE, dict(objective__volatility=True), r"objective\.volatility=True does not go with job"),
-  (OFFLINE, dict(objective__off_policy_threshold=1.0), r"off_policy_threshold=1\.0 does not go"),
+  (
+    OFFLINE,
+    dict(objective__volatility=True),
+    r"objective\.volatility=True cannot be used with job",
+  ),
+  (OFFLINE, dict(objective__off_policy_threshold=1.0), r"off_policy_threshold=1\.0 cannot be used"),
   (
     OFFLINE,
     dict(objective__correction__name="truncated"),
-    r"correction\.name='truncated' does not go with job='offline'",
+    r"correction\.name='truncated' cannot be used with job='offline'",
   ),
   (OFFLINE, dict(objective__reward_kl_coef=0.1), r"reward_kl_coef=0\.1"),
   (OFFLINE, dict(environment__name="calculator"), r"environment\.name='calculator'"),
-  (OFFLINE, dict(offline__fresh=0.5, rl__extra_prompts=2), r"rl\.extra_prompts=2 does not go"),
+  (OFFLINE, dict(offline__fresh=0.5, rl__extra_prompts=2), r"rl\.extra_prompts=2 cannot be used"),
   (
     OFFLINE,
     RFT | dict(objective__beta=None, offline__fresh=0.5, data__query_set__extra_rounds=1),
@@ -383,10 +399,14 @@ REFUSED_BY_SECTIONS = [
   ),
   # Schedules and recorded responses.
   (BASE, dict(schedule__new_tokens="6"), r"schedule\.new_tokens='6'"),
-  (BASE, dict(schedule__new_tokens="2:6"), r"schedule\.new_tokens='2:6'.* go up from 1"),
-  (BASE, dict(schedule__new_tokens="1:6,1:8"), r"schedule\.new_tokens='1:6,1:8'.* go up"),
-  (BASE, dict(schedule__new_tokens="1:8,3:6"), r"schedule\.new_tokens='1:8,3:6'.*responses grow"),
-  (BASE, dict(schedule__new_tokens="1:0"), r"schedule\.new_tokens='1:0'.*responses grow"),
+  (BASE, dict(schedule__new_tokens="2:6"), r"schedule\.new_tokens='2:6'.* increase from 1"),
+  (BASE, dict(schedule__new_tokens="1:6,1:8"), r"schedule\.new_tokens='1:6,1:8'.* must increase"),
+  (
+    BASE,
+    dict(schedule__new_tokens="1:8,3:6"),
+    r"schedule\.new_tokens='1:8,3:6'.*lengths must increase",
+  ),
+  (BASE, dict(schedule__new_tokens="1:0"), r"schedule\.new_tokens='1:0'.*lengths must increase"),
   (OFFLINE, dict(offline__fresh=1.0), r"offline\.fresh=1\.0"),
   (BASE, RECORDED | dict(objective__soft_value=0.5), r"objective\.soft_value=0\.5"),
   # Models, adapters and benchmarks.
@@ -401,7 +421,7 @@ REFUSED_BY_SECTIONS = [
     (
       BASE,
       dict(eval__benchmarks={name: common.benchmark(samples=3)}),
-      rf"^eval\.benchmarks\.{re.escape(name)}: files and metrics",
+      rf"^eval\.benchmarks\.{re.escape(name)}: a benchmark",
     )
     for name in ("math/500", "eval", "")
   ],
@@ -520,12 +540,12 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     OBJECTIVE | dict(objective__name="segment", objective__segment_unit="tokens"),
-    r"segment_tokens=None.*need both",
+    r"segment_tokens=None.*change one",
   ),
   (
     BASE,
     OBJECTIVE | dict(objective__name="segment", objective__segment_tokens=4),
-    r"segment_unit='turn'.*need both",
+    r"segment_unit='turn'.*change one",
   ),
   (
     BASE,
@@ -565,7 +585,7 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     OBJECTIVE | dict(objective__old_logp="sampler", objective__correction__name="truncated"),
-    r"correction\.name='truncated'.*objective\.old_logp='sampler'.*set it to recompute",
+    r"correction\.name='truncated'.*objective\.old_logp='sampler'.*set old_logp to recompute",
   ),
   (
     BASE,
@@ -782,8 +802,8 @@ def test_keys_of_rules_are_declared():
 
 
 def test_every_task_has_verifiers():
-  assert {*rules.JUDGES} == {*TASKS}
-  assert all(judge in VERIFIERS for judges in rules.JUDGES.values() for judge in judges)
+  assert {*rules.TASK_VERIFIERS} == {*TASKS}
+  assert all(judge in VERIFIERS for judges in rules.TASK_VERIFIERS.values() for judge in judges)
 
 
 @pytest.mark.parametrize("name", OFF)

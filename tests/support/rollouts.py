@@ -15,7 +15,7 @@ from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.samples_log import rollout_records
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
-from gspo_jax.settings.sampling import DEFAULT
+from gspo_jax.settings.sampling import LOCAL_ENGINE
 from gspo_jax.settings.training import RLConfig
 from gspo_jax.structs import Prompt
 from support.configs import config_of
@@ -24,7 +24,7 @@ from support.small_models import MOE, initial
 PARAMS, OTHER = initial(MOE), initial(MOE, seed=1)
 STOP = (1, 2, 3, 4)
 P, G, NEW = 4, 3, 24
-ENGINE = dataclasses.replace(DEFAULT, slots=6, steps=2)
+ENGINE = dataclasses.replace(LOCAL_ENGINE, slots=6, steps=2)
 PROMPTS = Prompts([Prompt(str(i), "q", "a", (8 + i % 50, 9, 10)) for i in range(200)])
 CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
 OF_RL = {field.name for field in dataclasses.fields(RLConfig)}

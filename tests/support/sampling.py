@@ -7,7 +7,7 @@ import numpy as np
 from gspo_jax.sampling import Driver, LocalEngine, Workload, assemble
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, EngineConfig, SamplingConfig
 from gspo_jax.structs import Prompt
 
 PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15))
@@ -20,7 +20,7 @@ def scheduler(params, model, sampling, detokenize=None, **options):
   """Options are keys of the engine and fields of the workload."""
   engine = {key: options.pop(key) for key in ENGINE & options.keys()}
   workload = Workload(sampling, **dict(prompt_length=48, trajectories=100, group_size=3) | options)
-  config = dataclasses.replace(DEFAULT, **engine)
+  config = dataclasses.replace(LOCAL_ENGINE, **engine)
   return Scheduler(params, 0, model, workload, config, detokenize=detokenize)
 
 
@@ -79,7 +79,7 @@ def sample(
   render=None,
   max_turns=1,
   workers=0,
-  engine=DEFAULT,
+  engine=LOCAL_ENGINE,
   usage=None,
   **options,
 ):

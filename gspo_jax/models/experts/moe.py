@@ -237,8 +237,8 @@ def _joined_layout(split: ExpertWeights) -> GroupedWeights:
 def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
   """Gathers the weights of a device's experts, inside `shard_map`."""
   if joins:  # Local parts are joined before gathering.
-    return jax.tree.map(sharding.whole, joined(weights), _joined_layout(split))
-  return jax.tree.map(sharding.whole, weights, split)
+    return jax.tree.map(sharding.gather_whole, joined(weights), _joined_layout(split))
+  return jax.tree.map(sharding.gather_whole, weights, split)
 
 
 def experts(
@@ -264,7 +264,7 @@ def experts(
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
     chips = sharding.axis_size(experts_over(weights.gate))
     num_experts = matrix(weights.gate.stack).shape[1]
-    load = sharding.rows_of_a_device(gate_BTk.size) * chips / num_experts
+    load = sharding.rows_per_device(gate_BTk.size) * chips / num_experts
     if load <= FEW:
       apply = choose_for_few(implementation, load)
       if is_int8(weights.gate.stack):

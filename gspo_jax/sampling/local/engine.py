@@ -9,7 +9,7 @@ from gspo_jax.models import publication, transformer
 from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.settings.sampling import DEFAULT, EngineConfig
+from gspo_jax.settings.sampling import LOCAL_ENGINE, EngineConfig
 
 
 class LocalEngine:
@@ -29,7 +29,7 @@ class LocalEngine:
   def __init__(
     self,
     model: ModelConfig,
-    config: EngineConfig = DEFAULT,
+    config: EngineConfig = LOCAL_ENGINE,
     compute: ComputeConfig = REFERENCE,
     publish: Callable[[Any], Any] = lambda params: params,
     detokenize: Callable[[list[int]], str] | None = None,

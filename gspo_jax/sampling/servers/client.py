@@ -3,8 +3,8 @@
 A server needs `--enable-scale-out` for token ids in requests and answers, `VLLM_SERVER_DEV_MODE=1`
 for new weights, and `--logprobs-mode processed_logprobs` for log-probs.
 
-`ServerPool` starts one thread with an event loop for all of this. The host loop submits calls and
-takes answers from a queue. A server is left out after three failures in a row, of any kind, until
+`ServerPool` starts one thread with an event loop for all requests. The host loop submits calls and
+takes answers from a queue. A server is excluded after three failures in a row, of any kind, until
 the next publication.
 """
 
@@ -27,10 +27,10 @@ from gspo_jax.sampling.servers.probe import Call, Failed, Part, read_answer
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import ServerConfig
 
-MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is left out.
+MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-IDLE_S = 2.0  # Servers close idle connections after 5 s, and would drop a request sent then.
+IDLE_S = 2.0  # Servers close idle connections after 5 s, and drop requests sent at that moment.
 OTHER_CONNECTIONS = 16  # Connections per server, in addition to those for calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with a bearer token.
@@ -46,7 +46,7 @@ class Server:
 
   url: str
   usable: bool = False
-  reason: str = "it has not been asked yet"  # Reason why the server is not usable.
+  reason: str = "no weights were published to it yet"  # Reason if the server is not usable.
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
   calls: set[str] = dataclasses.field(default_factory=set)  # Ids of sent calls.
@@ -74,7 +74,7 @@ class ServerPool:
     self.answers: queue.SimpleQueue[tuple[str, str, Part | Exception]] = queue.SimpleQueue()
     self.failures: collections.Counter[str] = collections.Counter()
     self.version = -1
-    self._calls: dict[str, asyncio.Timeout] = {}  # By id, sent or not.
+    self._calls: dict[str, asyncio.Timeout] = {}  # Timeouts of calls by id, unsent ones too.
     self._change = asyncio.Event()  # Set briefly when a server may have room.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
@@ -83,6 +83,7 @@ class ServerPool:
       asyncio.run_coroutine_threadsafe(self._watch_health(server), self._loop)
 
   def _connect(self) -> None:
+    """Opens the HTTP client, with connections within the limit of open files."""
     most, servers = self._config.in_flight, len(self.servers)
     token = os.environ.get(TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):  # The message must not show the token.
@@ -90,9 +91,9 @@ class ServerPool:
     connections = raise_descriptors(servers * (most + OTHER_CONNECTIONS))
     self.in_flight = min(most, max(1, connections // servers - OTHER_CONNECTIONS))
     if self.in_flight < most:
-      text = "engine.server.in_flight=%d is %d here: the process may have no more connections"
+      text = "engine.server.in_flight=%d is lowered to %d: the process may open no more connections"
       logging.warning(text + " (ulimit -Hn)", most, self.in_flight)
-    refused = f"set {TOKEN} to the token that it was given"
+    refused = f"set {TOKEN} to the server's token"
     missing = "vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
@@ -173,7 +174,8 @@ class ServerPool:
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
   async def _handle(self, call: Call, avoid: Collection[str]) -> None:
-    answer: Part | Exception = Failed("", "its server was left out, or the call was cancelled")
+    """Sends a call, and puts its answer on the queue in any case."""
+    answer: Part | Exception = Failed("", "its server was excluded, or the call was cancelled")
     server = None
     try:
       async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` ends it.
@@ -198,6 +200,7 @@ class ServerPool:
       self.answers.put((call.id, server.url if server else "", answer))
 
   async def _choose(self, avoid: Collection[str]) -> Server:
+    """Waits for a server with room; returns the one with the fewest calls."""
     while True:
       usable = self.usable
       preferred = [server for server in usable if server.url not in avoid] or usable
@@ -217,15 +220,15 @@ class ServerPool:
     self._change.clear()
 
   def _count_failure(self, server: Server, error: Failed) -> None:
-    """Counts a failure; leaves a server out after too many."""
+    """Counts a failure; excludes a server after too many."""
     self.failures[error.kind] += 1
     if not server.usable:
       return
     server.failures += 1
     if server.failures >= MAX_FAILURES:
-      self.leave_out(server, f"{server.failures} failures in a row, the last: {error}")
+      self.exclude(server, f"{server.failures} failures in a row, the last: {error}")
     else:
-      logging.warning("%s: %s: %s; sent again", server.url, error.kind, error)
+      logging.warning("%s: %s: %s; the call is sent again", server.url, error.kind, error)
 
   async def abort(self, ids: Collection[str]) -> None:
     """Aborts calls, for answers with the tokens so far. Cancels unsent calls."""
@@ -244,6 +247,7 @@ class ServerPool:
     self._expire(ids)
 
   def _expire(self, ids: Collection[str]) -> None:
+    """Ends calls by their timeouts."""
     for id_ in ids:
       if timeout := self._calls.pop(id_, None):
         timeout.reschedule(0)
@@ -253,16 +257,18 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers and samples a probe. Servers are unusable until `conclude`.
+    """Loads weights on all servers and samples a probe.
 
-    Returns the parts of the probe for each server; None for a failed server, now left out.
+    Servers are unusable until `end_publication`.
+
+    Returns the parts of the probe for each server; None for a failed server, which is excluded.
     """
 
     async def publish_to(server: Server) -> list[Part] | None:
       try:
         return await self._publish_to(server, weights, version, probe)
       except Failed as error:
-        self.leave_out(server, str(error))
+        self.exclude(server, str(error))
         return None
 
     return await asyncio.gather(*map(publish_to, self.servers))
@@ -277,7 +283,7 @@ class ServerPool:
     seconds = self._config.publish_s
     self.version = max(self.version, version)
     try:
-      for path, body in publication(weights, version):
+      for path, body in publication_requests(weights, version):
         await self.request(server.url, path, body, seconds)
         server.version = version  # Set after the first request, which pauses the server.
     except Failed:
@@ -291,28 +297,28 @@ class ServerPool:
       for task in tasks:
         task.cancel()
     if any(part.aborted for part in parts):
-      raise Failed("body", "it left the probe before its end")
+      raise Failed("body", "it aborted the probe")
     return parts
 
-  async def conclude(self, server: Server, reason: str) -> None:
-    """Ends a server's publication: leaves it out for a reason, or makes it usable."""
+  async def end_publication(self, server: Server, reason: str) -> None:
+    """Ends a server's publication: excludes it for a reason, or makes it usable."""
     if reason:
-      self.leave_out(server, reason)
+      self.exclude(server, reason)
       return
     server.usable, server.reason, server.failures = True, "", 0
     server.verdict.set()
     self._notify()
 
-  def leave_out(self, server: Server, reason: str) -> None:
+  def exclude(self, server: Server, reason: str) -> None:
     """Makes a server unusable until the next publication. Its calls fail."""
     server.usable, server.reason = False, reason
     server.verdict.set()
-    count = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Usable now or soon.
-    logging.warning("server %s is left out: %s; %d left", server.url, reason, count)
+    remaining = sum(s.usable or not s.verdict.is_set() for s in self.servers)  # Now or soon usable.
+    logging.warning("server %s is excluded: %s; %d remain", server.url, reason, remaining)
     self._expire(server.calls)
 
   async def _watch_health(self, server: Server) -> None:
-    """Leaves out a server with calls after failed health checks."""
+    """Excludes a server with calls after failed health checks."""
     while True:
       await asyncio.sleep(HEALTH_S)
       try:
@@ -321,7 +327,7 @@ class ServerPool:
       except Failed as error:
         if server.usable:
           self.failures["health"] += 1
-          self.leave_out(server, f"{MAX_FAILURES} failures in a row, the last: {error}")
+          self.exclude(server, f"{MAX_FAILURES} failures in a row, the last: {error}")
 
   async def _check_health(self, server: Server) -> None:
     """Requests a server's health; a compiling server may miss some requests."""
@@ -369,7 +375,7 @@ def generate_body(call: Call) -> dict[str, Any]:
   return dict(request_id=call.id, token_ids=list(call.tokens), sampling_params=parameters)
 
 
-def publication(directory: str, version: int) -> list[tuple[str, dict[str, Any]]]:
+def publication_requests(directory: str, version: int) -> list[tuple[str, dict[str, Any]]]:
   """Returns paths and bodies of requests to load a directory's weights."""
   reload = dict(method="reload_weights", kwargs=dict(weights_path=directory))
   return [

@@ -84,7 +84,7 @@ class ServerEngine:
     hosts.run_on_first_host(connect, ServersGone)
     self._weights: Path | None = None  # Directory of the newest weights.
     self._version = -1
-    # Another thread than the stepping one may load weights. The loading thread owns the devices.
+    # One thread may load weights while another steps; the loading thread owns the devices.
     self._loading_thread, self._loading = 0, False
     self._probe_mean, self._disagreed = 0.0, 0
     self._workload: Workload | None = None
@@ -174,19 +174,19 @@ class ServerEngine:
       size = None if parts is None else self._probe.differences(params, parts)
       if self._pool is not None and size is not None:
         reason = self._disagreement(float(size.mean()), float(size.max()))
-        self._pool.run(self._pool.conclude(self._pool.servers[index], reason))
+        self._pool.run(self._pool.end_publication(self._pool.servers[index], reason))
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
-  def _disagreement(self, mean: float, most: float) -> str:
-    """Returns the reason to leave a server out; "" without one."""
+  def _disagreement(self, mean: float, largest: float) -> str:
+    """Returns the reason to exclude a server; "" without one."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
     self._disagreed += 1
     return (
-      f"its log-probs of version {self._version} are off the trainer's by {mean:.3g} in the mean "
-      f"and {most:.3g} at most, and engine.server.tolerance is {self._tolerance:g}: start it with "
-      "--logprobs-mode processed_logprobs, and with these weights"
+      f"its log-probs of version {self._version} differ from the trainer's by {mean:.3g} in the "
+      f"mean and {largest:.3g} at most, and engine.server.tolerance is {self._tolerance:g}: start "
+      "it with --logprobs-mode processed_logprobs, and with this model"
     )
 
   # Requests.
@@ -274,7 +274,7 @@ class ServerEngine:
         id_, url, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
         return answers
-      seconds = 0.0  # Further answers are not waited for: the driver may have enough.
+      seconds = 0.0  # No wait for further answers: the driver may have enough.
       if id_ not in self._pending:  # A call of an ended workload.
         continue
       pending = self._pending.pop(id_)
@@ -283,8 +283,8 @@ class ServerEngine:
       elif not self._stopping:
         pending.fail(url, answer)
       if self._stopping or pending.finished:
-        response = pending.response(self._workload.sampling.whole)
-        answers.append((pending.number, response))  # To broadcast.
+        response = pending.response(self._workload.sampling.untruncated)
+        answers.append((pending.number, response))
       else:
         self._send(pending)
 
@@ -380,14 +380,15 @@ class Pending:
     seed = zlib.crc32(noise) & 0x7FFFFFFF
     return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
 
-  def response(self, whole: bool) -> Response:
-    """Returns the response so far; `whole`: sampled from the whole distribution."""
+  def response(self, untruncated: bool) -> Response:
+    """Returns the response so far; `untruncated`: sampled without top-k, top-p and min-p."""
     return Response(
       None,  # The request has a tag of this process only; see `_close_responses`.
       self.sample,
       self.tokens,
       self.logp,
-      self.logp if whole else np.full_like(self.logp, np.nan),  # Servers return one log-prob.
+      # Servers return one log-prob, after truncation.
+      self.logp if untruncated else np.full_like(self.logp, np.nan),
       self.version,
       stopped=self.stopped,
       finished=self.finished,

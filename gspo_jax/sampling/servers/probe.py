@@ -31,19 +31,19 @@ from gspo_jax.system import hosts
 
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
-SLACK = 1e-3  # Maximum log-prob in nats, above 0 by rounding.
-PUBLICATIONS = 2  # Publications on disk: a starting server may still read the previous one.
+SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may exceed 0.
+PUBLICATIONS = 2  # Publications kept on disk: a starting server may still read the previous one.
 PROMPTS = 8  # Number of prompts, half of them at each temperature.
-LONGEST = 256  # Maximum positions, a multiple of prefix cache blocks of 16 to 128 tokens.
-TOKENS = 32  # Maximum sampled tokens.
-COOLER = 0.7  # Second temperature, relative to the first.
+LONGEST = 256  # Maximum number of positions, a multiple of prefix cache blocks (16 to 128).
+TOKENS = 32  # Maximum number of sampled tokens.
+COOLER = 0.7  # Second temperature, as a multiple of the first.
 
 
 class Failed(Exception):
   """A request failed; a retry may succeed, at another server or later.
 
   Attributes:
-    kind: one of KINDS; "" if the server was left out or the call cancelled.
+    kind: one of KINDS; "" if the server was excluded or the call was cancelled.
   """
 
   def __init__(self, kind: str, text: str):
@@ -104,10 +104,10 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
   content = (choice["logprobs"] or {}).get("content") or []
   logp = np.array([entry["logprob"] for entry in content], np.float32)
   if [entry["token_id"] for entry in content] != tokens.tolist() or logp.shape != tokens.shape:
-    raise Failed("tokens", "the log-probs are not of the returned tokens")
+    raise Failed("tokens", "the log-probs belong to other tokens than the returned ones")
   version = np.full(len(tokens), -1, np.int32)  # Remains -1 outside all spans.
   for span in choice.get("weight_versions") or []:
-    label = str(span["version"])  # Before the first publication, no number.
+    label = str(span["version"])  # Not a number before the first publication.
     version[int(span["start"]) : int(span["end"])] = int(label) if label.isdecimal() else -1
   reason = choice["finish_reason"]
   return Part(tokens, logp, version, reason == "stop", reason == "abort")
@@ -131,7 +131,7 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
     raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
   if n and not oldest <= version.min() <= version.max() <= newest:
     raise Failed(
-      "version", f"weights {version.min()} to {version.max()} answered, not {oldest} to {newest}"
+      "version", f"weights of versions {version.min()} to {version.max()}, not {oldest} to {newest}"
     )
 
 
@@ -140,7 +140,7 @@ def _read_experts(
 ) -> np.ndarray:
   """Returns experts [input tokens, l, k] of MoE layers, in the storage dtype."""
   if choice.get("routed_experts") is None:
-    raise Failed("body", "no routed experts came: start it with --enable-return-routed-experts")
+    raise Failed("body", "no routed experts: start the server with --enable-return-routed-experts")
   file = io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True))
   experts = np.lib.format.read_array(file, allow_pickle=False)
   fed, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
@@ -151,7 +151,7 @@ def _read_experts(
       experts = experts if count == len(moe_layers) else experts[:, moe_layers]
       if 0 <= experts.min() <= experts.max() < model.num_experts:
         return experts.astype(routing.storage_dtype(model.num_experts))
-  raise Failed("body", f"experts of shape {shape} came for {fed} tokens")
+  raise Failed("body", f"experts have shape {shape} for {fed} tokens")
 
 
 def write_weights(
@@ -176,7 +176,7 @@ def write_weights(
   def complete() -> None:
     if tokenizer:  # Without generation_config.json, which changes sampling in some servers.
       tokenizers.copy(tokenizer, partial, tokenizers.FILES)
-    shutil.rmtree(target, ignore_errors=True)  # May exist from before a resume.
+    shutil.rmtree(target, ignore_errors=True)  # It may exist from before a resume.
     earlier = sorted(target.parent.glob("weights_*[0-9]"), key=lambda path: path.stat().st_mtime)
     os.rename(partial, target)
     for path in earlier[: 1 - PUBLICATIONS]:
@@ -193,7 +193,7 @@ def write_weights(
 
 
 def read_weights(directory: Path) -> Any:
-  """Reads published weights, since the trainer may have newer ones."""
+  """Reads published weights; the trainer's may be newer."""
   from gspo_jax.models import hf  # Only publication needs safetensors.
 
   mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
