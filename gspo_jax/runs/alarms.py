@@ -137,7 +137,8 @@ ALARMS = {
   "mismatch_tail": Alarm(
     "For more than a tenth of the tokens sampler and trainer differ by a factor above 2.",
     "Give the sampler the trainer's types (engine.dtype, engine.weights_dtype, "
-    "engine.cache_dtype). If it has them, sampler and trainer are two models: compare their weights and tokens.",
+    "engine.cache_dtype). If it has them, sampler and trainer are two models: compare their "
+    "weights and tokens.",
     "mismatch/tail",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
