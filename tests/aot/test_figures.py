@@ -41,9 +41,19 @@ OPTIONS = (
 )
 
 
+INT8 = (
+  *OPTIONS,
+  "--programs=decode",
+  "--config.engine.cache_dtype=int8",
+  "--config.engine.weights_dtype=int8",
+)
+
+
 def measure(directory: Path) -> dict:
   """The figures of this version of the code, and of the compiler."""
   rows, _ = aot.compiled(directory, *OPTIONS, config="configs/moe_aime.py")
+  narrow, _ = aot.compiled(directory, *INT8, config="configs/moe_aime.py")
+  rows["decode int8"] = narrow["decode"]
   figures = {name: {key: row[key] for key in LESS_IS_BETTER} for name, row in rows.items()}
   return dict(compiler=compiler(), programs=figures)
 
