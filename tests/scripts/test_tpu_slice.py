@@ -39,7 +39,10 @@ def call(tmp_path):
   (tmp_path / "gcloud").write_text(GCLOUD)
   (tmp_path / "gcloud").chmod(0o755)
 
-  def run(*arguments, states=(), codes=(), **more):
+  def run(*arguments, states=(), codes=(), pack=False, **more):
+    for name in () if pack else ("git", "tar"):  # A second of each call.
+      (tmp_path / name).write_text("#!/bin/sh\n")
+      (tmp_path / name).chmod(0o755)
     for name, lines in ("states", states), ("codes", codes):
       (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -79,16 +82,18 @@ def test_a_run_is_started_again_on_new_machines_until_it_returns_0(call, tmp_pat
 
 
 def test_the_tree_travels_as_it_is_and_keys_in_a_file(call, tmp_path):
-  scratch = ROOT / "configs" / "uncommitted_for_a_test.py"
+  scratch = ROOT / "scripts" / "uncommitted_for_a_test.txt"  # No test lists this folder.
   scratch.write_text("")
   try:
-    done, lines = call("run", states=["ACTIVE"], codes=["idle", "0"], WANDB_API_KEY="k e y")
+    done, lines = call(
+      "run", states=["ACTIVE"], codes=["idle", "0"], pack=True, WANDB_API_KEY="k e y"
+    )
   finally:
     scratch.unlink()
   assert done.returncode == 0, done.stderr
   with tarfile.open(tmp_path / "tree.tar.gz") as tree:
     files = tree.getnames()
-  assert {"setup.py", "configs/uncommitted_for_a_test.py"} <= {*files}
+  assert {"setup.py", "scripts/uncommitted_for_a_test.txt"} <= {*files}
   assert (tmp_path / "gspo.env").read_text() == "export WANDB_API_KEY=k\\ e\\ y\n"
   assert "k e y" not in "".join(lines) and "k\\ e" not in "".join(lines)
 
