@@ -1,4 +1,4 @@
-"""E22: the run of configs/tiny.py with keys and values in eight bits."""
+"""E25: the run of configs/tiny.py with keys and values in eight bits."""
 
 from experiments import figures
 from experiments.definition import Condition, Experiment
