@@ -59,7 +59,7 @@ def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   assert origin["start"] == dict(directory=f"{ID}@{first}")
   assert origin["tokenizer"] == f"{ID}@{first}"
   second, changed = publish(server, tmp_path / "source", seed=1)
-  assert "by now" not in capsys.readouterr().err
+  assert "is now" not in capsys.readouterr().err
   with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
   message = f"warning: weights={ID} is now {ID}@{second}; this run keeps {ID}@{first}\n"
@@ -84,7 +84,7 @@ def test_a_run_keeps_its_first_tokenizer(server, tmp_path, capsys):
     with open_run(read_inputs(config(tokenizer=ID), tmp_path / "run")) as run:
       assert run.tokenizer.path == f"{ID}@{first}"
     second = second or publish(server, tmp_path / "source", seed=1)[0]
-  assert f"tokenizer={ID} is {ID}@{second} by now" in capsys.readouterr().err
+  assert f"tokenizer={ID} is now {ID}@{second}" in capsys.readouterr().err
   with open_run(read_inputs(config(tokenizer=ID), tmp_path / "later")) as run:
     assert run.tokenizer.path == f"{ID}@{second}"
 
@@ -137,7 +137,7 @@ def test_the_key_of_an_unreadable_repository_is_named(changes, message, server, 
 def test_adapters_are_named_with_their_commit(server, tmp_path):
   (tmp_path / "adapter_config.json").write_text("{}")
   commit = server.push("org/adapter", tmp_path)
-  message = rf"^lora\.adapter=org/adapter may be other .* it is now, org/adapter@{commit}$"
+  message = rf"^lora\.adapter=org/adapter may have changed .* current commit, org/adapter@{commit}$"
   with pytest.raises(ValueError, match=message):
     read_inputs(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
 

@@ -612,7 +612,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
 def test_a_token_of_the_environment_is_brought(make, monkeypatch):
   server, _ = make(load=False)
   server.token = "secret"
-  with pytest.raises(ServersGone, match=r"HTTP 401.*set GSPO_ENGINE_TOKEN to the token"):
+  with pytest.raises(ServersGone, match=r"HTTP 401.*set GSPO_ENGINE_TOKEN to the server's token"):
     make([server])
   monkeypatch.setenv("GSPO_ENGINE_TOKEN", "secret")
   make([server])
