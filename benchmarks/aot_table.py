@@ -63,9 +63,9 @@ GPU_RUNS = {  # Flags of the run by model and topology.
   "Qwen3-8B h100:8": "--config=configs/dense_math.py:Qwen3-8B-Base --config.rl.microbatches=16",
   "Qwen3-30B-A3B h100:8": "--config=configs/moe_aime.py --config.mesh.fsdp=2 "
   "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5 --config.engine.slots=64 "
-  "--config.rl.prompts=64 --config.rl.microbatches=32",
+  "--config.rl.prompts=64 --config.rl.microbatches=32 --config.mesh.rollout_experts=auto",
   "Qwen3-30B-A3B h100:4x8": "--config=configs/moe_aime.py --config.mesh.fsdp=8 "
-  "--config.engine.slots=64 --config.rl.microbatches=32",
+  "--config.engine.slots=64 --config.rl.microbatches=32 --config.mesh.rollout_experts=auto",
 }
 ADAPTERS = "--config.lora.rank=32 --config.rl_optimizer.learning_rate=1e-5"
 EXPERTS = f"{ADAPTERS} --config.mesh.expert=8"

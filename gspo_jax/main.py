@@ -61,13 +61,14 @@ def main(argv: list[str]) -> None:
   collect_garbage_rarely()
   config, workdir = read_config(_model_of_weights), _workdir()
   try:
-    inputs = read_inputs(config, workdir)  # The first write comes after all checks.
+    inputs = read_inputs(config, workdir)  # Nothing is written before.
     with open_run(inputs) as run, stop_together(config.checkpoint.grace_s):
       for line in provenance.difference(read_config_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := describe_old_policy(config):
         sys.stderr.write(f"config {text}\n")
-      if types := sampler_types(dataclasses.asdict(config.engine), config.compute.dtype):
+      types = sampler_types(dataclasses.asdict(config.engine), config.compute.dtype)
+      if types and (config.samples or config.job == "eval"):
         sys.stderr.write(f"config samples with {types} (compute.dtype={config.compute.dtype})\n")
       run_job(run)
       if jax.process_index() == 0:

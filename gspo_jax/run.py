@@ -254,6 +254,8 @@ def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluat
     tok.path,
     config.environment,
     config.engine.name,
+    config.engine.cache_dtype,
+    config.engine.weights_dtype,
     config.constraints,
   )
   functions = [*sorted(scoring.scorers), config.environment.name]

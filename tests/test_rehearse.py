@@ -75,7 +75,7 @@ REFUSED = {
   "another run": ({}, r"another run is in .*run \(process"),
   "a format that does not fit": (
     dict(reward__format="think_answer"),
-    r"reward\.format='think_answer': its tags take 25 tokens",
+    r"reward\.format='think_answer': its tags alone take 25 tokens",
   ),
   "a reward function of one argument": (
     dict(reward__name="verifiers_of_a_test:one", reward__workers=1),

@@ -49,7 +49,7 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
     text = f"verdict: {', '.join(large)} does not fit {topology} with any settings of the search"
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
-  arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] != "search"]
+  arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] not in ("search", "slots")]
   changes = [flag for search in searches for flag in _changes(search)]
   return [*_fit_lines(rows, topology), f"next: {_command(arguments, *changes)}"]
 

@@ -5,7 +5,8 @@ A comma-separated list of sources is a mixture (docs/data.md):
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
-All data rows of files become `Prompt`s before training starts: a bad row costs no accelerator time.
+All data rows of files become `Prompt`s before training starts, so a bad row costs no accelerator
+time. Files of a growing source are read again later.
 """
 
 import array
@@ -86,7 +87,7 @@ def load(
   """Returns the prompts of `config.train` (split 'train') or `config.eval` (split 'eval').
 
   Args:
-    check: raises ValueError for an unusable gold answer, whose data row is then a bad row.
+    check: called on each gold answer. A data row is bad if it raises ValueError.
 
   Raises:
     DataError: a file is bad, or the data set is empty; or a data row is bad, unless
@@ -170,12 +171,12 @@ def reader_of(
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
     raise DataError(
-      f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
+      f"{key}={part[0]}: unknown format {name!r}; choose one of {', '.join(formats.FORMATS)}"
     )
   form, conditions = formats.named(config, name), filters.conditions(part["where"] or "", key)
   for field, value in ("question_field", form.question), ("answer_field", form.answer):
     if not value:
-      raise DataError(f"data.{field} is empty. Set it to its field in {key}={path}")
+      raise DataError(f"data.{field} is empty. Set it to the name of the field in {key}={path}")
   skipped = Skipped(config.on_error)
   return Reader(form, tok, conditions, config.max_prompt_tokens, skipped, check, prefix)
 
@@ -266,7 +267,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Counts the draws to cover every row of every source."""
+  """Returns the number of draws until every source has given all its rows."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -274,7 +275,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Fingerprints the rows, their order, and the weights of a mixture."""
+  """Fingerprints rows (of an embedded task a sample), their order, and weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -285,13 +286,13 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of prompts' tokens and of demonstrations."""
+  """Returns a checksum of tokens and demonstrations; of an embedded task, from a sample."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for row in map(source.__getitem__, indices):
-    prompt = getattr(row, "prompt", row)  # A row of recorded responses is a group.
+    prompt = getattr(row, "prompt", row)  # Recorded responses come in groups.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
     checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
   return f"{checksum:08x}"
@@ -332,10 +333,11 @@ def demonstration_tokens(
 def pack_demonstrations(
   prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Writes each prompt and its demonstration into one row, right-padded to `length`.
+  """Writes each prompt and its demonstration into one sequence, right-padded to `length`.
 
   Returns:
-    tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop tokens.
+    tokens int32 [B, T] and mask float32 [B, T], 1 on responses of the demonstration and their stop
+    tokens.
 
   Raises:
     DataError: a row is longer than `length` (`fitting` finds such rows before training starts).
@@ -355,8 +357,8 @@ def pack_demonstrations(
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
   """Excludes data rows over `length` tokens or without a demonstration.
 
-  With on_error 'raise' the first such row raises DataError; with 'skip' it counts in `skipped`.
-  An embedded task is checked on about 500 samples, and returned unchanged.
+  With on_error 'raise' the first such row raises DataError; with 'skip' each counts in `skipped`.
+  An embedded task is checked on about 500 problems, and returned unchanged.
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
@@ -375,7 +377,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     if on_error == "raise":
       raise DataError(reason)
   if not rows:
-    raise DataError(f"no demonstration fits into sft.max_tokens={length}")
+    raise DataError(f"no row has a demonstration of at most sft.max_tokens={length} tokens")
   if isinstance(source, Embedded):
     return source
   return Prompts(tuple(rows), source.skipped + len(source) - len(rows))

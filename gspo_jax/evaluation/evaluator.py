@@ -65,11 +65,11 @@ class Evaluator:
   tokenizer: Tokenizer
   prompt_length: int  # Maximum number of tokens of a prompt.
   seed: int
-  environment: EnvironmentConfig | None = None  # Limits of conversations; None for single turns.
+  environment: EnvironmentConfig | None = None  # Limits of conversations.
   stop_strings: tuple[str, ...] = ()
   directory: Path | None = None  # Directory of results and the resume log; None writes no files.
-  identity: str = ""  # Further inputs of responses and scores as text: the reward's settings, ...
-  # Smallest reward of right conversations; None: their figure `correct` decides.
+  identity: str = ""  # Other settings of responses and scores as text, part of `key`.
+  # Smallest reward of right conversations. None: right are those with a figure `correct` of 1.
   right_from: float | None = None
   signals: Signals | None = None  # Signals of `constraints`, for single turns; None without any.
 
@@ -83,9 +83,9 @@ class Evaluator:
 
     Args:
       engine: engine with loaded weights.
-      key: `self.key` of these weights; an interrupted evaluation with the same key is resumed.
+      key: result of `self.key` for these weights; an interrupted evaluation with it is resumed.
       step: step of the weights, part of the names of result files.
-      alone: whether this is the whole job; then progress shows the compile time.
+      alone: whether the job is this evaluation alone; then progress reports the compilation.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
@@ -114,8 +114,9 @@ class Evaluator:
     """Returns a hash of all inputs to responses and scores.
 
     Args:
-      params: the engine's parameters, in the trainer's layout.
+      params: parameters to evaluate, in the trainer's layout.
     """
+    # These three do not affect responses, or follow below.
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     problem_sets = [
       (
@@ -165,10 +166,7 @@ class Evaluator:
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Raises NoVerdictError if no response has a verdict.
-
-    The responses are written to a file first.
-    """
+    """Raises NoVerdictError if no response has a verdict, and writes them to a file."""
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -180,7 +178,7 @@ class Evaluator:
   def _sample(
     self, engine: Engine, sampling_round: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
-    """Yields chunks of `eval.batch` finished problems: (indices, trajectories, seconds)."""
+    """Yields up to `eval.batch` finished problems: (indices, trajectories, seconds)."""
     if not indices:
       return
     c, problems, environment = (
@@ -208,7 +206,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Finished problems have groups too, so equal prompts get the same PRNG keys after a resume.
+    # Groups of finished problems too: samples of equal prompts are numbered across groups, and a
+    # resume must not change the numbers.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -1,4 +1,4 @@
-"""Reads a run's inputs, part by part; cheap checks come before slow ones."""
+"""Reads and checks a run's inputs, part by part."""
 
 import dataclasses
 import datetime
@@ -38,16 +38,16 @@ class Inputs:
   """Configuration of a run, and its checked inputs."""
 
   config: RunConfig
-  workdir: Path | None  # None for a rehearsal without one.
+  workdir: Path | None  # None for a dry run without one.
   source: WeightSource
   tokenizer: Tokenizer
   environment: environments.Make | None  # None for single turns.
-  rewards: Mapping[str, RewardConfig]  # Section `reward` by verifier.
+  rewards: Mapping[str, RewardConfig]  # Section `reward` for each verifier, by its name.
   data: Data
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
-  contents: Mapping[str, str]  # Descriptions of contents behind names, for the provenance.
+  contents: Mapping[str, str]  # Fingerprints of weights, data and user code, by key.
 
   @property
   def origins(self) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def read_inputs(
 
   Args:
     config: configuration of the run.
-    workdir: directory of the run; None for a rehearsal without one.
-    devices: descriptions of devices elsewhere; None for all devices of this run.
+    workdir: directory of the run; None for a dry run without one.
+    devices: descriptions of devices to plan for; None for all devices of this run.
 
   Raises:
     ValueError: weights, tokenizer, data, mesh and model do not fit together; or the workdir belongs
@@ -89,13 +89,14 @@ def read_inputs(
       provenance.check_contents(home, values, inputs.contents)
       if changed := provenance.changes(recorded, values):
         check_state(config, home, changed, inputs.meshes.trainer)
-      read_rows(workdir / "metrics.jsonl")  # Raises ValueError before the first write.
+      read_rows(workdir / "metrics.jsonl")  # Raises ValueError for a damaged row.
     if config.wandb:
       find_wandb(config.wandb)
 
   hosts.run_on_first_host(check_on_first_host)
   data, encode = inputs.data, inputs.tokenizer.encode
   data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
+  # A dry run for other devices is a single process.
   single_host = config if devices is None else dataclasses.replace(config, distributed=False)
   lines = rules.warnings(single_host, data_facts)
   if hosts.is_first():
@@ -104,9 +105,10 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model of the configured weights. Collective. Raises ValueError without one.
+  """Returns the model of the configured weights; without weights, the configured model.
 
-  A resumed run has that of its recorded commit or checkpoint.
+  A resumed run has the model of the commit or checkpoint recorded at its start. Collective. Raises
+  ValueError for a missing or unsupported config.json.
   """
   recorded = {}
   if workdir is not None:
@@ -122,12 +124,12 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs; cheap checks come before slow ones.
+  """Reads and checks a run's inputs.
 
   Args:
     config: configuration of the run.
     workdir: as in `read_inputs`.
-    recorded: record of a resumed run; {} for a new run.
+    recorded: config.json of a resumed run; {} for a new run.
     devices: as in `read_inputs`.
   """
   origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
@@ -167,14 +169,14 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless the adapters fit the model, and are pinned to a commit."""
+  """Raises ValueError unless adapters fit the model; those of a hub need a commit."""
   from gspo_jax.models.hf import peft  # Only this check needs safetensors.
 
   adapter = lora.adapter
   if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
     raise ValueError(
-      f"lora.adapter={adapter} may have changed when the run is resumed: set it to its current "
-      f"commit, {pinned}"
+      f"lora.adapter={adapter} may change before the run is resumed: name its commit, "
+      f"lora.adapter={pinned}"
     )
   files.located(adapter, "lora.adapter")
   peft.check(adapter, model, lora)
@@ -186,7 +188,7 @@ def read_tokenizer(
   recorded: Mapping[str, Any],
   date: datetime.datetime | None = None,
 ) -> Tokenizer:
-  """Reads the tokenizer. Raises ValueError if required texts cannot be decoded."""
+  """Reads the tokenizer. Raises ValueError if it cannot decode a stop string, tag or delimiter."""
   name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
   tok = tokenizer.load_for(name, config.model.vocab_size, config.data, date)
   if config.has_iterations and config.objective.segment_unit == "step":
@@ -194,10 +196,12 @@ def read_tokenizer(
   for text in config.sampling.stop_strings:
     if not tokenizer.shows(tok, text):
       raise ValueError(
-        f"sampling.stop_strings: no text has {text!r}, since special tokens are left out of it; "
+        f"sampling.stop_strings: decoded text never has {text!r}, without special tokens; "
         "name such a token as eos_token_id in the tokenizer's generation_config.json"
       )
   for tag in shaping.TAGS[config.reward.format]:
     if not tokenizer.shows(tok, tag):
-      raise ValueError(f"reward.format={config.reward.format}: no text of {name} has {tag!r} in it")
+      raise ValueError(
+        f"reward.format={config.reward.format}: no decoded text of {name} has {tag!r}"
+      )
   return tok

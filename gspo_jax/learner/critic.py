@@ -22,7 +22,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import optimizer, programs
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
-from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
+from gspo_jax.learner.passes import Learner, by_part, experts_to_replay, rows_of, shift_right
 from gspo_jax.models import head, weights
 from gspo_jax.objectives.reductions import Max, Metrics
 from gspo_jax.settings.critic import CriticConfig
@@ -55,7 +55,7 @@ def values(
   Args:
     hidden_RTD: the policy's hidden states; unused by a critic with its own trunk.
   """
-  return before_next(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
+  return shift_right(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
 
 
 def _after(
@@ -115,7 +115,7 @@ def make_values(
       hidden_RTD = out.hidden_BTD
     # The coefficient scales gradients only.
     after_RT = _after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
-    value_BT = before_next(after_RT, rows)
+    value_BT = shift_right(after_RT, rows)
     if not config.bootstrap:
       return value_BT
     segments_BT = inputs.segments_BT

@@ -72,6 +72,8 @@ def configured_loss(
   options = {key: value for key, value in options.items() if key in loss.arguments}
   undivided = functools.partial(loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT)
   total, loss_metrics, clipped_BT = undivided(**options)
+  if loss.to_reference:  # Not the distance of an update.
+    loss_metrics = {name: x for name, x in loss_metrics.items() if name != "ratio/tail"}
   metrics |= loss_metrics | {"loss/policy": total}
   if config.kl_coef or config.entropy_coef:
     penalties = {*PENALTIES} - parameters.keys()

@@ -1,6 +1,7 @@
 """Passes without gradient over a batch: log-probabilities, the old policy, the samples log.
 
-A pass runs in the micro-batches of an update.
+A pass over packed rows runs one micro-batch at a time, as an update does. Any other pass runs the
+whole mini-batch at once.
 """
 
 import dataclasses
@@ -33,16 +34,17 @@ class Learner:
 
   model: ModelConfig
   compute: ComputeConfig
-  temperature: float  # Sampling temperature, also of the trainer's log-probs.
+  temperature: float  # Divisor of the logits, in sampling and in log-probs.
   microbatches: int
   load_balance_coef: float
   # An update with a non-finite loss or gradient is skipped. "skip": later updates are applied as
   # usual. "stop": all later updates are skipped too, so the state stays unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
-  # Maximum response length; the other positions of T are for the prompt. Divisor of some losses.
+  # Maximum response length, and divisor of some losses. The other positions of a row are for the
+  # prompt. 0 in SFT, where prompts and responses are not told apart.
   response_tokens: int = 0
-  ages: int = 0  # Number of age classes in the metrics `by_age/...`; 0 means no such metrics.
+  ages: int = 0  # Number of weight ages in the metrics `by_age/...`; 0 means no such metrics.
 
 
 def learner_of(c: RunConfig, phase: str) -> Learner:
@@ -71,7 +73,7 @@ def log_probs(
   replay: str = "none",
   old_experts_BTlk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
-  """Returns log-probs and entropies [B, T], the forward pass and its rows.
+  """Returns log-probs and entropies [B, T], the model's output and the rows.
 
   Entry t is log π(token t | tokens before t), and 0 at position 0. If prompt lengths are known
   (`inputs.prompt_B`), entries of prompts are 0 too, except in packed rows. For a token with a
@@ -86,9 +88,9 @@ def log_probs(
   rows = rows_of(inputs, learner, old_experts_BTlk)
   replayed_experts_RTlk = experts_to_replay(rows, replay)
   out = forward(params, rows, learner.model, learner.compute, replayed_experts_RTlk)
-  read = out.hidden_BTD, rows.targets_RT, rows.support_RTX
+  by_position = out.hidden_BTD, rows.targets_RT, rows.support_RTX
   hidden_BUD, targets_BU, support_BUX = jax.tree.map(
-    lambda x_RT: layout.before_responses(x_RT, rows), read
+    lambda x_RT: layout.before_responses(x_RT, rows), by_position
   )
   results_BU = transformer.token_logp(
     params,
@@ -99,12 +101,12 @@ def log_probs(
     compute=learner.compute,
     support_BTX=support_BUX,
   )
-  logp_BT, entropy_BT = (before_next(layout.in_rows(x_BU, rows), rows) for x_BU in results_BU)
+  logp_BT, entropy_BT = (shift_right(layout.in_rows(x_BU, rows), rows) for x_BU in results_BU)
   return logp_BT, entropy_BT, out, rows
 
 
-def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Shifts values from tokens to next tokens, [B, T]; 0 at position 0."""
+def shift_right(x_RT: jax.Array, rows: Rows) -> jax.Array:
+  """Moves the value at position t to t + 1, [B, T]; 0 at position 0."""
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -121,7 +123,7 @@ def rows_of(
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
-  """Returns the experts of mode `replay`; ValueError if the batch lacks them."""
+  """Returns the recorded experts for R2 or R3; ValueError if the batch lacks them."""
   if replay == "none":
     return None
   name = dict(R2="old_experts", R3="sampler_experts")[replay]
@@ -141,7 +143,7 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
 
 
 class OldPolicy(NamedTuple):
-  """Fields of a batch from its old policy."""
+  """Results of the pass with the weights before the updates."""
 
   old_logp_BT: jax.Array
   old_experts_BTlk: jax.Array | None  # None if the configuration does not use them.
@@ -150,10 +152,11 @@ class OldPolicy(NamedTuple):
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """Builds the jitted pass for log-probs and experts of the old policy.
+  """Builds the jitted pass for log-probs and experts before the updates.
 
-  The trainer's router chooses the experts; with R3 the sampler's are replayed. The update on the
-  first mini-batch has the same weights and experts, so its ratio is 1.
+  The trainer's router chooses the experts; with R3 the sampler's are replayed. Under
+  old_logp=recompute the first mini-batch has the same weights and experts, so its ratio is 1 up to
+  rounding.
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -175,13 +178,14 @@ def make_review(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Builds the pass for the samples log, run after the updates.
 
-  Its arrays are [B, T] each. `log_ratio_BT` is log π under the new parameters less the old policy's
-  log-prob. `clipped_BT` marks the tokens clipped by the loss at these parameters and the current
-  clip ranges. With segments, `gradient_BT` is the derivative of the loss (`token_gradient`).
+  The pass returns arrays [B, T]. `log_ratio_BT` is log π under the new parameters less the old
+  policy's log-prob. `clipped_BT` marks the tokens clipped by the loss at these parameters and the
+  current clip ranges. With ratios per segment, `gradient_BT` is the derivative of the undivided
+  loss by each token's log-prob (`token_gradient`).
 
   Args:
-    old_policy: compiled pass, reused for log-probs. Under R2, updates replay other experts, so
-      another pass is compiled.
+    old_policy: compiled pass, reused for log-probs. R2 needs another pass, since updates replay the
+      old policy's experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -272,8 +276,8 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function from i to micro-batch i.
 
-  A packed batch has only micro-batches with tokens, at most `learner.microbatches`. Each has all
-  sequences, with those in other rows masked.
+  A packed batch has only micro-batches with tokens, at most `learner.microbatches`. Each keeps all
+  sequences; those packed into other micro-batches are masked.
   """
   number = learner.microbatches
   if batch.inputs.places:
@@ -286,7 +290,7 @@ def parts(
 
     return packing.count(batch.inputs, R), packed_part
 
-  def on_each_device(batch):  # A micro-batch takes rows from every device, so groups stay whole.
+  def on_each_device(batch):  # Each micro-batch is a block of every device's rows: none move.
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
 
   stacked = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)

@@ -1,13 +1,13 @@
-"""Scorers: verdicts of a verifier on responses, with noise and additions.
+"""Scorers: rewards from the verdicts of a verifier, with label noise, format and length rewards.
 
 A verifier is a module with these members; VERIFIERS lists the verifiers in this package:
 
 - `OUTCOMES`: names of all outcomes.
 - `UNKNOWN`, optional: names of the outcomes without a verdict on the response; default: "crash".
-- `open_verifier`: context manager of a `Verify` function. Its parameters are keys of section
-  `reward`. The function may have an attribute `notes`, constant metrics of the run.
+- `open_verifier`: context manager of a `Verify` function. Its parameters are named like keys of
+  section `reward`. The `Verify` function may have `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: a gold answer that consists of words, normalised; None for other answers.
+- `word(text)`, optional: the normalised gold answer if it is a word, else None. Finds placeholders.
 - `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
@@ -30,7 +30,7 @@ from gspo_jax.rewards import lines, shaping
 from gspo_jax.settings.rewards import LARGEST_REWARD, VERIFIERS, RewardConfig
 from gspo_jax.verifiers import pool, thought
 
-_USER = "gspo_jax.rewards.user_function"  # package.module:function
+_USER = "gspo_jax.rewards.user_function"  # Verifier of names `package.module:function`.
 
 
 class Prompt(Protocol):
@@ -44,9 +44,9 @@ class Prompt(Protocol):
 
 
 # Function from responses, prompts, and whether each response stopped (was not truncated). It
-# returns outcomes, one of OUTCOMES for each response, and values. None instead of values means 1 if
-# the outcome is "right", else 0. A response is also right if its value is `reward.right_from` or
-# more. An outcome without a verdict may be a `pool.Failure`, with a reason.
+# returns an outcome of OUTCOMES and a value for each response. None instead of values means 1 if
+# the outcome is "right", else 0. A value of at least `reward.right_from` is right too.
+# An outcome without a verdict may be a `pool.Failure`, with a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -86,8 +86,7 @@ class Scorer(Protocol):
   ) -> Scores:
     """Scores B responses.
 
-    A response on which the verifier fails has no verdict. No response and no failure of the
-    verifier raises an exception.
+    A response on which the verifier fails has no verdict, and raises no exception.
 
     Args:
       responses: texts of the responses; `pool.Failure` for a response that could not be sampled.
@@ -98,7 +97,7 @@ class Scorer(Protocol):
 
 
 def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
-  """Scores a prompt's gold answer and an empty response.
+  """Scores a prompt's gold answer and an empty response; NaN without a verdict.
 
   Raises:
     ValueError: neither has a verdict.
@@ -138,7 +137,7 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent gold answer and its share, if a word.
+  """Returns the most frequent gold answer with its share, as "word: 40%".
 
   Returns None if the most frequent answer is no word, and for verifiers without `word`.
   """
@@ -180,10 +179,10 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 
 @contextlib.contextmanager
 def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dict[str, Scorer]]:
-  """Opens several scorers, by the names of their verifiers.
+  """Opens a scorer for each section, by the name of its verifier.
 
   Raises:
-    ValueError: a verifier cannot be started; the message names `key`.
+    ValueError: as `open_scorer`; or a verifier cannot be started, with `key` in the message.
   """
   with contextlib.ExitStack() as stack:
     scorers = {}
@@ -314,10 +313,11 @@ def _verdicts(
 
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
-  """Replaces a verdict without a finite value by a crash."""
+  """Replaces a verdict by a crash if its value is NaN, infinite or too large."""
   if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
-  return pool.Failure("crash", f"the reward {value} is no number up to {LARGEST_REWARD:g}"), None
+  reason = f"the reward {value} is NaN, or its size is above {LARGEST_REWARD:g}"
+  return pool.Failure("crash", reason), None
 
 
 class NoVerdictError(ValueError):
@@ -335,7 +335,7 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
   if total and len(reasons) == total:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
-      f"there is no verdict on any of {total} responses ({times} times: {reason}). They are in "
-      f"{place}. Correct reward.name or environment.name, the gold answers, the machine or a "
-      "service; the same command then continues from the last checkpoint"
+      f"there is no verdict on any of {total} responses ({times} times: {reason}). "
+      f"They are in {place}. Check reward.name or environment.name, the gold answers, and the "
+      "verifier's machine or service; then the same command continues from the last checkpoint"
     )

@@ -10,6 +10,7 @@ is not limited, since the function may load a model, for example.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
+_load = functools.cache(user_code.load)  # The function may leave its working directory.
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`; `[name]` only imports the function and returns 0.
   """
   name, *arguments = item
-  function = user_code.load(name, name)
+  function = _load(name, name)
   if not arguments:
     return 0.0
   value = float(function(*arguments))

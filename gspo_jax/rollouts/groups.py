@@ -15,8 +15,8 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.tasks.environments import Make
 
-MISSING = "there is no further response on record"
-NOT_SAMPLED = "its group is smaller"
+MISSING = "the recorded data has no more responses to this prompt"
+NOT_SAMPLED = "fewer responses were sampled to this prompt"
 
 
 @dataclasses.dataclass
@@ -34,8 +34,8 @@ class Group:
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   # float32: the verifier's score before reward shaping. None if equal to `correct_G`.
   value_G: np.ndarray | None = None
-  # Returns of each response's turns or lines, float64 [U], before reward shaping. None if whole
-  # responses are compared.
+  # Returns of each response's turns or lines, float64 [U], before reward shaping. None if
+  # advantages compare whole responses. Not saved with the group.
   returns: Sequence[np.ndarray] | None = None
 
   @property
@@ -64,7 +64,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON, with rewards if the group is scored."""
+    """Returns a dict for JSON, with rewards if the group is scored."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -123,7 +123,7 @@ class Group:
 
 
 def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NOT_SAMPLED) -> Group:
-  """Fills a scored group up to `size` responses with blank rows.
+  """Pads a scored group to `size` responses with blank rows.
 
   A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict; `reason` says
   why.
@@ -152,8 +152,8 @@ def restored(
 ) -> list[Group]:
   """Restores unscored groups, and resumes their environments.
 
-  Responses longer than `longest` (sampled under another configuration) are cut, and unfinished.
-  Environments are on the first host; if one fails, its trajectory is finished.
+  Responses longer than `longest` (sampled under another configuration) are truncated, and resumed.
+  Environments are on the first host; if one fails, its trajectory ends as failed.
 
   Args:
     states: states of the groups.
@@ -203,5 +203,5 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 def alike(values: np.ndarray) -> bool:
-  """Whether all values are equal up to float32 rounding; True without any."""
+  """Whether all values are equal up to float32 rounding; True if there are none."""
   return not len(values) or np.ptp(values) <= advantages.ROUNDING * abs(values).max()

@@ -225,8 +225,14 @@ def _mismatch_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
   return config.mismatch * (row.get("clip_range") or 0.0)
 
 
-def _tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
-  return TAIL
+def _mismatch_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
+  return TAIL if config.mismatch else 0.0
+
+
+def _ratio_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
+  """Returns the limit. Only recomputed ratios exclude the sampler's mismatch."""
+  mismatch = 0.0 if "mismatch/recomputed" in row else _finite(row.get("mismatch/tail")) or 0.0
+  return TAIL + mismatch if config.ratio else 0.0
 
 
 _DISTANCE = "mismatch/sequence/abs/mean"  # Not the signed mean, in which noise cancels.
@@ -254,19 +260,19 @@ _BOUNDS = (
   Bound(
     "mismatch_tail",
     "mismatch/tail",
-    _tail_limit,
+    _mismatch_tail_limit,
     "sampler and trainer differ by a factor above 2 on {:.1%} of the tokens",
   ),
   Bound(
     "ratio_tail",
     "ratio/tail",
-    _tail_limit,
+    _ratio_tail_limit,
     "the policy has moved by a factor above 2 on {:.1%} of the tokens",
   ),
 )
 _CLIPS = (
-  "{:.0%} of the responses are outside the clip range of {:.2g} before any update, by the rounding "
-  "of the sampler alone (mean |Δ log-prob| of a response: {:.2g})"
+  "an estimated {:.0%} of the responses are outside the clip range of {:.2g} before any update, by "
+  "rounding of the sampler alone (mean |Δ log-prob| of a response: {:.2g})"
 )
 
 
@@ -274,10 +280,11 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
   """Returns the share of responses outside the clip range by the mismatch alone.
 
   P(|N(0, m)| > range) with m √(2/π) the mean distance of a response. None without such a metric or
-  range, and with recomputed old log-probs, whose ratios begin at 1.
+  range, with recomputed old log-probs, and with a mask of responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
-  if distance is None or not clip_range or "mismatch/recomputed" in row:
+  chosen = row.keys() & {"mismatch/recomputed", "correction/masked"}
+  if distance is None or not clip_range or chosen:
     return None
   return math.erfc(clip_range / (distance * math.sqrt(math.pi))) if distance else 0.0
 

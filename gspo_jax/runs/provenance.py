@@ -17,8 +17,8 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
-NO_PART = ("provenance", "resume")  # Keys of config.json without part in comparisons.
-# Configuration key of each origin in the provenance.
+IGNORED = ("provenance", "resume")  # Keys of config.json ignored by comparisons.
+# Configuration key of each source of weights or tokenizer recorded in the provenance.
 ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
@@ -26,10 +26,10 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check_configuration(
   workdir: Path | epath.Path, config: Mapping[str, Any], flag: str = "--workdir"
 ) -> dict[str, Any]:
-  """Returns a run's record; {} for a new run. Collective: call it on all hosts.
+  """Compares config.json with `config`, and returns it; {} for a new run.
 
-  Raises ValueError for another configuration, unless `resume` is "force". Only the first host's
-  workdir is read.
+  Collective: call it on all hosts. Only the first host's workdir is read. Raises ValueError if
+  config.json has a different configuration, unless `resume` is "force".
 
   Args:
     workdir: directory of the run.
@@ -51,7 +51,7 @@ def check_configuration(
 
 
 def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
-  """Raises ValueError if a name's contents differ from the first start.
+  """Raises ValueError if weights, data or functions differ from the last start.
 
   With `resume` "force", any contents pass.
 
@@ -64,13 +64,13 @@ def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[s
     return
   if changed := _changed_contents(read(workdir), contents):
     raise ValueError(
-      f"the run in {workdir} was started with other contents of {'; '.join(changed)}: restore "
+      f"the run in {workdir} was last started with other contents of {'; '.join(changed)}: restore "
       "them, use another --workdir, or --config.resume=force to resume with these"
     )
 
 
 def _changed_contents(recorded: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
-  """Returns lines `key: old -> new` for keys with a description in both."""
+  """Returns lines `key: old -> new` for keys described in both arguments."""
   old = recorded.get("provenance", {}).get("contents", {})
   common = old.keys() & contents.keys()
   return difference({k: old[k] for k in common}, {k: contents[k] for k in common})
@@ -105,17 +105,17 @@ def record(
     for line in [*changes(recorded, config), *_changed_contents(recorded, contents or {})]:
       sys.stderr.write(f"this run resumes with another {line}\n")
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
-      sys.stderr.write(f"warning: this run was started with another {line}\n")
+      sys.stderr.write(f"warning: since the last start, {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # Atomic for other processes that read the file.
 
 
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys of a run's identity; [] for a new run."""
+  """Returns lines `key: old -> new` for changed keys; [] for a new run."""
   if not recorded:
     return []
   old, new = (
-    {k: v for k, v in c.items() if k not in NO_PART} for c in (recorded, _as_json(config))
+    {k: v for k, v in c.items() if k not in IGNORED} for c in (recorded, _as_json(config))
   )
   return difference(old, new)
 
@@ -133,7 +133,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
 
 
 def provenance() -> dict[str, Any]:
-  """Returns JSON of the code and its packages.
+  """Returns the code's version and command line, serialisable as JSON.
 
   Keys: `commit` (None outside a git checkout), `dirty` (whether tracked files differ from the
   commit), `versions` of packages, and `command`.
@@ -150,9 +150,9 @@ def provenance() -> dict[str, Any]:
   return dict(commit=commit, dirty=dirty, versions=versions, command=shlex.join(sys.argv))
 
 
-def _code(origin: Mapping[str, Any]) -> dict[str, str | None]:
+def _code(provenance: Mapping[str, Any]) -> dict[str, str | None]:
   """Returns package versions and the commit of a provenance."""
-  return dict(origin.get("versions", {}), commit=origin.get("commit"))
+  return dict(provenance.get("versions", {}), commit=provenance.get("commit"))
 
 
 def read(workdir: Path | epath.Path) -> dict[str, Any]:
@@ -176,14 +176,16 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 def recorded_origins(
   recorded: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the origins in a run's record by key of ORIGINS; {} if new.
+  """Returns the recorded source of each key of ORIGINS; {} if new or configured otherwise.
 
-  A resumed run keeps its recorded origins, even if the configured names have newer weights.
+  A resumed run keeps its recorded sources, even if a name has a newer revision.
   """
+  # Both configurations with distillation.teacher as key "teacher".
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
   origins = {}
   for part, key in ORIGINS.items():
     about = recorded.get("provenance", {}).get(part, {}) if old.get(key) == new.get(key) else {}
+    # A text is a directory.
     origins[part] = dict(directory=about) if isinstance(about, str) else about
   return origins
 

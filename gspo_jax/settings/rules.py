@@ -1,6 +1,6 @@
 """Rules between the keys of a configuration: invalid settings, unused keys, and warnings.
 
-A rule is a row: message, condition, and the place that shows its need. In a message {rl.prompts}
+A rule is a row: message, condition, and the evidence that users need it. In a message {rl.prompts}
 stands for `rl.prompts=64`, and {rl.rows:} for the value alone.
 """
 
@@ -40,12 +40,12 @@ TASK_VERIFIERS = {  # Verifiers of this package that can accept responses to an 
 class DataFacts:
   """Facts about data and machine, for rules of INVALID_DATA and DATA_WARNINGS."""
 
-  prompts: int = 0  # Prompts to sample responses to; 0 if nothing is sampled.
+  prompts: int = 0  # Number of prompts to sample responses to; 0 if nothing is sampled.
   recorded: int = 0  # Groups of recorded responses, for job=offline.
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
-  # Share of the answers that fit into a response, by the key of their source.
+  # Share of the answers that fit into a response, by the key of their data (data.train).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Most frequent gold answers.
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Frequent gold words.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
   memory_mb: int = 2**30  # Memory of this machine.
@@ -58,11 +58,11 @@ class Rule(NamedTuple):
 
   message: str
   wrong: Callable[[RunConfig], bool]
-  shown_by: str  # Place that shows the need of the rule.
+  shown_by: str  # Evidence for the rule: a test, a change or a page.
 
 
 class EntryRule(NamedTuple):
-  """Rule for each of `entries`, by their paths. In the message {x.limit} is a key of the entry."""
+  """Rule for each entry, by its path. In the message {x.limit} is a field of the entry."""
 
   message: str
   entries: Callable[[RunConfig], Mapping[str, Any]]
@@ -79,7 +79,7 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys without effect while `off` is true: changing one is an error. A section means its keys."""
+  """Keys ignored or forbidden while `off` is true. A section stands for all of its keys."""
 
   keys: str
   message: str  # Follows `key=value`.
@@ -88,12 +88,12 @@ class Unused(NamedTuple):
 
 
 def tasks(spec: str) -> list[str]:
-  """Names the embedded tasks among the sources of data."""
+  """Returns the embedded tasks named in a data specification."""
   return re.findall(rf"(?:^|,)\s*({'|'.join(TASK_VERIFIERS)}):", spec)
 
 
 def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
-  """Pairs of data and verifier of the scored sources, by key."""
+  """Maps keys of scored data to the data and their verifier or environment."""
   default = c.environment.name or c.reward.name
   sources = {key: (b.data, b.reward or default) for name, b, key in c.benchmarks() if name}
   if c.job != "sft":
@@ -104,7 +104,7 @@ def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _is_never_right(c: RunConfig, source: tuple[str, str]) -> bool:
-  """Whether no response to a task of the source can be right."""
+  """Whether the verifier can accept no response to some task of the source."""
   spec, verifier = source
   if verifier == "calculator":
     return "recurrence" in tasks(spec)
@@ -120,13 +120,13 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 
 def _closest_figure(c: RunConfig) -> dict[str, str]:
-  """Maps the most similar metric's name to checkpoint.best."""
+  """Maps the evaluation metric with the most similar name to checkpoint.best."""
   best, figures = c.checkpoint.best, c.eval.figures()
   return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
 
 
 def _is_no_figure(c: RunConfig, best: str) -> bool:
-  """Whether `best` is no metric of evaluations or environments."""
+  """Whether `best` is no known metric. Environments may add metrics of evaluations."""
   unknown = best not in c.eval.figures() and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
 
@@ -143,8 +143,8 @@ def _active(c: RunConfig) -> dict[str, RewardSignal | CostSignal]:
   return {f"constraints.{k}.{n}": x for k, signals in kinds.items() for n, x in signals.items()}
 
 
-def _has_no_limit(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
-  """Whether a cost's limit lies outside its mean's possible range."""
+def _is_vacuous(c: RunConfig, cost: RewardSignal | CostSignal) -> bool:
+  """Whether every possible mean cost satisfies an adaptive limit, or none does."""
   if not isinstance(cost, CostSignal) or cost.signal not in (*RESPONSE_SIGNALS, *VERIFIERS):
     return False
   low, high = (1, c.sampling.max_new_tokens) if cost.signal == "length" else (0, 1)
@@ -164,7 +164,7 @@ def _updates(c: RunConfig, optimizer: OptimizerConfig) -> int:
   return c.sft.steps if optimizer is c.sft_optimizer else iterations * c.rl.updates
 
 
-def _other_runs(c: RunConfig) -> dict[str, str]:
+def _weight_paths(c: RunConfig) -> dict[str, str]:
   """Paths of initial weights and teacher, by key."""
   paths = {"weights": c.weights, "distillation.teacher": c.distillation.teacher}
   return {key: path for key, path in paths.items() if path}
@@ -176,8 +176,8 @@ def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
   return options.get("clip_low"), options.get("clip_high")
 
 
-def _has_foreign_range(c: RunConfig) -> bool:
-  """Whether responses' ratios have tokens' clip range, or the reverse."""
+def _mixes_up_clip_ranges(c: RunConfig) -> bool:
+  """Whether ratios of responses have a clip range usual for tokens, or the reverse."""
   widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
@@ -201,7 +201,7 @@ def _is_one_segment(c: RunConfig) -> bool:
 
 
 # fmt: off
-# The first word of shown_by is a file: a test, CHANGELOG or a page; or an issue elsewhere.
+# shown_by begins with a test, CHANGELOG, a page or a benchmark, or names an issue elsewhere.
 UNUSED = (
   Unused("lora", "has no effect, since {lora.rank}", lambda c: not c.lora.rank, "test_rules"),
   Unused("critic critic_optimizer", "has no effect, since {critic.name}",
@@ -214,20 +214,20 @@ UNUSED = (
     "docs/running.md: a run that ends without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
     lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
-  Unused("profile.steps", "counts the steps of sample or update, not of all",
+  Unused("profile.steps", "counts steps of a stage: set profile.stage=sample or update",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
-    "has no effect with {job} and {offline.fresh}: nothing is sampled", lambda c: not c.samples,
+    "has no effect with {job} and {offline.fresh}: no training samples", lambda c: not c.samples,
     "test_pipeline"),
   Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
     "objective.reward_kl_coef environment.name reward.per_line rl.extra_prompts rl.token_budget "
     "data.query_set.extra_rounds distillation.teacher",
-    "cannot be used with {job}: recorded responses are single turns with one reward, and without "
-    "data of their sampler", lambda c: c.job == "offline", "test_offline"),
+    "cannot be used with {job}: recorded responses are single turns with one reward, without "
+    "log-probs, experts or versions of a sampler", lambda c: c.job == "offline", "test_offline"),
   Unused("rl.max_age", "has no effect, since nothing is carried over", lambda c: not c.rl.partial,
     "test_partial_rollouts"),
-  Unused("schedule", "has no effect with {job}, only with job=rl", lambda c: "rl" not in c.job,
+  Unused("schedule", "has no effect with {job}, only with RL", lambda c: "rl" not in c.job,
     "test_schedules"),
   Unused("checkpoint.best_is", "has no effect, since {checkpoint.best}",
     lambda c: not c.checkpoint.best, "test_checkpoint: no best checkpoint"),
@@ -250,7 +250,7 @@ UNUSED = (
   Unused("objective.adaptive_clip", "has no effect, since {objective.adaptive_clip.target}",
     lambda c: not c.objective.adaptive_clip.target, "CHANGELOG: options of a loss did nothing"),
   Unused("objective.load_balance_coef objective.replay",
-    "has no effect, since {model.num_experts} leaves nothing to route",
+    "has no effect, since the model has no experts ({model.num_experts})",
     lambda c: not c.model.num_experts, "test_epochs"),
   Unused("data.checks", "is for demonstrations of calculator, and {data.train} has none",
     lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
@@ -262,30 +262,30 @@ RECORDED = " and ".join(name for name, loss in O.POLICY_LOSSES.items() if loss.r
 
 INVALID: tuple[Rule | EntryRule, ...] = (
   # Sizes and lengths.
-  Rule("{rl.prompts} does not divide into {rl.minibatches}, and groups are not split",
+  Rule("{rl.prompts} must be a multiple of {rl.minibatches}, since groups are not split",
     lambda c: c.rl.prompts % c.rl.minibatches != 0, "test_main: a reshape fails"),
-  Rule("rl.prompts × rl.group_size = {rl.rows:} rows do not divide into {rl.minibatches} × "
+  Rule("rl.prompts × rl.group_size = {rl.rows:} rows must be a multiple of {rl.minibatches} × "
     "{rl.microbatches}", lambda c: c.rl.rows % (c.rl.minibatches * c.rl.microbatches) != 0,
     "test_main: a reshape fails"),
-  Rule("{sft.batch} does not divide into {sft.microbatches}",
+  Rule("{sft.batch} must be a multiple of {sft.microbatches}",
     lambda c: c.sft.batch % c.sft.microbatches != 0, "test_main: a reshape fails"),
   EntryRule("{x} exceed {model.max_position_embeddings}; lower a length", _lengths,
     lambda c, length: length > c.model.max_position_embeddings, "test_main"),
-  Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; set it to 0 for all",
+  Rule("{sampling.top_k}, {eval.top_k}: one is more than {model.vocab_size}; 0 keeps all tokens",
     lambda c: max(c.sampling.top_k, c.eval.top_k) > c.model.vocab_size, "test_truncated_sampling"),
-  Rule("{rl.packed} saves time by leaving micro-batches empty; set rl.microbatches above 1, or "
+  Rule("{rl.packed} saves time by skipping empty micro-batches; set rl.microbatches above 1, or "
     "packed to False", lambda c: c.rl.packed and c.rl.microbatches == 1, "test_packing"),
   # Jobs.
   Rule("{sft.steps}: {job} begins with a cold start; set sft.steps above 0, or set job=rl",
     lambda c: "sft" in c.job and not c.sft.steps, "test_sft: RL of random weights"),
-  Rule("{environment.workers}, {distributed}: hosts would see turns end in different orders; set "
-    "environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
+  Rule("{environment.workers}, {distributed}: hosts would see turns end in different orders and "
+    "diverge; set environment.workers to 0", lambda c: c.distributed and c.environment.workers > 0,
     "test_rules"),
   Rule("{rollout_mesh.fsdp}, {distributed}, {engine.name}: the sampler's own mesh needs a single "
     "process and the local engine; set rollout_mesh.fsdp to 0", lambda c: c.rollout_mesh.fsdp != 0
     and (c.distributed or c.engine.name == "server"), "test_pipeline"),
   # Verifiers and data.
-  EntryRule("{path:}: no response is right with source and verifier {x:}: name the task's verifier",
+  EntryRule("{path:}: its verifier accepts no response to a task ({x:}): name the task's verifier",
     _sources, _is_never_right, "CHANGELOG: rewards of 0"),
   Rule("{sampling.stop_strings}: an empty text ends every turn at once; leave it out",
     lambda c: "" in c.sampling.stop_strings, "CHANGELOG: responses of no token"),
@@ -293,14 +293,14 @@ INVALID: tuple[Rule | EntryRule, ...] = (
   EntryRule("{checkpoint.best} is no metric of the evaluation; did you mean {path:}?",
     _closest_figure, _is_no_figure, "CHANGELOG: an error after the first evaluation"),
   Rule("{eval.temperature}, {eval.top_k}, {eval.top_p}: all greedy responses to a problem are "
-    "equal; set eval.samples (and those of benchmarks) to 1, or temperature above 0",
+    "equal; set eval.samples (and those of benchmarks) to 1, or change these keys",
     lambda c: c.job != "sft" and _is_greedy(c, c.eval)
     and any(b.samples > 1 for _, b, _ in c.benchmarks()), "CHANGELOG: sampled several times"),
   Rule("{engine.server.directory}, {checkpoint.directory}: old weights for servers are deleted, "
     "and checkpoints must stay; name two directories", lambda c: bool(c.checkpoint.directory)
     and c.engine.server.directory == c.checkpoint.directory, "CHANGELOG: one directory for both"),
   EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; name a directory "
-    "elsewhere", _other_runs, lambda c, path: bool(c.checkpoint.directory)
+    "elsewhere", _weight_paths, lambda c, path: bool(c.checkpoint.directory)
     and Path(c.checkpoint.directory).is_relative_to(path), "CHANGELOG: checkpoints of two runs"),
   # Objectives.
   Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
@@ -319,7 +319,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: (c.objective.name == "spo") != (c.objective.advantage_kind == "soft"),
     "test_offline"),
   Rule("{objective.correction.cap}, {objective.correction.low}, {objective.correction.high}: these "
-    "bounds exclude the weight 1, of a sampler equal to the trainer; set cap and high to at least "
+    "bounds exclude 1, the weight of a sampler equal to the trainer; set cap and high to at least "
     "1, and low to at most 1",
     lambda c: (c.objective.correction.cap or 1) < 1 or (c.objective.correction.low or 0) > 1
     or (c.objective.correction.high or 1) < 1, "CHANGELOG: no response left"),
@@ -333,18 +333,18 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: c.offline.fresh > 0 and round(c.offline.fresh * c.rl.prompts) in (0, c.rl.prompts),
     "test_offline"),
   # Schedules.
-  Rule("{schedule.new_tokens} rises to {schedule.longest:} tokens, and {sampling.max_new_tokens}: "
+  Rule("{schedule.new_tokens} rises to {schedule.longest:}, above {sampling.max_new_tokens}: "
     "raise max_new_tokens, or lower the last stage",
     lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
-  Rule("{schedule.new_tokens}: the overlong punishment ends at the limit of each stage, and "
-    "{reward.overlong_buffer} is more than {schedule.shortest:} tokens; lower overlong_buffer",
+  Rule("{schedule.new_tokens}: the overlong punishment is largest at each stage's limit, and "
+    "{reward.overlong_buffer} exceeds one of {schedule.shortest:}; lower overlong_buffer",
     lambda c: c.reward.overlong_weight > 0 and c.overlong_at_limit
     and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
-  Rule("{schedule.group_size_min}: advantages are relative to a group; set it to at least 2, and "
-    "at most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
+  Rule("{schedule.group_size_min}: advantages compare responses of a group; set it to at least 2, "
+    "and at most {rl.group_size}", lambda c: c.schedule.group_size_min > c.rl.group_size
     or (c.schedule.group_size_min == 1 and c.needs_group), "test_left_out: groups of one"),
-  Rule("{schedule.group_size_min}, {rl.extra_prompts}: smaller groups free slots for extra prompts "
-    "at once, whose responses would be trained on late; set one of them to 0",
+  Rule("{schedule.group_size_min}, {rl.extra_prompts}: extra prompts would fill slots of smaller "
+    "groups at once, and be trained on iterations later; set one of them to 0",
     lambda c: c.schedule.group_size_min > 0 and c.rl.extra_prompts > 0, "test_schedules"),
   # Signals of `constraints`.
   EntryRule("{x.signal} needs a buffer: {reward.overlong_buffer} must lie between 1 and "
@@ -355,27 +355,27 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
-  EntryRule("{x.limit}, {x.bound}: every mean of {x.signal} is on one side of this limit; set it "
-    "inside the signal's range", _active, _has_no_limit, "test_multipliers"),
+  EntryRule("{x.limit}, {x.bound}: {x.signal} always satisfies this limit, or never; set it "
+    "inside the signal's range", _active, _is_vacuous, "test_multipliers"),
   EntryRule("{x.token} must be below {model.vocab_size}", _active,
     lambda c, x: x.signal == "token" and x.token >= c.model.vocab_size, "test_multipliers"),
   EntryRule("{x.signal} runs in worker processes: {reward.workers} must be at least 1", _active,
     lambda c, x: needs_workers(x.signal) and not c.reward.workers, "test_multipliers"),
 )
 
-INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
-  Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:}; set it to 0",
+INVALID_RL: tuple[Rule | EntryRule, ...] = (  # Of jobs with RL or recorded responses.
+  Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:} of them; set it to 0",
     lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
-  Rule("{critic.warmup_iterations}, {rl.lag} leave no iteration of {rl.iterations} with samples of "
-    "an updated policy; lower them",
+  Rule("{critic.warmup_iterations}, {rl.lag} leave all of {rl.iterations} to samples of the "
+    "initial policy; lower them",
     lambda c: max(c.critic.warmup, c.rl.lag) >= c.rl.iterations, "test_critic: all warm-up"),
   # No signal.
   Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: greedy responses of a group "
     "are equal and teach nothing; set temperature above 0, top_k not to 1, and top_p higher",
     lambda c: _is_greedy(c, c.sampling), "test_main"),
   Rule("{sampling.top_p}, {sampling.min_p}, {sampling.top_k}: updates renormalise over the "
-    f"candidates of each token, and at most {MAX_CANDIDATES} are recorded; set sampling.top_k to 2 "
-    f"to {MAX_CANDIDATES} too, or set top_p=1 and min_p=0 (evaluation has its own keys)",
+    f"candidates of each token, and at most {MAX_CANDIDATES} are recorded; set sampling.top_k "
+    f"between 2 and {MAX_CANDIDATES} too, or set top_p=1 and min_p=0 (evaluation has its own keys)",
     lambda c: not c.sampling.untruncated and not 0 < c.sampling.top_k <= MAX_CANDIDATES,
     "test_truncated_sampling: ratios off by the mass left out"),
   Rule("{sampling.top_k}, {sampling.top_p}, {sampling.min_p}: {engine.name} keeps no record of a "
@@ -400,7 +400,7 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
     "or leave out constraints, environment.token_cost and environment.call_cost",
     lambda c: c.distillation.alone and (c.constraints.enabled or c.environment.costs),
     "test_distillation"),
-  Rule("constraints ({constraints.names:}): {job}: multipliers follow the policy's own samples; "
+  Rule("constraints ({constraints.names:}): multipliers adapt to costs of the policy's samples; "
     "set job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
   Rule("constraints ({constraints.names:}): {rl.mask_truncated} excludes the costs of the "
     "longest responses; set it to False",
@@ -412,7 +412,7 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
 
 WARNINGS: tuple[Rule | EntryRule, ...] = (
   Rule("{weights}, {job}: an untrained policy is hardly ever right; begin with a cold start or "
-    "with weights", lambda c: c.weights == "random"
+    "pretrained weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
   Rule("{reward.name}: demonstrations of arithmetic show their work before the answer, and this "
     "verifier does not skip it", lambda c: "sft" in c.job and not c.environment.name
@@ -421,7 +421,7 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
   EntryRule("{x.warmup_steps}: the learning rate still rises at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
-  EntryRule("{x.learning_rate}: an update of Adam changes weights by about as much", _optimizers,
+  EntryRule("{x.learning_rate}: Adam changes each weight by about this rate", _optimizers,
     lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
 )
 
@@ -436,23 +436,23 @@ WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
     "each other", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
     "benchmarks/lag.py: devices idle"),
   Rule("{checkpoint.best}, {checkpoint.every}, {eval.every}: no step before the last is both "
-    "evaluated and saved, so the last is the best", lambda c: c.checkpoint.best.startswith("eval/")
-    and math.lcm(c.checkpoint.every, c.eval.every) > c.rl.iterations > c.checkpoint.every,
-    "CHANGELOG: the best is removed"),
+    "evaluated and saved, so only the last can be kept as the best",
+    lambda c: c.checkpoint.best.startswith("eval/") and math.lcm(c.checkpoint.every, c.eval.every)
+    > c.rl.iterations > c.checkpoint.every, "CHANGELOG: the best is removed"),
   Rule("{objective.clip_low}, {objective.clip_high}: this range is unusual for the ratios of "
-    "{objective.name}; those of responses hardly leave 1 (3e-4 and 4e-4 in the GSPO paper), those "
-    "of tokens do so with the first update (0.2 is common)", _has_foreign_range, "TRL issue 3834"),
+    "{objective.name}; ratios of responses stay close to 1 (3e-4 and 4e-4 in the GSPO paper), "
+    "ratios of tokens leave it at once (0.2 is common)", _mixes_up_clip_ranges, "TRL issue 3834"),
   Rule("{objective.reward_kl_coef} with advantages standardised by group: in a group of equal "
-    "rewards, differences of the divergence weigh as much as right and wrong in others; set "
-    "objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0
+    "rewards, small differences of the KL are scaled up to weigh as much as right and wrong "
+    "elsewhere; set objective.advantage to batch or none", lambda c: c.objective.reward_kl_coef > 0
     and c.objective.advantage_kind == "std", "test_advantages: equal rewards"),
-  Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: a response is one "
-    "segment, with {environment.name} and {sampling.max_new_tokens}", _is_one_segment,
+  Rule("{objective.name}, {objective.segment_unit}, {objective.segment_tokens}: each response is a "
+    "segment, as in plain GSPO ({environment.name}, {sampling.max_new_tokens})", _is_one_segment,
     "CHANGELOG: plain GSPO"),
 )
 
 INVALID_DATA = (
-  DataRule("{reward.format}: its tags take {facts.format_tokens:} tokens, and "
+  DataRule("{reward.format}: its tags alone take {facts.format_tokens:} tokens of "
     "{sampling.max_new_tokens}; raise max_new_tokens, or set format to none",
     lambda c, facts: c.has_iterations and not c.environment.name
     and facts.format_tokens >= c.sampling.max_new_tokens, "CHANGELOG: rewards of 0"),
@@ -462,7 +462,7 @@ INVALID_DATA = (
 )
 
 DATA_WARNINGS = (
-  DataRule("some answers do not fit into {sampling.max_new_tokens} (shares: {facts.answers:})",
+  DataRule("{sampling.max_new_tokens}: some answers do not fit (shares that fit: {facts.answers:})",
     lambda c, facts: 0 < facts.answers.get("data.train", 0) < 1, "CHANGELOG: rewards of 0"),
   DataRule("the most frequent gold answer is a word ({facts.words:}): remove such rows if it is a "
     "placeholder", lambda c, facts: bool(facts.words), "CHANGELOG: placeholders"),
@@ -479,7 +479,7 @@ DATA_WARNINGS = (
     and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
   DataRule("{distributed}: this is the only process",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
-  DataRule("{tokenizer}, {weights}: these weights were trained with another tokenizer, their own",
+  DataRule("{tokenizer}, {weights}: these weights have their own tokenizer; leave tokenizer empty",
     lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "CHANGELOG: rewards of 0"),
 )
 # fmt: on

@@ -24,11 +24,12 @@ def load(name: str, label: str) -> Callable[..., Any]:
     sys.path.append(directory)  # `python -m gspo_jax.main` finds modules there too.
   try:
     imported = importlib.import_module(module)
-    loaded = getattr(imported, function, None)
+    exists = hasattr(imported, function)  # Also by the module's __getattr__.
+    loaded = getattr(imported, function) if exists else None
   except (Exception, SystemExit) as error:  # It is the user's.
     message = f"{type(error).__name__}: {error}"
     raise ValueError(f"{label} cannot be imported: {message}") from error
-  if loaded is None:
+  if not exists:
     hint = did_you_mean(function, vars(imported))
     raise ValueError(f"{label} cannot be imported: {module} has no {function}{hint}")
   if not callable(loaded):

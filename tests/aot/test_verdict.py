@@ -66,7 +66,7 @@ def test_a_search_ends_with_a_verdict_on_its_best_settings():
   slow, fast = (row("name", 13.0, binds="hbm", search_s=s, error="") for s in (2.0, 1.0))
   train = search_of("train", ({}, slow), (dict(compute=dict(remat="full")), fast))
   decode = search_of("decode", ({}, slow), (dict(engine=dict(slots=128)), fast))
-  options = ["--search", "--tries=3", *ARGUMENTS]
+  options = ["--search", "--slots=64", "--tries=3", *ARGUMENTS]
   command = COMMAND.replace("aot", "aot --tries=3")
   assert verdict.search_lines([train, decode], "v5e:2x2", options) == [
     "verdict: fits v5e:2x2, with 2.0 GiB of 16 left (train)",

@@ -125,7 +125,9 @@ def test_a_format_whose_tags_no_text_has_is_refused(tmp_path):
       data__max_prompt_tokens=16,
     )  # fmt: skip
     if tag:
-      with pytest.raises(ValueError, match=f"reward.format={form}: no text of .* has '{tag}'"):
+      with pytest.raises(
+        ValueError, match=f"reward.format={form}: no decoded text of .* has '{tag}'"
+      ):
         read_inputs(config)
     else:
       read_inputs(config)

@@ -165,7 +165,7 @@ def test_head_reads_states_before_response_tokens_alone(group_size, monkeypatch)
       tokens_T = batch.inputs.tokens_BT[b]
       np.testing.assert_array_equal(read[1][b, : end - start], tokens_T[start:end])
       np.testing.assert_array_equal(read[0][b, : end - start], tokens_T[start - 1 : end - 1])
-  back_BT = passes.before_next(layout.in_rows(read[1], rows), rows)
+  back_BT = passes.shift_right(layout.in_rows(read[1], rows), rows)
   np.testing.assert_array_equal(back_BT * batch.mask_BT, batch.inputs.tokens_BT * batch.mask_BT)
   hidden, token_logp = [], transformer.token_logp
   monkeypatch.setattr(

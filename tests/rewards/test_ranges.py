@@ -6,7 +6,7 @@ from support.configs import reward_config
 from support.prompts import prompts
 
 from gspo_jax.rewards.scorer import _score
-from gspo_jax.rewards.user_function import OUTCOMES, UNKNOWN
+from gspo_jax.rewards.user_function import OUTCOMES, UNKNOWN, call
 
 
 def verify(responses, prompts, finished):
@@ -57,7 +57,7 @@ def test_what_is_no_finite_number_is_unknown_and_counted():
   assert scores.outcomes["crash"] == 4 and scores.outcomes["right"] == 2
   assert scores.correct.tolist() == [1, 0, 0, 0, 0, 1]
   assert scores.reward.tolist() == [-3, 0, 0, 0, 0, -3]  # Unknown ones are in no extreme.
-  assert scores.unknown[2] == "crash: the reward inf is no number up to 1e+15"
+  assert scores.unknown[2] == "crash: the reward inf is NaN, or its size is above 1e+15"
 
 
 def test_a_verifier_without_values_decides_itself():
@@ -77,3 +77,16 @@ def test_partial_credit_of_a_verifier_is_right_from_the_threshold_on():
     config = reward_config("recurrence", partial=0.5, right_from=right_from)
     scores = _score(config, OUTCOMES, UNKNOWN, verdicts, None, [*"abc"], prompts("abc"))
     assert scores.correct.tolist() == correct
+
+
+def test_a_function_may_leave_its_working_directory_for_a_temporary_one(tmp_path, monkeypatch):
+  (tmp_path / "wanderer.py").write_text(
+    "import os, tempfile\n"
+    "def reward(response, record):\n"
+    "  with tempfile.TemporaryDirectory() as directory:\n"
+    "    os.chdir(directory)\n"
+    "  return 1.0\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  assert [call(["wanderer:reward", "a", {}]) for _ in range(2)] == [1.0, 1.0]

@@ -155,6 +155,15 @@ def test_a_tenth_clipped_by_the_mismatch_alone_is_said_once():
   assert run(late) == ({}, []), "recomputed log-probs, then an exact sampler at first"
   assert "warning/mismatch_clips" in run([healthy(0), sampler_row(1, 1.5e-4)])[0]
   assert run([sampler_row(0, 1.5e-4)], Alarms(AlarmConfig(mismatch=0))) == ({}, [])
+  masked = sampler_row(0, 1.5e-4) | {"correction/masked": 0.2}
+  assert run([masked]) == ({}, [])
+
+
+def test_ratios_to_the_sampler_have_its_tail_and_limits_of_0_turn_tails_off():
+  row = sampler_row(0, 0) | {"mismatch/tail": 0.2, "ratio/tail": 0.25}
+  assert run([row])[0] == {"warning/mismatch_tail": [0]}
+  assert "warning/ratio_tail" in run([row | {"ratio/tail": 0.31}])[0]
+  assert run([row], Alarms(AlarmConfig(mismatch=0, ratio=0))) == ({}, [])
 
 
 def test_without_a_clip_range_mismatch_does_not_warn():

@@ -81,7 +81,7 @@ def test_another_checkpoint_in_the_same_place_is_refused(pupil, tmp_path):
   first = begins_with(tmp_path / "new", source)
   metadata = source / "checkpoints/sft/4/host/metadata"
   metadata.write_bytes(metadata.read_bytes() + b"\n")
-  with pytest.raises(ValueError, match="was started with other contents of weights: "):
+  with pytest.raises(ValueError, match="was last started with other contents of weights: "):
     begins_with(tmp_path / "new", source)
   assert same(begins_with(tmp_path / "new", source, resume="force"), first)
 

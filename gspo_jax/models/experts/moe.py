@@ -1,9 +1,10 @@
 """Mixture of experts: routing, dropless dispatch, expert parallelism.
 
-The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
-`expert` axis gather each other's tokens, every device applies its local experts to the tokens that
-chose them, and the sum over devices is scattered back. Buffers fit any routing, so no token is ever
-dropped. The products have five `IMPLEMENTATIONS`:
+The router is computed on global arrays, outside of `shard_map`. Dispatch and experts run in
+`shard_map`: devices on the `expert` axis gather each other's tokens, every device applies its local
+experts to the tokens that chose them, and the sum over devices is scattered back. A device with
+many assignments loops over further rows in the same buffers, so no token is ever dropped. The
+experts' matrix products have five `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block of one expert: for many tokens on CPU
   batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
@@ -56,22 +57,22 @@ IMPLEMENTATIONS = dict(
   triton=apply_triton,
 )
 KERNELS = (apply_megablox, apply_triton)
-FEW = 256  # Maximum assignments per expert for `batched` on CPU, and for `experts_of_few`.
+FEW = 256  # Maximum mean assignments per expert for `batched` on CPU, and for `experts_of_few`.
 
 
 @flax.struct.dataclass
 class RouterStats:
-  """Sums over a batch's tokens without padding, stacked by layer."""
+  """Sums over the tokens of a batch, without padding; of one layer, or stacked by layer."""
 
   load_E: jax.Array  # Assignments to each expert.
   probability_E: jax.Array  # Router probability of each expert.
   entropy: jax.Array  # Entropy of the router distribution, nats.
   z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
   tokens: jax.Array
-  dropped: jax.Array  # Assignments computed by no expert: always 0.
-  # Without replay both are None.
-  overridden: jax.Array | None = None  # Share of a token's choices replaced by replay.
-  replayed_tokens: jax.Array | None = None  # Tokens with replayed experts.
+  dropped: jax.Array  # Assignments to an index without an expert: always 0.
+  # Sum over tokens of the share of choices replaced by replay; None without replay.
+  overridden: jax.Array | None = None
+  replayed_tokens: jax.Array | None = None  # Tokens with replayed experts; None without replay.
 
 
 def route(
@@ -85,8 +86,10 @@ def route(
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
-  Scores of all experts in float32, top-k, renormalised if `norm_topk_prob`. A softmax over the
-  chosen logits alone (Granite, GPT-OSS) is the same as a renormalised softmax over all.
+  Computes scores of all experts in float32, and chooses the k highest. Gate weights are the chosen
+  scores, renormalised if `norm_topk_prob`, times `router.scale`. A softmax over the chosen logits
+  alone (Granite, GPT-OSS) is the same as a renormalised softmax over all. `bias_E` is added to the
+  logits, `choice_bias_E` to the scores for the choice alone.
   Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`, of
   any integer type, replaces the router's choice, except at tokens with -1. Only indices are
   replayed: gate weights are the current router's scores of these experts, with a gradient.
@@ -142,8 +145,9 @@ def choose_experts(
 ) -> jax.Array:
   """Returns the experts with the highest scores, in the best groups.
 
-  The bias is for the choice alone. A group's score is the sum of its two highest biased scores.
-  DeepSeek-V3, arXiv:2412.19437, eq. 16.
+  The bias affects the choice of experts, not their gate weights (DeepSeek-V3, arXiv:2412.19437, eq.
+  16). A group's score is the sum of its two highest biased scores. Axes: g groups, e experts of a
+  group, j chosen groups.
   """
   router = config.router
   choice_BTE = score_BTE if bias_E is None else score_BTE + bias_E[None, None]
@@ -197,7 +201,7 @@ def choose_for_few(implementation: str, load: float) -> Callable:
 class Gathered:
   """Weights of experts gathered over D, [copies, E, ...].
 
-  Each device on "data" and "fsdp" has a copy, and a gradient for it.
+  The first axis has a copy for each position on "data" and "fsdp", and so a gradient for each.
   """
 
   weights: ExpertWeights | GroupedWeights
@@ -221,8 +225,8 @@ def gather(weights: ExpertWeights, implementation: str) -> Gathered:
 
 def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
   """Returns each weight's sharding, and whether gate and up are joined."""
-  expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # The width is split in training.
-  if expert_axis in (None, "fsdp"):  # The sampler may have copies of experts on the axis.
+  expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # In training, D is split.
+  if expert_axis in (None, "fsdp"):  # The sampler may split experts over "fsdp".
     expert_axis = "expert"
   gate, down = P(expert_axis, width_axis, "tensor"), P(expert_axis, "tensor", width_axis)
   split = weights.layout(gate, down, P(expert_axis, "tensor"))
@@ -252,9 +256,8 @@ def experts(
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], over a mesh.
 
   Weights split over D are gathered here, and their gradients scattered, unless they are `Gathered`.
-  Each device gathers and computes `chunk` tokens at a time (0: all), and recomputes them in the
-  backward pass. This bounds memory: if all tokens choose the experts of one device, it works
-  longer, in the same buffers.
+  With 0 < `chunk` < B·T each device gathers and computes `chunk` tokens at a time, and recomputes
+  them in the backward pass, which bounds memory.
 
   While sampling, the fields of `weights` are `InStack`, possibly split over more mesh axes than
   "expert". Few tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are
@@ -278,9 +281,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # `sink` is a copy of the weights that the forward pass does not read. Its gradient is the
-    # weights' gradient, in its dtype: float32 for sums over chunks or blocks. A grouped kernel
-    # sums in float32 by itself.
+    # `sink` receives the weights' gradient; the forward pass does not read it. Its dtype is the
+    # gradient's: float32 for sums over chunks or blocks. Grouped kernels sum in float32 inside.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)

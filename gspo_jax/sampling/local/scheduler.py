@@ -1,7 +1,7 @@
 """Host side of continuous batching: schedules requests and collects finished responses.
 
-All decisions depend on sampled tokens only, never on time. So scheduling is deterministic, and all
-hosts take the same decisions without communication.
+All decisions depend on requests and on results of the devices, never on time. So scheduling is
+deterministic, and all hosts take the same decisions without communication.
 """
 
 import collections
@@ -92,20 +92,21 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests before prefill, each with its displaced responses; [] for a new request.
+    # Requests before prefill. A restart has the responses without a place in the cache (refill.py);
+    # a new request has [].
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
-    # Free queue entries of each device.
+    # Free queue entries of each batch shard: the devices with the same rows.
     self._free = [list(range(self._entries)) for _ in range(self._shards)]
-    self._load = [0] * self._shards  # Unfinished responses by device.
-    # Free pages of each device at the last report, and pages of prefixes prefilled since then.
-    self._pages = np.full(self._shards, size.pages)
+    self._load = [0] * self._shards  # Unfinished responses by shard.
+    self._pages = np.full(self._shards, size.pages)  # Free after the last collected call, by shard.
+    # Pages of prefixes prefilled since then.
     self._prefix_pages = np.zeros(self._shards, int)
-    self._queued: dict[int, Entry] = {}  # Entries by number, over all devices.
+    self._queued: dict[int, Entry] = {}  # Queue entries in use, by shard · entries + index.
     self._calls = 0  # Number of `decode` calls so far.
-    self._in_flight = collections.deque()  # Dispatched calls before their results are fetched.
+    self._in_flight = collections.deque()  # Dispatched calls, results not yet fetched.
     self._prefills = []  # Prefills since the last call.
     self._clock = 0.0
 
@@ -135,11 +136,11 @@ class Scheduler:
       self._clock = time.perf_counter()
     self._fill_queue()
     self._dispatch()
-    if len(self._in_flight) == 1:  # A second call in flight keeps the devices busy.
+    if len(self._in_flight) == 1:  # Devices work on one call while the host reads another.
       return []
     finished = self._collect()
     if not self.busy:
-      self._in_flight.clear()  # The last, speculative call has no tokens.
+      self._in_flight.clear()  # The remaining call has no tokens of unfinished responses.
     return finished
 
   def stop(self) -> list[Response]:
@@ -185,7 +186,7 @@ class Scheduler:
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[LiveResponse]]]:
     """Distributes requests in order to the least loaded devices, at most `rows` to each.
 
-    With `cache_tokens`, a busy device takes a prefix only if one free page per slot remains.
+    With `cache_tokens`, a busy device takes a prefix only if a free page per slot remains after it.
     """
     used, placed = [0] * self._shards, []
     for request, lives in fitting:
@@ -256,7 +257,7 @@ class Scheduler:
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
     self._cancelled = []
-    # Ready once the prefills have run, to measure their time.
+    # A scalar, ready once the prefills have run: it measures their time.
     marker = self._state.waiting_R.sum() if self._prefills else None
     self._state, out = self._decode(self._params, self._state, _put_arrays(cancelled, P()))
     for x in jax.tree.leaves(out):
@@ -303,7 +304,7 @@ class Scheduler:
           self._cancelled.append(id_)  # The slot decodes until the next call cancels it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
-      # The number of input tokens equals the number of sampled tokens.
+      # For FLOPs: each sampled token has one input token, the last at the position before it.
       sampled.append((count - old_count, live.request.prefix_length + count - 1))
       if ended:
         finished.append(live.response(self._version, count, stopped, finished=True))
@@ -315,7 +316,7 @@ class Scheduler:
     if out.live_W is not None:
       self._pages, self._prefix_pages = out.free_d, self._prefix_pages - prefix_pages
       for _, _, later_pages, _, _ in self._in_flight:
-        later_pages -= prefix_pages  # These pages are in the report already.
+        later_pages -= prefix_pages  # `out.free_d` has counted these prefixes.
       self._requeue_displaced(call, out)
     return finished
 
