@@ -26,6 +26,7 @@ def mesh():
 def case(**options):
   config = moe_aime.get_config()
   config.update(compute=dict(remat="full"), engine=dict(slots=64, cache_dtype="bfloat16"))
+  config.mesh.rollout_experts = "all"
   return programs.make_case(from_dict(config.to_dict()), **options)
 
 

@@ -137,7 +137,7 @@ def test_the_key_of_an_unreadable_repository_is_named(changes, message, server, 
 def test_adapters_are_named_with_their_commit(server, tmp_path):
   (tmp_path / "adapter_config.json").write_text("{}")
   commit = server.push("org/adapter", tmp_path)
-  message = rf"^lora\.adapter=org/adapter may have changed .* current commit, org/adapter@{commit}$"
+  message = rf"^lora\.adapter=org/adapter may change .*, lora\.adapter=org/adapter@{commit}$"
   with pytest.raises(ValueError, match=message):
     read_inputs(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
 
