@@ -1,4 +1,4 @@
-"""Scorers: rewards from the verdicts of a verifier, with label noise, format and length rewards.
+"""Scorers: rewards from a verifier's verdicts, with label noise and shaping.
 
 A verifier is a module with these members; VERIFIERS lists the verifiers in this package:
 
@@ -97,7 +97,7 @@ class Scorer(Protocol):
 
 
 def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
-  """Scores a prompt's gold answer and an empty response; NaN without a verdict.
+  """Scores a gold answer and an empty response; NaN without a verdict.
 
   Raises:
     ValueError: neither has a verdict.
@@ -137,7 +137,7 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent gold answer with its share, as "word: 40%".
+  """Returns the most frequent answer with its share, as "word: 40%".
 
   Returns None if the most frequent answer is no word, and for verifiers without `word`.
   """
@@ -179,7 +179,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 
 @contextlib.contextmanager
 def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dict[str, Scorer]]:
-  """Opens a scorer for each section, by the name of its verifier.
+  """Opens a scorer for each verifier, by name.
 
   Raises:
     ValueError: as `open_scorer`; or a verifier cannot be started, with `key` in the message.
@@ -313,7 +313,7 @@ def _verdicts(
 
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
-  """Replaces a verdict by a crash if its value is NaN, infinite or too large."""
+  """Replaces verdicts of NaN, infinite or huge values by crashes."""
   if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
   reason = f"the reward {value} is NaN, or its size is above {LARGEST_REWARD:g}"

@@ -214,7 +214,7 @@ UNUSED = (
     "docs/running.md: a run that ends without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
     lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
-  Unused("profile.steps", "counts steps of a stage: set profile.stage=sample or update",
+  Unused("profile.steps", "counts the steps of sample or update alone",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
     "has no effect with {job} and {offline.fresh}: no training samples", lambda c: not c.samples,
@@ -400,8 +400,8 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # Of jobs with RL or recorded resp
     "or leave out constraints, environment.token_cost and environment.call_cost",
     lambda c: c.distillation.alone and (c.constraints.enabled or c.environment.costs),
     "test_distillation"),
-  Rule("constraints ({constraints.names:}): multipliers adapt to costs of the policy's samples; "
-    "set job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
+  Rule("constraints ({constraints.names:}): {job} has recorded costs, not the policy's; set "
+    "job=rl", lambda c: c.constraints.enabled and c.job == "offline", "test_multipliers"),
   Rule("constraints ({constraints.names:}): {rl.mask_truncated} excludes the costs of the "
     "longest responses; set it to False",
     lambda c: c.rl.mask_truncated and bool(c.constraints.active_costs), "test_multipliers"),

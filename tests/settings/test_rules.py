@@ -77,12 +77,16 @@ REFUSED = [
   (BASE, dict(profile__steps=3), r"profile\.steps=3 has no effect, since profile\.iteration=0"),
   (BASE, dict(profile__iteration=1, profile__steps=3), r"profile\.steps=3 counts the steps of sam"),
   # Verifiers and data.
-  (TINY, LONG, r"data\.eval: no .*\('recurrence:heldout', 'arithmetic'\)"),
-  (TINY, LONG | dict(reward__name="string"), r"data\.eval: no response .*, 'string'\)"),
+  (TINY, LONG, r"data\.eval: its .*\('recurrence:heldout', 'arithmetic'\)"),
+  (
+    TINY,
+    LONG | dict(reward__name="string"),
+    r"data\.eval: its verifier .*, 'string'\)",
+  ),
   (
     TINY,
     LONG | dict(environment__name="calculator"),
-    r"data\.eval: no response .*, 'calculator'\)",
+    r"data\.eval: its verifier accepts no response .*, 'calculator'\)",
   ),
   (TINY, dict(reward__name="recurrence"), r"data\.eval: .*'arithmetic:heldout', 'recurrence'\)"),
   (TINY, RL | dict(reward__name="code", reward__workers=1), r"data\.eval: .*heldout', 'code'\)"),
@@ -153,11 +157,11 @@ REFUSED = [
   (OFFLINE, dict(offline__fresh=0.001), r"offline\.fresh=0\.001 of rl\.prompts=.* rounds to none"),
   (OFFLINE, dict(offline__fresh=0.999), r"offline\.fresh=0\.999 of rl\.prompts=.* rounds to none"),
   # Schedules.
-  (BASE, dict(schedule__new_tokens="1:6,2:25"), r"and sampling\.max_new_tokens=10: raise"),
+  (BASE, dict(schedule__new_tokens="1:6,2:25"), r"above sampling\.max_new_tokens=10: raise"),
   (
     BASE,
     OVERLONG | dict(schedule__new_tokens="1:6,2:10", reward__overlong_buffer=9),
-    r"reward\.overlong_buffer=9 is more than 6",
+    r"reward\.overlong_buffer=9 exceeds one of 6",
   ),
   (BASE, dict(schedule__group_size_min=9), r"group_size_min=9: .* at most rl\.group_size=8"),
   (BASE, dict(schedule__group_size_min=1), r"schedule\.group_size_min=1: .*at least 2"),
@@ -177,7 +181,7 @@ REFUSED = [
   (
     BASE,
     cost() | dict(sampling__max_new_tokens=4),
-    r"length\.limit=0\.0, .*at_most': every mean of .*signal='length' is on one side",
+    r"length\.limit=0\.0, .*at_most': .*signal='length' always satisfies",
   ),
   (BASE, cost(limit=4.0) | dict(sampling__max_new_tokens=4), r"length\.limit=4\.0, .*at_most'"),
   (BASE, cost("text", "at_least", text="x", limit=1.5), r"text\.limit=1\.5, .*bound='at_least'"),
@@ -207,7 +211,7 @@ REFUSED = [
   (
     PPO,
     dict(critic__warmup_iterations=40),
-    r"warmup_iterations=40, .* no iteration of rl\.iterations=40",
+    r"warmup_iterations=40, .* all of rl\.iterations=40",
   ),
   (TINY, dict(rl__lag=40), r"rl\.lag=40 leave all of rl\.iterations=40"),
   (TINY, dict(sampling__temperature=0.0), r"sampling\.temperature=0\.0, .*greedy responses of a"),
@@ -217,7 +221,7 @@ REFUSED = [
   (
     TINY,
     dict(sampling__min_p=0.1),
-    r"min_p=0\.1, sampling\.top_k=0: updates .* set sampling\.top_k to 2 to 1024 too",
+    r"min_p=0\.1, sampling\.top_k=0: updates .* set sampling\.top_k between 2 and 1024 too",
   ),
   (
     TINY,
@@ -303,7 +307,7 @@ REFUSED = [
     BASE,
     dict(objective__replay="R3", model__num_experts=0, model__experts_per_token=0)
     | dict(model__moe_intermediate_size=0),
-    r"objective\.replay='R3' has no effect, since model\.num_experts=0",
+    r"objective\.replay='R3' has no effect, since the model has no experts",
   ),
   (
     BASE,

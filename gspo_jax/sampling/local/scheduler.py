@@ -92,8 +92,7 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests before prefill. A restart has the responses without a place in the cache (refill.py);
-    # a new request has [].
+    # Requests before prefill, each with its responses to restart (refill.py); [] if it is new.
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
@@ -101,8 +100,8 @@ class Scheduler:
     # Free queue entries of each batch shard: the devices with the same rows.
     self._free = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # Unfinished responses by shard.
-    self._pages = np.full(self._shards, size.pages)  # Free after the last collected call, by shard.
-    # Pages of prefixes prefilled since then.
+    # Free pages of each shard after the last collected call, and pages of later prefixes.
+    self._pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
     self._queued: dict[int, Entry] = {}  # Queue entries in use, by shard · entries + index.
     self._calls = 0  # Number of `decode` calls so far.
