@@ -147,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       "--base=BASE\n"
     )
   config = checkpoint.config
-  types = sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", ""))
-  if types and config.get("job") != "sft":
+  if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):
     sys.stdout.write(f"rollouts and evaluations of the run: {types}\n")
   sys.stdout.write(f"{options.directory}: the weights of {checkpoint.path}\n")
 

@@ -375,7 +375,7 @@ REFUSED = {
   "greedy training": ({"sampling.temperature": 0.0}, r"sampling\.temperature=0"),
   "truncated training": (
     {"sampling.top_p": 0.9},
-    r"sampling\.top_p=0\.9.*set sampling\.top_k to 2 to 1024",
+    r"sampling\.top_p=0\.9.*set sampling\.top_k between 2 and 1024",
   ),
   "group of one": ({"rl.group_size": 1}, r"rl\.group_size=1"),
   "no such environment": ({"environment.name": "talk:Talk"}, r"environment\.name='talk:Talk'"),

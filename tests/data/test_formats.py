@@ -106,7 +106,7 @@ def test_answers_in_a_box(tmp_path, box):
 
 
 def test_unknown_format_names_those_that_are():
-  with pytest.raises(sources.DataError, match=r"no format 'gsm'; there are gsm8k"):
+  with pytest.raises(sources.DataError, match=r"unknown format 'gsm'; choose one of gsm8k"):
     load("gsm@a.jsonl")
 
 
