@@ -124,7 +124,7 @@ def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> 
   """Returns a sampler's layout; ValueError if its chips do not divide the experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
-  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # The latter in prefills.
+  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill: "expert".
   if name in ("all", "fsdp") and experts % chips:
     text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
     raise ValueError(f"{text}: set it to expert, or make the sampler's axes smaller")

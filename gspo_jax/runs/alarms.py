@@ -283,8 +283,8 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
   range, with recomputed old log-probs, and with a mask of responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
-  chosen = row.keys() & {"mismatch/recomputed", "correction/masked"}
-  if distance is None or not clip_range or chosen:
+  remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}
+  if distance is None or not clip_range or remedies:
     return None
   return math.erfc(clip_range / (distance * math.sqrt(math.pi))) if distance else 0.0
 

@@ -398,6 +398,12 @@ def test_keys_of_minirl_give_its_gradient():
   assert 0 < metrics["clip_fraction/token"] < 1 and 0 < metrics["correction/truncated"] < 1
 
 
+@pytest.mark.parametrize("name", ["gspo", "spo"])
+def test_a_distance_to_the_reference_is_no_tail_of_an_update(name):
+  _, metrics, _ = configured_loss(objective(name), jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
+  assert ("ratio/tail" in metrics) == (name == "gspo")
+
+
 def test_clipped_tokens_are_those_of_the_loss():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
