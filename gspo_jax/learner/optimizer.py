@@ -48,7 +48,10 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   )
   terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
   # A value of 0 means no such term.
-  return schedule | {key: value for key, value in terms.items() if value}
+  terms = {key: value for key, value in terms.items() if value}
+  if config.router_rate != 1:
+    terms["router_rate"] = config.router_rate
+  return schedule | terms
 
 
 def rate(schedule: Mapping[str, Any], count: Any) -> Any:
@@ -107,9 +110,19 @@ def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
   def update(
     grads: Any, state: Any, params: Any, hyperparameters: Mapping[str, Any]
   ) -> tuple[Any, Any]:
-    return transformation(hyperparameters).update(grads, state, params)
+    updates, state = transformation(hyperparameters).update(grads, state, params)
+    if "router_rate" in hyperparameters:
+      updates = _scale_routers(updates, hyperparameters["router_rate"])
+    return updates, state
 
   return init, update
+
+
+def _scale_routers(updates: Any, factor: Any) -> Any:
+  """Multiplies the updates of routers, weight decay included."""
+  return jax.tree.map_with_path(
+    lambda path, x: x * factor if path[-1].name in ("router", "router_bias") else x, updates
+  )
 
 
 def decayed(params: Any) -> Any:

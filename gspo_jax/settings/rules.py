@@ -249,9 +249,11 @@ UNUSED = (
     lambda c: not c.objective.kl_coef, "CHANGELOG: options of a loss did nothing"),
   Unused("objective.adaptive_clip", "has no effect, since {objective.adaptive_clip.target}",
     lambda c: not c.objective.adaptive_clip.target, "CHANGELOG: options of a loss did nothing"),
-  Unused("objective.load_balance_coef objective.replay",
+  Unused("objective.load_balance_coef objective.replay sft_optimizer.router_rate",
     "has no effect, since the model has no experts ({model.num_experts})",
     lambda c: not c.model.num_experts, "test_epochs"),
+  Unused("rl_optimizer.router_rate", "has no effect: no router is trained ({model.num_experts}, "
+    "{lora.rank})", lambda c: not c.model.num_experts or c.lora.rank > 0, "test_optimizer"),
   Unused("data.checks", "is for demonstrations of calculator, and {data.train} has none",
     lambda c: bool(c.data.train) and "calculator:" not in c.data.train, "test_costs"),
   Unused("data.skipped_work", "is for demonstrations of arithmetic, and {data.train} has none",
@@ -543,8 +545,6 @@ def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]
 
 def _remedy(default: Any) -> str:
   """Returns the instruction for resetting a key to its default."""
-  if default is None:
-    return "leave it unset"
-  if default in ("", ()):
-    return "leave it empty"
+  if default in (None, "", ()):
+    return "leave it unset" if default is None else "leave it empty"
   return f"set it to {default:g}" if isinstance(default, float) else f"set it to {default}"

@@ -193,6 +193,9 @@ class OptimizerConfig:
     0.0, "decoupled weight decay, except for norms and biases; 0: RL changes weights little"
   )
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
+  router_rate: NonNegativeFloat = key(
+    1.0, "factor on the learning rate of routers; 0 freezes them (docs/routing.md)"
+  )
 
   def __post_init__(self):
     ranges.check(self, "optimizer")

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.configs import config_of
-from support.small_models import SHALLOW, initial
+from support.small_models import SHALLOW, SHALLOW_MOE, initial
 
 from configs import tiny_ppo
 from gspo_jax.learner.critic import optimizers
@@ -104,6 +104,27 @@ def test_update_equals_optax(changes):
     )
 
 
-def optimizer_tree(seed):
+def optimizer_tree(seed, model=SHALLOW):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(SHALLOW))
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(model))
+
+
+@pytest.mark.parametrize("factor", [0.0, 10.0])
+def test_router_rate_scales_updates_of_routers_alone(factor):
+  plain = dataclasses.replace(CONFIG, weight_decay=0.1)
+  params, grads = optimizer_tree(0, SHALLOW_MOE), optimizer_tree(1, SHALLOW_MOE)
+  updates, states = [], []
+  for config in (plain, dataclasses.replace(plain, router_rate=factor)):
+    tx = make(config, 9)
+    update, state = jax.jit(tx.update)(grads, tx.init(params), params, tx.hyperparameters)
+    updates.append(update), states.append(state)
+  jax.tree.map(np.testing.assert_array_equal, *states)
+  routers = []
+
+  def check(path, before, after):
+    is_router = path[-1].name == "router"
+    routers.extend([path] * is_router)
+    np.testing.assert_allclose(after, before * (factor if is_router else 1), rtol=1e-6)
+
+  jax.tree.map_with_path(check, *updates)
+  assert len(routers) == 1

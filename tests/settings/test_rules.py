@@ -310,6 +310,11 @@ REFUSED = [
     r"objective\.replay='R3' has no effect, since the model has no experts",
   ),
   (
+    TINY,
+    dict(rl_optimizer__router_rate=0.0, lora__rank=4),
+    r"rl_optimizer\.router_rate=0\.0 has no effect: no router is trained .*lora\.rank=4.*to 1",
+  ),
+  (
     BASE,
     dict(distillation__discount=0.5),
     r"distillation\.discount=0\.5 has no effect without a teacher",
