@@ -1,5 +1,6 @@
 """Provenance of a run in config.json: configuration, commit and package versions."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 from etils import epath
 
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
@@ -111,13 +113,28 @@ def record(
 
 
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys; [] for a new run."""
+  """Returns lines `key: old -> new` for changed keys; [] for a new run.
+
+  A key missing in `recorded` is newer than the run, which had the behaviour of its default.
+  """
   if not recorded:
     return []
+  defaults = _as_json(dataclasses.asdict(RunConfig()))
   old, new = (
-    {k: v for k, v in c.items() if k not in IGNORED} for c in (recorded, _as_json(config))
+    {k: v for k, v in _complete(c, defaults).items() if k not in IGNORED}
+    for c in (recorded, _as_json(config))
   )
   return difference(old, new)
+
+
+def _complete(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds missing keys with their defaults, in sections too."""
+
+  def complete(value: Any, default: Any) -> Any:
+    is_section = isinstance(value, Mapping) and isinstance(default, Mapping)
+    return _complete(value, default) if is_section else value
+
+  return dict(defaults) | {k: complete(v, defaults.get(k)) for k, v in values.items()}
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

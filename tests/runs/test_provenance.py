@@ -18,6 +18,13 @@ def test_a_forced_run_continues_without_force(tmp_path):
   provenance.check_configuration(tmp_path, CONFIG | dict(seed=1, resume="force"))
 
 
+def test_a_key_newer_than_the_run_had_its_default(tmp_path):
+  provenance.record(tmp_path, CONFIG)
+  provenance.check_configuration(tmp_path, CONFIG | dict(engine=dict(weights_dtype="")))
+  with pytest.raises(ValueError, match=r"engine\.weights_dtype: '' -> 'int8'"):
+    provenance.check_configuration(tmp_path, CONFIG | dict(engine=dict(weights_dtype="int8")))
+
+
 def test_a_continued_run_prints_changed_keys(tmp_path, capsys):
   provenance.record(tmp_path, CONFIG)
   provenance.record(tmp_path, CONFIG)
