@@ -1,4 +1,8 @@
-"""Turns rollouts into mini-batches, and maps arrays back to rollout order."""
+"""Turns a rollout into the mini-batches of an iteration, and maps arrays back to rollout order.
+
+In names, an older token was sampled by weights before the iteration's. A unit is a segment of a
+response with its own importance ratio (sampling/parts.py).
+"""
 
 import dataclasses
 import functools
@@ -27,9 +31,9 @@ class Scored(Protocol):
   """A rollout with its rewards and advantages (`rollouts.collector.Collected`)."""
 
   rollout: Rollout
-  step: int  # Iteration, and version of the weights before its updates.
+  step: int  # Number of the iteration, which is also the version of its weights before updates.
   reward_PG: np.ndarray
-  known_B: np.ndarray  # Mask of responses with a verdict, bool.
+  known_B: np.ndarray  # bool: the reward function returned a verdict on the response.
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # None if all tokens of a response have the same advantage.
 
@@ -37,7 +41,7 @@ class Scored(Protocol):
 def place(
   c: RunConfig, mesh: jax.sharding.Mesh, scored: Scored, segments: Segments | None = None
 ) -> list[TrainBatch]:
-  """Returns the mini-batches of an iteration, on the devices.
+  """Builds the mini-batches of an iteration, and moves them to the devices.
 
   Args:
     segments: function returned by `make_segments`. None means one importance ratio per response.
@@ -70,22 +74,27 @@ def place(
 
 
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
-  """Whether a group's trajectories begin with the same tokens and experts."""
-  # Conversations may begin differently. The prompt's experts may differ, too, if responses of a
-  # group prefilled it under different weights: a resumed partial rollout prefills again, and with a
-  # lag servers may load new weights between two responses. The rule ignores the kind of engine, so
-  # a replayed run (`rl.replay`) has the same updates. Without a lag, older tokens may come from a
-  # partial rollout, or from a run with a lag before resuming.
+  """Whether the trajectories of a group begin with the same tokens and experts.
+
+  In conversations (`environment.name`) the first tokens may differ. Otherwise only the sampler's
+  experts may differ, if responses of a group prefilled the prompt under different weights: a
+  resumed partial rollout prefills again, and with a lag servers may load new weights between two
+  responses. The kind of engine is ignored, so a replayed run (`rl.replay`) has the same updates.
+
+  Args:
+    older: result of `has_older`.
+  """
+  # With a lag, experts of older tokens are in the batch only if R3 replays them.
   may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (may_differ and rollout.routing is not None)
 
 
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
-  """Returns the batch fields needed by this configuration only."""
+  """Returns the fields of `TrainBatch` that only some configurations need."""
   fields = {}
   if c.kl_by_group:
     fields["mixed_B"] = in_teaching_group(scored, c.objective.loss.by_token)
-  if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages.
+  if c.estimator.needs & {"critic", "reference"}:  # The devices compute advantages from rewards.
     in_parts = scored.advantage_BL is not None
     fields["reward_BT"] = token_rewards(rollout, scored.reward_PG, in_parts)
   if c.critic.bootstrap:
@@ -96,7 +105,11 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
 
 
 def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
-  """Whether each response's group has a nonzero advantage, bool [B]."""
+  """Whether any advantage in each response's group is nonzero, bool [B].
+
+  Args:
+    by_token: whether the loss reads advantages of tokens.
+  """
   nonzero_PG = scored.advantage_PG != 0
   if by_token and scored.advantage_BL is not None:
     nonzero_PG = (scored.advantage_BL != 0).any(axis=1).reshape(nonzero_PG.shape)
@@ -104,25 +117,29 @@ def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
 
 
 def has_older(rollout: Rollout, version: int) -> bool:
-  """Whether weights of another version sampled some of the tokens.
+  """Whether weights of another version than `version` sampled some of the tokens.
 
-  Without a lag, such tokens occur in recorded batches, and after resuming a run with a lag.
+  Even without `rl.lag`, recorded batches have such tokens, and so does the first iteration of a
+  run resumed from one with a lag.
   """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
 
 def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
-  """Masks the responses without a verdict.
+  """Excludes the responses without a verdict: their mask becomes 0.
 
-  An advantage of 0 would not suffice: the tokens would count in the loss's means and penalties.
+  An advantage of 0 would not suffice: the tokens would still count in the denominators of the loss,
+  and in its KL penalty and entropy bonus.
   """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
 
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """Returns the reward of each trained token, float32 [B, L].
+  """Returns rewards by token, float32 [B, L], 0 for responses without a trained token.
 
-  in_parts: whether turns or lines have rewards; otherwise each response has one, at its end.
+  Args:
+    in_parts: whether turns or lines have rewards, as in `rollout.rewards`. Otherwise a response has
+      one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -131,7 +148,7 @@ def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np
 
 
 def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-  """Places each reward at the last trained token, [B, L]."""
+  """Places the reward of each response at its last trained token, [B, L]."""
   L = mask_BL.shape[1]
   last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
   end_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
@@ -139,7 +156,7 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 
 
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
-  """Builds the function from a rollout to its segments.
+  """Builds a function from a rollout to the segment number of each token, int32 [B, L].
 
   Each segment has its own importance ratio. None means one ratio per response.
   """
@@ -157,9 +174,10 @@ def segments_of(
   breaks_V: np.ndarray | None,
   marks: Delimiters | None,
 ) -> np.ndarray:
-  """Numbers the segments of each trajectory, int32 [B, L].
+  """Numbers the segments of each response, int32 [B, L], from 0.
 
   Args:
+    objective: the section with `segment_unit` and `segment_tokens`, the unit and its size.
     breaks_V: number of line breaks in each token's text; None if segments are not lines.
     marks: delimiters between reasoning steps; None if segments are not steps.
   """
@@ -184,17 +202,18 @@ def train_batch(
   mask_truncated: bool = False,
   ages: bool = False,
 ) -> TrainBatch:
-  """Returns the rollout as inputs of an update, on the host.
+  """Returns the rollout as inputs of an update, in host arrays.
 
   Args:
     advantage_BL: advantage of each token. None means one advantage per response.
     unit_BL: segment number of each token. None means one importance ratio per response.
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
-    version: the trainer's weight version; tokens of other versions are excluded from comparisons
-      of sampler and trainer. None if all tokens are of one version.
-    replays_sampler: whether updates replay the sampler's experts, of all versions (R3).
+    version: version of the weights before the updates. Sampler and trainer are compared on tokens
+      of this version only. None means that all tokens are of one version.
+    replays_sampler: whether updates replay the sampler's experts (R3). Then the experts of older
+      tokens are needed, too.
     mask_truncated: whether the loss excludes truncated responses.
-    ages: whether metrics are split by the age of responses relative to `version`.
+    ages: whether metrics are split by the age of responses, which requires `version`.
   """
   mask_BT = rollout.mask
   if mask_truncated:
@@ -226,9 +245,9 @@ def train_batch(
 def sampler_experts(
   rollout: Rollout, segments_BT: np.ndarray, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the sampler's experts, NO_EXPERT on padding and older tokens.
+  """Returns the sampler's experts, with NO_EXPERT for padding and older tokens.
 
-  Older tokens keep their experts if updates replay them.
+  Older tokens keep their experts if updates replay them. None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
@@ -243,20 +262,25 @@ def sampler_experts(
 def current_tokens(
   rollout: Rollout, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Mask of tokens sampled by `version`; None if `version` is None."""
+  """Returns the mask of tokens sampled by `version`; None if `version` is None."""
   if version is None:
     return None
   current_BT = rollout.version == version
-  if replays_sampler:  # Rows with an older token replay experts of older weights: excluded.
+  # If a row has an older token, it replays experts of older weights. These change the log-probs of
+  # all tokens after it, so the row is not compared.
+  if replays_sampler:
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)
 
 
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Returns the version of the weights in each token's first forward pass.
+  """Returns the version of the weights that first read each token, int32 [B, L].
 
-  int32 [B, L], -1 if no sampled token follows. A token's forward pass precedes the next sampled
-  token, so it has the version of the latter.
+  The sampler reads a token in order to sample the next one. So the version is that of the next
+  sampled token, or -1 if no sampled token follows.
+
+  Args:
+    version_BL: version of the weights that sampled each token, -1 for other tokens.
   """
   length = version_BL.shape[1]
   index_BL = np.where(version_BL >= 0, np.arange(length), length)
@@ -277,9 +301,17 @@ def minibatches(
   packed: bool,
   response_tokens: int = 0,
 ) -> list[TrainBatch]:
-  """Splits a batch into mini-batches of whole groups, on the devices.
+  """Splits a batch into mini-batches of whole groups, and moves them to the devices.
 
-  Padding replaces missing groups, spread evenly over the mini-batches.
+  If the batch has fewer than `prompts` groups, empty groups are added. They are spread evenly over
+  the mini-batches.
+
+  Args:
+    batch: the batch of an iteration, in host arrays.
+    parts: number of mini-batches.
+    prompts: number of groups in all mini-batches.
+    packed: whether several sequences share a row (packing.py).
+    response_tokens: maximum response length, for packing. With 0, no prompt is shared in a row.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:
@@ -297,8 +329,8 @@ def minibatches(
 
 
 def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
-  """Appends batch rows of padding."""
-  # In these fields, 0 would be a valid expert or token.
+  """Appends empty sequences to a batch: every field is padded, with 0 if not stated below."""
+  # 0 would be the number of an expert or a token.
   empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
   def widen(path, x):
@@ -309,16 +341,19 @@ def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
 
 
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
-  """Repeats mini-batches for all epochs, in the order of an iteration's updates.
+  """Repeats the mini-batches for `number` epochs, in the order of an iteration's updates.
 
-  `first_B` is set in the first epoch only: in later epochs, updates have changed the weights.
+  In later epochs, `first_B` is False: earlier updates have changed the weights.
   """
   later_epoch = [batch.replace(first_B=batch.first_B & False) for batch in batches]
   return [*batches, *later_epoch * (number - 1)]
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Returns indices of rollout rows in batch order, for `prompts` groups."""
+  """Returns the order of rows in the mini-batches, as indices of rows in the rollout.
+
+  Group p is in mini-batch p modulo `parts`, so empty groups at the end are spread evenly.
+  """
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
@@ -326,7 +361,14 @@ def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
 def in_rollout_order(
   values: Sequence[jax.Array], batches: Sequence[TrainBatch], rows: int, group_size: int
 ) -> np.ndarray:
-  """Fetches mini-batch values in rollout order, [rows, ...], without padding."""
+  """Fetches arrays of all mini-batches as one array in rollout order, [rows, ...].
+
+  Args:
+    values: array [B, ...] of each mini-batch.
+    batches: the mini-batches.
+    rows: number of rows in the rollout; empty sequences after these are dropped.
+    group_size: number of responses in a group.
+  """
   pairs = [sharding.fetch((value, batch.order_B)) for value, batch in zip(values, batches)]
   all_B = np.concatenate([packing.in_order(value, order) for value, order in pairs])
   if rows < len(all_B):
@@ -341,13 +383,14 @@ def sample_arrays(
   batches: Sequence[TrainBatch],
   reviews: Sequence[Mapping[str, Any]],
 ) -> dict[str, np.ndarray]:
-  """Fetches the arrays of the samples log, in rollout order.
+  """Fetches the arrays of the samples log by name, in rollout order.
 
-  reviews: results of `passes.make_review`'s pass, one per mini-batch.
+  Args:
+    reviews: one dictionary per mini-batch, from the pass of `passes.make_review`.
   """
   columns = {name: [review[name] for review in reviews] for name in reviews[0]}
   columns["unit_BT"] = [batch.unit_BT for batch in batches]
-  if c.estimator.on_devices:  # Otherwise the host has the advantages already.
+  if c.estimator.on_devices:  # Otherwise the advantages were computed on the host.
     columns["old_value_BT"] = [batch.critic_targets.old_value_BT for batch in batches]
     columns["advantage_B"] = [batch.advantage_B for batch in batches]
     columns["advantage_BT"] = [batch.advantage_BT for batch in batches]

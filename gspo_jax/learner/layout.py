@@ -1,13 +1,25 @@
 """Arranges a mini-batch's sequences in model rows, and maps results back to sequences.
 
-A model row is one sequence (`plain`), part of a tree of a group's responses on their shared prompt
-(`trees`), or several sequences placed by `packing.plan` (`packed`). Losses and metrics have arrays
-[B, T] of sequences. A sequence and its model row are on the same device, so rearranging needs no
-communication.
+A sequence is a prompt with its response. A model row is one row of the arrays that the model reads.
+There are three arrangements:
 
-No loss needs the logits of a prompt. So the head reads only [B, U], the positions before the U
-response tokens (`before_responses`; U is the maximum response length). In packed rows the head
-reads all positions.
+- `plain`: each row is one sequence.
+- `trees`: the responses of a group follow one copy of their prompt.
+- `packed`: each row has several sequences, at the places chosen by `packing.plan`.
+
+Losses and metrics read arrays [B, T] by sequence. A sequence and its model row are on the same
+device, so rearranging needs no communication.
+
+No loss needs the logits of a prompt. If prompt lengths are known, the head therefore reads only
+[B, U], the positions before response tokens (`before_responses`). In packed rows, the head reads
+all positions.
+
+Letters in addition to those of structs.py:
+
+  R  model rows
+  U  maximum response length
+  X  maximum number of tokens in a support (`Rollout.support`)
+  F  positions of a row of attention, if packed sequences share prompts
 """
 
 import functools
@@ -28,7 +40,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
-EMPTY = dict(  # Padding values by field; 0 for other fields.
+EMPTY = dict(  # Padding values of fields of `Rows`; other fields are padded with 0.
   old_experts_RTlk=routing.NO_EXPERT,
   sampler_experts_RTlk=routing.NO_EXPERT,
   support_RTX=NO_TOKEN,
@@ -37,22 +49,26 @@ EMPTY = dict(  # Padding values by field; 0 for other fields.
 
 @flax.struct.dataclass
 class Rows:
-  """Inputs of the model by model row."""
+  """Inputs of the model, arranged in model rows."""
 
   tokens_RT: Array
-  targets_RT: Array  # Next token.
-  segments_RT: Array
-  old_experts_RTlk: Array | None
-  sampler_experts_RTlk: Array | None
-  support_RTX: Array | None  # Support of the target.
-  # Position of each token in its sequence. None if rows are sequences.
+  targets_RT: Array  # Next token of the same sequence.
+  segments_RT: Array  # Attention stays within a segment; 0 for padding.
+  old_experts_RTlk: Array | None  # Experts of the old policy; None if not recorded.
+  sampler_experts_RTlk: Array | None  # Experts chosen by the sampler; None if not recorded.
+  support_RTX: Array | None  # Support of the target; None means the whole vocabulary.
+  # Position of each token in its sequence. None if each row is one sequence.
   positions_RT: Array | None = None
-  # int32 [B, T]: flat index of each token in its device's rows; beyond the end for a token without
-  # a row. None if rows are sequences.
+  # int32 [B, T]: index of each token in the flattened rows of its device. An index beyond the last
+  # row marks a token without a place, such as padding. None if each row is one sequence.
   place_BT: Array | None = None
-  prompt_B: Array | None = None  # Prompt length. None if unknown, or in a trunk.
-  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0 if prompts are unknown.
+  # Prompt length of each sequence. None if unknown, or if rows are trees or packed.
+  prompt_B: Array | None = None
+  # U, or 0 if the head reads all positions.
+  responses: int = flax.struct.field(pytree_node=False, default=0)
+  # Layout of rows with one prompt for several responses. None for other rows.
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
+  # Attention's rows, if packed sequences share prompts. Otherwise None.
   paths: Paths | None = None
 
 
@@ -63,7 +79,11 @@ def forward(
   compute: ComputeConfig,
   replayed_experts_RTlk: Array | None = None,
 ) -> transformer.Output:
-  """Runs the model over rows; `replayed_experts_RTlk` of None means no replay."""
+  """Runs the model over rows.
+
+  Args:
+    replayed_experts_RTlk: experts used instead of the router's choice. None means no replay.
+  """
   return transformer.forward(
     params,
     model,
@@ -79,7 +99,12 @@ def forward(
 def plain(
   inputs: ModelInputs, old_experts_BTlk: Array | None = None, response_tokens: int = 0
 ) -> Rows:
-  """Returns rows of one sequence each, with the old policy's experts."""
+  """Returns rows of one sequence each.
+
+  Args:
+    old_experts_BTlk: experts of the old policy. None if not recorded.
+    response_tokens: maximum response length U. With 0, the head reads all positions.
+  """
   support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
   rows = Rows(
     tokens_RT=inputs.tokens_BT,
@@ -106,15 +131,21 @@ def trees(
   response_tokens: int,
   old_experts_BTlk: Array | None = None,
 ) -> Rows:
-  """Returns shorter rows: the sequences of a group on one device share their prompt.
+  """Returns rows in which the sequences of a group share one prompt.
 
-  The trunk is the prompt without its last token. The last prompt token begins every branch, since
-  its next token differs between responses (as in Prefix Grouper, arXiv:2506.05433). The last token
-  of a response of maximum length predicts no token and is excluded.
+  A tree is a trunk and one branch per sequence (Prefix Grouper, arXiv:2506.05433). The trunk is the
+  prompt without its last token. A branch is the last prompt token and the response: the last prompt
+  token is repeated because its next token differs between responses. A branch has U positions. The
+  last token of a response of length U is not an input, since no token follows it.
+
+  A tree of G sequences fills G rows, shorter than T. If the sequences of a group are on several
+  devices, each device has a tree of its own. Rows are plain if no two sequences of a group are on
+  the same device, or if T leaves fewer than two positions for the prompt.
 
   Args:
-    inputs: sequences in groups of `group_size` with the same first `prompt_B` tokens.
-    response_tokens: maximum response length; the other positions of T are for the prompt.
+    inputs: sequences in groups of `group_size`, which have the same first `prompt_B` tokens.
+    response_tokens: maximum response length U; the other T - U positions are for the prompt.
+    old_experts_BTlk: experts of the old policy. None if not recorded.
   """
   B, T = inputs.tokens_BT.shape
   G, branch = math.gcd(group_size, sharding.rows_per_device(B)), response_tokens
@@ -145,7 +176,14 @@ def packed(
 ) -> Rows:
   """Returns R rows with the sequences placed there by `packing.plan`.
 
-  If sequences share prompts, attention has separate, longer rows (`packing.with_prompts`).
+  Sequences that share a prompt have one copy of it in their row. Attention then reads separate,
+  longer rows of F positions, with a copy of the prompt before each response
+  (`packing.with_prompts`).
+
+  Args:
+    R: number of rows on all devices.
+    old_experts_BTlk: experts of the old policy. None if not recorded.
+    response_tokens: maximum response length, from which F is computed.
   """
   rows = sharding.rows_per_device(R)
 
@@ -158,7 +196,7 @@ def packed(
       inside_BT = (sequences.segments_RT > 0) & (row_B1 >= 0)
       return jnp.where(inside_BT, row_B1 * size + start_BX + time_1T, rows * size)
 
-    # Sequences of a row have different starts, so a start identifies a segment.
+    # Sequences of a row start at different positions, so the start can be the segment number.
     segments_BT = jnp.broadcast_to(start_B1 + 1, sequences.segments_RT.shape)
     marked = sequences.replace(segments_RT=segments_BT)
     if trunk_B is None:
@@ -166,7 +204,8 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    writes_B1 = trunk_B1 + shared_B1 == start_B1  # The first sequence after a trunk writes it.
+    # The sequence directly after a trunk writes it; other sequences have the same prompt.
+    writes_B1 = trunk_B1 + shared_B1 == start_B1
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)
     path_BT = places(path_B[:, None], F)
@@ -185,7 +224,12 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Scatters tokens to one device's rows; other places are padding."""
+  """Scatters the tokens of one device's sequences to its rows; the rest is padding.
+
+  Args:
+    place_BT: flat index of each token, beyond the end for tokens without a place.
+    shape: number and length of the device's rows.
+  """
 
   def scatter(path, x_BT: jax.Array) -> jax.Array:
     return scattered(x_BT, place_BT, shape, EMPTY.get(path[-1].name, 0))
@@ -199,13 +243,19 @@ def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Row
 def scattered(
   x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
 ) -> jax.Array:
-  """Scatters [B, T, ...] to flat indices `place_BT` of rows."""
+  """Scatters [B, T, ...] to new rows of `shape`, at flat indices `place_BT`.
+
+  Indices beyond the end are dropped. All other positions of the rows have the value `empty`.
+  """
   x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
   return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
 
 def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
-  """Gathers [R, T, ...] as [B, T, ...], `empty` for tokens without a row."""
+  """Gathers values of rows [R, T, ...] by sequence, [B, T, ...].
+
+  Tokens without a row have the value `empty`.
+  """
   if rows.place_BT is None:
     return x_RT
 
@@ -218,9 +268,9 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Selects the positions before each response token: [R, T, ...] to [B, U, ...].
+  """Selects the positions that predict response tokens: [R, T, ...] to [B, U, ...].
 
-  The first position is the prompt's last token. Returns `x_RT` unchanged if prompts are unknown.
+  The first of them is the prompt's last token. Returns `x_RT` unchanged if `rows.responses` is 0.
   """
   if not rows.responses:
     return x_RT
@@ -236,7 +286,7 @@ def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
 
 
 def in_rows(x_BU: jax.Array, rows: Rows) -> jax.Array:
-  """Reverses `before_responses`, with 0 in all other places."""
+  """Reverses `before_responses`; all other positions of the result are 0."""
   if not rows.responses:
     return x_BU
 

@@ -1,16 +1,22 @@
 """Packs several sequences into one model row: fewer rows hold all tokens of a mini-batch.
 
-Response lengths are heavy-tailed. Rows of one sequence, padded to the maximum length, are mostly
-padding, and padding costs as much as tokens. So the host plans the place of each sequence (`plan`),
-and the model reads packed rows (`layout.packed`). A sequence is a prompt and its response.
+A sequence is a prompt and its response. Response lengths are heavy-tailed: if each sequence had a
+row of maximum length, most of a row would be padding, which costs as much as tokens. So the host
+plans a place for each sequence (`plan`), and the model reads packed rows (`layout.packed`).
 
-Shapes are fixed. Only the number of micro-batches of R rows varies (`count`), equally on all
-devices. A sequence and its row are on the same device, so packing needs no communication.
+An update reads its rows in micro-batches of R rows. Their shapes never change, and no program is
+compiled again; only the number of micro-batches follows the number of tokens (`count`). It is the
+same on all devices. A sequence and its row are on the same device, so packing needs no
+communication.
 
-If the maximum prompt length is a third of a row or more (`shares`), the sequences of a group share
-their prompt in a row. Attention then reads longer rows with a prompt copy before each response.
+The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
+third of a row or more (`shares`). Attention then reads separate, longer rows, with a copy of the
+prompt before each response.
 
-  R  rows of a micro-batch, over all devices
+"Device" means all devices that hold the same sequences (tensor parallelism).
+
+  R  rows of a micro-batch on all devices; in the functions of the host, possible rows of one device
+  T  length of a row
 """
 
 import math
@@ -29,12 +35,15 @@ def plan(
 ) -> TrainBatch:
   """Reorders sequences and assigns each a place in rows, on the host.
 
-  Each of the `shards` devices has B / shards sequences with about equally many tokens, packed
-  independently. Sequences without tokens have no place.
+  Each device has B / shards sequences, with about as many tokens as any other device. Devices are
+  packed independently. Sequences without tokens have no place (row -1).
 
   Args:
+    batch: a mini-batch, in host arrays.
+    shards: number of devices.
     group_size: number of consecutive sequences with the same prompt.
-    response_tokens: maximum response length; the other positions of T are for the prompt.
+    response_tokens: maximum response length; the other positions of T are for the prompt. With 0,
+      no prompt is shared.
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
@@ -51,26 +60,28 @@ def places(
   group_size: int = 1,
   response_tokens: int = 0,
 ) -> Places:
-  """Returns order and places of sequences, as in `plan`.
+  """Computes the order and the places of `plan`.
 
   Args:
+    length_B: number of tokens of each sequence, prompt included.
+    T: length of a row.
     prompt_B: number of leading tokens shared by a group's sequences. None if they share none.
   """
   order_B = balanced_order(length_B, shards)
   separate = _on_each(
     order_B, shards, lambda order_X: Places(order_X, *first_fit(length_B[order_X], T))
   )
-  sharing = math.gcd(group_size, len(length_B) // shards)
-  if prompt_B is None or not shares(T, response_tokens, sharing):
+  members = math.gcd(group_size, len(length_B) // shards)
+  if prompt_B is None or not shares(T, response_tokens, members):
     return separate
   shared_B = np.clip(prompt_B - 1, 0, length_B)
-  tokens_U = (length_B - shared_B).reshape(-1, sharing).sum(1)
-  order_U = balanced_order(tokens_U + shared_B.reshape(-1, sharing).max(1), shards)
-  grouped_B = (order_U[:, None] * sharing + np.arange(sharing)).reshape(-1).astype(np.int32)
+  tokens_P = (length_B - shared_B).reshape(-1, members).sum(1)
+  order_P = balanced_order(tokens_P + shared_B.reshape(-1, members).max(1), shards)
+  grouped_B = (order_P[:, None] * members + np.arange(members)).reshape(-1).astype(np.int32)
 
   def fill(order_X: np.ndarray) -> Places:
     longest = with_prompts(T, response_tokens)
-    group_X = order_X // sharing
+    group_X = order_X // members
     return Places(
       order_X, *first_fit_with_prompts(length_B[order_X], shared_B[order_X], group_X, T, longest)
     )
@@ -78,50 +89,57 @@ def places(
   grouped = _on_each(grouped_B, shards, fill)
   if grouped.row_B.max() <= separate.row_B.max():
     return grouped
-  # Groups differ too much to balance the devices, so each sequence has its own prompt.
+  # Groups are larger units than sequences, so devices are less balanced. If sharing prompts thereby
+  # needs more rows, each sequence has its own prompt.
   start_B = separate.start_B
   return Places(order_B, separate.row_B, start_B + shared_B[order_B], start_B, start_B)
 
 
 def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
-  """Concatenates the results of `fill` for each device."""
+  """Calls `fill` with the sequences of each device, and concatenates the results."""
   devices = [fill(order_X) for order_X in np.split(order_B, shards)]
   return jax.tree.map(lambda *parts: np.concatenate(parts), *devices)
 
 
 def shares(T: int, response_tokens: int, group_size: int) -> bool:
-  """Whether a group's sequences share their prompt in packed rows.
+  """Whether the sequences of a group share their prompt in packed rows.
 
-  Sharing makes attention's rows longer, whether or not prompts are long. So it requires a maximum
-  prompt length of at least a third of a row.
+  Sharing has a cost: attention's rows become longer. So it requires a maximum prompt length of at
+  least a third of a row.
+
+  Args:
+    response_tokens: maximum response length. The maximum prompt length is T less this number.
+    group_size: number of sequences with the same prompt on a device.
   """
   return group_size > 1 and 0 < response_tokens < T and 3 * (T - response_tokens) >= T
 
 
 def with_prompts(T: int, response_tokens: int) -> int:
-  """Returns the length of attention's rows, with a prompt copy per response.
+  """Returns the length of attention's rows if sequences share prompts.
 
-  It exceeds the length T of other rows by two prompts of maximum length.
+  Attention's rows have a copy of the prompt for each response, so they exceed the length T of other
+  rows. The difference is two prompts of maximum length.
   """
   return T + 2 * (T - response_tokens)
 
 
 def undo(batch: TrainBatch) -> TrainBatch:
-  """Reverses `plan`."""
+  """Reverses `plan`: restores the order of sequences, and drops their places."""
   plain = batch.replace(inputs=batch.inputs.replace(places=None))
   return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """Restores the order before `plan`; None means unchanged order."""
+  """Restores the order before `plan`; an `order_B` of None means an unchanged order."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 
 def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
-  """Orders sequences by device, B / shards per device: int32 [B].
+  """Distributes sequences over devices; returns their indices by device, int32 [B].
 
-  Sequences are dealt in descending length, one per device in each round. The longest sequence of a
-  round goes to the device with the fewest tokens so far, and so on.
+  Each device has B / shards sequences. They are dealt in descending length, one per device in each
+  round. Within a round, the longest sequence goes to the device with the fewest tokens so far, the
+  second longest to the device with the second fewest, and so on.
   """
   load, rounds = np.zeros(shards, np.int64), []
   for longest_first in np.argsort(-length_B, kind="stable").reshape(-1, shards):
@@ -132,10 +150,13 @@ def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
 
 
 def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns row (-1 if empty) and start of each sequence.
+  """Returns the row of each sequence, and its start in the row.
 
-  First-fit decreasing: in descending length, each sequence goes into the first row with enough
-  room.
+  First-fit decreasing: in descending length, each sequence goes into the first row with enough free
+  positions. The row of a sequence without tokens is -1.
+
+  Args:
+    size: length of a row.
   """
   row_B, start_B = np.full(len(length_B), -1, np.int32), np.zeros(len(length_B), np.int32)
   used = np.zeros(len(length_B), np.int32)
@@ -152,36 +173,39 @@ def first_fit_with_prompts(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """Returns places of sequences with shared prompts within a row.
 
-  The result is (row, start, trunk, path) as in `Places`. Groups are placed in descending number of
-  tokens, and the sequences of a group in descending length. Each sequence goes into the first row
-  with its group's prompt and room for the response, otherwise into the first row with room for
-  both.
+  Returns (row, start, trunk, path), the fields of `Places`. Groups are placed in descending number
+  of tokens, and the sequences of a group in descending length. A sequence goes into the first row
+  that has its group's prompt already, and enough free positions for the response. If there is none,
+  the sequence goes into the first row with enough free positions for prompt and response.
 
   Args:
-    shared_B: number of leading tokens shared by the group's sequences.
+    length_B: number of tokens of each sequence, prompt included.
+    shared_B: number of tokens of the trunk, the prompt without its last token.
+    group_B: number of each sequence's group.
     size: length of a row.
-    longest: length of attention's row, with a prompt copy per response.
+    longest: length of attention's row, with a copy of the prompt per response.
   """
   B = len(length_B)
   row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
-  used_R, paths_R, trunk_R = np.zeros((3, B), np.int32)
+  # Positions used in each row and in each of attention's rows, and start of the newest trunk.
+  used_R, used_by_attention_R, trunk_R = np.zeros((3, B), np.int32)
   numbers, index_B = np.unique(group_B, return_inverse=True)
-  total_U = np.bincount(index_B, length_B, len(numbers))
+  tokens_P = np.bincount(index_B, length_B, len(numbers))
   current = None
-  for i in np.lexsort((-length_B, index_B, -total_U[index_B])):
+  for i in np.lexsort((-length_B, index_B, -tokens_P[index_B])):
     if not length_B[i]:
       continue
     if index_B[i] != current:
-      current, has_R = index_B[i], np.zeros(B, bool)
+      current, has_R = index_B[i], np.zeros(B, bool)  # Mask of rows with this group's prompt.
     more_R = np.where(has_R, length_B[i] - shared_B[i], length_B[i])
-    fits_R = (used_R + more_R <= size) & (paths_R + length_B[i] <= longest)
+    fits_R = (used_R + more_R <= size) & (used_by_attention_R + length_B[i] <= longest)
     row_B[i] = row = np.argmax(fits_R & has_R if (fits_R & has_R).any() else fits_R)
     if not has_R[row]:
       has_R[row], trunk_R[row] = True, used_R[row]
       used_R[row] += shared_B[i]
-    trunk_B[i], start_B[i], path_B[i] = trunk_R[row], used_R[row], paths_R[row]
+    trunk_B[i], start_B[i], path_B[i] = trunk_R[row], used_R[row], used_by_attention_R[row]
     used_R[row] += length_B[i] - shared_B[i]
-    paths_R[row] += length_B[i]
+    used_by_attention_R[row] += length_B[i]
   return row_B, start_B, trunk_B, path_B
 
 
@@ -191,7 +215,11 @@ def count(inputs: ModelInputs, R: int) -> jax.Array:
 
 
 def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
-  """Returns micro-batch i: all sequences, with places in its R rows only."""
+  """Returns micro-batch i of R rows.
+
+  It has all sequences of the mini-batch, since shapes are fixed. Those in the rows of other
+  micro-batches have no place (row -1).
+  """
   row_B = inputs.places.row_B - i * sharding.rows_per_device(R)
   inside_B = (row_B >= 0) & (row_B < sharding.rows_per_device(R))
   places = inputs.places.replace(row_B=jnp.where(inside_B, row_B, -1))

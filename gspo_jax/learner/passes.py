@@ -1,6 +1,9 @@
-"""Passes without gradient over a batch: log-probabilities, the old policy, the samples log.
+"""Log-probabilities of a batch, and passes that compute arrays without gradient.
 
-A pass over packed rows runs one micro-batch at a time, as an update does. Any other pass runs the
+The passes before the updates fill fields of the mini-batches, such as the old policy's
+log-probabilities (`fill`). The pass after the updates is for the samples log (`make_review`).
+
+If rows are packed, a pass runs one micro-batch at a time, as an update does. Otherwise it runs the
 whole mini-batch at once.
 """
 
@@ -30,21 +33,22 @@ from gspo_jax.structs import ModelInputs, TrainBatch
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """Static settings of an update."""
+  """Static settings of updates and passes."""
 
   model: ModelConfig
   compute: ComputeConfig
   temperature: float  # Divisor of the logits, in sampling and in log-probs.
-  microbatches: int
+  microbatches: int  # Micro-batches of a mini-batch; if rows are packed, their maximum number.
   load_balance_coef: float
-  # An update with a non-finite loss or gradient is skipped. "skip": later updates are applied as
-  # usual. "stop": all later updates are skipped too, so the state stays unchanged.
+  # An update with a non-finite loss or gradient is skipped. With "skip", later updates are applied
+  # as usual. With "stop", all later updates are skipped too, so parameters stay unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
-  # Maximum response length, and divisor of some losses. The other positions of a row are for the
-  # prompt. 0 in SFT, where prompts and responses are not told apart.
+  # Maximum response length; some losses divide by it. The other positions of a row are for the
+  # prompt. In SFT it is 0: prompt lengths are unknown, so log-probs of all tokens are computed.
   response_tokens: int = 0
-  ages: int = 0  # Number of weight ages in the metrics `by_age/...`; 0 means no such metrics.
+  # Number of classes of the metrics `by_age/...` (metrics.py). 0 means no such metrics.
+  ages: int = 0
 
 
 def learner_of(c: RunConfig, phase: str) -> Learner:
@@ -75,15 +79,19 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """Returns log-probs and entropies [B, T], the model's output and the rows.
 
-  Entry t is log π(token t | tokens before t), and 0 at position 0. If prompt lengths are known
-  (`inputs.prompt_B`), entries of prompts are 0 too, except in packed rows. For a token with a
-  recorded support (the tokens within top-k, top-p and min-p), π is renormalised over the support.
-
-  With `replay`, the recorded experts are used, with gate weights from the router in `params`.
-  Raises ValueError if the batch has no recorded experts.
+  The log-prob at position t is log π(token t | tokens before t), and the entropy is that of the
+  same distribution. Position 0 is 0. If the head reads only response tokens (layout.py), the
+  positions of prompts are 0 too. For a token with a recorded support (the tokens within top-k,
+  top-p and min-p), π is normalised over the support instead of the vocabulary.
 
   Args:
-    old_experts_BTlk: the trainer's experts under the old policy. None if not recorded.
+    params: parameters of the model.
+    replay: "none": the router chooses the experts. "R2": experts of the old policy in the trainer.
+      "R3": experts chosen by the sampler. The router computes the gate weights in any case.
+    old_experts_BTlk: experts of the old policy in the trainer. None if not recorded.
+
+  Raises:
+    ValueError: the batch has no recorded experts for `replay`.
   """
   rows = rows_of(inputs, learner, old_experts_BTlk)
   replayed_experts_RTlk = experts_to_replay(rows, replay)
@@ -106,14 +114,17 @@ def log_probs(
 
 
 def shift_right(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Moves the value at position t to t + 1, [B, T]; 0 at position 0."""
+  """Returns values by sequence [B, T], moved from position t to t + 1.
+
+  The model predicts token t + 1 at position t. Position 0 of the result is 0.
+  """
   return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
 def rows_of(
   inputs: ModelInputs, learner: Learner, old_experts_BTlk: jax.Array | None = None
 ) -> Rows:
-  """Arranges a batch or micro-batch in model rows."""
+  """Arranges a batch or micro-batch in model rows: packed, trees or plain."""
   if inputs.places:
     R = len(inputs.tokens_BT) // learner.microbatches
     return layout.packed(inputs, R, old_experts_BTlk, learner.response_tokens)
@@ -123,18 +134,24 @@ def rows_of(
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
-  """Returns the recorded experts for R2 or R3; ValueError if the batch lacks them."""
+  """Returns the recorded experts for `replay`, "R2" or "R3"; None for "none".
+
+  Raises ValueError if the batch has no such experts.
+  """
   if replay == "none":
     return None
   name = dict(R2="old_experts", R3="sampler_experts")[replay]
   replayed_experts_RTlk = getattr(rows, f"{name}_RTlk")
   if replayed_experts_RTlk is None:
-    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
+    raise ValueError(
+      f"objective.replay={replay!r} replays recorded experts, but the batch has no {name}_BTlk. R2 "
+      "needs objective.old_logp=recompute or behaviour; R3 needs a sampler that records experts"
+    )
   return replayed_experts_RTlk
 
 
 def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Builds the jitted pass for the trainer's log-probs [B, T]."""
+  """Builds the jitted pass (params, inputs) -> log-probs [B, T]."""
 
   def logp(params: Any, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner)[0]
@@ -143,20 +160,21 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
 
 
 class OldPolicy(NamedTuple):
-  """Results of the pass with the weights before the updates."""
+  """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  old_experts_BTlk: jax.Array | None  # None if the configuration does not use them.
+  # Experts chosen by the trainer's router. None if neither R2 nor the volatility metric needs them.
+  old_experts_BTlk: jax.Array | None
 
 
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """Builds the jitted pass for log-probs and experts before the updates.
+  """Builds the jitted pass (params, inputs) -> log-probs and experts of the old policy.
 
-  The trainer's router chooses the experts; with R3 the sampler's are replayed. Under
-  old_logp=recompute the first mini-batch has the same weights and experts, so its ratio is 1 up to
-  rounding.
+  The trainer's router chooses the experts, except with R3, which replays the sampler's. The first
+  update of an iteration has the same weights and experts. So with `objective.old_logp=recompute`
+  its importance ratio is 1 up to rounding.
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -176,16 +194,19 @@ def make_review(
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, ModelInputs], OldPolicy],
 ) -> Callable[..., dict[str, jax.Array]]:
-  """Builds the pass for the samples log, run after the updates.
+  """Builds the pass for the samples log, run after the updates of an iteration.
 
-  The pass returns arrays [B, T]. `log_ratio_BT` is log π under the new parameters less the old
-  policy's log-prob. `clipped_BT` marks the tokens clipped by the loss at these parameters and the
-  current clip ranges. With ratios per segment, `gradient_BT` is the derivative of the undivided
-  loss by each token's log-prob (`token_gradient`).
+  It is a function of (params, batch, clip_factor), with the new parameters. `clip_factor` scales
+  the clip ranges; None means fixed ranges. It returns arrays [B, T]:
+
+  - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
+  - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
+  - `gradient_BT`, only if importance ratios are per segment: derivative of the undivided loss with
+    respect to each token's log-prob (`token_gradient`).
 
   Args:
-    old_policy: compiled pass, reused for log-probs. R2 needs another pass, since updates replay the
-      old policy's experts.
+    old_policy: pass of `make_old_policy`. It computes the new log-probs too, so it is not compiled
+      again. With R2, another pass is compiled, to replay the old policy's experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -209,6 +230,8 @@ def make_review(
 
 @functools.cache
 def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
+  """Builds the part of `make_review` after the log-probs."""
+
   def measure(
     logp_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
   ) -> dict[str, Any]:
@@ -228,10 +251,11 @@ def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
 def fill(
   passes: Sequence[tuple[Pass, Callable]], params: Mapping[str, Any], batch: TrainBatch
 ) -> TrainBatch:
-  """Runs the passes before the updates and fills their fields.
+  """Runs the passes before the updates, and stores their results in the batch.
 
   Args:
-    passes: pairs of a pass and its program, (*parameters, inputs) -> filled fields.
+    passes: pairs of a declaration and its program. The program is a function of the parameters
+      `Pass.reads` and of `batch.inputs`, which returns the fields `Pass.fills`.
     params: parameters by their name in `Pass.reads`.
   """
   for declared, program in passes:
@@ -242,9 +266,12 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """Wraps a function of (*params, inputs) to run packed inputs by micro-batch.
+  """Wraps a pass, so that it reads packed rows one micro-batch at a time.
 
-  The function returns arrays [B, ...]. By micro-batch it needs no more memory than an update.
+  It then needs no more memory than an update. Inputs that are not packed are read at once.
+
+  Args:
+    function: pass of (*params, inputs), which returns a tree of arrays [B, ...].
   """
 
   def whole(*arguments: Any) -> Any:
@@ -276,8 +303,9 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function from i to micro-batch i.
 
-  A packed batch has only micro-batches with tokens, at most `learner.microbatches`. Each keeps all
-  sequences; those packed into other micro-batches are masked.
+  The number is `learner.microbatches`. If rows are packed, it is the number of micro-batches with
+  tokens, at most `learner.microbatches`; each micro-batch then has all sequences, and the mask is 0
+  for those in the rows of other micro-batches.
   """
   number = learner.microbatches
   if batch.inputs.places:
@@ -290,7 +318,7 @@ def parts(
 
     return packing.count(batch.inputs, R), packed_part
 
-  def on_each_device(batch):  # Each micro-batch is a block of every device's rows: none move.
+  def on_each_device(batch):  # A micro-batch is a block of each device's rows, so no row moves.
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
 
   stacked = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
@@ -303,8 +331,10 @@ def accumulate(
   """Computes combine(combine(function(0), function(1)), function(2)), and so on.
 
   Args:
-    number: number of results, possibly a traced value.
-    max_number: static upper limit of `number`.
+    function: function of an index, which returns a tree of arrays.
+    number: number of results to combine, at least 1. It may be a traced value.
+    combine: function of the total so far and the next result, which returns the new total.
+    max_number: upper limit of `number`, static. With 1, `function` runs outside a loop.
   """
   if max_number == 1:
     return function(0)
@@ -314,7 +344,8 @@ def accumulate(
 
   def unfinished(carry):
     i, _ = carry
-    return (i < number) & (i < max_number)  # hlo_costs.py needs the constant bound.
+    # The constant bound is redundant. `aot/hlo_costs.py` reads it from the compiled loop.
+    return (i < number) & (i < max_number)
 
   def body(carry):
     i, total = carry
