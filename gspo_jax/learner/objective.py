@@ -1,7 +1,8 @@
-"""Section `objective` of a configuration, and the policy loss that it describes.
+"""The policy loss described by section `objective` of a configuration, on one mini-batch.
 
-A loss declares its options (`objectives.terms.policy_loss`). The section has one key for each
-option of any loss; setting an option unknown to the configured loss is an error.
+A loss is a function of `gspo_jax.objectives`. It declares its arguments and options
+(`objectives.terms.policy_loss`). The section (`settings/objective.py`) has a key for each option of
+any loss.
 """
 
 import functools
@@ -18,6 +19,7 @@ from gspo_jax.objectives.reductions import Mean, Metrics
 from gspo_jax.settings.objective import CORRECTIONS, ObjectiveConfig, _correction_options
 from gspo_jax.structs import TrainBatch
 
+# Arguments of the KL penalty and the entropy bonus.
 PENALTIES = (
   "ref_logp_BT",
   "sampler_logp_BT",
@@ -40,8 +42,12 @@ def configured_loss(
   """Returns the configured loss undivided, metrics, and clipped tokens [B, T].
 
   Args:
-    max_length: maximum response length, the divisor of some aggregations.
-    hyperparameters: replacement for `config.hyperparameters()`. None means no replacement.
+    config: section `objective`.
+    logp_BT: log-probs of the current policy, differentiable.
+    entropy_BT: entropy of the current policy before each token, differentiable.
+    batch: mini-batch, or one of its micro-batches.
+    max_length: maximum response length; some aggregations divide by it.
+    hyperparameters: values to use instead of `config.hyperparameters()`. None means no others.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
   hyperparameters = config.hyperparameters() if hyperparameters is None else hyperparameters
@@ -50,7 +56,8 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef or "ref_logp_BT" in parameters:
     options["ref_logp_BT"] = batch.ref_logp_BT
-  # Recomputed old log-probs may be of a later policy.
+  # This KL penalty has a ratio to the policy that sampled the tokens. Recomputed old log-probs may
+  # be those of later weights.
   weighted_kl = config.kl_coef and options.get("kl") == "k3_weighted"
   if weighted_kl or "sampler_logp_BT" in parameters:
     options["sampler_logp_BT"] = batch.sampler_logp_BT
@@ -72,15 +79,15 @@ def configured_loss(
   options = {key: value for key, value in options.items() if key in loss.arguments}
   undivided = functools.partial(loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT)
   total, loss_metrics, clipped_BT = undivided(**options)
-  if loss.to_reference:  # Not the distance of an update.
+  # The metric is the distance from the old policy, but this loss computes it from the reference.
+  if loss.to_reference:
     loss_metrics = {name: x for name, x in loss_metrics.items() if name != "ratio/tail"}
   metrics |= loss_metrics | {"loss/policy": total}
   if config.kl_coef or config.entropy_coef:
     penalties = {*PENALTIES} - parameters.keys()
     without_penalties = {key: value for key, value in options.items() if key not in penalties}
-    metrics["loss/policy"] = undivided(**without_penalties)[
-      0
-    ]  # The compiler shares nearly all of `total`.
+    # The compiler shares nearly all operations with `total`.
+    metrics["loss/policy"] = undivided(**without_penalties)[0]
   return total, metrics, clipped_BT
 
 
@@ -91,7 +98,11 @@ def _weight(
   batch: TrainBatch,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array | None, Metrics]:
-  """Returns the objective's weight and metrics; a weight of None means 1."""
+  """Returns the loss's argument `weight`, [B] or [B, T], and metrics of it.
+
+  The weight is the product of the importance correction and the mask of off-policy responses, as
+  far as they are configured. None means a weight of 1.
+  """
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):
     options |= {key: value for key, value in hyperparameters.items() if key in options}
@@ -99,7 +110,8 @@ def _weight(
     behaviour = config.old_logp == "behaviour"
     trainer_BT = batch.own_logp_BT if behaviour else batch.old_logp_BT
     weight = CORRECTIONS[name](trainer_BT, batch.sampler_logp_BT, mask_BT, **options)
-    if behaviour:  # The ratio already includes the sampler's probability: only the mask remains.
+    # The importance ratio already divides by the sampler's probability. So the weight only masks.
+    if behaviour:
       weight = (weight > 0).astype(weight.dtype)
     metrics["correction/weight"] = _mean(weight, mask_BT)
     bounded = weight >= options["cap"] if name == "truncated" else weight == 0
@@ -116,6 +128,6 @@ def _weight(
 
 
 def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
-  """Means of x over tokens [B, T], or over responses [B]."""
+  """Averages x over trained tokens if it is [B, T], or over trained responses if it is [B]."""
   valid = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
   return Mean(jnp.where(valid, x, 0).sum(dtype=jnp.float32), valid.sum(dtype=jnp.float32))

@@ -1,4 +1,7 @@
-"""The update: gradient over micro-batches, Optax, metrics."""
+"""Updates of the parameters on one mini-batch, in RL and SFT.
+
+An update sums gradients and metrics over micro-batches, and then applies the optimizer once.
+"""
 
 import dataclasses
 import functools
@@ -35,9 +38,9 @@ from gspo_jax.structs import TrainBatch, TrainState
 
 
 class WithHyperparameters(NamedTuple):
-  """A jitted function and its last argument, the hyperparameters.
+  """A jitted function with hyperparameters as its last argument.
 
-  Hyperparameters are traced scalars, so a new value does not recompile the function.
+  Hyperparameters are traced scalars. With new values, the function is not compiled again.
   """
 
   function: Callable
@@ -47,19 +50,22 @@ class WithHyperparameters(NamedTuple):
     return self.function(*arguments, self.hyperparameters)
 
   def compile(self, *arguments: Any) -> "WithHyperparameters":
-    """Compiles the function for the shapes and types of these arguments only."""
+    """Returns a program compiled for the shapes and types of these arguments."""
     lowered = self.function.lower(*arguments, self.hyperparameters)
     return self._replace(function=lowered.compile())
 
   def trace(self, *arguments: Any) -> Any:
-    """Traces the function with these arguments."""
+    """Traces the function with these arguments, as `jax.jit(...).trace` does."""
     return self.function.trace(*arguments, self.hyperparameters)
 
 
 def with_hyperparameters(
   function: Callable, hyperparameters: Mapping[str, Any]
 ) -> WithHyperparameters:
-  """Binds hyperparameters as Python floats: weakly typed, so bfloat16 stays bfloat16."""
+  """Binds hyperparameters to a jitted function, as Python floats.
+
+  Python floats are weakly typed: a product with a bfloat16 array is bfloat16.
+  """
   return WithHyperparameters(function, jax.tree.map(float, hyperparameters))
 
 
@@ -71,11 +77,13 @@ def make_rl_step(
 ) -> WithHyperparameters:
   """Builds the jitted update on one mini-batch, (state, batch) -> (state, metrics).
 
-  The state is donated. Hyperparameters (clip ranges, learning rates and so on) are arguments, so
-  configurations with equal static settings share a program.
+  The buffers of the old state are donated. Hyperparameters, such as clip ranges and learning rates,
+  are arguments of the program. So configurations that differ in hyperparameters alone share it.
 
   Args:
-    critic: settings of a critic trained in the same pass. None means no critic.
+    tx: optimizer of the policy.
+    critic: training settings of the critic, which is updated together with the policy. None means
+      no critic.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(
@@ -83,7 +91,7 @@ def make_rl_step(
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
-  # The coefficient is an argument: learners that differ in it alone share a program.
+  # This coefficient is among the hyperparameters. Learners that differ in it alone share a program.
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)
@@ -101,6 +109,8 @@ def _rl_step(
   critic_config: CriticConfig | None,
   apply_to_critic: Callable | None,
 ) -> Callable:
+  """Builds the function of `make_rl_step`; arguments as in `_step`."""
+
   def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
     (policy, critic), batch = trained, part(i)
     logp_BT, entropy_BT, out, rows = log_probs(
@@ -134,7 +144,8 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def relative_weight(batch, hyperparameters):
-    zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)  # The denominator depends on masks alone.
+    # The loss's denominator depends on masks alone, so any log-probs will do.
+    zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)
     total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
 
@@ -149,7 +160,7 @@ def _loss_at(
   hyperparameters: Mapping[str, Any],
   logp_BT: jax.Array,
 ) -> Mean:
-  """Returns numerator and denominator of the loss at `logp_BT`."""
+  """Returns the configured loss at `logp_BT`, undivided and without its metrics."""
   longest = learner.response_tokens
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
@@ -157,7 +168,7 @@ def _loss_at(
 def _metrics_by_class(
   learner: Learner, logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array
 ) -> Metrics:
-  """Returns metrics of two partitions of the responses, by age and by length."""
+  """Returns metrics of the responses by age and by length."""
   metrics, longest = age_metrics(logp_BT, batch, clipped_BT, learner.ages), learner.response_tokens
   if longest:
     metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
@@ -165,9 +176,10 @@ def _metrics_by_class(
 
 
 def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch) -> Metrics:
-  """Compares trainer and sampler on tokens sampled by the current weights.
+  """Compares the log-probs of trainer and sampler.
 
-  Tokens of older weights would differ even with an exact sampler.
+  Tokens sampled by older weights are excluded, since their log-probs differ even if the sampler is
+  exact. They have metrics of their own with `objective.old_logp=behaviour` (`version_metrics`).
   """
   mask_BT, current_BT = batch.mask_BT, batch.metric_inputs.current_BT
   if current_BT is not None:
@@ -177,7 +189,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the volatility of routing, and the share of padding in model rows."""
+  """Returns the share of changed experts, and the share of padding in model rows."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -186,14 +198,16 @@ def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
 def with_own_logp(
   objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, Any]]:
-  """Replaces the first mini-batch's old log-probs by those of this pass.
+  """Replaces the first mini-batch's old log-probs by `logp_BT`.
 
-  With `objective.old_logp=recompute` both are of the same policy, so the ratio becomes exactly 1.
-  Other values leave the batch unchanged.
+  On the first mini-batch of an iteration the weights are those of the old policy. With
+  `objective.old_logp=recompute` the old log-probs were computed from the same weights by another
+  program, and differ by rounding errors Δ. After the replacement the importance ratio is exactly 1.
+  Other mini-batches keep the recomputed log-probs, so their ratios include Δ. With other values of
+  the key, the batch is unchanged.
 
-  The recomputed log-probs come from another program, without gradient, and are rounded differently
-  by Δ. `mismatch/recomputed` is the mean of |mean Δ| over sequences; `summarize` reports it for the
-  first mini-batch only. Later mini-batches keep the recomputed log-probs, so Δ is in their ratios.
+  The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
+  `summarize` takes it from the first mini-batch.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -206,9 +220,9 @@ def with_own_logp(
 def make_sft_step(
   learner: Learner, tx: optax.GradientTransformation | Optimizer
 ) -> WithHyperparameters:
-  """Builds the jitted supervised update, which donates the state.
+  """Builds the jitted update of supervised fine-tuning, (state, batch) -> (state, metrics).
 
-  The loss is the mean of -log π(token) over tokens.
+  The loss is the mean of -log π(token) over tokens. The buffers of the old state are donated.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(optimizer=tx.hyperparameters, load_balance_coef=learner.load_balance_coef)
@@ -230,7 +244,7 @@ def _sft_step(learner: Learner, apply: Callable) -> Callable:
 
 
 def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
-  """Builds the jitted loss of `make_sft_step`, without an update."""
+  """Builds the jitted loss of `make_sft_step`, (params, batch) -> undivided loss."""
 
   def loss(params, batch):
     logp_BT = log_probs(params, batch.inputs, learner)[0]
@@ -247,7 +261,14 @@ def _with_balance(
   stats: moe.RouterStats | None,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array, Metrics]:
-  """Adds the load-balance loss to `value`; returns the sum and all metrics."""
+  """Adds the load-balance loss of experts to `value`; returns the sum and all metrics.
+
+  Args:
+    value: numerator of the policy's loss, including the critic's if there is one.
+    total: undivided policy loss, which becomes the metric "loss". `_step` divides by its
+      denominator, so the load-balance loss is multiplied by it first.
+    stats: statistics of the routers. None for a model without experts, whose `value` is unchanged.
+  """
   metrics |= {"loss": total}
   if stats is not None:
     metrics |= router_metrics(stats, learner.model)
@@ -263,18 +284,18 @@ def _step(
   apply_to_critic: Callable | None = None,
   relative_weight: Callable | None = None,
 ) -> Callable:
-  """Jits the gradient of a loss and one optimizer update.
+  """Builds the jitted function (state, batch, hyperparameters) -> (state, metrics).
 
-  Returns (state, batch, hyperparameters) -> (state, metrics). The numerators' gradients and the
-  denominators are each summed over micro-batches, then divided once. So the number of micro-batches
-  affects memory only, except for the load-balance loss, a product of two means per micro-batch.
-  A gradient of 0 changes no parameter, moment or count; otherwise Adam would follow its momentum.
-  `updates_skipped` counts non-finite updates, and with `on_nonfinite=stop` all later ones.
+  Gradients of numerators, and denominators, are summed over micro-batches and divided once. So the
+  number of micro-batches affects memory only, except for the load-balance loss, which is a product
+  of two means per micro-batch.
+
+  If the gradient is 0, nothing is updated; Adam would follow its momentum. `updates_skipped` counts
+  non-finite updates, and with `on_nonfinite=stop` all later ones.
 
   Args:
-    numerator: function of (trained, i, **constants). It returns the loss's numerator on
-      micro-batch i, and metrics.
-    apply, apply_to_critic: `Optimizer.update` of policy and critic.
+    numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
+    apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
     relative_weight: function of (batch, hyperparameters), the policy's denominator over the
       critic's. It multiplies the critic's numerator, so one division normalises both.
   """
@@ -319,9 +340,10 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Marks policy and critic trunk: each replica keeps its own gradient of them.
+  """Returns policy and critic, marked so that each replica keeps its own gradient (replicas.py).
 
-  Small gradients are summed over replicas in every micro-batch: adapters and the critic's head.
+  Adapters and the critic's head are not marked. Their gradients are small, and are summed over
+  replicas in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)
