@@ -193,7 +193,7 @@ def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
 
 
 def teacher_advantages(config: DistillationConfig) -> Part:
-  """Builds the estimator of advantages from a teacher's log-probs on the student's tokens.
+  """Builds the estimator of advantages from a teacher's log-probs.
 
   A token's advantage is the gain in log-probability from student to teacher, plus the weighted
   advantage of its rewards:

@@ -74,7 +74,7 @@ def place(
 
 
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
-  """Whether the trajectories of a group begin with the same tokens and experts.
+  """Whether a group's trajectories begin with the same tokens and experts.
 
   In conversations (`environment.name`) the first tokens may differ. Otherwise only the sampler's
   experts may differ, if responses of a group prefilled the prompt under different weights: a
@@ -90,7 +90,7 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
 
 
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
-  """Returns the fields of `TrainBatch` that only some configurations need."""
+  """Returns the optional fields of `TrainBatch` needed by the configuration."""
   fields = {}
   if c.kl_by_group:
     fields["mixed_B"] = in_teaching_group(scored, c.objective.loss.by_token)
@@ -135,11 +135,10 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 
 
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """Returns rewards by token, float32 [B, L], 0 for responses without a trained token.
+  """Returns rewards by token, float32 [B, L]; 0 for responses without a trained token.
 
-  Args:
-    in_parts: whether turns or lines have rewards, as in `rollout.rewards`. Otherwise a response has
-      one reward, at its last trained token.
+  in_parts: whether turns or lines have rewards, as in `rollout.rewards`. Otherwise a response has
+    one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -148,7 +147,7 @@ def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np
 
 
 def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-  """Places the reward of each response at its last trained token, [B, L]."""
+  """Places rewards at the last trained tokens of responses, [B, L]."""
   L = mask_BL.shape[1]
   last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
   end_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
@@ -156,7 +155,7 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 
 
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
-  """Builds a function from a rollout to the segment number of each token, int32 [B, L].
+  """Builds a function (rollout) -> segment number of each token, int32 [B, L].
 
   Each segment has its own importance ratio. None means one ratio per response.
   """
@@ -262,7 +261,7 @@ def sampler_experts(
 def current_tokens(
   rollout: Rollout, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the mask of tokens sampled by `version`; None if `version` is None."""
+  """Returns the mask of tokens sampled by `version`; None without a version."""
   if version is None:
     return None
   current_BT = rollout.version == version
@@ -274,10 +273,10 @@ def current_tokens(
 
 
 def fed_to(version_BL: np.ndarray) -> np.ndarray:
-  """Returns the version of the weights that first read each token, int32 [B, L].
+  """Returns the version of the first weights to read each token.
 
   The sampler reads a token in order to sample the next one. So the version is that of the next
-  sampled token, or -1 if no sampled token follows.
+  sampled token, or -1 if no sampled token follows: int32 [B, L].
 
   Args:
     version_BL: version of the weights that sampled each token, -1 for other tokens.
@@ -301,7 +300,7 @@ def minibatches(
   packed: bool,
   response_tokens: int = 0,
 ) -> list[TrainBatch]:
-  """Splits a batch into mini-batches of whole groups, and moves them to the devices.
+  """Splits a batch into mini-batches of whole groups, on the devices.
 
   If the batch has fewer than `prompts` groups, empty groups are added. They are spread evenly over
   the mini-batches.
@@ -329,7 +328,7 @@ def minibatches(
 
 
 def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
-  """Appends empty sequences to a batch: every field is padded, with 0 if not stated below."""
+  """Appends empty sequences to a batch, of 0 or another padding value."""
   # 0 would be the number of an expert or a token.
   empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
@@ -341,7 +340,7 @@ def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
 
 
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
-  """Repeats the mini-batches for `number` epochs, in the order of an iteration's updates.
+  """Repeats mini-batches for all epochs, in the order of updates.
 
   In later epochs, `first_B` is False: earlier updates have changed the weights.
   """
@@ -350,7 +349,7 @@ def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Returns the order of rows in the mini-batches, as indices of rows in the rollout.
+  """Returns the rollout's row for each row of the mini-batches.
 
   Group p is in mini-batch p modulo `parts`, so empty groups at the end are spread evenly.
   """
@@ -361,7 +360,7 @@ def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
 def in_rollout_order(
   values: Sequence[jax.Array], batches: Sequence[TrainBatch], rows: int, group_size: int
 ) -> np.ndarray:
-  """Fetches arrays of all mini-batches as one array in rollout order, [rows, ...].
+  """Fetches arrays of all mini-batches, joined in rollout order [rows, ...].
 
   Args:
     values: array [B, ...] of each mini-batch.

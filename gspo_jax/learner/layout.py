@@ -131,7 +131,7 @@ def trees(
   response_tokens: int,
   old_experts_BTlk: Array | None = None,
 ) -> Rows:
-  """Returns rows in which the sequences of a group share one prompt.
+  """Returns rows with one prompt for the sequences of a group.
 
   A tree is a trunk and one branch per sequence (Prefix Grouper, arXiv:2506.05433). The trunk is the
   prompt without its last token. A branch is the last prompt token and the response: the last prompt
@@ -224,7 +224,7 @@ def packed(
 
 
 def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
-  """Scatters the tokens of one device's sequences to its rows; the rest is padding.
+  """Scatters the tokens of one device's sequences to its rows.
 
   Args:
     place_BT: flat index of each token, beyond the end for tokens without a place.
@@ -243,9 +243,9 @@ def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Row
 def scattered(
   x_BT: jax.Array, place_BT: jax.Array, shape: tuple[int, int], empty: int = 0
 ) -> jax.Array:
-  """Scatters [B, T, ...] to new rows of `shape`, at flat indices `place_BT`.
+  """Scatters [B, T, ...] to new rows at flat indices `place_BT`.
 
-  Indices beyond the end are dropped. All other positions of the rows have the value `empty`.
+  Indices beyond the end are dropped. All other positions have the value `empty`.
   """
   x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
   return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
@@ -268,7 +268,7 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
 
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Selects the positions that predict response tokens: [R, T, ...] to [B, U, ...].
+  """Selects the positions before response tokens: [R, T, ...] to [B, U, ...].
 
   The first of them is the prompt's last token. Returns `x_RT` unchanged if `rows.responses` is 0.
   """

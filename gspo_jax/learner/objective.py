@@ -98,7 +98,7 @@ def _weight(
   batch: TrainBatch,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array | None, Metrics]:
-  """Returns the loss's argument `weight`, [B] or [B, T], and metrics of it.
+  """Returns the loss's argument `weight` [B] or [B, T], and metrics.
 
   The weight is the product of the importance correction and the mask of off-policy responses, as
   far as they are configured. None means a weight of 1.
@@ -128,6 +128,6 @@ def _weight(
 
 
 def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
-  """Averages x over trained tokens if it is [B, T], or over trained responses if it is [B]."""
+  """Averages x [B, T] over trained tokens, or x [B] over trained responses."""
   valid = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
   return Mean(jnp.where(valid, x, 0).sum(dtype=jnp.float32), valid.sum(dtype=jnp.float32))

@@ -130,7 +130,7 @@ def undo(batch: TrainBatch) -> TrainBatch:
 
 
 def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
-  """Restores the order before `plan`; an `order_B` of None means an unchanged order."""
+  """Restores the order before `plan`. None means an unchanged order."""
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 

@@ -40,8 +40,8 @@ class Learner:
   temperature: float  # Divisor of the logits, in sampling and in log-probs.
   microbatches: int  # Micro-batches of a mini-batch; if rows are packed, their maximum number.
   load_balance_coef: float
-  # An update with a non-finite loss or gradient is skipped. With "skip", later updates are applied
-  # as usual. With "stop", all later updates are skipped too, so parameters stay unchanged.
+  # An update with a non-finite loss or gradient is skipped. With "skip", later updates continue.
+  # With "stop", all later updates are skipped too, so parameters stay unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
   # Maximum response length; some losses divide by it. The other positions of a row are for the
@@ -114,7 +114,7 @@ def log_probs(
 
 
 def shift_right(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Returns values by sequence [B, T], moved from position t to t + 1.
+  """Moves values from position t to t + 1, by sequence [B, T].
 
   The model predicts token t + 1 at position t. Position 0 of the result is 0.
   """
@@ -170,7 +170,7 @@ class OldPolicy(NamedTuple):
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
-  """Builds the jitted pass (params, inputs) -> log-probs and experts of the old policy.
+  """Builds the jitted pass of the old policy, (params, inputs) -> `OldPolicy`.
 
   The trainer's router chooses the experts, except with R3, which replays the sampler's. The first
   update of an iteration has the same weights and experts. So with `objective.old_logp=recompute`
@@ -194,7 +194,7 @@ def make_review(
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, ModelInputs], OldPolicy],
 ) -> Callable[..., dict[str, jax.Array]]:
-  """Builds the pass for the samples log, run after the updates of an iteration.
+  """Builds the pass for the samples log, after an iteration's updates.
 
   It is a function of (params, batch, clip_factor), with the new parameters. `clip_factor` scales
   the clip ranges; None means fixed ranges. It returns arrays [B, T]:
@@ -251,7 +251,7 @@ def _reviewer(objective: ObjectiveConfig, max_length: int) -> Callable:
 def fill(
   passes: Sequence[tuple[Pass, Callable]], params: Mapping[str, Any], batch: TrainBatch
 ) -> TrainBatch:
-  """Runs the passes before the updates, and stores their results in the batch.
+  """Runs the passes before the updates, and fills the batch's fields.
 
   Args:
     passes: pairs of a declaration and its program. The program is a function of the parameters
@@ -266,7 +266,7 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """Wraps a pass, so that it reads packed rows one micro-batch at a time.
+  """Wraps a pass to read packed rows one micro-batch at a time.
 
   It then needs no more memory than an update. Inputs that are not packed are read at once.
 
@@ -301,7 +301,7 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 def parts(
   batch: TrainBatch, learner: Learner
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
-  """Returns the number of micro-batches, and a function from i to micro-batch i.
+  """Returns the number of micro-batches, and a function i -> micro-batch i.
 
   The number is `learner.microbatches`. If rows are packed, it is the number of micro-batches with
   tokens, at most `learner.microbatches`; each micro-batch then has all sequences, and the mask is 0

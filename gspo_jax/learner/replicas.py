@@ -13,7 +13,10 @@ from gspo_jax.sharding import P
 
 
 def apart(params: Any) -> Any:
-  """Marks parameters, so that each replica keeps its own gradient."""
+  """Marks parameters: their gradients are not yet summed over replicas.
+
+  The gradient of a marked parameter stays separate on each replica until `summed`.
+  """
   if sharding.axis_size("data") == 1:
     return params
   return jax.tree.map(

@@ -189,7 +189,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the share of changed experts, and the share of padding in model rows."""
+  """Returns the shares of changed experts and of padding."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -261,7 +261,7 @@ def _with_balance(
   stats: moe.RouterStats | None,
   hyperparameters: Mapping[str, Any],
 ) -> tuple[jax.Array, Metrics]:
-  """Adds the load-balance loss of experts to `value`; returns the sum and all metrics.
+  """Adds the load-balance loss to `value`; returns the sum and metrics.
 
   Args:
     value: numerator of the policy's loss, including the critic's if there is one.
@@ -340,7 +340,7 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Returns policy and critic, marked so that each replica keeps its own gradient (replicas.py).
+  """Marks policy and critic: each replica keeps its own gradient (replicas.py).
 
   Adapters and the critic's head are not marked. Their gradients are small, and are summed over
   replicas in every micro-batch.

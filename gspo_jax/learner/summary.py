@@ -54,7 +54,10 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divides sums; a vector over layers becomes mean, maximum and one scalar per layer."""
+  """Divides sums. A vector over layers becomes several scalars.
+
+  These are the mean, the maximum, and one scalar per layer.
+  """
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():
