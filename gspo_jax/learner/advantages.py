@@ -1,6 +1,7 @@
-"""Advantages on the devices, after an iteration's passes and before its updates.
+"""Estimators of advantages on the devices, after an iteration's passes and before its updates.
 
-Advantages from rewards alone are computed on the host, in rollouts/advantages.py.
+They need arrays computed by the passes: a critic's values, or log-probs of a reference policy or
+teacher. Other advantages are computed on the host, in rollouts/advantages.py.
 """
 
 import functools
@@ -21,16 +22,20 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import P
 from gspo_jax.structs import AdvantageInputs, TrainBatch
 
-# Mini-batches of an iteration with advantages, and metrics.
+# Mini-batches of an iteration with their advantages, and metrics.
 Filled = tuple[list[TrainBatch], dict[str, jax.Array]]
+# The part of an estimator on the devices: a function of all mini-batches of an iteration.
 Part = Callable[[Sequence[TrainBatch]], Filled]
-EPSILON = 1e-6  # Added to the standard deviation of advantages.
+EPSILON = 1e-6  # Added to a standard deviation before dividing by it.
 
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
-  """Builds the configured estimator, with metrics of advantages.
+  """Builds the configured estimator, with metrics of the advantages.
 
-  It leaves mini-batches unchanged if the host has computed their advantages.
+  If the host has computed the advantages, only the metrics are computed.
+
+  Args:
+    critic: training settings of the critic. None if the estimator needs no critic.
   """
   make_part, by_token = PARTS.get(c.estimator.name), c.objective.loss.by_token
   part = make_part(c, critic) if make_part else lambda batches: (list(batches), {})
@@ -43,15 +48,20 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
 
 
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
-  """Builds the estimator of advantages and returns from a critic's values.
+  """Builds the estimator of advantages and returns from a critic's values (GAE).
 
-  The estimator is a jitted function of all mini-batches of an iteration. It fills `advantage_BT`
-  and `return_BT`, and returns metrics. The mini-batches must hold `reward_BT` and `old_value_BT`;
-  also `ref_logp_BT` with `kl_coef`, `last_value_B` and `cut_off_B` with `bootstrap`, and `turn_BT`
-  for turns.
+  The estimator is jitted. It fills `advantage_BT` and `return_BT`, and returns metrics. The
+  mini-batches must have `reward_BT` and `old_value_BT`. Some configurations need further fields:
+  `kl_coef` needs `ref_logp_BT`, `bootstrap` needs `last_value_B` and `cut_off_B`, and GAE over
+  turns needs `turn_BT`.
 
-  `value/explained_variance` compares values with the observed returns Σ γ^k r_{t+k}. (GAE's returns
-  include the values, so the fit would look too good.)
+  The metric `value/explained_variance` compares values with the discounted sums of later rewards,
+  Σ_k γ^k r_{t+k}. GAE's own returns would make the fit look too good, since they include the
+  values.
+
+  Args:
+    config: section `critic`.
+    hyperparameters: values of its keys `discount`, `trace` and `kl_coef`, 0 if missing.
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -89,7 +99,7 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
     masks = [batch.mask_BT for batch in batches]
     with_metrics = _moments([batch.advantage_BT for batch in batches], masks)
     row = O.compute(functools.reduce(merge, metrics)) | with_metrics
-    # Centred first: squares of values and returns far from 0 would cancel.
+    # Values and returns are centred first. Far from 0, their squares would lose digits.
     centred = [
       _centre(x, masks)[1] for x in ([b.critic_targets.old_value_BT for b in batches], outcomes)
     ]
@@ -107,26 +117,28 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
 def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
   """Builds the estimator of advantages from rewards less a KL penalty.
 
-  The configured estimator compares r_i − β Σ_t log π_old/π_ref within a group, with
-  β = `reward_kl_coef`.
+  A response's reward becomes r_i − β Σ_t log π_old/π_ref, with β = `reward_kl_coef`. The configured
+  estimator of group rewards (`objectives/estimators.py`) then computes the advantages. It excludes
+  responses without a trained token.
 
-  The mini-batches must hold `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Means exclude responses
-  without a trained token.
+  The mini-batches must have `reward_BT`, `old_logp_BT` and `ref_logp_BT`. The estimator fills
+  `advantage_B`.
   """
   estimate = find_estimator(config.advantage_kind).of_group
 
   @jax.jit
   def advantages(batches: Sequence[TrainBatch], coef: float) -> Filled:
-    rewards, valid, prices = [], [], []
+    rewards, valid, penalties = [], [], []
     for batch in batches:
       mask_BT = batch.mask_BT > 0
       drift_BT = jnp.where(mask_BT, batch.old_logp_BT - batch.ref_logp_BT, 0)
-      prices.append(coef * drift_BT.sum(axis=1))
-      rewards.append(_group_order(batch.advantage_inputs.reward_BT.sum(axis=1) - prices[-1], batch))
+      penalties.append(coef * drift_BT.sum(axis=1))
+      reward_B = batch.advantage_inputs.reward_BT.sum(axis=1) - penalties[-1]
+      rewards.append(_group_order(reward_B, batch))
       valid.append(_group_order(mask_BT.any(axis=1), batch))
     reward_PG, valid_PG = (jnp.concatenate(x).reshape(-1, group_size) for x in (rewards, valid))
     advantages = jnp.split(estimate(reward_PG, valid_PG=valid_PG).reshape(-1), len(batches))
-    total = Mean(sum(price_B.sum() for price_B in prices), valid_PG.sum(dtype=jnp.float32))
+    total = Mean(sum(x_B.sum() for x_B in penalties), valid_PG.sum(dtype=jnp.float32))
     batches = [
       b.replace(advantage_inputs=AdvantageInputs(), advantage_B=_row_order(x, b))
       for b, x in zip(batches, advantages)
@@ -137,14 +149,14 @@ def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
 
 
 def _group_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Restores the order before `packing.plan`, on every device."""
+  """Restores the order before `packing.plan`, with the whole array on every device."""
   order_B = batch.order_B
   x_B = sharding.reshard(x_B, P())
   return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
 
 
 def _row_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
-  """Reverses `_group_order`."""
+  """Reverses `_group_order`, with an array split over devices."""
   if batch.order_B is not None:
     x_B = x_B[sharding.reshard(batch.order_B, P())]
   return sharding.reshard(x_B, sharding.BY_ROW)
@@ -154,8 +166,8 @@ def _row_order(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
 def _advantage_metrics(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
   """Returns metrics of the advantages used by the loss.
 
-  These are token advantages if the loss accepts them and the batch has them, otherwise response
-  advantages.
+  Advantages of tokens are used if the batch has them and the loss reads them (`by_token`).
+  Otherwise advantages of responses are used.
   """
   if by_token and batches[0].advantage_BT is not None:
     return _moments([b.advantage_BT for b in batches], [b.mask_BT for b in batches])
@@ -164,7 +176,14 @@ def _advantage_metrics(batches: list[TrainBatch], by_token: bool) -> dict[str, j
 
 
 def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
-  """Returns mean, standard deviation, minimum and maximum over masks; 0 without tokens."""
+  """Returns mean, standard deviation, minimum and maximum where masks are 1.
+
+  If all masks are 0, these metrics are 0.
+
+  Args:
+    values: array of each mini-batch.
+    masks: mask of each array, 1 or 0.
+  """
   mean, deviations = _centre(values, masks)
   std = jnp.sqrt(_mean([x**2 for x in deviations], masks))
   extremes = [
@@ -179,7 +198,7 @@ def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[st
 def _centre(
   values: Sequence[jax.Array], masks: Sequence[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Returns the mean over all mini-batches, and the centred values [B, T]."""
+  """Returns the mean over all mini-batches, and the values less the mean."""
   mean = _mean(values, masks)
   return mean, [value_BT - mean for value_BT in values]
 
@@ -195,13 +214,14 @@ def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
 def teacher_advantages(config: DistillationConfig) -> Part:
   """Builds the estimator of advantages from a teacher's log-probs.
 
-  A token's advantage is the gain in log-probability from student to teacher, plus the weighted
-  advantage of its rewards:
+  The advantage of a token has two terms, the advantage from rewards and the difference of
+  log-probs between teacher and student:
 
-  Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)), with c `coef`, γ
-  `discount` and w `reward_weight` (`objectives.distillation_advantages`). The mini-batches must
-  hold `old_logp_BT` and `teacher_logp_BT`. The estimator fills `advantage_BT` and drops
-  `teacher_logp_BT`.
+  Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)).
+
+  The keys of section `distillation` are c = `coef`, γ = `discount` and w = `reward_weight`; the sum
+  is `objectives.distillation_advantages`. The mini-batches must have `old_logp_BT` and
+  `teacher_logp_BT`. The estimator fills `advantage_BT`, and drops `teacher_logp_BT`.
   """
   return lambda batches: _distill(list(batches), config.hyperparameters())
 
@@ -229,6 +249,7 @@ def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> F
   return [advantages(batch) for batch in batches], O.compute(metrics)
 
 
+# Estimators by name. The others compute their advantages on the host.
 PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
   gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),
   turn_gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),

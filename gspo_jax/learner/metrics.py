@@ -1,14 +1,14 @@
 """Metrics of an update by age, length, segment and sampler version, and metrics of routers.
 
-Ages: the age of a token is the current weight version less the version that sampled it. The age of
-a response is that of its oldest token. The last class includes all older responses.
+Several metrics are reported separately for classes of responses or segments:
 
-Lengths: class limits are powers of two, so their number does not depend on the samples. "le_64"
-counts responses of 33 to 64 tokens. The first class includes all shorter responses.
-
-Segments: each segment counts in two classes. One is its number in the response, "1" to "4". The
-other is the third of the response's segments with its midpoint: "first", "middle" or "last". A
-single segment is in the "middle".
+- Age: the age of a token is the current version of the weights less the version that sampled it.
+  The age of a response is that of its oldest token. The last class includes all older responses.
+- Length: the upper limits of the classes are powers of two, chosen from the maximum length.
+  `.../le_64` is about responses of 33 to 64 tokens. The first class includes all shorter responses.
+- Segment: a segment is in two classes. One is its number in the response, "1" to "4"; segments
+  after the fourth are in none of these. The other is its third of the response: the segments of a
+  response are divided equally into "first", "middle" and "last". A single segment is "middle".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +29,14 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import Rollout, TrainBatch
 
 LENGTH_CLASSES = 6
-NUMBERED, THIRDS = 4, ("first", "middle", "last")  # Classes of segments.
-VOLATILITY = "router/volatility"
+NUMBERED, THIRDS = 4, ("first", "middle", "last")  # Classes of segments, by number and by third.
+VOLATILITY = "router/volatility"  # Name of a metric: share of changed experts.
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
   """Computes responses' ages relative to `version`, int32 [B], on the host.
 
-  The age is -1, in no class, for responses without a version (recorded ones) and padding.
+  Recorded responses have no version, and padding neither. Their age is -1, which is in no class.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
@@ -49,7 +49,8 @@ def lag_metrics(
   """Returns mean and maximum age of trained tokens, on the host.
 
   Args:
-    trained_B: mask of trained responses. None means that all sampled tokens count.
+    version: current version of the weights.
+    trained_B: mask of trained responses. None means that all sampled tokens are averaged.
   """
   trained_BL = rollout.version >= 0
   if trained_B is not None:
@@ -65,9 +66,15 @@ def age_metrics(
 ) -> Metrics:
   """Returns metrics of the responses of each age; 0 for an empty class.
 
-  The metrics are: the share of responses; the mean of |s_i - 1| with the geometric ratio s_i, for
-  any loss; the share of clipped tokens; and the mean of |1/|y_i| Σ_t Δ_it|, with Δ the trainer's
-  log-probabilities less the sampler's.
+  - `by_age/responses`: share of the trained responses.
+  - `by_age/ratio_deviation`: mean of |s_i - 1|, with the geometric ratio s_i = exp(1/|y_i| Σ_t log
+    w_it) even if the loss uses another ratio.
+  - `by_age/clip_fraction`: share of clipped tokens.
+  - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|, with Δ the trainer's log-prob less the sampler's.
+
+  Args:
+    clipped_BT: mask of tokens clipped by the loss.
+    classes: number of ages. 0 means no metrics.
   """
   if not classes:
     return {}
@@ -88,10 +95,10 @@ def age_metrics(
 
 
 def length_limits(longest: int) -> list[int]:
-  """Returns the maximum length of each class.
+  """Returns the maximum length of each class, in ascending order.
 
-  The limits are at most six consecutive powers of two, at least 4. The last limit is at least
-  `longest`.
+  The limits are at most six consecutive powers of two. The first is at least 4, and the last is at
+  least `longest`, the maximum response length.
   """
   last = max(2, (longest - 1).bit_length())
   return [2**n for n in range(max(2, last - LENGTH_CLASSES + 1), last + 1)]
@@ -100,15 +107,20 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """Returns share and mean reward of the responses of each length class, on the host.
+  """Returns share and mean reward of responses by length class, on the host.
 
-  The mean is over responses with a verdict (`known_B`); 0 without such responses.
+  The mean is over the responses with a verdict; 0 for a class without such responses.
+
+  Args:
+    known_B: bool: the reward function returned a verdict on the response.
+    length_B: number of sampled tokens of each response.
+    longest: maximum response length.
   """
   row = {}
   for limit, inside_B in zip(length_limits(longest), _length_classes(length_B, longest).T):
-    judged_B = inside_B & known_B
+    scored_B = inside_B & known_B
     row[f"by_length/responses/le_{limit}"] = float(inside_B.sum() / max(1, (length_B > 0).sum()))
-    row[f"by_length/reward/le_{limit}"] = float(reward_B[judged_B].sum() / max(1, judged_B.sum()))
+    row[f"by_length/reward/le_{limit}"] = float(reward_B[scored_B].sum() / max(1, scored_B.sum()))
   return row
 
 
@@ -121,8 +133,12 @@ def length_metrics(
 ) -> Metrics:
   """Returns spread of ratios and share of clipped tokens by length class.
 
-  The spread is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it, for any loss; 0 without
-  responses.
+  The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it,
+  even if the loss uses another ratio. A class without responses has 0.
+
+  Args:
+    clipped_BT: mask of tokens clipped by the loss.
+    longest: maximum response length.
   """
   live_BT = mask_BT > 0
   length_B = live_BT.sum(1)
@@ -138,7 +154,7 @@ def length_metrics(
 
 
 def _by_name(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
-  """Splits sums [X] over classes into one metric per class."""
+  """Splits metrics with arrays [X] over classes into one metric per class."""
   return {
     f"{metric}/{name}": type(total)(*(x_X[i] for x_X in total))
     for metric, total in sums.items()
@@ -153,14 +169,17 @@ def _clipped(clipped_BT: jax.Array, live_BT: jax.Array, inside_BX: jax.Array) ->
 
 
 def _length_classes(length_B, longest: int):
-  """Marks the class of each response, bool [B, classes]; no class if empty."""
+  """Marks the length class of each response, bool [B, classes].
+
+  A response without tokens is in no class.
+  """
   upper = np.array(length_limits(longest))
   lower = np.array([0, *upper[:-1]])
   return (length_B[:, None] > lower[None]) & (length_B[:, None] <= upper[None])
 
 
 def _by_class(x_B: jax.Array, inside_BX: jax.Array) -> jax.Array:
-  """Sums over the responses of each class: float32 [X]."""
+  """Sums `x_B` over the responses of each class: float32 [X]."""
   return jnp.where(inside_BX, x_B[:, None], 0).sum(0).astype(jnp.float32)
 
 
@@ -171,7 +190,7 @@ def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -
 
 
 def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
-  """Differentiates the loss's numerator by each token's log-probability, [B, T]."""
+  """Returns the derivative of the loss's numerator by log-probabilities, [B, T]."""
   logp_BT = jax.lax.stop_gradient(logp_BT)
   return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
 
@@ -184,17 +203,19 @@ def segment_metrics(
 ) -> Metrics:
   """Returns metrics of segments by their class.
 
-  The metrics are the mean number of segments per response, the mean number of tokens per segment,
-  and for the segments of each class:
+  z_ik is segment k of the K_i segments of response i. The metrics are the mean number of segments
+  per response, the mean number of tokens per segment, and for the segments of each class:
 
-  - clip_fraction: the mean share of clipped tokens;
-  - gradient: the mean of Σ_t |∂L/∂ log π_θ(y_t)|, with L not yet divided by the number of
-    responses: |s_ik Â_i| / K_i for an unclipped segment of `segment_loss`, 0 for a clipped one;
-  - ratio_std: the standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ).
+  - `clip_fraction`: mean share of clipped tokens.
+  - `gradient`: mean of Σ_t |∂L/∂ log π_θ(y_t)|, with the loss L before the division by its
+    denominator. For `segment_loss`, aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
+    unclipped segment, and 0 for a clipped one.
+  - `ratio_std`: standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ).
 
   Args:
     loss: function from log-probabilities [B, T] to the undivided loss of the update.
-    batch: mini-batch with segment numbers from 0 in `unit_BT`.
+    batch: mini-batch with segment numbers, counted from 0, in `unit_BT`.
+    clipped_BT: mask of tokens clipped by the loss.
   """
   live_BT = batch.mask_BT > 0
 
@@ -205,7 +226,7 @@ def segment_metrics(
   log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
   length_BU = total(live_BT)
   tokens_BU = jnp.maximum(length_BU, 1)
-  # Bounded as in terms.py, so that squares are finite.
+  # The bound keeps squares finite, as in objectives/terms.py.
   deviation_BU = jnp.minimum(ratios.bounded_expm1(total(log_ratio_BT) / tokens_BU), 1e15)
   clipped_BU = total(clipped_BT) / tokens_BU
   gradient_BU = total(abs(token_gradient(loss, logp_BT)))
@@ -234,7 +255,7 @@ def _sum(x: jax.Array) -> jax.Array:
 def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
   """Marks the segments of each class, bool [B, U]."""
   number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
-  # floor(3 (u + ½) / K), in integer arithmetic.
+  # Number of the third, 0 to 2: floor(3 (u + ½) / K) for segment u of K, in integer arithmetic.
   third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
   places = {str(n + 1): live_BU & (number_U == n)[None] for n in range(NUMBERED)}
   return places | {name: live_BU & (third_BU == i) for i, name in enumerate(THIRDS)}
@@ -243,8 +264,11 @@ def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
 def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
   """Compares sampler and trainer by the version of the sampling weights.
 
-  `mismatch/current/...` covers tokens sampled by the current weights (`current_BT` is 1), and
-  `mismatch/older/...` the other trained tokens. `mismatch/older/tokens` is the share of the latter.
+  `mismatch/current/...` is about tokens sampled by the current weights, and `mismatch/older/...`
+  about the other trained tokens. `mismatch/older/tokens` is the share of the latter.
+
+  Args:
+    current_BT: 1 on trained tokens that the current weights sampled.
   """
   older_BT, metrics = batch.mask_BT - current_BT, {}
   for name, mask_BT in (("current", current_BT), ("older", older_BT)):
@@ -254,7 +278,11 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
 
 
 def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
-  """Returns router statistics over layers: balance (1: even), entropy, drops."""
+  """Returns metrics of the routers, over all layers.
+
+  `router/load_balance` is 1 if the load is even (`moe.load_balance`). `router/busiest_expert` is
+  the largest share of a layer's assignments at one expert.
+  """
   tokens = stats.tokens.sum()
   share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
   return {
@@ -267,12 +295,15 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures the change of experts since the rollout, by layer.
+  """Measures the share of experts that changed since the rollout, by layer.
 
-  Without replay, this compares the experts of this forward pass with the old policy's experts if
-  the trainer recomputed them, otherwise with the sampler's. With replay, it compares the experts
-  preferred by the router, on the replayed network's hidden states, with the replayed experts. No
-  additional pass is needed. Without recorded experts there is no metric.
+  Without replay, the experts of this forward pass are compared with recorded ones: with those of
+  the old policy in the trainer if a pass recomputed them, otherwise with the sampler's. With
+  replay, the experts preferred by the router are compared with the replayed ones. The preferences
+  then come from hidden states computed with the replayed experts, since no additional pass is run.
+  Without recorded experts there is no metric.
+
+  `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
   """
   if out.routing_lBTk is None:
     return {}
