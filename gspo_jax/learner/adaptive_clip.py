@@ -1,4 +1,7 @@
-"""Adaptive clip ranges: each iteration's clipped fraction moves them towards a target."""
+"""Adaptive clip ranges, adjusted after each iteration so that a target share of tokens is clipped.
+
+The training state has one factor, `clip_factor`, for all clip ranges of the loss.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -11,17 +14,17 @@ from gspo_jax.objectives import adapted_factor
 from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainState
 
-METRIC = "clip_fraction/token"  # One value for all updates of an iteration.
-RANGES = ("clip_low", "clip_high", "clip_range")
+METRIC = "clip_fraction/token"  # Share of clipped tokens in all updates of an iteration.
+RANGES = ("clip_low", "clip_high", "clip_range")  # Hyperparameters scaled by the factor.
 
 
 def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
-  """Adds a factor of 1 for the clip ranges, if they are adaptive."""
+  """Sets `clip_factor` to 1 if clip ranges are adaptive."""
   return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
 
 
 def scale_ranges(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
-  """Scales the clip ranges by `factor`; None leaves them unchanged."""
+  """Multiplies the clip ranges by `factor`; None leaves them unchanged."""
   if factor is None:
     return hyperparameters
   return {key: n * factor if key in RANGES else n for key, n in hyperparameters.items()}
@@ -30,10 +33,15 @@ def scale_ranges(hyperparameters: Mapping[str, Any], factor: jax.Array | None) -
 def adapted(
   state: TrainState, row: Mapping[str, Any], config: AdaptiveClipConfig, on_nonfinite: str
 ) -> TrainState:
-  """Returns the state with clip ranges adapted to an iteration's metrics.
+  """Adapts `clip_factor` to an iteration's metrics.
 
-  The computation runs on the devices; no value is fetched. The ranges stay unchanged without a
-  gradient, and after a non-finite update with on_nonfinite="stop".
+  The factor is unchanged if the iteration's gradients are all 0 or the metric is not finite. With
+  on_nonfinite="stop" it is also unchanged once an update was skipped. The computation runs on the
+  devices, and no value is fetched to the host.
+
+  Args:
+    row: metrics of the iteration, on the devices.
+    config: section `objective.adaptive_clip`.
   """
   if state.clip_factor is None:
     return state

@@ -176,7 +176,7 @@ def _advantage_metrics(batches: list[TrainBatch], by_token: bool) -> dict[str, j
 
 
 def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
-  """Returns mean, standard deviation, minimum and maximum where masks are 1.
+  """Returns mean, standard deviation, minimum and maximum over masks.
 
   If all masks are 0, these metrics are 0.
 

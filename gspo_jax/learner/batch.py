@@ -135,7 +135,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 
 
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
-  """Returns rewards by token, float32 [B, L]; 0 for responses without a trained token.
+  """Returns rewards by token, float32 [B, L]; 0 for untrained responses.
 
   in_parts: whether turns or lines have rewards, as in `rollout.rewards`. Otherwise a response has
     one reward, at its last trained token.

@@ -1,13 +1,17 @@
 """The critic: its values, its loss and its update. GAE from the values is in advantages.py.
 
-V_t is the value of the state before token t: the prompt and the tokens before t. It is computed
-from the hidden state that predicts token t. In [B, T], V_t has the position of token t's log-prob.
+V_t is the value of the state before token t, which is the prompt and the tokens before t. It is
+computed from the hidden state that predicts token t. In an array [B, T], V_t is at position t.
 
 Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
-during the updates. The reward of a response, turn or line is at its last token. The state after a
-response is worth 0. With `bootstrap`, the state after a truncated response is worth the critic's
-value of the whole response. With `kl_coef` β, each token costs β log π_old/π_ref (arXiv:2203.02155,
-Eq. 2, per token too).
+during the updates. Keys of section `critic` change them as follows:
+
+- `name`: a critic is a head on the policy's hidden states ("head"), or a model with its own trunk
+  of layers ("model").
+- `bootstrap`: the state after a truncated response has the critic's value. Otherwise, and after all
+  other responses, this value is 0.
+- `kl_coef` β: β log π_old/π_ref is subtracted from the reward of each token, as in InstructGPT
+  (arXiv:2203.02155, Eq. 2).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +41,9 @@ GRAD_NORM = "value/grad_norm"
 class Critic(NamedTuple):
   """Training settings of a critic."""
 
-  config: CriticConfig
+  config: CriticConfig  # Section `critic`.
   tx: Optimizer
-  hyperparameters: Mapping[str, float]
+  hyperparameters: Mapping[str, float]  # From the section; `tx` has those of the optimizer.
 
 
 def values(
@@ -53,12 +57,14 @@ def values(
   """Returns V_t, float32 [B, T], 0 at position 0.
 
   Args:
-    hidden_RTD: the policy's hidden states; unused by a critic with its own trunk.
+    hidden_RTD: the policy's hidden states. A critic with its own trunk ignores them.
   """
-  return shift_right(_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows)
+  return shift_right(
+    _values_after(config, critic, hidden_RTD, rows, learner, hyperparameters), rows
+  )
 
 
-def _after(
+def _values_after(
   config: CriticConfig,
   critic: head.Critic,
   hidden_RTD: jax.Array,
@@ -71,7 +77,7 @@ def _after(
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     differentiable_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
-    if config.trunk_coef:  # Scales the gradient, not the values.
+    if config.trunk_coef:  # The term added is 0. Its gradient is scaled by the coefficient.
       hidden_RTD += hyperparameters["trunk_coef"] * (differentiable_RTD - hidden_RTD)
   return head.values(critic, hidden_RTD)
 
@@ -83,10 +89,14 @@ def new_critic(
   seed: int,
   policy: Callable[[], Any],
 ) -> head.Critic:
-  """Initializes a critic in the training layout; its head is 0.
+  """Initializes a critic in the training layout; all its values are 0.
 
   Args:
-    policy: returns the initial parameters of a critic with its own trunk, as new arrays.
+    config: section `critic`.
+    model: section `model`.
+    mesh: the trainer's mesh.
+    seed: seed of random weights.
+    policy: returns a copy of the policy's initial parameters, the trunk of critic "model".
   """
   declared = head.critic_table(model)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
@@ -98,23 +108,27 @@ def new_critic(
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
 ) -> Callable[[Any, head.Critic, ModelInputs], Any]:
-  """Builds the jitted pass for the values [B, T] of a batch.
+  """Builds the jitted pass (policy, critic, inputs) -> values [B, T].
 
-  The pass takes the parameters of policy and critic, and has no gradient. With `bootstrap` it also
-  returns the value after the last token, [B]. On the policy's trunk, it replays the sampler's
-  experts if updates do (R3).
+  With `bootstrap`, the pass also returns the value after the last token of each sequence, [B].
+
+  Args:
+    config: section `critic`.
+    replay: key `objective.replay`. With "R3", the sampler's experts are replayed in the policy's
+      trunk, as in updates.
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    if config.bootstrap and inputs.places is None:  # Trees lack the last token of a response.
+    # Without prompt lengths, rows are plain: trees exclude the last token of the longest responses.
+    if config.bootstrap and inputs.places is None:
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:
       replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
-    # The coefficient scales gradients only.
-    after_RT = _after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
+    # The coefficient does not change values, and there is no gradient.
+    after_RT = _values_after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
     value_BT = shift_right(after_RT, rows)
     if not config.bootstrap:
       return value_BT
@@ -128,7 +142,10 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns metrics of the critic; `LOSS` is an undivided mean over tokens."""
+  """Returns the critic's metrics, with the undivided loss as `LOSS`.
+
+  The loss is a mean over tokens.
+  """
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,
@@ -150,13 +167,18 @@ def update(
   hyperparameters: Mapping[str, Any],
   has_gradient: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-  """Updates the critic; returns the state and metrics.
+  """Updates the critic; returns the new state and metrics.
 
-  The policy and its optimizer stay unchanged during the critic's warmup, and if the policy has no
-  gradient. The critic stays unchanged if it has no gradient.
+  The policy and its optimizer are reset to `old` during the critic's warmup, and if the policy's
+  gradient is 0. The critic is unchanged if its own gradient is 0.
 
   Args:
-    has_gradient: whether the policy has a gradient.
+    new: state with the policy updated.
+    old: state before the update.
+    grads: gradient of the critic.
+    apply: `Optimizer.update` of the critic.
+    hyperparameters: hyperparameters of the program (`step.make_rl_step`).
+    has_gradient: whether the policy's gradient is not 0.
   """
   params, moments = old.critic.params, old.critic.opt_state
   updates, moments = apply(grads, moments, params, hyperparameters["critic_optimizer"])
@@ -173,7 +195,10 @@ def update(
 
 
 def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | None]:
-  """Builds the policy's optimizer and the critic for updates of a phase."""
+  """Builds the policy's optimizer and the critic for a phase.
+
+  In phase "sft", and in a configuration without a critic, the critic is None.
+  """
   if phase == "sft":
     return optimizer.make(c.sft_optimizer, c.sft.steps), None
   updates, warmup = c.rl.iterations * c.rl.updates, c.critic.warmup * c.rl.updates

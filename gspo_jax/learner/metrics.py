@@ -107,7 +107,7 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """Returns share and mean reward of responses by length class, on the host.
+  """Returns share and mean reward of each length class, on the host.
 
   The mean is over the responses with a verdict; 0 for a class without such responses.
 
@@ -154,7 +154,7 @@ def length_metrics(
 
 
 def _by_name(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
-  """Splits metrics with arrays [X] over classes into one metric per class."""
+  """Splits metrics [X] over classes into one metric per class."""
   return {
     f"{metric}/{name}": type(total)(*(x_X[i] for x_X in total))
     for metric, total in sums.items()
@@ -295,7 +295,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures the share of experts that changed since the rollout, by layer.
+  """Measures the share of changed experts since the rollout, by layer.
 
   Without replay, the experts of this forward pass are compared with recorded ones: with those of
   the old policy in the trainer if a pass recomputed them, otherwise with the sampler's. With

@@ -1,4 +1,4 @@
-"""AdamW with a schedule and a gradient-norm bound, from Optax."""
+"""AdamW from Optax, with a schedule of the learning rate and a bound on the gradient norm."""
 
 import collections
 import functools
@@ -13,10 +13,10 @@ from gspo_jax.settings.training import OptimizerConfig
 
 
 class Optimizer(NamedTuple):
-  """An Optax transformation with hyperparameters as arguments of `update`.
+  """An Optax transformation with hyperparameters as an argument of `update`.
 
-  A sweep over hyperparameters compiles once: optimizers of equal static settings share the same
-  functions.
+  Optimizers that differ in hyperparameters alone have the same functions `init` and `update`. So a
+  sweep over hyperparameters compiles once.
   """
 
   init: Callable[[Any], Any]
@@ -25,29 +25,36 @@ class Optimizer(NamedTuple):
 
 
 def make(config: OptimizerConfig, updates: int) -> Optimizer:
-  """Builds AdamW with a bound on the gradient norm and a schedule."""
+  """Builds the optimizer for a run of `updates` updates."""
   chain = _chain(config.b1, config.b2, bounded=config.clip_norm > 0)
   return Optimizer(*chain, hyperparameters(config, updates))
 
 
 def as_optimizer(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
-  """Wraps an Optax transformation as an Optimizer without hyperparameters."""
+  """Wraps an Optax transformation as an `Optimizer` without hyperparameters.
+
+  An `Optimizer` is returned unchanged.
+  """
   if isinstance(tx, Optimizer):
     return tx
   return Optimizer(tx.init, lambda grads, state, params, _: tx.update(grads, state, params), {})
 
 
 def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
-  """Returns the arguments of the update for a run of `updates` updates."""
+  """Returns the hyperparameters of an optimizer for a run of `updates` updates.
+
+  Without weight decay, bound on the norm, or change of the routers' rate, the entry is missing.
+  """
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
-    decay_updates=max(1, updates - config.warmup_steps - 1),  # Updates after the warmup.
+    # The last update, number updates - 1, has the final learning rate.
+    decay_updates=max(1, updates - config.warmup_steps - 1),
     final=1.0 if config.schedule == "constant" else config.final_fraction,
     cosine=float(config.schedule == "cosine"),
   )
   terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-  # A value of 0 means no such term.
+  # A value of 0 means that there is no such term, and no argument for it.
   terms = {key: value for key, value in terms.items() if value}
   if config.router_rate != 1:
     terms["router_rate"] = config.router_rate
@@ -55,12 +62,13 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
 
 
 def rate(schedule: Mapping[str, Any], count: Any) -> Any:
-  """Returns the learning rate after `count` updates.
+  """Returns the learning rate of the update after `count` updates.
 
-  Optax's own schedules branch in Python on hyperparameters, so these cannot be traced.
+  It replaces the schedules of Optax, whose hyperparameters cannot be traced: they are tested by
+  `if` in Python.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
-  # The warmup starts at peak/warmup: a learning rate of 0 would waste a rollout.
+  # The warmup starts at peak / warmup. An update with a learning rate of 0 would waste its rollout.
   first = peak / jnp.maximum(warmup, 1)
   rise = first + (peak - first) * count / jnp.maximum(warmup, 1)
   progress = jnp.clip((count - warmup) / schedule["decay_updates"], 0, 1)
@@ -72,7 +80,8 @@ def last_rate(schedule: Mapping[str, Any], opt_state: Any) -> jax.Array:
   """Returns the learning rate of the last applied update; 0 before the first.
 
   Args:
-    schedule: `Optimizer.hyperparameters`.
+    schedule: hyperparameters of the optimizer.
+    opt_state: its state, which counts the applied updates.
   """
   states = jax.tree.leaves(opt_state, is_leaf=_has_rate)
   return _rate_after(schedule, next(filter(_has_rate, states)).count)
@@ -89,7 +98,13 @@ def _rate_after(schedule: Mapping[str, Any], count: jax.Array) -> jax.Array:
 
 @functools.cache
 def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
-  """Builds `init` and `update` of an Optimizer."""
+  """Builds `init` and `update` of an `Optimizer`.
+
+  The result is cached, so equal arguments give the same functions.
+
+  Args:
+    bounded: whether there is a bound on the gradient norm.
+  """
 
   def transformation(hyperparameters: Mapping[str, Any]) -> optax.GradientTransformation:
     adamw = optax.adamw(
@@ -104,7 +119,7 @@ def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
     return optax.chain(optax.clip_by_global_norm(hyperparameters["clip_norm"]), adamw)
 
   def init(params: Any) -> Any:
-    # The state does not depend on hyperparameters.
+    # The initial state does not depend on hyperparameters, so any values will do.
     return transformation(collections.defaultdict(float)).init(params)
 
   def update(
@@ -119,7 +134,7 @@ def _chain(b1: float, b2: float, bounded: bool) -> tuple[Callable, Callable]:
 
 
 def _scale_routers(updates: Any, factor: Any) -> Any:
-  """Multiplies the updates of routers, weight decay included."""
+  """Multiplies the updates of routers, weight decay included, by `factor`."""
   return jax.tree.map_with_path(
     lambda path, x: x * factor if path[-1].name in ("router", "router_bias") else x, updates
   )

@@ -1,6 +1,6 @@
-"""Compiles the learner's programs with the XLA options chosen by `compute.xla`.
+"""Jits the learner's functions with the XLA options chosen by key `compute.xla`.
 
-On TPU, these options let collectives overlap with other work.
+The options let collectives on TPU overlap with other operations. Other platforms have none.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.settings.model import ComputeConfig
 
-# Undocumented options of libtpu 0.0.42; another version may not know them.
+# These options are undocumented. They exist in libtpu 0.0.42, but maybe not in other versions.
 OPTIONS = dict(
-  # Collectives run on SparseCores (v5p, v6e and tpu7x), in parallel to all other work.
+  # Collectives run on SparseCores (TPU v5p, v6e and tpu7x), in parallel to everything else.
   sparsecore=dict(
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=False,
     xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=False,
@@ -21,12 +21,12 @@ OPTIONS = dict(
     xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=True,
     xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=True,
     xla_tpu_enable_sparse_core_collective_offload_all_reduce=True,
-    # A SparseCore busy with scattering rows would run no collective.
+    # This would occupy SparseCores with scattering rows, which delays collectives.
     xla_tpu_enable_offloading_scatter_to_sparsecore=False,
     xla_tpu_use_tc_device_shape_on_sc=True,
     xla_sc_disable_megacore_partitioning=True,
   ),
-  # A collective runs during the fusions between its start and its end.
+  # A collective runs during fused operations that are scheduled between its start and its end.
   fusion=dict(
     xla_tpu_enable_async_collective_fusion=True,
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=True,
@@ -39,10 +39,10 @@ OPTIONS = dict(
 
 
 def options(compute: ComputeConfig) -> dict[str, bool]:
-  """Returns compiler options for the mesh; empty except on TPU."""
+  """Returns compiler options for the platform of the mesh; empty except on TPU."""
   return OPTIONS[compute.xla] if sharding.platform() == "tpu" else {}
 
 
 def jit(function: Callable, compute: ComputeConfig, **kwargs: Any) -> Callable:
-  """Jits a function with the options of `compute.xla`."""
+  """Jits a function with the options of `compute.xla`; `kwargs` as in `jax.jit`."""
   return jax.jit(function, compiler_options=options(compute), **kwargs)

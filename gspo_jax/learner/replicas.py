@@ -1,6 +1,8 @@
 """Sums gradients over replicas (mesh axis `data`) once per update.
 
-Summing for each layer and micro-batch would be slow over the network between replicas.
+By default, JAX would sum the gradient of each layer in each micro-batch, which is slow over the
+network between replicas. So parameters are marked before the micro-batches (`apart`), and gradients
+are summed after them (`summed`).
 """
 
 from typing import Any
@@ -25,10 +27,10 @@ def apart(params: Any) -> Any:
 
 
 def summed(grads: Any) -> Any:
-  """Sums gradients over replicas, unless they are summed already.
+  """Sums gradients of marked parameters over replicas; others are summed already.
 
-  Within a replica, devices with the same shard of a weight divide its gradient among them. Each
-  device sums its part over replicas, and the sums are gathered within the replica.
+  Several devices of a replica may have the same shard of a weight. They divide its gradient: each
+  device sums one part over replicas, and the sums are gathered within the replica.
   """
   if sharding.axis_size("data") == 1:
     return grads
@@ -36,6 +38,7 @@ def summed(grads: Any) -> Any:
 
 
 def _sum(x: jax.Array) -> jax.Array:
+  """Sums one gradient over replicas, if it is not summed already."""
   split = sharding.spec_of(x)
   if not jax.typeof(x).sharding.spec.unreduced:
     return x
@@ -45,7 +48,10 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _divide(shape: tuple[int, ...], split: P) -> P:
-  """Splits the largest possible dimension over a replica's unused axes."""
+  """Adds the mesh axes unused by `split` to the largest dimension they divide.
+
+  If they divide no dimension, `split` is returned unchanged. Axis `data` is not added.
+  """
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})
   for dimension in sorted(range(len(shape)), key=lambda i: -shape[i]):

@@ -1,4 +1,7 @@
-"""The training state: built at the start of a phase, or described for restoring a checkpoint."""
+"""The training state: new at the start of a phase, or abstract for restoring a checkpoint.
+
+An abstract state has shapes, dtypes and shardings instead of arrays.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +25,8 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 from gspo_jax.system.meshes import use_mesh
 
-# Keys, or sections with a dot, that decide which arrays a training state has.
+# Keys of each phase that change the names or shapes of arrays in its training state. An entry with
+# a dot at its end is a section: any of its keys.
 _STATE_KEYS = dict(
   rl=(
     *("model.", "lora.rank", "lora.matrices", "rl_optimizer.clip_norm", "critic.name"),
@@ -39,7 +43,12 @@ def new_state(
 ) -> TrainState:
   """Builds a training state at step 0.
 
-  The optimizer's moments have the layout of their parameters.
+  The optimizer's moments are split over devices like their parameters.
+
+  Args:
+    params: initial parameters, with adapters if the run trains them.
+    tx: optimizer.
+    adaptive: section `objective.adaptive_clip`.
   """
   zero = jnp.zeros((), jnp.int32)
   moments = jax.jit(tx.init)(lora.split(params)[0])
@@ -50,12 +59,12 @@ def new_state(
 def with_critic(
   state: TrainState, params: head.Critic, tx: optax.GradientTransformation
 ) -> TrainState:
-  """Adds a critic and the moments of its optimizer."""
+  """Returns the state with a critic and its optimizer's moments."""
   return StateWithCritic(**vars(state), critic=CriticState(params, jax.jit(tx.init)(params)))
 
 
 def params_of(state: TrainState) -> dict[str, Any]:
-  """Returns the trained parameters, by their names in passes."""
+  """Returns the trained parameters by their names in `Pass.reads`."""
   policy = dict(policy=state.params)
   return policy if state.critic is None else policy | dict(critic=state.critic.params)
 
@@ -69,9 +78,17 @@ def abstract_state(
   adaptive: AdaptiveClipConfig = FIXED,
   critic: Critic | None = None,
 ) -> TrainState:
-  """Returns shapes and shardings of a training state, for restoring a checkpoint.
+  """Returns the abstract training state, for restoring a checkpoint.
 
-  With adapters, the parameters have dtype `frozen_dtype`, as used in forward passes.
+  Args:
+    model: section `model`.
+    mesh: the trainer's mesh.
+    tx: optimizer of the policy.
+    adapters: section `lora`. By default there are no adapters.
+    frozen_dtype: with adapters, the dtype of frozen parameters; `wide` weights stay float32.
+      Without adapters, all parameters are float32.
+    adaptive: section `objective.adaptive_clip`.
+    critic: training settings of the critic. None means no critic.
   """
   table, dtype = transformer.table(model), frozen_dtype if adapters.rank else jnp.float32
   params = abstract_table(lora.table(table, adapters), mesh, sharding.TRAIN, dtype)
@@ -99,12 +116,15 @@ def check_state(
   changed: Sequence[str],
   mesh: jax.sharding.Mesh,
 ) -> None:
-  """Raises ValueError, naming keys, if the newest checkpoint has another training state.
+  """Raises ValueError if the newest checkpoint does not fit the configuration.
+
+  It does not fit if the training state has other arrays. The message names the changed keys. Only
+  the phase from which the run resumes is checked: RL, or SFT if there is no checkpoint of RL.
 
   Args:
     config: current configuration.
     workdir: directory of the run.
-    changed: changed keys, from `provenance.changes`.
+    changed: lines `key: old -> new`, from `provenance.changes`.
     mesh: the trainer's mesh.
   """
   has_phase = dict(rl=config.has_iterations, sft="sft" in config.job)
@@ -117,8 +137,8 @@ def check_state(
       expected = checkpoint.shapes(state_of_phase(config, phase, mesh))
       if checkpoint.stored_shapes(path) != expected:
         raise ValueError(
-          f"checkpoint {path} has another training state than the configuration "
-          f"({'; '.join(suspects)}): put this back, or use another --workdir"
+          f"checkpoint {path} has another training state than the configuration, because these "
+          f"keys changed: {'; '.join(suspects)}. Restore their values, or use another --workdir"
         )
     if steps:  # The run resumes in this phase.
       return

@@ -50,7 +50,7 @@ class WithHyperparameters(NamedTuple):
     return self.function(*arguments, self.hyperparameters)
 
   def compile(self, *arguments: Any) -> "WithHyperparameters":
-    """Returns a program compiled for the shapes and types of these arguments."""
+    """Compiles the function for the shapes of these arguments only."""
     lowered = self.function.lower(*arguments, self.hyperparameters)
     return self._replace(function=lowered.compile())
 

@@ -1,4 +1,4 @@
-"""Merges the metrics of an iteration's updates into one metrics row."""
+"""Merges the metrics of an iteration's updates into one row of scalars."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,26 +8,28 @@ import jax
 from gspo_jax.learner.metrics import VOLATILITY
 from gspo_jax.objectives.reductions import compute, merge
 
-# Metrics reported by mini-batch, too.
+# Metrics reported for each mini-batch, too.
 BY_MINIBATCH = (
   *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
-# Metrics without a value if no token is of the current weights, or no response of an age.
+# Prefixes of metrics without a value if there is nothing to compare. For example, no token may have
+# been sampled by the current weights, or no response may have some age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
 class Compared(NamedTuple):
-  """A comparison's scalar, and whether nothing was compared.
+  """The scalar of a comparison, which may be empty.
 
-  Then there is no metric: 0 would mean perfect agreement.
+  The value of an empty comparison is 0, but that would mean perfect agreement.
   """
 
   value: jax.Array
-  empty: jax.Array
+  empty: jax.Array  # bool: nothing was compared.
 
   def compute(self) -> jax.Array | None:
+    """Returns the scalar; None if nothing was compared."""
     return None if self.empty else self.value
 
 
@@ -35,10 +37,15 @@ class Compared(NamedTuple):
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | Compared]:
   """Merges the metrics of an iteration's updates into scalars.
 
-  `minibatch/i/...` shows the policy's growing distance from the old policy; on mini-batch 0 the
-  ratio is 1. i continues over epochs. Sampler and trainer are compared on mini-batch 0 only, before
-  any update. The comparison by version (`version_metrics`) covers all mini-batches, since its
-  log-probs come from a pass before the updates.
+  `minibatch/i/...` are metrics of update i, which is counted over all epochs. They show how the
+  policy moves away from the old policy.
+
+  Metrics that compare sampler and trainer are those of the first mini-batch, before any update. The
+  comparison by version (`version_metrics`) is over all mini-batches, since its log-probs come from
+  a pass before the updates.
+
+  Args:
+    minibatches: metrics of each update, not yet divided.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, metrics in enumerate(minibatches):

@@ -215,7 +215,7 @@ def test_a_forced_start_names_the_key_of_another_training_state(changes, line, a
   workdir, c, _ = adapted
   settings = dict(lora__rank=2, objective__entropy_coef=0.1, rl_optimizer__learning_rate=1e-2)
   settings |= changes | dict(job="rl", weights=c.weights, tokenizer="bytes", resume="force")
-  with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*: put this back"):
+  with pytest.raises(ValueError, match=rf"rl/1 has another .*{line}.*Restore"):
     read_inputs(config(**settings), workdir)
 
 
