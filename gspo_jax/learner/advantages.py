@@ -50,18 +50,12 @@ def make(c: RunConfig, critic: Critic | None) -> Part:
 def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]) -> Part:
   """Builds the estimator of advantages and returns from a critic's values (GAE).
 
-  The estimator is jitted. It fills `advantage_BT` and `return_BT`, and returns metrics. The
-  mini-batches must have `reward_BT` and `old_value_BT`. Some configurations need further fields:
-  `kl_coef` needs `ref_logp_BT`, `bootstrap` needs `last_value_B` and `cut_off_B`, and GAE over
-  turns needs `turn_BT`.
+  The estimator fills `advantage_BT` and `return_BT`. The mini-batches must have `reward_BT` and
+  `old_value_BT`; with `kl_coef` also `ref_logp_BT`, with `bootstrap` also `last_value_B` and
+  `cut_off_B`, and for GAE over turns also `turn_BT`.
 
-  The metric `value/explained_variance` compares values with the discounted sums of later rewards,
-  Σ_k γ^k r_{t+k}. GAE's own returns would make the fit look too good, since they include the
-  values.
-
-  Args:
-    config: section `critic`.
-    hyperparameters: values of its keys `discount`, `trace` and `kl_coef`, 0 if missing.
+  The metric `value/explained_variance` compares values with observed returns, Σ_k γ^k r_{t+k}.
+  GAE's returns include the values, so the fit would look too good.
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
