@@ -1,4 +1,4 @@
-"""Parts of a Transformer layer shared by the families of models."""
+"""Parts of a Transformer layer, shared by the families of models: norms, attention, SwiGLU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,16 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean x² + eps) · scale, with statistics in float32."""
+  """x / sqrt(mean x² + eps) · scale, with the mean in float32.
+
+  The normalised x is rounded to its own dtype before the product, as in Hugging Face.
+  """
   normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
   return with_each_token(jnp.multiply, normalised, scale)
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean x² + eps) · (1 + scale), all in float32."""
+  """x / sqrt(mean x² + eps) · (1 + scale), all in float32 and rounded once, as Gemma does."""
 
   def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * (1 + scale)
@@ -36,26 +39,31 @@ def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:
+  """x / sqrt(mean x² + eps) over the last axis, in float32."""
   x_float32 = x.astype(jnp.float32)
   return x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, axis=-1, keepdims=True) + eps)
 
 
 def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
+  """Reshapes a vector to the rank of x: [X] -> [1, ..., 1, X]."""
   return scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Combines activations with a weight common to all tokens: sum or product.
+  """Computes combine(x, weight), a sum or product, for a weight common to all tokens.
 
-  The result is the same in float32, rounded to the common dtype, as in that dtype. But the weight's
-  gradient, a sum over all tokens, then adds up in float32 and not in bfloat16.
+  It runs in float32 and is rounded to x's dtype. A single sum or product gives the same result in
+  bfloat16. But the weight's gradient is a sum over all tokens, and must add up in float32.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
 
 
 def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """combine(x, weight), elementwise, for activations and a vector common to all rows."""
+  """combine(x, weight), elementwise, for a vector common to all rows of x.
+
+  A weight with a separate gradient per replica (`learner.replicas`) needs `shard_map`.
+  """
   if not sharding.is_per_replica(weight):
     return combine(x, weight)
   split = sharding.spec_of(x)
@@ -63,13 +71,16 @@ def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-  """x + m y, for the residual multiplier m."""
+  """x + m y, for a layer's input x, the output y of one of its parts, and the residual multiplier.
+
+  m is `multipliers.residual`, 1 except in Granite.
+  """
   m = config.multipliers.residual
   return x_BTD + (y_BTD if m == 1 else y_BTD * jnp.asarray(m, y_BTD.dtype))
 
 
 def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
-  """(activation(x gate) · (x up)) down."""
+  """(activation(x gate) · (x up)) down, [B, T, D]."""
   split = P(BATCH, None, "tensor")
   a_BTF = project("BTD,DF->BTF", x_BTD, w.gate, split)
   u_BTF = project("BTD,DF->BTF", x_BTD, w.up, split)
@@ -77,11 +88,17 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 
 
 def gather(table: Any, block: Any, dtype: Any) -> Any:
-  """Casts and gathers a layer's weights over D before use (FSDP).
+  """Casts a layer's weights, and gathers them over D (FSDP).
 
-  They stay split over heads and F. The backward pass reduces and scatters their gradients. Weights
-  used in float32 are small, and replicated. Experts' weights, if in the block, are gathered later,
-  at their products. The sampler's matrices in eight bits are whole over D.
+  Matrices stay split over heads and F ("tensor"); the small `wide` weights become whole on every
+  device. The backward pass sums the gradients and scatters them over D again. Experts' weights are
+  cast only: `moe` gathers them at their products. Matrices in eight bits are unchanged, since the
+  sampler does not split D.
+
+  Args:
+    table: the layer's table of weights.
+    block: the layer's weights, without l.
+    dtype: compute dtype.
   """
 
   def read(weight: Weight, w: Any) -> Any:
@@ -91,7 +108,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     if weight.is_expert:
       return w
     gathered = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
-    # Norms and biases are only resharded, as are routers: their small gradients are summed at once.
+    # Gradients of norms, biases and routers are small: a plain reshard sums them in one step.
     gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
     return (sharding.gather if gathers else sharding.reshard)(w, gathered)
 
@@ -113,13 +130,18 @@ def attend(
   tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Grouped-query attention with projections; [B, T, D] and the new cache.
+  """Grouped-query attention with projections; returns [B, T, D] and the updated cache.
 
   Args:
+    x_BTD: the layer's input, normalised.
+    norm: norm of queries and keys, in models with `qk_norm`.
     kv: cache of the layer's block, from `cache.block(i)`. None without a cache.
-    layer: index of the layer in the block, and in `kv`.
-    kind: whether the layer is local, has experts, and has rotary positions.
-    from_start: whether the cache has no earlier tokens.
+    layer: index of the layer in its block, and in `kv`.
+    kind: whether the layer has a sliding window, and whether it has rotary positions.
+    positions_BT: positions for rotary embeddings and, with a cache, the slots to write.
+    segments_BT: segment numbers, 0 for padding; unused when reading from a cache.
+    tree: layout of sequences that share prefixes. None for plain rows.
+    from_start: whether the cache has no earlier tokens, so that it is written and not read.
   """
   heads = P(BATCH, None, "tensor", None)
   q = project("BTD,DNH->BTNH", x_BTD, w.q, heads)
@@ -142,7 +164,8 @@ def attend(
   sink_N = getattr(w, "sink", None)
   sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
   y_BTNH, kv = run(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths)
-  # Heads as one axis: otherwise XLA may transpose the weight at every step.
+  # The product has the heads merged to one axis: with two axes, XLA may transpose the weight at
+  # every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = _merge_heads(w.o)
@@ -153,7 +176,7 @@ def attend(
 
 
 def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
-  """Merges the input axes of the output projection."""
+  """Merges the input axes N and H of the output projection."""
   if is_int8(o_NHD):
     return o_NHD.replace(values=_merge_heads(o_NHD.values), inputs=(-2,))
   N, H, D = o_NHD.shape
@@ -161,7 +184,7 @@ def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """Normalises each head, or with a scale [N, H] all heads together."""
+  """Normalises each head by a scale [H], or all heads together by a scale [N, H]."""
   if scale.ndim == 1:
     return norm(x_BTNH, scale, eps)
   B, T, N, H = x_BTNH.shape
@@ -172,24 +195,28 @@ def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> j
 
 
 def scores_of(config: ModelConfig, local: bool) -> Scores:
-  """Returns the options of a global or a local layer's scores."""
+  """Returns the options of the scores in global or in local (windowed) layers."""
   return Scores(
     scale=config.scores.scale or (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,
     cap=config.attn_logit_softcapping,
-    # A place for the layer's weight.
+    # Zeros mark a model with sinks; `_on_each_device` replaces them by the layer's weight.
     sink_N=np.zeros(config.num_heads, np.float32) if config.scores.sinks else None,
   )
 
 
 def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_start) -> Callable:
-  """Returns attention per device, a function of new queries, keys and values.
+  """Returns a function of new queries, keys and values, for attention inside `shard_map`.
 
-  With a cache, new keys and values are written first. Prefilling from position 0 does not read it.
+  It writes new keys and values to the cache first, if there is one. Then it attends to the new
+  tokens, or, with earlier tokens in the cache, to the cache.
+
+  declared: options of the scores, without the layer's sinks.
   """
 
   def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
     scores = declared._replace(sink_N=sink_N)
+    # The length of a row, a path, or trunk and branch together chooses the formulation.
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
@@ -207,13 +234,14 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
     if kv is None or from_start:
       return attention.attend_self(q, k, v, segments_BT, name, scores), kv
     k_BKHS, v_BKSH = kv_cache.read(kv, layer, q.dtype)
-    form = compute.attention
-    return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores, form), kv
+    name = compute.attention
+    return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores, name), kv
 
   heads = P(BATCH, None, "tensor", None)
-  # A table of pages has two dimensions.
+  # The table of pages has two dimensions, other arrays of a cache have more.
   kv_specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv)
-  # Pallas kernels do not support the check.
+  # Pallas kernels do not support the check of `sharding.shard_map`. They may run in any pass on
+  # TPUs, and with a cache on GPUs.
   kernels = dict(tpu=True, gpu=kv is not None).get(sharding.platform(), False)
   return sharding.shard_map(
     attend_and_write,

@@ -1,7 +1,7 @@
 """Transformer language model: pure functions over a pytree of parameters.
 
-One `forward` serves training, scoring, prefill and decoding. Families of models differ in their
-declarations (`families`); `config.family` chooses.
+One `forward` serves training, scoring, prefill and decoding. `config.family` names the model's
+family, such as Qwen3 or Llama: a file of `families` declares its weights and its layer.
 """
 
 import functools
@@ -27,7 +27,7 @@ from gspo_jax.models.weights import InStack, Params
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
 
-UNROLLED = 8  # Maximum layers to unroll on CPU.
+UNROLLED = 8  # On CPU, models of at most this many layers are unrolled instead of scanned.
 
 
 def table(config: ModelConfig) -> Params:
@@ -44,20 +44,24 @@ def table(config: ModelConfig) -> Params:
 
 
 def sampler_table(config: ModelConfig, weights_dtype: str = "") -> Params:
-  """Declares the sampler's weights, for `engine.weights_dtype`."""
+  """Declares the sampler's weights, for `engine.weights_dtype`.
+
+  With "int8" the matrices of the layers are `Int8`, in eight bits. With any other value the table
+  is the trainer's.
+  """
   plain = table(config)
   return weights.in_eight_bits(plain) if weights_dtype == "int8" else plain
 
 
 def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
-  """Raises ValueError if `compute.attention` does not support model or devices.
+  """Raises ValueError if the model or the devices do not support `compute.attention`.
 
   shared_prompts: whether responses share the forward pass of their prompt (`Tree`).
   """
   if compute.attention == "cudnn" and sharding.platform() not in ("gpu", "cuda"):
     raise ValueError(
-      f"compute.attention='cudnn' is for NVIDIA GPUs, and this is a {sharding.platform()}: set it "
-      "to auto"
+      f"compute.attention='cudnn' is for NVIDIA GPUs, and the platform is "
+      f"{sharding.platform()!r}: set it to auto"
     )
   name, dtype = compute.attention, compute.dtype
   for kind, _ in config.runs():
@@ -66,12 +70,19 @@ def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts:
 
 
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
-  """Returns NamedShardings of all parameters; ValueError names an indivisible weight."""
+  """Returns the NamedShardings of all parameters.
+
+  Raises ValueError, naming the weight, if a mesh axis does not divide a dimension.
+  """
   return weights.shardings(table(config), rules, mesh)
 
 
 def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
-  """Returns each parameter's dtype in `forward`, head and sampler."""
+  """Returns the dtype of each parameter in computations.
+
+  Passes cast parameters to it: the trainer may store all of them in float32, and compute in
+  bfloat16. A few, such as the router, are used in float32 with any `compute_dtype`.
+  """
   return weights.dtypes(table(config), compute_dtype)
 
 
@@ -81,7 +92,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Counts parameters: (all, active for one token)."""
+  """Returns the number of parameters: all, and those used for one token."""
   weights = jax.tree.leaves(table(config))
   total = sum(math.prod(w.shape) for w in weights)
   by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)
@@ -90,7 +101,7 @@ def count(config: ModelConfig) -> tuple[int, int]:
 
 
 def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
-  """Returns the rematerialisation policy of a pass over `tokens` tokens."""
+  """Returns the rematerialisation policy of a pass over `tokens` tokens on all devices."""
   parameters, mesh = 0, jax.sharding.get_abstract_mesh()
   if compute.remat == "auto" and not mesh.empty:
     layout = shardings(config, sharding.TRAIN, mesh)
@@ -100,10 +111,10 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
 
 
 def decoding_params(params: Params) -> Params:
-  """Arranges the layers for decoding: unstacked, but on TPU.
+  """Unstacks the layers for decoding, except on TPU.
 
-  Decoding is then faster on CPU and GPU: in every step, a loop over layers would copy each layer's
-  weights out of the stack, and on GPU its part of the cache, too.
+  A loop over stacked layers is slower on CPU and GPU: it copies each layer's weights out of the
+  stack at every step, and on GPU the layer's part of the cache, too.
   """
   return params if sharding.platform() == "tpu" else unstack(params)
 
@@ -111,22 +122,24 @@ def decoding_params(params: Params) -> Params:
 def unstack(params: Params) -> Params:
   """Splits the parameters into blocks of one layer each."""
   depths = zip(params.blocks, params.depths)
-  layers = [(block, i) for block, number in depths for i in range(number)]
+  layers = [(block, i) for block, depth in depths for i in range(depth)]
   return params.replace(blocks=tuple(_layer_of(block, i) for block, i in layers))
 
 
 @jax.jit
 def _layer_of(block: Any, i: int) -> Any:
-  """Slices layer `i` of a block; one program for equal blocks."""
+  """Slices layer `i` of a block. Blocks of equal shapes share one compiled program."""
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), block)
 
 
 @flax.struct.dataclass
 class Output:
-  hidden_BTD: jax.Array  # After the final norm: input of the head.
-  cache: Cache | Pages | None
-  routing_lBTk: jax.Array | None  # int32: chosen experts in each MoE layer.
-  stats: RouterStats | None  # Stacked over the MoE layers.
+  """Result of `forward`."""
+
+  hidden_BTD: jax.Array  # Hidden states after the final norm; the head's input.
+  cache: Cache | Pages | None  # The updated cache. None without one.
+  routing_lBTk: jax.Array | None  # int32: chosen experts of each MoE layer. None without experts.
+  stats: RouterStats | None  # Stacked over the MoE layers. None without experts.
 
 
 def forward(
@@ -141,20 +154,24 @@ def forward(
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,
 ) -> Output:
-  """Computes final hidden states of every position.
+  """Computes the final hidden states of all positions.
 
   Args:
     tokens_BT: int32 token ids.
-    positions: int32 [B, T], default 0..T-1: rotary positions and, with a cache, slots.
-    segments: int32 [B, T], default 1: tokens attend within their segment; 0 is padding.
-    tree: layout of sequences with shared prefixes; needs `positions`. None for plain rows.
-    cache: keys and values of earlier positions. Returned with the new ones. Several new tokens of a
-      row are consecutive, from the same position in all rows; `Pages` take a single one.
-    routing: int32 [l, B, T, k], experts to replay; -1 means the router's choice.
+    positions: int32 [B, T], for rotary embeddings; with a cache, also the slots of the new keys and
+      values. None means 0..T-1.
+    segments: int32 [B, T]. Tokens attend to their own segment; 0 is padding. None means that each
+      row is one segment.
+    tree: layout of sequences that share prefixes; needs `positions`. None for plain rows.
+    cache: keys and values of earlier positions, returned with the new ones. With T > 1, the new
+      positions are consecutive and begin at the same position in all rows. `Pages` require T = 1.
+      None attends within `tokens_BT` alone.
+    routing: int32 [MoE layers, B, T, k], experts to replay. A token with -1 keeps the router's
+      choice. None means no replay.
     compute: dtypes and implementations.
   """
   B, T = tokens_BT.shape
-  from_start = positions is None  # Then the cache has no earlier tokens.
+  from_start = positions is None  # Then the cache has no earlier tokens to attend to.
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
   segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
@@ -163,21 +180,21 @@ def forward(
   )
   dtype = jnp.dtype(compute.dtype)
   x_BTD = _embed(params, config, tokens_BT, dtype)
-  setting = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
+  placement = dict(positions_BT=positions, segments_BT=segments, tree=tree, from_start=from_start)
   policy = remat_of(config, compute, B * T)
 
   caches, experts, stats, first, moe_layers = [], [], [], 0, 0
-  for i, (block, number) in enumerate(zip(params.blocks, params.depths)):
+  for i, (block, depth) in enumerate(zip(params.blocks, params.depths)):
     replayed_experts = None
     if routing is not None and config.is_moe(first):
-      replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + number])
-      moe_layers += number
+      replayed_experts = jnp.asarray(routing[moe_layers : moe_layers + depth])
+      moe_layers += depth
     kv = None if cache is None else cache.block(i)
     x_BTD, kv, block_experts, block_stats = _apply_block(
-      x_BTD, kv, block, replayed_experts, (first, number), policy, config, compute, **setting
+      x_BTD, kv, block, replayed_experts, (first, depth), policy, config, compute, **placement
     )
     caches.append(kv)
-    first += number
+    first += depth
     if block_experts is not None:
       experts.append(block_experts)
       stats.append(block_stats)
@@ -192,7 +209,7 @@ def forward(
 
 
 def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-  """Embeds tokens, scaled by the family's factor."""
+  """Embeds tokens, and multiplies by the family's factor, such as Gemma's √D."""
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := family(config).embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
@@ -208,9 +225,9 @@ def _apply_block(
   policy: str,
   config: ModelConfig,
   compute: ComputeConfig,
-  **setting,
+  **placement,
 ):
-  """Applies a block of stacked layers.
+  """Applies a block: consecutive layers of one kind, with stacked weights.
 
   Returns hidden states, cache, and chosen experts and router statistics by layer.
 
@@ -218,25 +235,27 @@ def _apply_block(
     kv: cache of the block's layers. None without a cache.
     replayed_experts_lBTk: replaces the router's choice. None means no replay.
     span: index of the block's first layer, and number of layers.
-    policy: remat policy; unused with a cache.
-    setting: keyword arguments of `layers.attend`.
+    policy: name of the rematerialisation policy. A pass with a cache has no gradient and ignores
+      it.
+    placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
-  (first, number), block_table = span, family(config).block_table
+  (first, depth), block_table = span, family(config).block_table
   kind = config.kind(first)
-  layer = functools.partial(_layer, config=config, compute=compute, kind=kind, **setting)
+  layer = functools.partial(_layer, config=config, compute=compute, kind=kind, **placement)
   if policy != "none" and kv is None:
     layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
   if kv is not None:
     block, layer = _experts_in_stack(block_table(config, kind.moe, 1), block, layer)
-  # The cache is carried and written in place: as input and output of the scan it would exist twice.
-  carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed_experts_lBTk)
-  if compute.prefetch and kv is None and number > 1 and kind.moe:
+  # The scan carries the cache, and so updates it in place. As an input and an output of the scan
+  # the cache would exist twice.
+  carry, inputs = (x_BTD, kv), (np.arange(depth), block, replayed_experts_lBTk)
+  if compute.prefetch and kv is None and depth > 1 and kind.moe:
     declared = block_table(config, True, 1)
     stack, other_weights = _experts_of(config, block), _without_experts(declared, block)
-    layer, gathered, following = _prefetch_experts(layer, stack, compute)
+    layer, gathered, next_experts = _prefetch_experts(layer, stack, compute)
     carry, inputs = (
       (*carry, gathered),
-      (np.arange(number), other_weights, replayed_experts_lBTk, following),
+      (np.arange(depth), other_weights, replayed_experts_lBTk, next_experts),
     )
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
   (x_BTD, kv, *_), (experts, stats) = _over_layers(
@@ -246,13 +265,17 @@ def _apply_block(
 
 
 def _experts_in_stack(table, block, layer):
-  """Returns `block` without experts, and `layer` reading them from the stack."""
+  """Moves the experts' weights of a block out of the inputs of the scan over layers.
 
-  def with_experts(x_BTD, kv, number, other_weights, replayed_experts_BTk):
+  Returns the block without them, and `layer` as a function of a layer's other weights: each
+  expert's weight is an `InStack`, to be read from the stack of all layers.
+  """
+
+  def with_experts(x_BTD, kv, index, other_weights, replayed_experts_BTk):
     whole = jax.tree.map(
-      lambda w, x, stack: InStack(stack, number) if w.is_expert else x, table, other_weights, block
+      lambda w, x, stack: InStack(stack, index) if w.is_expert else x, table, other_weights, block
     )
-    return layer(x_BTD, kv, number, whole, replayed_experts_BTk)
+    return layer(x_BTD, kv, index, whole, replayed_experts_BTk)
 
   return _without_experts(table, block), with_experts
 
@@ -262,7 +285,7 @@ def _without_experts(table, block):
 
 
 def _experts_of(config: ModelConfig, block) -> ExpertWeights:
-  """Returns the experts' weights of a block."""
+  """Returns the experts' weights of a block, stacked over its layers."""
   weights, whole = jax.tree.flatten(family(config).block_table(config, True, 1))
   pairs = zip(weights, whole.flatten_up_to(block), strict=True)
   experts = (x for w, x in pairs if w.is_expert)
@@ -270,14 +293,16 @@ def _experts_of(config: ModelConfig, block) -> ExpertWeights:
 
 
 def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
-  """Prefetches experts' weights: each layer gathers the next layer's while it computes.
+  """Overlaps each layer with the gathering of the next layer's experts.
 
-  In the backward pass, each layer scatters the next layer's gradients while it computes. Gathered
-  weights of all layers are saved for the backward pass.
+  In the backward pass, each layer overlaps with scattering the gradients of the next layer's
+  experts. The gathered weights of all layers are saved for the backward pass.
 
   Returns:
-    The layer with gathered weights in its carry; gathered weights of layer 0; weights to gather in
-    each layer, in the last one layer 0's again.
+    layer: `layer` with the gathered weights of its experts in the carry of the scan.
+    gathered: the gathered weights of layer 0, for the initial carry.
+    next_experts: for each layer, the next layer's weights to gather. The last layer has no next
+      one: it gathers those of layer 0, unused.
   """
 
   def gather(w: ExpertWeights) -> moe.Gathered:
@@ -285,9 +310,9 @@ def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
     w = jax.tree.map(lambda x: x.astype(compute.dtype), w)
     return moe.gather(w, compute.experts)
 
-  def prefetching(x_BTD, kv, gathered, number, block, replayed_experts_BTk, following):
-    prefetched = gather(following)
-    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_experts_BTk, gathered)
+  def prefetching(x_BTD, kv, gathered, index, block, replayed_experts_BTk, next_experts):
+    prefetched = gather(next_experts)
+    (x_BTD, kv), outputs = layer(x_BTD, kv, index, block, replayed_experts_BTk, gathered)
     return (x_BTD, kv, prefetched), outputs
 
   first = gather(jax.tree.map(lambda w: w[0], stack))
@@ -295,10 +320,10 @@ def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """Scans over layers; calls a single layer directly, without copying its weights.
+  """Scans over layers, or calls a single layer directly, which copies no weights.
 
-  On CPU, stacking residuals in the loop takes a tenth to a fifth of an update's time: `unroll`
-  avoids it. JAX has no gradient of partly unrolled loops on a mesh.
+  unroll: whether to unroll the whole scan. A loop stacks the residuals of all layers, a tenth to a
+    fifth of an update's time on CPU. JAX has no gradient of partly unrolled loops on a mesh.
   """
   if len(inputs[0]) > 1:
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
@@ -309,7 +334,7 @@ def _over_layers(layer, carry, inputs, unroll):
 def _layer(
   x_BTD,
   kv,
-  number,
+  index,
   block,
   replayed_experts_BTk,
   gathered: moe.Gathered | None = None,
@@ -317,15 +342,22 @@ def _layer(
   config: ModelConfig,
   compute,
   kind: Kind,
-  **setting,
+  **placement,
 ):
   """Computes one layer of the family.
 
-  gathered: prefetched weights of the experts. None if `block` has the experts' weights.
+  Returns (hidden states, cache), and (chosen experts, router statistics); the latter two are None
+  in a dense layer.
+
+  Args:
+    kv: cache of the layer's block. None without a cache.
+    index: index of the layer in its block.
+    block: weights of this layer, without the axis of layers.
+    gathered: prefetched weights of the experts. None if `block` has the experts' weights.
   """
 
   def experts(y_BTD, w):
-    valid_BT = setting["segments_BT"] > 0
+    valid_BT = placement["segments_BT"] > 0
     names = "choice_bias", "router_bias", "gate_bias", "up_bias", "down_bias"
     choice_bias, router_bias, *biases, down_bias = (getattr(w, name, None) for name in names)
     gate_BTk, experts_BTk, stats = moe.route(
@@ -340,7 +372,7 @@ def _layer(
     return y_BTD, experts_BTk, stats
 
   attend = functools.partial(
-    layers.attend, kv=kv, layer=number, config=config, compute=compute, kind=kind, **setting
+    layers.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
   )
   # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
   if kv is None:

@@ -1,6 +1,7 @@
-"""Parameters of a model: one table declares each weight once, by letters.
+"""Parameters of a model: one table declares each weight once, by the letters of its axes.
 
-Shape, initialiser, sharding and compute dtype derive from it.
+A table is a `Params` with a `Weight` in place of each array. The arrays' shapes, initial values,
+shardings and compute dtypes derive from it. `structs` defines the letters; O is an axis of size 1.
 """
 
 import functools
@@ -20,8 +21,14 @@ from gspo_jax.sharding import Rules
 
 @flax.struct.dataclass
 class Params:
+  """Parameters of a model, or any tree of their structure.
+
+  A block has the weights of consecutive layers of one kind, stacked on l; its class is the
+  family's.
+  """
+
   embed: Any  # V D
-  blocks: tuple[Any, ...]  # One of the family's per run of equal layers, stacked on l.
+  blocks: tuple[Any, ...]
   final_norm: Any  # D
   head: Any  # D V. None means the transposed embedding.
 
@@ -33,27 +40,31 @@ class Params:
 
 @flax.struct.dataclass
 class Attention:
+  """Weights of grouped-query attention; norms and biases are None in models without them."""
+
   q: Any  # l D N H
   k: Any  # l D K H
   v: Any  # l D K H
   o: Any  # l N H D
-  q_norm: Any  # l H, or l N H over all heads, with qk_norm
-  k_norm: Any  # l H, or l K H over all heads, with qk_norm
-  q_bias: Any  # l N H, with attention_bias
-  k_bias: Any  # l K H, with attention_bias
-  v_bias: Any  # l K H, with attention_bias
+  q_norm: Any  # l H for each head, or l N H for all heads together; with `qk_norm`
+  k_norm: Any  # l H for each head, or l K H for all heads together; with `qk_norm`
+  q_bias: Any  # l N H, with `attention_bias`
+  k_bias: Any  # l K H, with `attention_bias`
+  v_bias: Any  # l K H, with `attention_bias`
 
 
 @flax.struct.dataclass
 class ExtendedAttention(Attention):
-  """Attention with further parts, each None where it is absent."""
+  """Attention with an output bias or sinks; either may be None."""
 
   o_bias: Any  # l D
-  sink: Any  # l N, with `scores.sinks`
+  sink: Any  # l N, a further logit in each head's softmax; with `scores.sinks`
 
 
 @flax.struct.dataclass
 class Dense:
+  """Weights of a gated feed-forward layer."""
+
   gate: Any  # l D F
   up: Any  # l D F
   down: Any  # l F D
@@ -61,6 +72,8 @@ class Dense:
 
 @flax.struct.dataclass
 class Moe:
+  """Weights of a router and its gated experts."""
+
   router: Any  # l D E
   gate: Any  # l E D F
   up: Any  # l E D F
@@ -68,16 +81,17 @@ class Moe:
 
 
 class InStack(NamedTuple):
-  """A layer's weight, to be read in place from the stack of all layers.
+  """One layer's weight, as the stack of all layers and an index.
 
-  On TPU a slice outside a product is a copy at every step.
+  Read it at its product: XLA then fuses the slice into the product. On TPU an earlier slice would
+  copy the weight at every decode step.
   """
 
   stack: jax.Array | Int8  # [l, ...]
-  layer: Any
+  layer: Any  # Index on l, an int or an int32 array.
 
   def read(self, dtype: Any) -> jax.Array | Int8:
-    """Returns the layer's weight; an array in `dtype`."""
+    """Slices the layer's weight, cast to `dtype` unless it is `Int8`."""
     w = jax.tree.map(
       lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack
     )
@@ -85,12 +99,15 @@ class InStack(NamedTuple):
 
 
 class Weight:
-  """One line of the table: letters, sizes, inputs, and dtype and sharding options.
+  """Declaration of one weight.
 
-  fan_in: letters of the inputs.
-  wide: whether passes read it in float32 with any compute dtype (small, sensitive weights).
-  whole: whether it is whole on every device except over D.
-  dtype: dtype in passes. None depends on `wide`.
+  letters: axes, one letter each, such as "lDNH".
+  sizes: size of each letter's axis.
+  fan_in: letters of the input axes. "" for a weight initialised to `constant`.
+  constant: initial value, such as 1 for a norm's scale.
+  wide: whether computations use it in float32 with any compute dtype, as a small, sensitive weight.
+  whole: whether a mesh splits its axis D only, and no other one.
+  dtype: dtype in computations. None means float32 if `wide`, else the compute dtype.
   """
 
   def __init__(
@@ -110,32 +127,36 @@ class Weight:
 
   @property
   def by_expert(self) -> bool:
-    """Whether a part of it belongs to each expert, outside the router."""
+    """Whether each expert has a slice of it, and it is not part of the router."""
     return self.letters.startswith("lE") and len(self.letters) > 2
 
   @property
   def is_expert(self) -> bool:
+    """Whether it is one of the weights in `ExpertWeights`."""
     return "E" in self.letters and not self.wide
 
   @property
   def is_matrix(self) -> bool:
-    """Whether it is a matrix of attention, feed-forward or experts."""
-    in_layer = self.letters.startswith("l") and not self.letters.endswith("O")  # Not of one output.
+    """Whether it is a matrix of attention, feed-forward layers or experts."""
+    in_layer = self.letters.startswith("l") and not self.letters.endswith("O")  # O: one output.
     return bool(self.fan_in) and not self.wide and in_layer
 
   def init(self, key: jax.Array, dtype: Any) -> jax.Array:
-    """Draws from a normal of standard deviation fan_in^(-1/2), or fills a constant."""
+    """Draws normal values of standard deviation fan_in^(-1/2), or fills in the constant."""
     if self.fan_in is None:
       return jnp.full(self.shape, self.constant, dtype)
     return jax.random.normal(key, self.shape, dtype) * self.fan_in**-0.5
 
   def read_as(self, compute_dtype: Any) -> jnp.dtype:
-    """Returns the weight's dtype in passes of trainer and sampler."""
+    """Returns the weight's dtype in computations of trainer and sampler."""
     return jnp.dtype(self.dtype or (jnp.float32 if self.wide else compute_dtype))
 
 
 def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
-  """Returns a constructor of `Weight` with the model's sizes and `further` ones."""
+  """Returns a constructor of `Weight` with the model's sizes.
+
+  further: sizes of further letters, such as F.
+  """
   sizes = dict(V=c.vocab_size, D=c.hidden_size, H=c.head_dim, E=c.num_experts)
   sizes |= dict(N=c.num_heads, K=c.num_kv_heads, O=1) | further
   return functools.partial(Weight, sizes=sizes)
@@ -149,10 +170,12 @@ def attention_table(
   norm_heads: bool = False,
   o_bias: bool = False,
 ) -> Attention:
-  """Declares projections of grouped-query attention; norm scales start at `norm`.
+  """Declares the weights of grouped-query attention.
 
-  wide_norm: whether passes read norm scales in float32.
-  norm_heads: whether q/k norms are over all heads together.
+  w: constructor from `weight_factory`.
+  norm: initial value of the norms' scales.
+  wide_norm: whether computations use these scales in float32.
+  norm_heads: whether one norm is over all heads together, instead of one over each head.
   o_bias: whether the output projection has a bias.
   """
 
@@ -184,7 +207,8 @@ def dense_table(w: functools.partial) -> Dense:
 def moe_table(w: functools.partial) -> Moe:
   """Declares a router and gated experts."""
   return Moe(
-    # Rounding would change the chosen experts; every device routes its own tokens.
+    # Wide, since rounding would change the chosen experts. Whole, since each device routes its own
+    # tokens over all experts.
     router=w("lDE", fan_in="D", wide=True, whole=True),
     gate=w("lEDF", fan_in="D"),
     up=w("lEDF", fan_in="D"),
@@ -193,7 +217,7 @@ def moe_table(w: functools.partial) -> Moe:
 
 
 def in_eight_bits(table: Params) -> Params:
-  """Declares the layers' matrices as `Int8`."""
+  """Declares the layers' matrices as `Int8`, and leaves other weights unchanged."""
 
   def narrow(w: Weight) -> Weight | Int8:
     if not w.is_matrix:
@@ -210,7 +234,10 @@ def in_eight_bits(table: Params) -> Params:
 
 
 def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
-  """Returns NamedShardings of all parameters; ValueError names an indivisible weight."""
+  """Returns the NamedShardings of all parameters.
+
+  Raises ValueError, naming the weight, if a mesh axis does not divide a dimension.
+  """
 
   def layout(path, w: Weight) -> NamedSharding:
     used = {letter: rules[letter] for letter in rules if letter == "D" or not w.whole}
@@ -221,7 +248,7 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
         raise ValueError(
           f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} "
           f"[{' '.join(w.letters)}] = {w.shape}: {letter}={size} is not divisible by "
-          f"{named}={parts}"
+          f"{named}={parts}: make this number a divisor of {size}"
         )
     return NamedSharding(mesh, pspec)
 
@@ -229,12 +256,12 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
 
 
 def dtypes(table: Params, compute_dtype: Any) -> Params:
-  """Returns each parameter's dtype in `forward`, head and sampler."""
+  """Returns the dtype of each parameter in computations."""
   return jax.tree.map(lambda w: w.read_as(compute_dtype), table)
 
 
 def init(table: Params, key: jax.Array, dtype: Any) -> Params:
-  """Initialises parameters, each weight from its own key."""
+  """Initialises parameters; each weight has a separate random key."""
   leaves, treedef = jax.tree.flatten(table)
   keys = jax.random.split(key, len(leaves))
   return jax.tree.unflatten(treedef, [w.init(k, dtype) for w, k in zip(leaves, keys)])
