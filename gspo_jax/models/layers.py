@@ -29,7 +29,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean x² + eps) · (1 + scale), all in float32 and rounded once, as Gemma does."""
+  """x / sqrt(mean x² + eps) · (1 + scale).
+
+  All of it is in float32, and rounded once, as in Gemma.
+  """
 
   def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * (1 + scale)
@@ -71,7 +74,7 @@ def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def add(x_BTD: jax.Array, y_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-  """x + m y, for a layer's input x, the output y of one of its parts, and the residual multiplier.
+  """x + m y, the residual connection around y = f(x).
 
   m is `multipliers.residual`, 1 except in Granite.
   """
@@ -101,7 +104,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     dtype: compute dtype.
   """
 
-  def read(weight: Weight, w: Any) -> Any:
+  def prepare(weight: Weight, w: Any) -> Any:
     if w is None or isinstance(w, InStack | Int8):
       return w
     w = w.astype(weight.read_as(dtype))
@@ -112,7 +115,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
     return (sharding.gather if gathers else sharding.reshard)(w, gathered)
 
-  return jax.tree.map(read, table, block)
+  return jax.tree.map(prepare, table, block)
 
 
 def attend(
@@ -130,7 +133,9 @@ def attend(
   tree: Tree | Paths | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Grouped-query attention with projections; returns [B, T, D] and the updated cache.
+  """Grouped-query attention with projections.
+
+  Returns [B, T, D], and the updated cache (None without one).
 
   Args:
     x_BTD: the layer's input, normalised.
@@ -184,7 +189,10 @@ def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """Normalises each head by a scale [H], or all heads together by a scale [N, H]."""
+  """Normalises each head, for a scale [H].
+
+  With a scale [N, H], normalises all heads of a token together.
+  """
   if scale.ndim == 1:
     return norm(x_BTNH, scale, eps)
   B, T, N, H = x_BTNH.shape
@@ -206,9 +214,9 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
 
 
 def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_start) -> Callable:
-  """Returns a function of new queries, keys and values, for attention inside `shard_map`.
+  """Returns the attention of a layer, run inside `shard_map`.
 
-  It writes new keys and values to the cache first, if there is one. Then it attends to the new
+  The function takes new queries, keys and values. It writes new keys and values to the cache first, if there is one. Then it attends to the new
   tokens, or, with earlier tokens in the cache, to the cache.
 
   declared: options of the scores, without the layer's sinks.

@@ -92,7 +92,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Returns the number of parameters: all, and those used for one token."""
+  """Returns the numbers of all parameters, and of parameters used for one token."""
   weights = jax.tree.leaves(table(config))
   total = sum(math.prod(w.shape) for w in weights)
   by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)
@@ -101,7 +101,10 @@ def count(config: ModelConfig) -> tuple[int, int]:
 
 
 def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
-  """Returns the rematerialisation policy of a pass over `tokens` tokens on all devices."""
+  """Returns the rematerialisation policy of a pass.
+
+  tokens: tokens of the batch, on all devices.
+  """
   parameters, mesh = 0, jax.sharding.get_abstract_mesh()
   if compute.remat == "auto" and not mesh.empty:
     layout = shardings(config, sharding.TRAIN, mesh)
@@ -265,10 +268,10 @@ def _apply_block(
 
 
 def _experts_in_stack(table, block, layer):
-  """Moves the experts' weights of a block out of the inputs of the scan over layers.
+  """Excludes experts' weights from the inputs of the scan.
 
-  Returns the block without them, and `layer` as a function of a layer's other weights: each
-  expert's weight is an `InStack`, to be read from the stack of all layers.
+  Returns the block without them, and `layer` as a function of a layer's other weights. Each weight
+  of the experts is an `InStack`, read from the stack of all layers.
   """
 
   def with_experts(x_BTD, kv, index, other_weights, replayed_experts_BTk):
@@ -320,7 +323,9 @@ def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """Scans over layers, or calls a single layer directly, which copies no weights.
+  """Scans over layers, or calls a single layer directly.
+
+  The direct call copies no weights.
 
   unroll: whether to unroll the whole scan. A loop stacks the residuals of all layers, a tenth to a
     fifth of an update's time on CPU. JAX has no gradient of partly unrolled loops on a mesh.

@@ -127,7 +127,7 @@ class Weight:
 
   @property
   def by_expert(self) -> bool:
-    """Whether each expert has a slice of it, and it is not part of the router."""
+    """Whether each expert has a slice; False for the router's weights."""
     return self.letters.startswith("lE") and len(self.letters) > 2
 
   @property

@@ -262,10 +262,25 @@ def test_padding_between_tokens_keeps_cudnn_from_its_causal_mask(monkeypatch):
 @pytest.mark.parametrize(
   "name, scores, gaps, message",
   [
-    ("cudnn", LOCAL, False, "compute.attention='cudnn' has no sliding window: set it to auto"),
-    ("cudnn", BOUNDED, False, "compute.attention='cudnn' has no soft bound"),
-    ("cudnn", Scores(1.0, sink_N=SINKS), False, "no sinks: set it to auto or plain, blockwise, sp"),
-    ("splash", LOCAL, True, "compute.attention='splash' has no sliding window where responses"),
+    (
+      "cudnn",
+      LOCAL,
+      False,
+      "compute.attention='cudnn' does not support a sliding window: set it to auto",
+    ),
+    ("cudnn", BOUNDED, False, "compute.attention='cudnn' does not support a soft bound"),
+    (
+      "cudnn",
+      Scores(1.0, sink_N=SINKS),
+      False,
+      "support sinks: set it to auto or plain, blockwise, sp",
+    ),
+    (
+      "splash",
+      LOCAL,
+      True,
+      "compute.attention='splash' does not support a sliding window where responses",
+    ),
   ],
 )
 def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
@@ -374,8 +389,8 @@ def test_the_name_or_what_suits_the_platform(
 
 
 @pytest.mark.parametrize(
-  "dtype, width, message", [("float32", 64, "no float32"), ("bfloat16", 256, "no heads of 256")]
+  "dtype, width, message", [("float32", 64, "float32"), ("bfloat16", 256, "heads of width 256")]
 )
 def test_types_and_heads_that_cudnn_lacks_are_named(dtype, width, message):
-  with pytest.raises(ValueError, match=f"compute.attention='cudnn' has {message}"):
+  with pytest.raises(ValueError, match=f"compute.attention='cudnn' does not support {message}"):
     attention.choose("cudnn", 4096, dtype, width=width)

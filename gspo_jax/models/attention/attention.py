@@ -2,10 +2,11 @@
 
 Four implementations, chosen by `ComputeConfig.attention`:
 
-  plain      stores the [T, S] scores: short sequences, and single queries to a cache
-  blockwise  online softmax over blocks of keys: anywhere, any length, no [T, S] array
+  plain      stores the [T, S] scores: for short sequences, and single queries to a cache
+  blockwise  online softmax over blocks of keys, without a [T, S] array: for any device and length
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
-  cudnn      the flash attention of cuDNN, through jax.nn.dot_product_attention: GPU, 16 bit
+  cudnn      cuDNN's flash attention, through jax.nn.dot_product_attention: for NVIDIA GPUs and
+             16-bit types
 """
 
 import functools
@@ -29,9 +30,9 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries for `plain` where there is a kernel; twice as many elsewhere.
-CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`: its results are residuals.
-SLAB = 64  # Queries per product in `plain`, to skip later keys: about half of the scores.
+PLAIN = 128  # "auto" takes `plain` for at most so many queries; twice as many without a kernel.
+CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`; `remat` may save its results.
+SLAB = 64  # Queries per product in `plain`. Keys after them are skipped, about half of the scores.
 
 
 def choose(
@@ -42,21 +43,27 @@ def choose(
   gaps: bool = False,
   width: int = 128,
 ) -> str:
-  """Returns the named implementation; "auto" depends on length and platform.
+  """Chooses the implementation of attention.
+
+  Returns `implementation`, or for "auto" the fastest that supports the arguments: `plain` for few
+  queries, else the platform's kernel, else `blockwise`.
 
   Args:
     implementation: value of `ComputeConfig.attention`.
-    scores: window and soft bound. None means neither.
+    queries: T, queries per row.
+    dtype: dtype of queries, keys and values.
+    scores: window, soft bound and sinks. None means none of them.
     gaps: whether padding may lie between the keys of a segment.
-    width: H, of one head.
+    width: H, width of a head.
 
   Raises:
-    ValueError: the named implementation does not support such scores or heads.
+    ValueError: the named implementation does not support dtype, scores, gaps or width.
   """
-  if missing := lacks(implementation, dtype, scores, gaps, width):
+  if feature := lacks(implementation, dtype, scores, gaps, width):
     able = [name for name in FORMULATIONS if not lacks(name, dtype, scores, gaps, width)]
     raise ValueError(
-      f"compute.attention={implementation!r} has no {missing}: set it to auto or {', '.join(able)}"
+      f"compute.attention={implementation!r} does not support {feature}: set it to auto or "
+      f"{', '.join(able)}"
     )
   if implementation != "auto":
     return implementation
@@ -71,32 +78,35 @@ def choose(
 def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
-  """Returns the first feature missing in a kernel, or ""."""
+  """Describes the first required feature without support, or returns "".
+
+  The arguments are those of `choose`. An implementation of None supports everything.
+  """
   scores = scores or Scores(1.0)
   window, cap = scores.window, scores.cap
-  if implementation == "splash" and window and gaps:  # Its window counts padding, too.
-    return "sliding window where responses share their prompt"
+  if implementation == "splash" and window and gaps:  # Its window counts padding as positions.
+    return "a sliding window where responses share their prompt"
   if implementation != "cudnn":
     return ""
   if cap:
-    return "soft bound on scores"
+    return "a soft bound on scores (model.attn_logit_softcapping)"
   if window:
-    return "sliding window"
+    return "a sliding window"
   if scores.sink_N is not None:
     return "sinks"
   if jnp.dtype(dtype).itemsize > 2:
-    return f"{jnp.dtype(dtype).name}, 16-bit types alone"
+    return f"{jnp.dtype(dtype).name}, only 16-bit types"
   if width % 8 or width > _widest_head():
-    return f"heads of {width}: it needs multiples of 8, at most {_widest_head()} on this device"
+    return f"heads of width {width}, only multiples of 8 up to {_widest_head()} on this device"
   return ""
 
 
 def _widest_head() -> int:
-  """Widest head of cuDNN's attention on the mesh's devices."""
+  """Returns the largest H of cuDNN's attention on the mesh's devices."""
   chip = accelerators.find(sharding.device_kind())
   if chip and chip.cuda:
     major = chip.cuda.capability[0]
-  else:  # An unlisted board.
+  else:  # A GPU without an entry in `accelerators`.
     major = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
   return 256 if major >= 9 else 128  # 9 is Hopper.
 
@@ -112,9 +122,15 @@ def attend_self(
 ) -> jax.Array:
   """Causal attention of the last T of S tokens, [B, T, N, H].
 
-  softmax(q kᵀ / √H) v over the query's own key and earlier ones of its segment. Softmax is in
-  float32; N/K query heads share a key head. `scores` sets scale, window and soft bound. Its window
-  is measured by `position_BS`, or by the index in the row if None.
+  softmax(q kᵀ / √H) v over the keys of the query's segment up to its own. Softmax is in float32;
+  N/K query heads share a key head.
+
+  Args:
+    segment_BS: segment numbers of all S tokens; the queries are the last T.
+    implementation: one of `FORMULATIONS`.
+    scores: scale, window, soft bound and sinks. None means scale 1/√H and no others.
+    position_BS: positions that measure the window, for `plain` and `blockwise`. None means the
+      index in the row.
   """
   (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
   scores, first = scores or Scores(H**-0.5), S - T
@@ -131,28 +147,33 @@ def attend_self(
     return attend_blockwise(
       q_BTNH, k_BSKH, v_BSKH, order_BS[:, first:], segments, scores, positions
     )
-  order_S, parts = np.arange(S), []
-  for begin in range(0, T, SLAB):  # Keys later than all queries of a slab are skipped.
-    rows, keys = slice(begin, begin + SLAB), slice(first + begin + SLAB)
-    visible = (order_S[first:][rows, None] >= order_S[None, keys])[None]
-    visible &= segment_BT[:, rows, None] == segment_BS[:, None, keys]
+  order_S, slabs = np.arange(S), []
+  for start in range(0, T, SLAB):  # Keys later than all queries of a slab are skipped.
+    queries, keys = slice(start, start + SLAB), slice(first + start + SLAB)
+    visible = (order_S[first:][queries, None] >= order_S[None, keys])[None]
+    visible &= segment_BT[:, queries, None] == segment_BS[:, None, keys]
     if scores.window:
-      visible &= position_BT[:, rows, None] - position_BS[:, None, keys] < scores.window
-    parts.append(attend(q_BTNH[:, rows], k_BSKH[:, keys], v_BSKH[:, keys], visible, scores))
-  return jnp.concatenate(parts, axis=1)
+      visible &= position_BT[:, queries, None] - position_BS[:, None, keys] < scores.window
+    slabs.append(attend(q_BTNH[:, queries], k_BSKH[:, keys], v_BSKH[:, keys], visible, scores))
+  return jnp.concatenate(slabs, axis=1)
 
 
 class Tree(NamedTuple):
-  """Layout of responses after a shared prompt: [trunk, branch, branch, ...].
+  """Layout of a group of responses with a shared prompt: [trunk, branch, branch, ...].
 
-  It fills `branches` rows, read as one. A branch attends to the trunk and itself.
+  The trunk is the prompt except its last token, which begins every branch: its result differs
+  between responses. A branch attends to the trunk and itself. A group is one sequence, stored as
+  `branches` consecutive rows of equal length.
   """
 
-  trunk: int  # Positions of the trunk, a multiple of `branches`.
-  branches: int
+  trunk: int  # S, positions of the trunk; a multiple of `branches`.
+  branches: int  # Branches of a trunk, U positions each.
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits rows [B, T, ...] into trunks [R, S, ...] and branches [B, U, ...]."""
+    """Splits rows [B, T, ...] into trunks [R, S, ...] and branches [B, U, ...].
+
+    R = B / branches is the number of groups.
+    """
     x_RX = x_BT.reshape(-1, self.branches * x_BT.shape[1], *x_BT.shape[2:])
     return x_RX[:, : self.trunk], x_RX[:, self.trunk :].reshape(len(x_BT), -1, *x_BT.shape[2:])
 
@@ -172,13 +193,14 @@ def attend_tree(
   scores: Scores | None = None,
   position_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """Attends within trunks, and from branches to trunk and branch.
+  """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. Padding may separate trunk and branches,
-  so a window needs `position_BT`.
+  A trunk's keys and values are repeated for each branch. A trunk may end with padding, so a window
+  is measured by `position_BT`. None is for scores without a window.
   """
 
   def path(x_RS, x_BU):
+    """Joins each branch to a copy of its trunk, [B, S + U, ...]."""
     return jnp.concatenate([jnp.repeat(x_RS, tree.branches, axis=0), x_BU], axis=1)
 
   (q_RSNH, q_BUNH), *keys = map(tree.split, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
@@ -193,14 +215,15 @@ def attend_tree(
 
 
 class Paths(NamedTuple):
-  """Layout of packed rows with shared prefixes, per device.
+  """Layout of packed rows [R, T] with shared prefixes, on one device.
 
-  A path is a prefix and its continuation. Paths are contiguous in separate rows of F positions.
+  A path is a prefix and one of its continuations. The packed rows store a prefix once. Attention
+  runs on rows [R, F] instead, with all paths in full, one after another.
   """
 
-  read_RF: jax.Array  # int32: index in the flattened rows [R, T]; out of range for padding.
+  read_RF: jax.Array  # int32: index of the token in the flattened [R, T]; R·T for padding.
   segment_RF: jax.Array  # int32: number of the path; 0 is padding.
-  back_RT: jax.Array  # int32: a token's index in the flattened rows [R, F], in any of its paths.
+  back_RT: jax.Array  # int32: index in the flattened [R, F] of the token's place in one path.
 
 
 def attend_paths(
@@ -213,8 +236,8 @@ def attend_paths(
 ) -> jax.Array:
   """Attends within every path, [R, T, N, H].
 
-  A path is a segment, so any implementation works. Shared prefixes are repeated for each path, in
-  attention only.
+  Each path is a segment for `attend_self`. A token of a shared prefix has the same result in all of
+  its paths, and one of them is returned.
   """
 
   def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
@@ -234,9 +257,13 @@ def attend_cache(
   scores: Scores | None = None,
   implementation: str = "plain",
 ) -> jax.Array:
-  """Attends from `position_BT` to slots of a cache up to there, [B, T, N, H].
+  """Attends from queries at `position_BT` to slots 0..position of a cache, [B, T, N, H].
 
-  implementation: value of `ComputeConfig.attention`; "auto" takes a kernel for a query on a GPU.
+  S is the number of slots; slot s holds position s.
+
+  implementation: value of `ComputeConfig.attention`. "auto" runs a Pallas kernel (`triton`) for one
+    query per row on GPU, if it supports S and H. Any other case computes the scores of all slots,
+    in blocks for many queries.
   """
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
@@ -269,9 +296,9 @@ def attend(
   visible_BTS: jax.Array,
   scores: Scores | None = None,
 ) -> jax.Array:
-  """softmax(q kᵀ / √H) v over the visible keys.
+  """softmax(q kᵀ / √H) v over the visible keys, [B, T, N, H].
 
-  Softmax is in float32; N/K query heads share a key head.
+  Softmax is in float32; N/K query heads share a key head. `visible_BTS` may have a first axis of 1.
   """
   B, T, N, H = q_BTNH.shape
   K, scores = k_BSKH.shape[2], scores or Scores(H**-0.5)
@@ -283,9 +310,9 @@ def attend(
 
 
 def _softmax(score: jax.Array, sink_N: jax.Array | None, by_head: tuple[int, ...]) -> jax.Array:
-  """Softmax over keys, with each head's sink in the denominator.
+  """Softmax over the last axis, with each head's sink in the denominator.
 
-  by_head: shape of the sinks beside the scores.
+  by_head: shape of the sinks to broadcast with the scores, 1 on every axis except the heads'.
   """
   if sink_N is None:
     return jax.nn.softmax(score, axis=-1)
@@ -296,9 +323,9 @@ def _softmax(score: jax.Array, sink_N: jax.Array | None, by_head: tuple[int, ...
 def attend_splash(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends with JAX's Pallas kernel for TPU; interpreted on other platforms.
+  """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
 
-  T and S are padded to whole blocks, in separate segments, and H to the hardware's 128 lanes.
+  T and S are padded to whole blocks, in a separate segment, and H to the hardware's 128 lanes.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
@@ -328,15 +355,21 @@ def _splash_kernel(
   scores: Scores,
   interpret: bool,
 ):
-  """Builds the kernel; query 0 is at key `first`."""
+  """Builds the kernel.
+
+  shape: padded numbers of queries and keys.
+  width: padded H.
+  blocks: queries and keys of a block of scores.
+  first: index of the key of query 0.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   mask = splash.CausalMask(shape, offset=first)
   if scores.window:
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
-  # Each block of queries reads all keys again, and each block of keys all queries, so blocks are
-  # the largest for the chip's vector memory. 32 heads of 32,768 positions on v5p move 22 GB a
-  # layer, and 36 GB with blocks of half the size.
+  # Each block of queries reads all keys, and in the backward pass each block of keys reads all
+  # queries. So memory traffic is least with the largest blocks for the chip's vector memory. For 32
+  # heads of 32,768 positions on v5p it is 22 GB a layer, and 36 GB with blocks of half the size.
   (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
@@ -362,21 +395,21 @@ def _splash_kernel(
 def attend_cudnn(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends with cuDNN's flash attention, if rows are one segment and padding.
+  """Attends with cuDNN's flash attention if each row is one segment, then padding.
 
-  These need a causal mask only: padding is last, so no token sees it. Segments would need a [T, T]
-  array, so other batches use `attend_blockwise`, chosen at run time: packed rows, and padded
-  prompts shared by responses. cuDNN's causal mask aligns the first query with the first key, so
-  missing queries are padded at the front.
+  Such rows need a causal mask only: no token sees the padding after it. Other rows, such as packed
+  ones, would need a mask of [T, T] values. A batch with any of them runs `blockwise` instead,
+  chosen at run time.
   """
-  missing = k_BSKH.shape[1] - q_BTNH.shape[1]
+  earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 
   def fused(q, k, v, _):
-    q = jnp.pad(q, ((0, 0), (missing, 0), (0, 0), (0, 0)))
+    # cuDNN's causal mask aligns the first query with the first key.
+    q = jnp.pad(q, ((0, 0), (earlier, 0), (0, 0), (0, 0)))
     y = jax.nn.dot_product_attention(
       q, k, v, scale=scores.scale, is_causal=True, implementation="cudnn"
     )
-    return y[:, missing:]
+    return y[:, earlier:]
 
   before_BS, after_BS = segment_BS[:, :-1], segment_BS[:, 1:]
   padded = jnp.all((after_BS == before_BS) | (after_BS == 0))
