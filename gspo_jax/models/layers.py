@@ -216,8 +216,9 @@ def scores_of(config: ModelConfig, local: bool) -> Scores:
 def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_start) -> Callable:
   """Returns the attention of a layer, run inside `shard_map`.
 
-  The function takes new queries, keys and values. It writes new keys and values to the cache first, if there is one. Then it attends to the new
-  tokens, or, with earlier tokens in the cache, to the cache.
+  The function takes queries, keys and values of the new tokens. It writes keys and values to the
+  cache, if there is one. Queries attend to the cache if it has earlier tokens, else to the new
+  tokens.
 
   declared: options of the scores, without the layer's sinks.
   """

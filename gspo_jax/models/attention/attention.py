@@ -161,9 +161,9 @@ def attend_self(
 class Tree(NamedTuple):
   """Layout of a group of responses with a shared prompt: [trunk, branch, branch, ...].
 
-  The trunk is the prompt except its last token, which begins every branch: its result differs
-  between responses. A branch attends to the trunk and itself. A group is one sequence, stored as
-  `branches` consecutive rows of equal length.
+  The trunk is the prompt except its last token. That token begins every branch, since the token to
+  predict after it differs. A branch attends to the trunk and itself. The layout of a group is one
+  long sequence, stored as `branches` consecutive rows of equal length.
   """
 
   trunk: int  # S, positions of the trunk; a multiple of `branches`.

@@ -1,4 +1,7 @@
-"""Attention in blocks of queries and keys: an online softmax without a [T, S] array."""
+"""Attention in blocks of queries and keys: an online softmax without a [T, S] array.
+
+Axes: i blocks of R queries, blocks of C keys, n = N / K query heads of each key head.
+"""
 
 import functools
 import math
@@ -11,18 +14,18 @@ from jax.ad_checkpoint import checkpoint_name
 from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
-NEGATIVE = -1e30  # Finite: a query without visible keys gets a mean, not NaN.
-BLOCK = 512  # Queries and keys of a block of scores; the maximum on CPU.
-RESIDUAL = "attention"  # Name of residuals, for rematerialisation policies.
+NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
+BLOCK = 512  # Queries, and keys, of a block of scores. On CPU the maximum.
+RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
 class Scores(NamedTuple):
-  """Options of the scores cap · tanh(q kᵀ · scale / cap)."""
+  """Options of the scores cap · tanh(q kᵀ · scale / cap), the logits of attention's softmax."""
 
   scale: float  # Usually H^(-1/2).
-  window: int = 0  # Visible positions, up to and with the query's; 0: all.
-  cap: float = 0.0  # Soft bound on a score; 0: none.
-  sink_N: Any = None  # A further logit in each head's denominator, float32; None: none.
+  window: int = 0  # Number of last positions a query sees, its own included; 0: all.
+  cap: float = 0.0  # Soft bound on a score; 0: none, so scores are q kᵀ · scale.
+  sink_N: Any = None  # Sinks: a further logit in each head's softmax, float32. None: no sinks.
 
 
 _einsum_float32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -42,16 +45,18 @@ def attend_blockwise(
   scores: Scores,
   positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Attention of query t to keys s <= order_t of its segment; [B, T, N, H].
+  """Attention of query t to keys s <= order_t of its segment, [B, T, N, H].
 
-  Forward and backward, only the scores of one block of queries and one of keys are in memory.
+  Forward and backward, only the scores of one block of queries and one block of keys are in memory.
   Blocks before the first and after the last visible key are skipped. FlashAttention,
   arXiv:2205.14135, algorithms 1 and 4.
 
   Args:
-    segments: of queries [B, T] and keys [B, S].
-    positions: of queries and keys, to measure `scores.window`. None without a window. With one,
-      only padding (segment 0) may lie between the keys of a segment.
+    order_BT: int32, index on S of the last key each query may see.
+    segments: segment numbers of queries [B, T] and of keys [B, S].
+    positions: positions of queries [B, T] and of keys [B, S], to measure `scores.window`. None
+      without a window. With a window, the keys of a segment may have padding (segment 0) between
+      them, but no other segment.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
@@ -76,24 +81,28 @@ def attend_blockwise(
 
 
 class Queries(NamedTuple):
-  """Blocks of queries, [i, B, R] each."""
+  """Data of the queries in blocks, [i, B, R] each; of one block, [B, R]."""
 
-  last: jax.Array  # Last visible key.
+  last: jax.Array  # Index of the last key it may see; -1 for padding.
   segment: jax.Array
-  first: jax.Array | None = None  # Lower bound of the visible keys; None without a window.
+  first: jax.Array | None = None  # Lower bound on its first visible key; None without a window.
   position: jax.Array | None = None  # None without a window.
 
 
 class Keys(NamedTuple):
-  segment: jax.Array  # [B, S]
+  """Data of the keys, [B, S] each; of one block, [B, C]."""
+
+  segment: jax.Array
   position: jax.Array | None = None  # None without a window.
 
 
 def block_size(rows: int) -> int:
   """Returns a block size, a power of two.
 
-  On CPU a block's scores then fit a core's cache of about a megabyte: blocks of 512 take twice as
-  long. `rows` is the number of rows times heads.
+  On CPU the scores of a block, rows · size² numbers, fit a core's cache of about a megabyte if
+  possible: blocks of 512 would take twice as long.
+
+  rows: number of rows times heads, B·N.
   """
   if sharding.platform() != "cpu":
     return BLOCK
@@ -102,7 +111,7 @@ def block_size(rows: int) -> int:
 
 
 def _even(length: int, block: int) -> int:
-  """Returns a block size near `block` with little padding."""
+  """Returns a block size near `block`, for little padding of `length`."""
   parts = round(length / block)
   return length if parts <= 1 else -(-length // parts // 8) * 8
 
@@ -114,12 +123,13 @@ def pad(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
 
 
 def _blocks(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
-  """[B, T, ...] -> [T / size, B, size, ...], padded."""
+  """Splits axis 1 into padded blocks, [B, T, ...] -> [i, B, size, ...]."""
   x = pad(x_BT, size, value)
   return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
 def _slice(j, C, arrays):
+  """Slices block j of the keys' arrays, [B, C, ...]."""
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * C, C, axis=1), arrays)
 
 
@@ -135,25 +145,30 @@ def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
 
 
 def _range(query: Queries, C: int, S: int):
-  """Returns the range of key blocks visible to a block of queries."""
+  """Returns first and end of the key blocks visible to queries."""
   first = 0 if query.first is None else query.first.min() // C
   return first, jnp.minimum(query.last.max() // C + 1, S // C)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _flash(q, k, v, sink_Kn, query, key, C, scores):
+  """Computes attention; see `_flash_forward`."""
   return _flash_forward(q, k, v, sink_Kn, query, key, C, scores)[0]
 
 
 def _flash_forward(q, k, v, sink_Kn, query, key, C, scores):
-  """Returns output and residuals for q [i,B,R,K,n,H] and k, v [B,S,K,H]."""
+  """Returns the output, shaped like q, and residuals.
+
+  q: scaled queries [i, B, R, K, n, H].
+  k, v: keys and values [B, S, K, H].
+  """
   _, B, R, K, n, H = q.shape
 
   def query_block(block):
     q_BRKnH, query = block
 
     def body(j, carry):
-      largest, total, sum_BKnRH = carry
+      largest, total, sum_BKnRH = carry  # Largest score, sum of weights, weighted sum of values.
       k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
       score, _ = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
       new = jnp.maximum(largest, score.max(-1))
@@ -179,6 +194,7 @@ def _flash_forward(q, k, v, sink_Kn, query, key, C, scores):
 
 
 def _flash_backward(C, scores, residuals, dy):
+  """Recomputes weights by block, from the log-sum-exp of scores."""
   q, k, v, sink_Kn, query, key, y, lse = residuals
 
   def query_block(carry, block):

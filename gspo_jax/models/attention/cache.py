@@ -1,6 +1,6 @@
-"""Dense key/value cache: one slot per position, one row per sequence.
+"""Dense key/value cache: a row for each sequence, with a slot for each position.
 
-`pages` has the paged cache.
+The alternative is the paged cache of `pages`.
 """
 
 import functools
@@ -23,14 +23,14 @@ def spec(x: Any) -> P:
 
 @flax.struct.dataclass
 class Cache:
-  """Keys and values by position: slot s of a row holds position s.
+  """Keys and values by position; tuples have an entry for each block of the parameters.
 
-  No lengths are stored: a query at position p reads slots 0..p, and padding of a prefill is
-  overwritten before it can be read. Layers are stacked as in the blocks of the parameters.
+  Slot s of a row holds position s. No lengths are stored: a query at position p reads slots 0..p,
+  and decode steps overwrite the padding of a prefill before a query can read it.
 
-  Keys have the slots last, values the head's width: the axes of scores and outputs of one query. On
-  CPU bfloat16 is stored as bits in uint16: otherwise XLA would convert a whole array to float32 and
-  back for each partial write.
+  The last axis of keys is S, as of a query's scores; the last axis of values is H, as of its
+  output. On CPU bfloat16 values are stored as their bits in uint16: XLA would convert a whole
+  bfloat16 array to float32 and back for each partial write.
   """
 
   k_lBKHS: tuple[jax.Array, ...]
@@ -39,20 +39,23 @@ class Cache:
 
   @property
   def dtype(self) -> Any:
+    """Returns the dtype of keys and values, bfloat16 for its bits in uint16."""
     stored = self.v_lBKSH[0].dtype
     return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 
   def block(self, i: int) -> "Block":
+    """Returns the cache of block i of the parameters."""
     return Block(self.k_lBKHS[i], self.v_lBKSH[i], *self.scale_lBK2S[i : i + 1])
 
   def with_blocks(self, blocks: Sequence["Block"]) -> "Cache":
+    """Combines the blocks to a cache."""
     scales = tuple(block.scale_lBK2S for block in blocks if block.scale_lBK2S is not None)
     return Cache(tuple(b.k_lBKHS for b in blocks), tuple(b.v_lBKSH for b in blocks), scales)
 
 
 @flax.struct.dataclass
 class Block:
-  """Keys and values of one block of layers."""
+  """Keys and values of one block of layers; the scales are None except for int8."""
 
   k_lBKHS: jax.Array
   v_lBKSH: jax.Array
@@ -90,8 +93,9 @@ def write(
   Several are consecutive, from the same position in all rows. For use inside `shard_map`.
 
   Returns:
-    The block, and keys and values as the int8 cache rounds them, unchanged for other dtypes. A
-    prefill attends to these, so its results are those of decode steps.
+    The block, the keys, and the values. With an int8 cache keys and values are rounded as stored:
+    a prefill attends to them, and later decode steps read the same values. With other dtypes they
+    are returned unchanged.
   """
   write_to = functools.partial(_write, layer=layer, position_BT=position_BT)
   scale_lBK2S, dtype = block.scale_lBK2S, k_BTKH.dtype
@@ -106,19 +110,22 @@ def write(
 def _write(
   stored: jax.Array, new_BTKX: jax.Array, axis: int, layer: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-  """Writes to one array of a block, with slots on `axis`."""
+  """Writes new values to one array of a block.
+
+  axis: axis of the array's slots, 3 or 4.
+  """
   if new_BTKX.shape[1] == 1:
     row = jnp.arange(len(new_BTKX))[:, None]
     index = (layer, row, slice(None), position_BT)
     return stored.at[index if axis == 3 else (*index[:3], slice(None), position_BT)].set(new_BTKX)
-  # One slice: a scatter would make XLA transpose the whole cache, and back.
+  # For a scatter, XLA would transpose the whole cache, and transpose it back.
   start = [layer, *[jnp.zeros((), jnp.int32)] * 4]
   start[axis] = position_BT[0, 0]
   return jax.lax.dynamic_update_slice(stored, jnp.moveaxis(new_BTKX, 1, axis - 1)[None], start)
 
 
 def read(block: Block, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-  """Returns keys [B, K, H, S] and values [B, K, S, H] of a layer."""
+  """Reads a layer's keys [B, K, H, S] and values [B, K, S, H]."""
   k_BKHS, v_BKSH = _decoded(block.k_lBKHS[layer]), _decoded(block.v_lBKSH[layer])
   if block.scale_lBK2S is not None:
     scale_BK2S = block.scale_lBK2S[layer]
@@ -129,8 +136,9 @@ def read(block: Block, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Arr
 def encode(x: jax.Array, dtype: Any) -> list[jax.Array]:
   """Converts vectors [..., H] to the stored dtype of a cache.
 
-  For int8, returns multiples of a vector's scale max |x| / 127 as well as the float32 scales [...].
-  Scales in bfloat16 would make the cache 1 % smaller, and be up to 0.4 % off.
+  Returns [x], or for int8 [integers, scales]: x is about integers · scale, with the scale
+  max |x| / 127 of each vector in float32, shape [...]. Scales in bfloat16 would make the cache 1 %
+  smaller, with errors of up to 0.4 %.
   """
   if dtype == jnp.uint16:
     return [jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)]
@@ -142,39 +150,40 @@ def encode(x: jax.Array, dtype: Any) -> list[jax.Array]:
 
 
 def decode(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
-  """Undoes `encode`, up to rounding."""
+  """Undoes `encode`, up to rounding; returns [..., H] in `dtype`."""
   x, *scale = parts
   return (_decoded(x) * scale[0][..., None] if scale else _decoded(x)).astype(dtype)
 
 
 def tile(dtype: Any) -> int:
-  """Returns the positions in a hardware tile, at least 16."""
+  """Returns the number of positions in a hardware tile of a TPU, at least 16."""
   return max(16, 32 // jnp.dtype(dtype).itemsize)
 
 
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
-  """Writes row j of `rows` to row index_j; drops indices out of range.
+  """Writes row j of `rows` to row `index_r[j]` of the cache.
 
-  `rows` may have fewer slots. For use inside `shard_map`.
+  Rows with an index out of range are dropped. `rows` may have fewer slots. For use inside
+  `shard_map`.
   """
   T = rows.v_lBKSH[0].shape[3]
 
-  def columns(x, new):
+  def insert_last(x, new):  # For arrays whose last axis is S.
     return x.at[:, index_r, :, :, :T].set(new, mode="drop")
 
   return Cache(
-    tuple(map(columns, cache.k_lBKHS, rows.k_lBKHS)),
+    tuple(map(insert_last, cache.k_lBKHS, rows.k_lBKHS)),
     tuple(
       x.at[:, index_r, :, :T].set(new, mode="drop") for x, new in zip(cache.v_lBKSH, rows.v_lBKSH)
     ),
-    tuple(map(columns, cache.scale_lBK2S, rows.scale_lBK2S)),
+    tuple(map(insert_last, cache.scale_lBK2S, rows.scale_lBK2S)),
   )
 
 
 def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array) -> Cache:
-  """Copies a row of `source` to a row's start, in place.
+  """Copies a row of `source` to the first slots of a row.
 
-  `source` may have fewer slots. For use inside `shard_map`.
+  `source` may have fewer slots; later slots of the row are unchanged. For use inside `shard_map`.
   """
 
   def copy(x, s):
@@ -185,7 +194,7 @@ def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array)
 
 
 def decoded(cache: Cache) -> Cache:
-  """Returns the cache with bits in uint16 converted to bfloat16."""
+  """Converts bits in uint16 to bfloat16; other dtypes are unchanged."""
   return jax.tree.map(_decoded, cache)
 
 

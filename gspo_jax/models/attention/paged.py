@@ -1,9 +1,9 @@
-"""One query per row against its pages of a cache, for TPU: a Pallas kernel.
+"""Pallas kernel for TPU: attention of one query per row to the row's pages of a cache.
 
-JAX has two. `ragged_paged_attention` leaves one of the two cores of a v4 or v5p chip idle, reads
-whole blocks of pages, has no cost estimate, and runs in neither of Pallas' interpreters (JAX 0.10),
-so tests would need a TPU. `paged_attention` has no windows, and its layout of pages does not allow
-writing a token in place.
+JAX has two such kernels, which do not suffice. `ragged_paged_attention` leaves one of the two cores
+of a v4 or v5p chip idle, reads whole blocks of pages, has no cost estimate, and runs in neither of
+Pallas' interpreters (JAX 0.10), so tests would need a TPU. `paged_attention` has no windows, and
+its layout of pages does not allow writing a token in place.
 """
 
 import functools
@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 from gspo_jax.models.attention.cache import tile
 
-ROWS = 16  # Maximum batch rows per grid step of one core.
-LANES = 128  # Of a hardware tile.
+ROWS = 16  # Maximum batch rows per grid step.
+LANES = 128  # Lanes of a hardware tile.
 
 
 def attend(
@@ -31,22 +31,25 @@ def attend(
   scores: Scores,
   interpret: bool,
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """Writes one new key and value per row and attends; [B, N, H] and cache.
+  """Writes one new key and value per row, and attends.
 
-  The cache is updated in place. A row's pages up to its position, or in its window, are read once.
-  A tile of positions of the last page is written back. Pages are prefetched, also the next row's.
-  Keys and values in int8 stay so up to the vector memory: their scales multiply scores and weights.
+  Returns outputs [B, N, H], and the cache, updated in place. A row's pages up to its position, or
+  those in its window, are copied to the vector memory once, each while the previous page is
+  computed. Of the last page, the hardware tile of positions with the new one is written back.
+  Keys and values in int8 are never scaled: their scales multiply scores and attention weights.
 
   Args:
-    q_BNH: queries, already scaled.
-    new: keys and values [B, K, 2, H]; for int8, their scales [B, K, 2], too.
-    stored: pages [l, p, K, 2, S, H]; for int8, scales [l, p, K, 2, S], too.
+    q_BNH: queries, already multiplied by `scores.scale`.
+    new: keys and values [B, K, 2, H], key first; for int8, also their scales [B, K, 2].
+    stored: pages [l, p, K, 2, S, H] of S positions; for int8, also scales [l, p, K, 2, S].
     layer: index of the layer in the cache.
-    table_Bn: pages of each row.
+    table_Bn: page numbers of each row, in order of positions.
     position_B: position of the new token; -1 writes nothing and returns an undefined result.
+    interpret: whether to run in Pallas' interpreter, without a TPU.
   """
   (B, N, H), (l, p, K, *_) = q_BNH.shape, stored[0].shape
-  pages = [x.reshape(l * p, *x.shape[2:]) for x in stored]  # A slice would copy the layer.
+  # Layers become pages l·p + page of one array: a slice would copy the layer.
+  pages = [x.reshape(l * p, *x.shape[2:]) for x in stored]
   q_BKnH, width = q_BNH.reshape(B, K, N // K, H), table_Bn.shape[1]
   sinks, sink_specs = _sinks(scores.sink_N, K)
   scores = scores._replace(sink_N=None)
@@ -61,12 +64,13 @@ def attend(
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     cost_estimate=_cost(q_BNH, stored, width, scores),
     interpret=interpret,
-    name="local_paged_attention" if scores.window else "paged_attention",  # aot/programs.py
+    # `aot.programs` scales costs by this name, from full rows to their mean length.
+    name="local_paged_attention" if scores.window else "paged_attention",
   )(
     position_B,
     (layer * p + table_Bn).reshape(-1),
     q_BKnH,
-    # Tiles of int8 have 32 rows: the kernel inserts new values as int32.
+    # A hardware tile of int8 has 32 rows, so a new key and value stay int32 until their insertion.
     [new[0].astype(jnp.int32 if new[1:] else pages[0].dtype), *(x[..., None] for x in new[1:])],
     pages,
     sinks,
@@ -75,7 +79,10 @@ def attend(
 
 
 def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-  """Returns the sinks as an input of whole tiles, and its layout; none without sinks."""
+  """Returns the sinks as an input of the kernel, and its block.
+
+  Each sink is repeated over a tile's lanes. Both lists are empty without sinks.
+  """
   if sink_N is None:
     return [], []
   shape = (K, sink_N.size // K, LANES)
@@ -86,7 +93,10 @@ def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.B
 def _grid_spec(
   q_BKnH: jax.Array, pages: Sequence[jax.Array], sink_specs: Sequence[pl.BlockSpec]
 ) -> pltpu.PrefetchScalarGridSpec:
-  """Blocks of rows; pages, and their scales, stay in HBM."""
+  """Declares the grid.
+
+  A step has a block of rows. Pages and their scales stay in HBM.
+  """
   B, K, n, H = q_BKnH.shape
   rows = next(r for r in range(min(ROWS, max(1, B // 2)), 0, -1) if B % r == 0)
 
@@ -110,9 +120,9 @@ def _grid_spec(
 def _cost(
   q_BNH: jax.Array, stored: Sequence[jax.Array], width: int, scores: Scores
 ) -> pl.CostEstimate:
-  """Estimates the cost for full rows or windows.
+  """Estimates the cost for rows, or windows, of maximum length.
 
-  The number of positions is unknown while tracing.
+  The rows' positions are unknown while tracing.
   """
   (B, N, H), (_, _, K, _, S, _), dtype = q_BNH.shape, stored[0].shape, stored[0].dtype
   pages = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
@@ -130,16 +140,25 @@ def _cost(
 def _kernel(
   position, table, q, new, _, sinks, y, stored, buffers, fetched, written, *, width, scores
 ):
-  """Attends from rows of a grid step; `buffers` have the current and the next page."""
+  """Attends from the rows of a grid step.
+
+  Each buffer has two sides, in turn for the current page and for the next one, which is being
+  fetched. `fetched` and `written` are semaphores of these copies and of those to the cache.
+  """
   (rows, K, n, H), S = q.shape, buffers[0].shape[-2]
   row0 = pl.program_id(0) * rows
 
   def pages_of(row):
+    """Returns the first and the last page to read, counted in the row."""
     last = jnp.maximum(position[row0 + row], 0)
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  def fetch(row, i, side, method):  # "start" or "wait".
+  def fetch(row, i, side, method):
+    """Copies the row's page `i` to a side.
+
+    method: "start" or "wait", of the copy.
+    """
     page = table[(row0 + row) * width + i]
     for n, (source, target) in enumerate(zip(stored, buffers)):
       copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
@@ -152,12 +171,12 @@ def _kernel(
     def attend_page(i, carry):
       side, largest, total, sums = carry
       has_more = i < last
-      following = jnp.where(has_more, row, row + 1)
+      next_row = jnp.where(has_more, row, row + 1)  # Row of the next page.
       next_begin, _ = pages_of(jnp.minimum(row + 1, rows - 1))
 
-      @pl.when(following < rows)
+      @pl.when(next_row < rows)
       def _():
-        fetch(following, jnp.where(has_more, i + 1, next_begin), 1 - side, "start")
+        fetch(next_row, jnp.where(has_more, i + 1, next_begin), 1 - side, "start")
 
       fetch(row, i, side, "wait")
       slot, writes = jnp.maximum(newest, 0) % S, (i == last) & (newest >= 0)
@@ -174,7 +193,7 @@ def _kernel(
       @pl.when(writes)
       def _():
         for copy in copies:
-          copy.wait()  # The next fetch overwrites its source.
+          copy.wait()  # The next fetch overwrites the copy's source.
 
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
@@ -190,23 +209,23 @@ def _kernel(
 
 
 def _tile_of(buffer, slot):
-  """Returns the first slot of a slot's tile, and the tile."""
+  """Returns the first slot of a slot's hardware tile, and the tile as a slice."""
   size = tile(buffer.dtype)
   first = pl.multiple_of(slot // size * size, size)
   return first, pl.ds(first, size)
 
 
 def _write_back(stored, buffers, written, page, side, slot):
-  """Returns the copies of a slot's tile, and of the page's scales, to the cache."""
+  """Declares copies of a slot's tile, and of scales, to the cache."""
   _, tile_slots = _tile_of(buffers[0], slot)
   index = slice(None), slice(None), tile_slots, slice(None)
-  parts = [(buffers[0].at[side, *index], stored[0].at[page, *index])]
-  parts += [(x.at[side], target.at[page]) for x, target in zip(buffers[1:], stored[1:])]
-  return [pltpu.make_async_copy(*part, written.at[n]) for n, part in enumerate(parts)]
+  pairs = [(buffers[0].at[side, *index], stored[0].at[page, *index])]
+  pairs += [(x.at[side], target.at[page]) for x, target in zip(buffers[1:], stored[1:])]
+  return [pltpu.make_async_copy(*pair, written.at[n]) for n, pair in enumerate(pairs)]
 
 
 def _insert(buffers, side, new, slot):
-  """Inserts a row's new key and value, and their scales, in a slot of the buffers."""
+  """Inserts a new key, value and scales in a slot of the page."""
   (buffer, *scale_buffer), (new_K2H, *new_scale_K21) = buffers, new
   first, tile_slots = _tile_of(buffer, slot)
   old_K2xH = buffer[side, :, :, tile_slots, :]
@@ -220,14 +239,15 @@ def _insert(buffers, side, new, slot):
 
 
 def _attend_page(q_KnH, buffers, side, page, position, scores: Scores, largest):
-  """Computes an online softmax's step for one page of a row.
+  """Computes the step of an online softmax for one page of a row.
 
-  Returns the largest score so far, the factor for earlier sums, the page's unnormalised weights,
-  and their sum of values.
+  Returns the largest score so far, the factor that corrects the sums over earlier pages, the page's
+  unnormalised weights exp(score - largest), and the sum of values with these weights.
 
   Args:
-    buffers: keys and values of the page at `side`; for int8, their scales, too.
+    buffers: keys and values of the page at `side`; for int8, also their scales.
     page: index of the page in the row.
+    position: position of the query.
     largest: largest score of earlier pages.
   """
   k_KSH, v_KSH = (buffers[0][side, :, n].astype(q_KnH.dtype) for n in range(2))

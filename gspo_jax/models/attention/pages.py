@@ -1,10 +1,12 @@
 """Paged key/value cache: rows take pages from a pool as they grow.
 
-Memory is needed for positions in use, not for the longest possible rows, and a common prefix is
-stored once. The dense cache (cache.py) has the same contents.
+A page has S consecutive positions. Memory is needed for positions in use, not for the longest
+possible rows, and rows with a common prefix share its full pages. The dense cache (`cache`)
+represents the same keys and values.
 
-Only the tables record a row's pages, so a page in no table is free. All functions but `allocate`
-and `no_pages` are for use inside `shard_map`; each device numbers its own pages.
+A table lists the pages of each row. A page in no table is free; there is no other record.
+`free`, `insert`, `begin` and `attend` are for use inside `shard_map`: each device has a separate
+pool, and numbers its pages from 0.
 """
 
 from collections.abc import Sequence
@@ -26,10 +28,13 @@ NONE = -1  # No page.
 
 @flax.struct.dataclass
 class Pages:
-  """Keys and values by page: position s is in page s // S of its row, at s % S."""
+  """Keys and values by page; tuples have an entry for each block of the parameters.
 
-  kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions, stacked like the parameters.
-  table_Bn: jax.Array  # int32: pages of a row, in order of positions.
+  Position s of a row is in the row's page s // S, at s % S.
+  """
+
+  kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions; axis 2 is key, value.
+  table_Bn: jax.Array  # int32: page numbers of a row, in order of positions; NONE for no page.
   scale_lpK2S: tuple[jax.Array, ...] = ()  # Scales of int8 keys and values; () for other dtypes.
 
   @property
@@ -42,9 +47,11 @@ class Pages:
     return self.kv_lpK2SH[0].shape[4]
 
   def block(self, i: int) -> "Block":
+    """Returns the pages of block i of the parameters."""
     return Block(self.kv_lpK2SH[i], self.table_Bn, *self.scale_lpK2S[i : i + 1])
 
   def with_blocks(self, blocks: Sequence["Block"]) -> "Pages":
+    """Replaces keys, values and scales of all blocks; the table is unchanged."""
     scales = tuple(block.scale_lpK2S for block in blocks if block.scale_lpK2S is not None)
     return self.replace(kv_lpK2SH=tuple(b.kv_lpK2SH for b in blocks), scale_lpK2S=scales)
 
@@ -59,7 +66,7 @@ class Block:
 
   @property
   def arrays(self) -> list[jax.Array]:
-    """Keys and values, and the scales of int8."""
+    """Returns keys and values, and for int8 also their scales."""
     return [self.kv_lpK2SH] if self.scale_lpK2S is None else [self.kv_lpK2SH, self.scale_lpK2S]
 
 
@@ -72,10 +79,12 @@ def allocate(
   dtype: Any,
   layers: Sequence[int] | None = None,
 ) -> Pages:
-  """Allocates free pages and `batch` rows without pages.
+  """Allocates free pages, and `batch` rows without pages.
 
+  length: maximum number of positions of a row.
   pages: number of pages, over all devices.
   page: positions of a page.
+  dtype: dtype of keys and values; int8 also allocates scales.
   layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
   layers = [count for _, count in config.runs()] if layers is None else layers
@@ -93,12 +102,12 @@ def allocate(
 
 
 def no_pages(rows: int, width: int) -> jax.Array:
-  """Returns a table of rows without pages."""
+  """Returns a table of rows without pages, with `width` entries per row."""
   return sharding.reshard(jnp.full((rows, width), NONE, jnp.int32), P(BATCH))
 
 
 def free(cache: Pages, *tables: jax.Array) -> jax.Array:
-  """Bool [p]: pages neither in the cache's table nor in `tables`."""
+  """Finds the free pages: neither in the cache's table nor in `tables`, bool [p]."""
   used = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
   page_p = jnp.arange(cache.kv_lpK2SH[0].shape[1])
   return ~(used[:, None] == page_p[None]).any(0)
@@ -109,10 +118,16 @@ def insert(
 ) -> tuple[Pages, jax.Array, jax.Array]:
   """Copies the first `length` positions of dense rows into free pages.
 
-  `tables` have further pages in use.
+  Rows take pages in order. A row for which too few are free takes none.
+
+  Args:
+    rows: dense cache of r rows, such as prefilled prompts.
+    length_r: positions to copy of each row.
+    tables: further tables, whose pages are in use.
 
   Returns:
-    The cache; the rows' table [r, n]; bool [r]: whether there were enough pages for a row.
+    The cache, with its table unchanged; a table of the new pages, int32 [r, n]; whether there were
+    enough pages for each row, bool [r].
   """
   free_p, rows = free(cache, *tables), decoded(rows)
   S, n = cache.page, -(-rows.v_lBKSH[0].shape[3] // cache.page)
@@ -142,9 +157,16 @@ def insert(
 
 
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
-  """Starts a row at `position` after a prefix.
+  """Starts a row after a prefix, such as a prompt; returns the cache.
 
-  The row shares the prefix's full pages and copies the partial one into the free page `page`.
+  The row shares the prefix's full pages. Its next tokens are written to the free page `page`, which
+  begins as a copy of the prefix's last, partly filled page.
+
+  Args:
+    row: index of the row.
+    prefix_n: pages of the prefix.
+    position: number of the prefix's positions in the cache, and position of the row's first input.
+    page: number of a free page.
   """
   width = cache.table_Bn.shape[1]
   last = position // cache.page
@@ -174,14 +196,21 @@ def attend(
   scores: Scores,
   implementation: str,
 ) -> tuple[jax.Array, Block]:
-  """Writes one key and value per row and attends; [B, 1, N, H] and cache.
+  """Writes one key and value per row and attends; T is 1.
 
-  Rows without a page for their position write nothing, and their results are undefined.
+  Returns outputs [B, 1, N, H], and the cache. A row without a page for its position writes nothing,
+  and its output is undefined.
 
-  implementation: "kernel" (TPU; interpreted elsewhere), or "plain" on a gathered copy of the pages.
+  implementation: "kernel" is the Pallas kernel for TPU (interpreted elsewhere); "plain" attends to
+    a dense copy of the rows' pages.
+
+  Raises ValueError for more than one query per row.
   """
   if q_BTNH.shape[1] != 1:
-    raise ValueError(f"{q_BTNH.shape[1]} queries per row: pages take one; prefill a dense cache")
+    raise ValueError(
+      f"the paged cache has {q_BTNH.shape[1]} queries per row, and attends with 1 only: prefill a "
+      "dense cache, and insert its rows"
+    )
   arrays, table_Bn = cache.arrays, cache.table_Bn
   p, K, _, S, H = cache.kv_lpK2SH.shape[1:]
   position_B, B = position_BT[:, 0], len(q_BTNH)
@@ -213,7 +242,10 @@ def attend(
 
 
 def choose(cache: Block, implementation: str) -> str:
-  """Returns the implementation of `attend` for `ComputeConfig.attention`."""
+  """Returns the implementation of `attend` for a value of `ComputeConfig.attention`.
+
+  The kernel needs S to be a multiple of a hardware tile, and H a multiple of its 128 lanes.
+  """
   S, H = cache.kv_lpK2SH.shape[-2:]
   kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"
   return "kernel" if kernel and S % tile(cache.kv_lpK2SH.dtype) == 0 and H % 128 == 0 else "plain"

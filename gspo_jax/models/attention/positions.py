@@ -1,4 +1,7 @@
-"""Rotary positions: frequencies by rule, and their application to queries and keys."""
+"""Rotary position embeddings (RoPE): frequencies, and rotations of queries and keys.
+
+`model.rope.rule` names the rule that scales frequencies for longer contexts: one of `RULES`.
+"""
 
 import functools
 import math
@@ -15,10 +18,11 @@ from gspo_jax.settings.model_groups import RopeConfig
 
 
 class Rotation(NamedTuple):
-  """Rotary embedding of a kind of layer."""
+  """Rotary embedding of global or of local layers."""
 
-  frequency_h: np.ndarray  # Radians per position, float32; half as many as rotated places.
-  factor: float = 1.0  # On the rotated part of queries and keys.
+  # Radians per position, float32, one for each pair of rotated dimensions of a head.
+  frequency_h: np.ndarray
+  factor: float = 1.0  # Multiplies the rotated dimensions of queries and keys.
 
 
 @functools.lru_cache
@@ -32,26 +36,32 @@ def rotation_of(config: ModelConfig, local: bool) -> Rotation:
 
 
 def waves(half: int, theta: float) -> np.ndarray:
-  """Wavelengths over 2π, theta^(i/half), float32.
+  """Returns the inverse frequencies theta^(i/half), wavelengths over 2π, float32.
 
-  NumPy rounds like Hugging Face, independently of the device's power function: at position 30,000
-  the last bit of a frequency is a visible angle.
+  NumPy rounds them as Hugging Face does, on every device. The last bit of a frequency matters: at
+  position 30,000 it changes angles visibly.
   """
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   return np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
 
 
 def _default(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
+  """Returns unscaled frequencies."""
   return np.float32(1) / wave_h
 
 
 def _linear(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
-  """All frequencies over the factor (arXiv:2306.15595)."""
+  """Divides all frequencies by `rope.factor` (arXiv:2306.15595)."""
   return np.float32(1) / wave_h / np.float32(rope.factor)
 
 
 def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
-  """Long waves over the factor, short ones unchanged, a ramp between."""
+  """Divides the frequencies of long waves by `rope.factor` (Llama 3).
+
+  A wave is long or short by its number of turns within the original context: below
+  `low_freq_factor`, or above `high_freq_factor`. Short waves are unchanged, and in between both are
+  interpolated.
+  """
   low, high, factor = map(np.float32, (rope.low_freq_factor, rope.high_freq_factor, rope.factor))
   frequency_h = np.float32(1) / wave_h
   turns_h = np.float32(rope.original_length) / (np.float32(2 * math.pi) / frequency_h)
@@ -60,13 +70,18 @@ def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
 
 
 def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
-  """Interpolation by parts of the frequencies. YaRN, arXiv:2309.00071, eq. 23."""
+  """Divides low frequencies by `rope.factor`. YaRN, arXiv:2309.00071, eq. 23.
+
+  Frequencies before index `low` are unchanged and those after `high` divided; in between both are
+  interpolated linearly.
+  """
   half = len(wave_h)
 
-  def place(turns: float) -> float:
+  def index(turns: float) -> float:
+    """Solves for the index of the wave with `turns` turns in the original context."""
     return half * math.log(rope.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-  low, high = place(rope.beta_fast), place(rope.beta_slow)
+  low, high = index(rope.beta_fast), index(rope.beta_slow)
   if rope.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, 2 * half - 1)
@@ -76,32 +91,34 @@ def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   return scaled_h * (1 - unscaled_h) + np.float32(1) / wave_h * unscaled_h
 
 
+# Functions of wavelengths over 2π, theta and the configuration; they return frequencies.
 RULES: dict[str, Callable[[np.ndarray, float, RopeConfig], np.ndarray]] = dict(
   default=_default, linear=_linear, llama3=_llama3, yarn=_yarn
 )
 
 
 def attention_factor(rope: RopeConfig) -> float:
-  """Factor on rotated queries and keys, for YaRN."""
+  """Returns YaRN's factor on rotated queries and keys, 1 for other rules."""
   if rope.rule != "yarn":
     return 1.0
 
   scales = rope.mscale, rope.mscale_all_dim
-  over, under = scales if all(scales) else (1.0, 0.0)
+  numerator, denominator = scales if all(scales) else (1.0, 0.0)
   growth = 0.1 * math.log(rope.factor)
-  return rope.attention_factor or (1 + over * growth) / (1 + under * growth)
+  return rope.attention_factor or (1 + numerator * growth) / (1 + denominator * growth)
 
 
 def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rotation: Rotation) -> jax.Array:
-  """Rotary embedding, Hugging Face's half-split convention; angles in float32.
+  """Rotates queries or keys by their positions, in float32.
 
-  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two halves of the rotated places, with
-  angle position · frequency.  RoFormer, arXiv:2104.09864, eq. 34.
+  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for angles position · frequency, where x1 and x2
+  are the two halves of the rotated dimensions, as in Hugging Face. RoFormer, arXiv:2104.09864,
+  eq. 34. Further dimensions are unchanged.
   """
   half = len(rotation.frequency_h)
   if (rest := x_BTNH.shape[-1] - 2 * half) > 0:
-    x_BTNh, rest_BTNh = x_BTNH[..., : 2 * half], x_BTNH[..., -rest:]
-    return jnp.concatenate([rotate(x_BTNh, position_BT, rotation), rest_BTNh], axis=-1)
+    first_BTNh, rest_BTNh = x_BTNH[..., : 2 * half], x_BTNH[..., -rest:]
+    return jnp.concatenate([rotate(first_BTNh, position_BT, rotation), rest_BTNh], axis=-1)
   frequency_h, factor = rotation
   position_BT11 = position_BT.astype(jnp.float32)[..., None, None]
   if sharding.platform() == "tpu":
@@ -116,7 +133,7 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rotation: Rotation) -> jax
 
 
 def _waves(angle: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
-  """Returns cosine and sine, times the factor."""
+  """Returns cosine and sine of angles, times the factor."""
   waves = jnp.cos(angle), jnp.sin(angle)
   return waves if factor == 1 else (waves[0] * factor, waves[1] * factor)
 
@@ -124,8 +141,8 @@ def _waves(angle: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
 def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
   """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
 
-  The product with zeros and ones is exact and fused into its reader. Slices of 128 lanes would go
-  through float32 copies in memory on TPUs.
+  It is a product with a permutation matrix: exact, and fused by XLA into the sum after it. On TPUs
+  slices of the 128 lanes would write float32 copies to memory.
   """
   H = x_BTNH.shape[-1]
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
@@ -134,7 +151,10 @@ def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
 
 
 def scale_queries(q_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
-  """Queries times 1 + β log(1 + ⌊position / original length⌋)."""
+  """Scales queries with their position (Ministral 3).
+
+  The factor is 1 + β log(1 + ⌊position / original length⌋) with β = `rope.query_beta`.
+  """
   if not rope.query_beta:
     return q_BTNH
   periods_BT = jnp.floor(position_BT.astype(jnp.float32) / rope.original_length)

@@ -1,7 +1,8 @@
-"""One query per row against its positions of a dense cache: a Pallas kernel for NVIDIA GPUs.
+"""Pallas kernel for NVIDIA GPUs: attention of one query per row to a dense cache.
 
-Keys and values beyond a row's position, or before its window, are not read. Long rows are split
-among programs where rows and heads are few; their partial results are merged (FlashDecoding).
+Keys and values beyond a row's position, or before its window, are not read. If there are too few
+rows and heads to fill the GPU, several programs share the positions of a row, and their partial
+results are merged (FlashDecoding).
 """
 
 import math
@@ -14,39 +15,46 @@ from jax.experimental.pallas import triton
 from gspo_jax import sharding
 from gspo_jax.models.attention.blocks import NEGATIVE, Scores, softcap
 
-TILE = 64  # Positions read at once.
-LEAST = 16  # Minimum side of a tile.
-PROGRAMS = 512  # Programs that fill a GPU.
+TILE = 64  # Maximum positions of a tile, which a program reads at once.
+LEAST = 16  # Minimum size of a tile in each dimension.
+PROGRAMS = 512  # Number of programs that fills a GPU.
 
 
 def supports(positions: int, width: int) -> bool:
-  """Whether tiles divide a cache of so many positions, with heads of this width."""
+  """Whether the kernel supports so many positions, and such a width of heads.
+
+  A tile of at least `LEAST` positions must divide the positions. The width must be a power of two
+  and at least `LEAST`.
+  """
   return math.gcd(positions, TILE) >= LEAST and width >= LEAST and width.bit_count() == 1
 
 
 def attend(
   q_BNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_B: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends from each row's position to its keys up to there, [B, N, H]."""
+  """Attends from each row's query at `position_B` to its keys up to there, [B, N, H].
+
+  Axes: n = N / K query heads of a key head, padded to r rows of a tile; P parts of the positions.
+  """
   (B, N, H), (K, S) = q_BNH.shape, v_BKSH.shape[1:3]
   n, tile = N // K, math.gcd(S, TILE)
   rows = max(LEAST, 1 << (n - 1).bit_length())
   parts = min(max(1, PROGRAMS // (B * K)), S // tile)
-  turns = -(-S // tile // parts)  # Tiles of a part.
+  part_tiles = -(-S // tile // parts)
   q_BKnH = (q_BNH * scores.scale).reshape(B, K, n, H)
   q_BKrH = jnp.pad(q_BKnH, ((0, 0), (0, 0), (0, rows - n), (0, 0)))
 
   def kernel(position_ref, q_ref, k_ref, v_ref, y_ref, lse_ref):
     row, head, part = (pl.program_id(i) for i in range(3))
     position, q = position_ref[row], q_ref[row, head]
-    first, end = part * turns, jnp.minimum((part + 1) * turns, position // tile + 1)
+    first, end = part * part_tiles, jnp.minimum((part + 1) * part_tiles, position // tile + 1)
     if scores.window:
       first = jnp.maximum(first, (position - scores.window + 1) // tile)
 
     def add(i, carry):
-      highest, total, sums = carry
-      places = pl.ds(i * tile, tile)
-      k, v = (x.astype(q.dtype) for x in (k_ref[row, head, :, places], v_ref[row, head, places]))
+      highest, total, sums = carry  # Largest score, sum of weights, weighted sum of values.
+      slots = pl.ds(i * tile, tile)
+      k, v = (x.astype(q.dtype) for x in (k_ref[row, head, :, slots], v_ref[row, head, slots]))
       slot = i * tile + jnp.arange(tile)
       visible = slot <= position
       if scores.window:
@@ -76,7 +84,7 @@ def attend(
     interpret=sharding.platform() != "gpu",
     name="cache_attention",
   )
-  with jax.named_scope(f"flops={4 * q_BNH.size * S}"):  # Of whole rows; `aot` reads it.
+  with jax.named_scope(f"flops={4 * q_BNH.size * S}"):  # For full rows; `aot` reads this name.
     y_BKPrH, lse_BKPr = call(position_B, q_BKrH, k_BKHS, v_BKSH)
   share_BKPr1 = jax.nn.softmax(lse_BKPr, axis=2)[..., None]
   y_BKrH = y_BKPrH[:, :, 0] if parts == 1 else (y_BKPrH * share_BKPr1).sum(2)
@@ -87,11 +95,15 @@ def attend(
 
 
 def _with_sinks(y_BKnH: jax.Array, lse_BKPn: jax.Array, sink_N: jax.Array) -> jax.Array:
-  """Adds each head's sink to the denominator."""
+  """Adds each head's sink to the softmax's denominator.
+
+  lse_BKPn: log-sum-exp of the scores, by part.
+  """
   lse_BKn = jax.nn.logsumexp(lse_BKPn, axis=2)
   return y_BKnH * jax.nn.sigmoid(lse_BKn - sink_N.reshape(1, *lse_BKn.shape[1:]))[..., None]
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies matrices into float32, without rounding float32 to TF32."""
   exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)
