@@ -160,17 +160,12 @@ def forward(
   """Computes the final hidden states of all positions.
 
   Args:
-    tokens_BT: int32 token ids.
-    positions: int32 [B, T], for rotary embeddings; with a cache, also the slots of the new keys and
-      values. None means 0..T-1.
-    segments: int32 [B, T]. Tokens attend to their own segment; 0 is padding. None means that each
-      row is one segment.
+    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1.
+    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None: one segment.
     tree: layout of sequences that share prefixes; needs `positions`. None for plain rows.
     cache: keys and values of earlier positions, returned with the new ones. With T > 1, the new
       positions are consecutive and begin at the same position in all rows. `Pages` require T = 1.
-      None attends within `tokens_BT` alone.
-    routing: int32 [MoE layers, B, T, k], experts to replay. A token with -1 keeps the router's
-      choice. None means no replay.
+    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice.
     compute: dtypes and implementations.
   """
   B, T = tokens_BT.shape

@@ -5,8 +5,7 @@ Four implementations, chosen by `ComputeConfig.attention`:
   plain      stores the [T, S] scores: for short sequences, and single queries to a cache
   blockwise  online softmax over blocks of keys, without a [T, S] array: for any device and length
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
-  cudnn      cuDNN's flash attention, through jax.nn.dot_product_attention: for NVIDIA GPUs and
-             16-bit types
+  cudnn      cuDNN's flash attention (jax.nn.dot_product_attention): for NVIDIA GPUs, 16-bit types
 """
 
 import functools
@@ -45,19 +44,14 @@ def choose(
 ) -> str:
   """Chooses the implementation of attention.
 
-  Returns `implementation`, or for "auto" the fastest that supports the arguments: `plain` for few
-  queries, else the platform's kernel, else `blockwise`.
+  Returns `implementation`, or for "auto" the fastest that supports the other arguments: `plain` for
+  few queries, else the platform's kernel, else `blockwise`. Raises ValueError if the named
+  implementation does not support them.
 
-  Args:
-    implementation: value of `ComputeConfig.attention`.
-    queries: T, queries per row.
-    dtype: dtype of queries, keys and values.
-    scores: window, soft bound and sinks. None means none of them.
-    gaps: whether padding may lie between the keys of a segment.
-    width: H, width of a head.
-
-  Raises:
-    ValueError: the named implementation does not support dtype, scores, gaps or width.
+  queries: T, queries per row.
+  scores: window, soft bound and sinks. None means none of them.
+  gaps: whether padding may lie between the keys of a segment.
+  width: H, width of a head.
   """
   if feature := lacks(implementation, dtype, scores, gaps, width):
     able = [name for name in FORMULATIONS if not lacks(name, dtype, scores, gaps, width)]
@@ -78,10 +72,7 @@ def choose(
 def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
-  """Describes the first required feature without support, or returns "".
-
-  The arguments are those of `choose`. An implementation of None supports everything.
-  """
+  """Describes the first feature of the arguments, as in `choose`, without support; or ""."""
   scores = scores or Scores(1.0)
   window, cap = scores.window, scores.cap
   if implementation == "splash" and window and gaps:  # Its window counts padding as positions.
@@ -126,7 +117,7 @@ def attend_self(
   N/K query heads share a key head.
 
   Args:
-    segment_BS: segment numbers of all S tokens; the queries are the last T.
+    segment_BS: segment numbers of all S tokens.
     implementation: one of `FORMULATIONS`.
     scores: scale, window, soft bound and sinks. None means scale 1/√H and no others.
     position_BS: positions that measure the window, for `plain` and `blockwise`. None means the
@@ -170,10 +161,7 @@ class Tree(NamedTuple):
   branches: int  # Branches of a trunk, U positions each.
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits rows [B, T, ...] into trunks [R, S, ...] and branches [B, U, ...].
-
-    R = B / branches is the number of groups.
-    """
+    """Splits rows [B, T, ...] of R groups into trunks [R, S, ...] and branches [B, U, ...]."""
     x_RX = x_BT.reshape(-1, self.branches * x_BT.shape[1], *x_BT.shape[2:])
     return x_RX[:, : self.trunk], x_RX[:, self.trunk :].reshape(len(x_BT), -1, *x_BT.shape[2:])
 
@@ -296,10 +284,7 @@ def attend(
   visible_BTS: jax.Array,
   scores: Scores | None = None,
 ) -> jax.Array:
-  """softmax(q kᵀ / √H) v over the visible keys, [B, T, N, H].
-
-  Softmax is in float32; N/K query heads share a key head. `visible_BTS` may have a first axis of 1.
-  """
+  """softmax(q kᵀ / √H) v over the visible keys, [B, T, N, H]; see `attend_self`."""
   B, T, N, H = q_BTNH.shape
   K, scores = k_BSKH.shape[2], scores or Scores(H**-0.5)
   q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
@@ -355,12 +340,10 @@ def _splash_kernel(
   scores: Scores,
   interpret: bool,
 ):
-  """Builds the kernel.
+  """Builds the kernel; query 0 has the index `first` among the keys.
 
-  shape: padded numbers of queries and keys.
-  width: padded H.
-  blocks: queries and keys of a block of scores.
-  first: index of the key of query 0.
+  shape, width: padded numbers of queries and keys, and padded H.
+  blocks: sizes of the blocks to which queries and keys are padded.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

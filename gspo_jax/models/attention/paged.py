@@ -140,25 +140,16 @@ def _cost(
 def _kernel(
   position, table, q, new, _, sinks, y, stored, buffers, fetched, written, *, width, scores
 ):
-  """Attends from the rows of a grid step.
-
-  Each buffer has two sides, in turn for the current page and for the next one, which is being
-  fetched. `fetched` and `written` are semaphores of these copies and of those to the cache.
-  """
+  """Attends from the rows of a grid step; `fetched` and `written` are semaphores of copies."""
   (rows, K, n, H), S = q.shape, buffers[0].shape[-2]
   row0 = pl.program_id(0) * rows
 
-  def pages_of(row):
-    """Returns the first and the last page to read, counted in the row."""
+  def pages_of(row):  # First and last page to read, counted in the row.
     last = jnp.maximum(position[row0 + row], 0)
     begin = jnp.maximum(last - scores.window + 1, 0) // S if scores.window else 0
     return begin, last // S
 
-  def fetch(row, i, side, method):
-    """Copies the row's page `i` to a side.
-
-    method: "start" or "wait", of the copy.
-    """
+  def fetch(row, i, side, method):  # Sides of buffers: for the current page, and for the next one.
     page = table[(row0 + row) * width + i]
     for n, (source, target) in enumerate(zip(stored, buffers)):
       copy = pltpu.make_async_copy(source.at[page], target.at[side], fetched.at[n, side])
@@ -169,7 +160,7 @@ def _kernel(
     begin, last = pages_of(row)
 
     def attend_page(i, carry):
-      side, largest, total, sums = carry
+      side, largest, total, sums = carry  # Largest score, sum of weights, weighted sum of values.
       has_more = i < last
       next_row = jnp.where(has_more, row, row + 1)  # Row of the next page.
       next_begin, _ = pages_of(jnp.minimum(row + 1, rows - 1))

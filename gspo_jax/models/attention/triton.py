@@ -32,16 +32,13 @@ def supports(positions: int, width: int) -> bool:
 def attend(
   q_BNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_B: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends from each row's query at `position_B` to its keys up to there, [B, N, H].
-
-  Axes: n = N / K query heads of a key head, padded to r rows of a tile; P parts of the positions.
-  """
+  """Attends from each row's query at `position_B` to its keys up to there, [B, N, H]."""
   (B, N, H), (K, S) = q_BNH.shape, v_BKSH.shape[1:3]
   n, tile = N // K, math.gcd(S, TILE)
   rows = max(LEAST, 1 << (n - 1).bit_length())
   parts = min(max(1, PROGRAMS // (B * K)), S // tile)
   part_tiles = -(-S // tile // parts)
-  q_BKnH = (q_BNH * scores.scale).reshape(B, K, n, H)
+  q_BKnH = (q_BNH * scores.scale).reshape(B, K, n, H)  # The axis n is padded to r rows of a tile.
   q_BKrH = jnp.pad(q_BKnH, ((0, 0), (0, 0), (0, rows - n), (0, 0)))
 
   def kernel(position_ref, q_ref, k_ref, v_ref, y_ref, lse_ref):
