@@ -161,7 +161,7 @@ class Tree(NamedTuple):
   branches: int  # Branches of a trunk, U positions each.
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits rows [B, T, ...] of R groups into trunks [R, S, ...] and branches [B, U, ...]."""
+    """Splits rows [B, T, ...] into R trunks [R, S, ...] and branches [B, U, ...]."""
     x_RX = x_BT.reshape(-1, self.branches * x_BT.shape[1], *x_BT.shape[2:])
     return x_RX[:, : self.trunk], x_RX[:, self.trunk :].reshape(len(x_BT), -1, *x_BT.shape[2:])
 

@@ -1,7 +1,10 @@
-"""Expert products without a kernel: rows are grouped in blocks, each of one gated expert.
+"""Expert products without a kernel: rows are grouped in blocks, each for one expert.
 
-`apply_blocks` loops over all blocks. `apply_batched` multiplies C rows of every expert at once, and
-loops over blocks of the rest. `moe` documents their arguments and results.
+An assignment is a pair of a token and an expert it chose; a row is the data of an assignment.
+`apply_blocks` loops over all blocks. `apply_batched` multiplies the first C rows of every expert at
+once, and loops over blocks of the remaining rows. `moe` documents their arguments and results.
+
+Axes: X tokens, k choices, A = X·k assignments, R rows of a block, Z slots for rows.
 """
 
 import functools
@@ -19,6 +22,7 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (x gate, x up) -> hi
 
 
 def swiglu(a: jax.Array, u: jax.Array) -> jax.Array:
+  """silu(a) · u."""
   return jax.nn.silu(a) * u
 
 
@@ -29,44 +33,48 @@ class ExpertWeights:
   gate: Any  # [E, D, F]
   up: Any  # [E, D, F]
   down: Any  # [E, F, D]
-  gate_bias: Any = None  # [E, F]; None without biases.
-  up_bias: Any = None
+  gate_bias: Any = None  # [E, F]. None without biases.
+  up_bias: Any = None  # [E, F]. None without biases.
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
   def layout(self, gate: Any, down: Any, bias: Any) -> "ExpertWeights":
-    """Returns the layouts of matrices and biases."""
+    """Combines layouts: `gate` is also for up, `bias` for both biases."""
     biases = {} if self.gate_bias is None else dict(gate_bias=bias, up_bias=bias)
     return self.replace(gate=gate, up=gate, down=down, **biases)
 
 
 def mean_load(experts_Xk: jax.Array, w: ExpertWeights) -> float:
-  """Mean assignments per expert, over the experts of all devices."""
+  """Returns the mean number of assignments per expert, over all devices' experts."""
   return experts_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
 
 
 def take(table: jax.Array, rows: jax.Array) -> jax.Array:
-  """Gathers rows; zeros if out of range."""
+  """Gathers rows of the table; zeros for indices out of range."""
   return table.at[rows].get(mode="fill", fill_value=0)
 
 
 class Layout(NamedTuple):
-  """Slots of assignments (pairs of token and chosen expert), grouped by expert."""
+  """Slots of the assignments to local experts, grouped by expert."""
 
-  slot_A: jax.Array  # Slot of assignment a; Z for an expert of another device.
-  assignment_Z: jax.Array  # Assignment (token · k + choice) in slot z; A for padding.
+  slot_A: jax.Array  # Slot of an assignment; Z for an expert of another device.
+  assignment_Z: jax.Array  # Assignment in a slot, token · k + choice; A for an empty slot.
   end_E: jax.Array  # Cumulative number of blocks by expert.
 
 
 def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
-  """Lays out assignments: C per expert first, the rest in blocks of R rows.
+  """Assigns slots: C per expert first, the rest in blocks of R.
 
-  Expert e has C slots from e·C; the blocks follow. Index `num_experts` means an expert of another
-  device. An expert's last block may have a single row, so there are at most A/R + E blocks. With
-  C ≥ R there are at most A/R, since an expert with blocks has C assignments outside them.
+  The first C assignments of expert e have the slots from e·C; the blocks follow these E·C slots.
+  Index `num_experts` means an expert of another device.
+
+  The number of slots must be known while tracing. An expert's last block may have a single row, so
+  there are at most A/R + E blocks. With C ≥ R there are at most A/R, since an expert with blocks
+  has C ≥ R further assignments outside them.
   """
   A, E = experts_Xk.size, num_experts
   chosen_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
-  # Rank of each assignment at its expert, from 1. For few experts, sorting is several times slower.
+  # Each assignment's rank at its expert, from 1. For few experts a sort would be several times
+  # slower.
   rank_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32)
   blocks_E = -(-jnp.maximum(rank_AE[-1] - C, 0) // R)
   end_E = jnp.cumsum(blocks_E)
@@ -80,16 +88,16 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 
 
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
-  """Returns rows per block, a power of two.
+  """Returns R, the rows of a block, a power of two.
 
-  Enough for XLA to compute a product on several cores, but at most half of the mean load, to limit
-  padding. In the backward pass, each block adds to a whole expert's gradient, so blocks have at
-  least 64 rows if the load allows.
+  A block is large enough for XLA to compute its product on several cores, but at most half of the
+  mean load, to limit padding. In the backward pass each block adds to the gradient of a whole
+  expert, so blocks have at least 64 rows if the load allows.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
   if not backward and largest * D * F < 2**23:
-    return min(largest, 16)  # Small products use one core anyway.
+    return min(largest, 16)  # Such small products run on one core for any number of rows.
   return min(largest, 1 << max(6 if backward else 3, 24 - (D * F - 1).bit_length()))
 
 
@@ -97,16 +105,19 @@ def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) 
 def apply_blocks(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """Applies gated experts in turn, looping over their used blocks.
+  """Applies the experts in turn, each to its blocks.
 
-  The weights' gradient is returned as the gradient of `sink`, an unread array of w's shapes, in
-  sink's dtype.
+  The gradient of `sink` is that of the weights, in sink's dtype. The values of `sink`, of the
+  weights' shapes, are not read.
   """
   return _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
-  """Scans `expert(carry, first block, end block, weights)` over experts."""
+  """Scans `expert(carry, first block, end block, weights)` over experts.
+
+  start: initial carry.
+  """
   start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
   start = sharding.vary(start, AXES)
   return jax.lax.scan(lambda carry, x: expert(carry, *x), start, (start_E, layout.end_E, w))
@@ -116,7 +127,7 @@ _multiply = functools.partial(sharding.product, "...RD,...DF->...RF")
 
 
 def _hidden(x_RD: jax.Array, w: ExpertWeights) -> tuple[jax.Array, jax.Array]:
-  """Returns x gate and x up, with their biases."""
+  """Returns x gate and x up, with biases."""
   return (
     add_bias(_multiply(x_RD, w.gate), w.gate_bias),
     add_bias(_multiply(x_RD, w.up), w.up_bias),
@@ -124,12 +135,12 @@ def _hidden(x_RD: jax.Array, w: ExpertWeights) -> tuple[jax.Array, jax.Array]:
 
 
 def add_bias(x_RF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
-  """Adds a bias to all rows of an expert, if there is one."""
+  """Adds a bias to all rows of an expert. None adds nothing."""
   return x_RF if bias_F is None else x_RF + bias_F[..., None, :]
 
 
 def _expert(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
-  """gate · expert(x), rows of one expert or a batch of experts."""
+  """gate · expert(x), for rows [R, D] of one expert, or [E, R, D] of several."""
   return _multiply(w.activation(*_hidden(x_RD, w)) * gate_R[..., None], w.down)
 
 
@@ -144,7 +155,7 @@ def hidden_gradients(a_RF, u_RF, dh_RF, activation: Activation = swiglu):
 
 
 def _expert_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Gradients of `_expert` for x, gate and weights, the latter in `dtype`."""
+  """Returns gradients of `_expert`: for x, gate weights, and weights in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
   hidden = _hidden(x_RD, w)
@@ -163,23 +174,25 @@ def _rows(
 ) -> tuple[jax.Array, ...]:
   """Gathers the assignments' rows of each array, and their gate weights.
 
-  Padding is out of range (A // k = X), so its rows are 0.
+  An empty slot has assignment A, token A // k = X: both are out of range, so the results are 0.
   """
   rows = (take(a, assignment // gate_Xk.shape[1]) for a in arrays_XD)
   return *rows, take(gate_Xk.reshape(-1), assignment)
 
 
 def _sum_choices(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
-  """Sums over each token's k assignments, [X, D]."""
+  """Sums the results of each token's k assignments, [Z, D] -> [X, D]."""
   return take(y_ZD, layout.slot_A).reshape(-1, k, y_ZD.shape[1]).sum(1)
 
 
 def _token_gradients(dx_ZD, dgate_Z, layout, experts_Xk):
+  """Returns gradients by token, [X, D] and [X, k], from gradients by slot."""
   dgate_Xk = take(dgate_Z, layout.slot_A).reshape(experts_Xk.shape)
   return _sum_choices(dx_ZD, layout, experts_Xk.shape[1]), dgate_Xk
 
 
 def _update_rows(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+  """Writes `part` to the rows from `start` on."""
   return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
 
@@ -227,11 +240,11 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
-  """Returns C, slightly above the mean load, and rows of further blocks, R ≤ C.
+  """Returns C, slightly above the mean load, and R ≤ C, the rows of a block.
 
-  Larger blocks keep a GPU busy.
+  R is at most 64 on CPU and 256 elsewhere: larger blocks keep a GPU busy.
   """
-  most = 6 if sharding.platform() == "cpu" else 8
+  most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
   C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))
   return C, min(C, 1 << max(3, min(most, C.bit_length() - 2)))
 
@@ -240,9 +253,9 @@ def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
 def apply_batched(
   x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """Applies all gated experts to C rows each, then to blocks of further rows.
+  """Applies all experts to C rows each, then to blocks of further rows.
 
-  `sink` as in `apply_blocks`.
+  `apply_blocks` describes `sink`.
   """
   return _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
@@ -250,7 +263,7 @@ def apply_batched(
 def _each_block(
   layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, step: Callable
 ) -> Any:
-  """Loops `step(carry, first slot, assignments, expert, weights)` over further blocks."""
+  """Loops `step(carry, first slot, assignments, expert, weights)` over the blocks."""
 
   def body(i, carry):
     expert = jnp.sum(layout.end_E <= i)  # The expert of block i.
@@ -263,7 +276,7 @@ def _each_block(
 
 
 def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
-  """Pads values of the first E·C slots with zeros, [Z, ...]."""
+  """Pads values of the first E·C slots with zeros, [E, C, ...] -> [Z, ...]."""
   part = part_EC.reshape(-1, *part_EC.shape[2:])
   rest = len(layout.assignment_Z) - len(part)
   return jnp.pad(part, ((0, rest), *[(0, 0)] * (part.ndim - 1)))

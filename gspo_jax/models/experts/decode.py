@@ -1,7 +1,8 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
-Sending the tokens of a decode step between chips takes less time than reading a chip's experts. So
-all chips with experts gather the tokens, if an expert has at most `moe.FEW` assignments.
+The tokens of a decode step are small beside the experts, so experts may be split over more chips
+than in training, and the tokens are sent to them. `moe.experts` does so if an expert has at most
+`moe.FEW` assignments in the mean.
 """
 
 import math
@@ -17,7 +18,7 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-ROWS = 64  # Rows of an expert come in multiples: a TPU takes as long for fewer.
+ROWS = 64  # An expert's rows are a multiple of this number: a TPU takes as long for fewer.
 
 
 def experts_of_few(
@@ -35,11 +36,13 @@ def experts_of_few(
 
   Args:
     weights: each an `InStack`, not split over D.
-    apply: like `apply_one_hot` without `load`. Matrices in eight bits need `apply_one_hot`.
-    check: False if `apply` is a Pallas kernel; see `sharding.shard_map`.
+    apply: product with the local experts, with the arguments of `apply_one_hot` before `load`.
+      Matrices in eight bits need `apply_one_hot`.
+    check: argument of `sharding.shard_map`; False if `apply` is a Pallas kernel.
   """
   layer, over = weights.gate.layer, experts_over(weights.gate)
-  chips = tuple(a for a in AXES if a in over)  # In any other order, XLA sends twice the bytes.
+  # The mesh's order of axes; in any other order, XLA sends twice the bytes.
+  chips = tuple(a for a in AXES if a in over)
   by_width = P(None, over, "tensor")
   split = weights.layout(P(None, over, None, "tensor"), by_width, by_width)
   stacks = map_in_stack(lambda w: w.stack, weights)
@@ -70,19 +73,20 @@ def experts_of_few(
 
 
 def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> ExpertWeights:
-  """Maps weights of a stack."""
+  """Maps a function over the `InStack` weights."""
   return jax.tree.map(f, weights, is_leaf=lambda x: isinstance(x, InStack))
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """Returns the mesh axes of the experts."""
+  """Returns the mesh axes of the weight's axis of experts."""
   return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
-  """Gathers tokens over the axes `over`, packed in one array.
+  """Gathers x [X, D], gate weights and experts [X, k] over the mesh axes `over`.
 
-  Small collectives cost time by their number. For use inside `shard_map`.
+  Their bits are packed in one array, since the time of small collectives is that of their number.
+  For use inside `shard_map`.
   """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk
@@ -103,16 +107,20 @@ def apply_one_hot(
   read: Callable[[], ExpertWeights],
   load: float,
 ) -> jax.Array:
-  """Applies all gated experts to C rows each, gathered by one-hot products.
+  """Applies all local experts to C rows each, gathered by one-hot products.
 
-  For TPUs: sorting and scattering are slow there. If an expert has more than C tokens, further
-  rounds read the weights again.
+  Meant for TPUs, where sorting and scattering are slow. If an expert has more than C tokens,
+  further rounds compute the next C of each expert and read the weights again.
 
   Args:
     experts_Xk: expert indices; `num_local` means an expert of another device.
-    num_local: experts of this device, E.
+    num_local: E, number of this device's experts.
     read: returns the weights of these experts.
-    load: mean assignments per expert. C is twice as many, rounded up to `ROWS`, or X if less.
+    load: mean number of assignments per expert. C is twice as many, rounded up to a multiple of
+      `ROWS`, but not more than X rounded up to a multiple of 8.
+
+  Returns:
+    Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D].
   """
   X, dtype = len(x_XD), x_XD.dtype
   chosen_XkE = experts_Xk[..., None] == jnp.arange(num_local)[None, None]
@@ -121,7 +129,7 @@ def apply_one_hot(
   rank_XE = jnp.cumsum(local_XE, axis=0, dtype=jnp.int32)
   rank_EX = jnp.where(local_XE, rank_XE - 1, -1).T
   C = min(-(-X // 8) * 8, ROWS * max(1, math.ceil(2 * load / ROWS)))
-  exact = dict(precision=jax.lax.Precision.HIGHEST)  # One-hot products copy float32 exactly, too.
+  exact = dict(precision=jax.lax.Precision.HIGHEST)  # Makes one-hot products exact for float32.
 
   def one_round(i, result=dtype):
     w = read()
@@ -141,6 +149,6 @@ def apply_one_hot(
 
   if C >= X:
     return one_round(0)
-  # Only several rounds need a float32 sum in memory.
+  # A single round needs no float32 sum in memory.
   rounds = -(-rank_XE[-1].max() // C)
   return jax.lax.cond(rounds > 1, all_rounds, lambda: one_round(0))

@@ -1,6 +1,10 @@
-"""Grouped kernels: rows are sorted by expert, and each group is multiplied by its own matrix.
+"""Expert products by grouped kernels: each group of rows is multiplied by its own matrix.
 
+A group is the rows of one expert. An assignment is a pair of a token and an expert it chose; a
+row is the data of an assignment. Assignments are sorted by expert and computed in pieces of R rows.
 `moe` documents the arguments and results of `apply_ragged`, `apply_megablox` and `apply_triton`.
+
+Axes: X tokens, k choices, A = X·k assignments, E local experts, R rows of a piece.
 """
 
 import functools
@@ -19,46 +23,59 @@ from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
 
-SLACK = 1.25  # Rows of a piece, relative to the mean assignments per device.
-HIDDEN = "hidden"  # Name of residuals, for rematerialisation policies.
+SLACK = 1.25  # Rows of a piece, relative to the mean number of assignments per device.
+HIDDEN = "hidden"  # Name of the products with gate and up in rematerialisation policies.
 
 
 class Kernels(NamedTuple):
-  multiply: Callable  # Products of rows with their group's matrix, as `_ragged`.
-  outer: Callable  # Sums of outer products over a group's rows, as `_ragged_outer`.
-  saves_hidden: bool = False  # Whether the first piece's products with gate and up are residuals.
+  """Kernels of an implementation, with the arguments of `_ragged` and `_ragged_outer`."""
+
+  multiply: Callable  # Multiplies rows with their group's matrix.
+  outer: Callable  # Sums outer products over each group's rows.
+  saves_hidden: bool = False  # Whether to save the first piece's products with gate and up.
 
 
 @flax.struct.dataclass
 class GroupedWeights:
   """Weights of the experts for the kernels, or their gradients or layouts."""
 
-  gate_up: tuple[Any, ...]  # Gate and up [E, D, F], or both side by side [E, D, 2F].
+  gate_up: tuple[Any, ...]  # (gate, up), each [E, D, F], or (both side by side,) [E, D, 2F].
   down: Any  # [E, F, D]
-  biases: tuple[Any, ...]  # Of gate and up, split or joined like them; () without biases.
+  biases: tuple[Any, ...]  # Biases of gate and up, in the same form; () without biases.
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
 
 def separate(w: ExpertWeights) -> GroupedWeights:
-  """Returns the weights with two matrices, gate and up."""
+  """Returns the weights with gate and up as two matrices."""
   biases = () if w.gate_bias is None else (w.gate_bias, w.up_bias)
   return GroupedWeights((w.gate, w.up), w.down, biases, w.activation)
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
-  """Copies gate and up into one matrix, so a product reads rows once."""
+  """Copies gate and up into one matrix: a product with it reads the rows once."""
   w = separate(w)
   gate_up, biases = ((jnp.concatenate(x, axis=-1),) if x else () for x in (w.gate_up, w.biases))
   return w.replace(gate_up=gate_up, biases=biases)
 
 
 def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
+  """Multiplies each group's rows with its matrix, [R, F].
+
+  Rows are sorted by group; rows beyond the last group have undefined results.
+
+  count_E: number of rows of each group.
+  transposed: whether matrices are [E, F, D].
+  dtype: dtype of the result. None means x's.
+  """
   w_EDF = jnp.swapaxes(w_EDF, 1, 2) if transposed else w_EDF
   return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=dtype or x_RD.dtype)
 
 
 def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
-  """Adds xᵀ y over the rows of each group to the total, [E, D, F]."""
+  """Sums xᵀ y over the rows of each group, [E, D, F].
+
+  total: array to which the sums are added. None means 0.
+  """
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -123,22 +140,25 @@ def _interpreted() -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
-  """Applies experts to rows sorted by expert, in pieces of a fixed size."""
+  """Applies experts to rows sorted by expert, piece by piece."""
   return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 class Pieces(NamedTuple):
-  """Assignments sorted by expert, padded to whole pieces of R.
+  """Assignments sorted by expert, Z of them with padding to whole pieces of R.
 
-  Experts of other devices come last.
+  Assignments to other devices' experts come last, and are not computed.
   """
 
-  assignment_Z: jax.Array  # Assignment (token · k + choice); A for padding.
-  end_E: jax.Array  # End of each expert's assignments.
+  assignment_Z: jax.Array  # Index on A, token · k + choice; A for padding.
+  end_E: jax.Array  # Cumulative number of assignments by expert.
 
 
 def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
-  """Returns the pieces and R, `SLACK` times the mean load: usually one piece suffices."""
+  """Sorts assignments; returns the pieces and R.
+
+  R is `SLACK` times the mean number of assignments per device, so one piece usually suffices.
+  """
   A = experts_Xk.size
   expert_A = experts_Xk.reshape(A)
   R = min(A, math.ceil(SLACK * A / sharding.axis_size("expert")))
@@ -149,19 +169,23 @@ def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
 
 
 def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
-  """Returns tokens (X for padding), assignments and rows per expert of piece i."""
+  """Returns tokens and assignments of piece i, and rows per expert.
+
+  Padding has token X and assignment X·k, both out of range.
+  """
   position_R = i * R + jnp.arange(R)
   assignment_R = jax.lax.dynamic_slice(pieces.assignment_Z, (i * R,), (R,))
   assignment_R = jnp.where(position_R < pieces.end_E[-1], assignment_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
-  edge_E = edge_E.at[-1].max(1)  # Kernels need at least one row, if only of padding.
+  edge_E = edge_E.at[-1].max(1)  # Kernels need at least one row, so padding may be one.
   return assignment_R // k, assignment_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
 def _each_piece(body, number: jax.Array, carry, first: tuple[jax.Array, ...] = ()):
-  """Loops over pieces; the first is outside the loop, to overlap collectives.
+  """Loops over pieces. The first is outside the loop, to overlap with collectives.
 
-  first: the first piece's products with gate and up, if known.
+  number: pieces in use.
+  first: saved products with gate and up of the first piece; () to compute them.
   """
   carry = body(0, carry, first)
 
@@ -172,12 +196,12 @@ def _each_piece(body, number: jax.Array, carry, first: tuple[jax.Array, ...] = (
 
 
 def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
-  """Gathers rows of the table; padding's rows are arbitrary."""
+  """Gathers rows of the table; padding receives an arbitrary row."""
   return table.at[row_R].get(mode="clip")
 
 
 def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]:
-  """Returns x gate and x up, with their biases, joined like the weights."""
+  """Returns x gate and x up, with biases, joined if the weights are."""
   parts = tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
   if not w.biases:
     return parts
@@ -186,17 +210,17 @@ def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]
 
 
 def _apart(hidden: tuple[jax.Array, ...]) -> list[jax.Array]:
-  """Returns the products with gate and with up."""
+  """Returns the products with gate and with up as two arrays."""
   return [*hidden] if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=1)
 
 
 def _expert_of_rows(R: int, count_E: jax.Array) -> jax.Array:
-  """Returns each row's expert; E beyond the groups."""
+  """Returns each row's expert, and E for rows beyond the groups."""
   return (jnp.cumsum(count_E)[None] <= jnp.arange(R)[:, None]).sum(1)
 
 
 def _bias_gradient(d_RF: jax.Array, count_E: jax.Array, dtype: Any) -> jax.Array:
-  """Sums over the rows of each group, [E, F]."""
+  """Sums gradients over the rows of each group, [E, F]."""
   expert_R = _expert_of_rows(len(d_RF), count_E)
   one_hot_RE = jax.nn.one_hot(expert_R, len(count_E), dtype=d_RF.dtype)
   # Rows beyond the groups may be NaN.
@@ -218,7 +242,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
     row_R, assignment_R, count_E = _piece(pieces, R, k, i, X)
     a_RF, u_RF = _apart(hidden or _hidden(multiply, _rows(x_XD, row_R), w, count_E))
     h_RF = w.activation(a_RF, u_RF) * _rows(gate_A, assignment_R)[:, None]
-    # Rows beyond the last group are undefined; they are dropped.
+    # Rows beyond the last group have undefined results, and the scatter drops them.
     y_RD = multiply(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
@@ -245,8 +269,8 @@ def _grouped_backward(kernels, residuals, dy_XD):
     hidden = hidden if len(w.gate_up) == 2 else [jnp.concatenate(hidden, axis=1)]
     parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.gate_up)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
-    none = (None,) * len(hidden)  # The first piece has no total.
-    dw = dw or w.replace(gate_up=none, down=None, biases=none)
+    none = (None,) * len(hidden)
+    dw = dw or w.replace(gate_up=none, down=None, biases=none)  # Before the first piece, no total.
     gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.gate_up)]
     biases = [_bias_gradient(d, count_E, dtype) for d in hidden if w.biases]
     biases = [d if total is None else total + d for d, total in zip(biases, dw.biases)]

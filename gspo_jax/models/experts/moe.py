@@ -1,20 +1,21 @@
-"""Mixture of experts: routing, dropless dispatch, expert parallelism.
+"""Mixture of experts: routing, and expert parallelism without dropped tokens.
 
-The router is computed on global arrays, outside of `shard_map`. Dispatch and experts run in
-`shard_map`: devices on the `expert` axis gather each other's tokens, every device applies its local
-experts to the tokens that chose them, and the sum over devices is scattered back. A device with
-many assignments loops over further rows in the same buffers, so no token is ever dropped. The
-experts' matrix products have five `IMPLEMENTATIONS`:
+The router is computed on global arrays, outside of `shard_map`. Inside `shard_map`, devices on the
+mesh axis "expert" gather each other's tokens. Each device applies its local experts to the tokens
+that chose them, and the sums over devices are scattered back. An assignment is a pair of a token
+and an expert it chose. A device with more assignments than rows in its buffers loops, so none is
+dropped. The experts' matrix products have five `IMPLEMENTATIONS`:
 
-  blocks    a loop over blocks of rows, each block of one expert: for many tokens on CPU
+  blocks    a loop over blocks of rows, each block for one expert: for many tokens on CPU
   batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
-  triton    Pallas kernels for NVIDIA GPUs on rows sorted by expert (interpreted elsewhere)
+  triton    Pallas kernels for NVIDIA GPUs, on rows sorted by expert (interpreted elsewhere)
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU XLA multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-All take x [X, D], gate weights and expert indices [X, k], the weights of n local experts, and
-`sink`, the argument that receives the weights' gradient. Index n means an expert of another device.
-They return Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D] in x's dtype.
+Their arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the weights of n
+local experts, and `sink`, an unread argument whose gradient is that of the weights. Index n means
+an expert of another device. They return Σ_k gate_k · expert_{index_k}(x) over the local experts,
+[X, D] in x's dtype.
 """
 
 import functools
@@ -57,22 +58,22 @@ IMPLEMENTATIONS = dict(
   triton=apply_triton,
 )
 KERNELS = (apply_megablox, apply_triton)
-FEW = 256  # Maximum mean assignments per expert for `batched` on CPU, and for `experts_of_few`.
+FEW = 256  # `batched` on CPU, and `experts_of_few`, run for at most this mean load of an expert.
 
 
 @flax.struct.dataclass
 class RouterStats:
   """Sums over the tokens of a batch, without padding; of one layer, or stacked by layer."""
 
-  load_E: jax.Array  # Assignments to each expert.
+  load_E: jax.Array  # Number of assignments to each expert.
   probability_E: jax.Array  # Router probability of each expert.
-  entropy: jax.Array  # Entropy of the router distribution, nats.
-  z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
-  tokens: jax.Array
-  dropped: jax.Array  # Assignments to an index without an expert: always 0.
-  # Sum over tokens of the share of choices replaced by replay; None without replay.
+  entropy: jax.Array  # Entropy of the router's distribution, nats.
+  z: jax.Array  # (log Σ_e exp logit_e)²; ST-MoE, arXiv:2202.08906, eq. 5.
+  tokens: jax.Array  # Number of tokens.
+  dropped: jax.Array  # Number of assignments to an index without an expert: always 0.
+  # Share of a token's own choices that replay replaces. None without replay.
   overridden: jax.Array | None = None
-  replayed_tokens: jax.Array | None = None  # Tokens with replayed experts; None without replay.
+  replayed_tokens: jax.Array | None = None  # Number of tokens with replayed experts, or None.
 
 
 def route(
@@ -86,13 +87,15 @@ def route(
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Returns gate weights and expert indices [B, T, k], and router statistics.
 
-  Computes scores of all experts in float32, and chooses the k highest. Gate weights are the chosen
-  scores, renormalised if `norm_topk_prob`, times `router.scale`. A softmax over the chosen logits
-  alone (Granite, GPT-OSS) is the same as a renormalised softmax over all. `bias_E` is added to the
-  logits, `choice_bias_E` to the scores for the choice alone.
-  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_experts_BTk`, of
-  any integer type, replaces the router's choice, except at tokens with -1. Only indices are
-  replayed: gate weights are the current router's scores of these experts, with a gradient.
+  Computes scores of all experts in float32, and chooses the k highest (`choose_experts`). Gate
+  weights are the chosen scores, renormalised if `norm_topk_prob`, times `router.scale`. A softmax
+  of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
+
+  valid_BT: whether tokens count in the statistics; padding does not.
+  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
+    are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
+    R2 and R3 of arXiv:2512.01374). None means no replay.
+  choice_bias_E, bias_E: biases on scores, for the choice alone, and on logits. None means 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -114,7 +117,7 @@ def route(
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, score_BTE)
   if config.norm_topk_prob:
-    # The current router's probabilities of replayed experts may all round to 0.
+    # The current router may give all replayed experts probabilities that round to 0.
     gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
 
   if config.router.scale != 1:
@@ -143,11 +146,13 @@ SCORES = dict(softmax=functools.partial(jax.nn.softmax, axis=-1), sigmoid=jax.nn
 def choose_experts(
   score_BTE: jax.Array, config: ModelConfig, bias_E: jax.Array | None = None
 ) -> jax.Array:
-  """Returns the experts with the highest scores, in the best groups.
+  """Returns the k experts with the highest scores, int32 [B, T, k].
 
-  The bias affects the choice of experts, not their gate weights (DeepSeek-V3, arXiv:2412.19437, eq.
-  16). A group's score is the sum of its two highest biased scores. Axes: g groups, e experts of a
-  group, j chosen groups.
+  With `router.groups`, only experts of the best groups are candidates: a group's score is the sum
+  of its two highest scores. Axes: g groups, e experts of a group, j chosen groups.
+
+  bias_E: bias on scores; it does not affect gate weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
+    None: no bias.
   """
   router = config.router
   choice_BTE = score_BTE if bias_E is None else score_BTE + bias_E[None, None]
@@ -162,9 +167,10 @@ def choose_experts(
 
 
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
-  """E · Σ_e f_e P_e averaged over layers; 1 when balanced. Switch Transformer, 2101.03961, eq. 4.
+  """E · Σ_e f_e P_e, averaged over layers; 1 when balanced.
 
-  f_e is the share of assignments that went to expert e, P_e its mean router probability.
+  f_e is the share of assignments to expert e, P_e its mean router probability. Switch Transformer,
+  arXiv:2101.03961, eq. 4.
   """
   tokens = jnp.maximum(stats.tokens, 1)[..., None]
   f = stats.load_E / (tokens * config.experts_per_token)
@@ -174,7 +180,7 @@ def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
 def choose(implementation: str, load: float = math.inf):
   """Returns the named implementation; "auto" depends on platform and load.
 
-  load: assignments per expert.
+  load: mean number of assignments per expert.
   """
   if implementation == "auto":
     on_cpu = "batched" if load <= FEW else "blocks"
@@ -183,7 +189,7 @@ def choose(implementation: str, load: float = math.inf):
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """Returns the implementation for `experts_of_few`."""
+  """Returns the argument `apply` of `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   if implementation == "auto" and sharding.platform() == "gpu":
@@ -199,16 +205,20 @@ def choose_for_few(implementation: str, load: float) -> Callable:
 
 @flax.struct.dataclass
 class Gathered:
-  """Weights of experts gathered over D, [copies, E, ...].
+  """Experts' weights, whole over D, [copies, E, ...].
 
-  The first axis has a copy for each position on "data" and "fsdp", and so a gradient for each.
+  The first axis has a copy for each pair of positions on the mesh axes "data" and "fsdp". So each
+  position has a separate gradient.
   """
 
   weights: ExpertWeights | GroupedWeights
 
 
 def gather(weights: ExpertWeights, implementation: str) -> Gathered:
-  """Gathers weights before `experts` runs; the backward pass scatters their gradients."""
+  """Gathers weights over D ahead of `experts`, for prefetching.
+
+  The backward pass scatters their gradients.
+  """
   split, joins = _layout(weights, implementation)
   layout = _joined_layout(split) if joins else split
 
@@ -224,8 +234,8 @@ def gather(weights: ExpertWeights, implementation: str) -> Gathered:
 
 
 def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
-  """Returns each weight's sharding, and whether gate and up are joined."""
-  expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # In training, D is split.
+  """Returns each weight's sharding, and whether to join gate and up."""
+  expert_axis, width_axis, _ = sharding.spec_of(weights.gate)  # Only training splits D.
   if expert_axis in (None, "fsdp"):  # The sampler may split experts over "fsdp".
     expert_axis = "expert"
   gate, down = P(expert_axis, width_axis, "tensor"), P(expert_axis, "tensor", width_axis)
@@ -234,13 +244,14 @@ def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights,
 
 
 def _joined_layout(split: ExpertWeights) -> GroupedWeights:
+  """Returns the shardings for gate and up as one matrix."""
   split = separate(split)
   return split.replace(gate_up=split.gate_up[:1], biases=split.biases[:1])
 
 
 def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
   """Gathers the weights of a device's experts, inside `shard_map`."""
-  if joins:  # Local parts are joined before gathering.
+  if joins:  # Joining local shards copies less than joining whole matrices.
     return jax.tree.map(sharding.gather_whole, joined(weights), _joined_layout(split))
   return jax.tree.map(sharding.gather_whole, weights, split)
 
@@ -255,13 +266,16 @@ def experts(
 ) -> jax.Array:
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], over a mesh.
 
-  Weights split over D are gathered here, and their gradients scattered, unless they are `Gathered`.
-  With 0 < `chunk` < B·T each device gathers and computes `chunk` tokens at a time, and recomputes
-  them in the backward pass, which bounds memory.
+  In training, weights split over D are gathered here, and their gradients scattered, unless they
+  are `Gathered` already.
 
-  While sampling, the fields of `weights` are `InStack`, possibly split over more mesh axes than
-  "expert". Few tokens are sent to the weights (`experts_of_few`); for many tokens, the weights are
-  gathered.
+  While sampling, the fields of `weights` are `InStack`, and experts may be split over further mesh
+  axes. Few tokens are sent to all devices with experts (`experts_of_few`); for many tokens, the
+  weights are gathered over the further axes.
+
+  implementation: value of `ComputeConfig.experts`.
+  chunk: number of a device's tokens to gather and compute at a time, 0 for all. To bound memory,
+    the backward pass recomputes each chunk.
   """
   check_vma = choose(implementation) not in KERNELS  # Pallas kernels do not support the check.
   if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
@@ -281,8 +295,9 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # `sink` receives the weights' gradient; the forward pass does not read it. Its dtype is the
-    # gradient's: float32 for sums over chunks or blocks. Grouped kernels sum in float32 inside.
+    # The gradient of `sink` is that of the weights; the forward pass does not read it. Sums of
+    # gradients over chunks or blocks need float32, and so a float32 sink. Grouped kernels add up in
+    # float32 inside: their gradients may have the weights' dtype.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
@@ -305,7 +320,7 @@ def experts(
 
 
 def output_biases(gate_BTk: jax.Array, experts_BTk: jax.Array, bias_ED: jax.Array) -> jax.Array:
-  """Σ_k gate_k · bias_{index_k}, [B, T, D]."""
+  """Σ_k gate_k · bias_{index_k}, [B, T, D], for GPT-OSS."""
   one_hot_BTkE = jax.nn.one_hot(experts_BTk, len(bias_ED), dtype=bias_ED.dtype)
   gate_BTE = jnp.einsum("BTkE,BTk->BTE", one_hot_BTkE, gate_BTk)
   return sharding.einsum("BTE,ED->BTD", gate_BTE, bias_ED, out=P(BATCH))
@@ -319,9 +334,9 @@ def _gather_and_apply(
   sink: ExpertWeights | GroupedWeights,
   implementation: str,
 ) -> jax.Array:
-  """Gathers tokens, applies a device's experts, and scatters the sums, inside `shard_map`.
+  """Gathers tokens, applies local experts, and scatters the sums.
 
-  The weights' gradient is returned as the gradient of `sink`.
+  For use inside `shard_map`. The gradient of `sink` is that of the weights.
   """
   num_local = len(weights.down)
   x_XD, gate_Xk, experts_Xk = (
@@ -338,7 +353,7 @@ def _gather_and_apply(
 def _over_chunks(apply: Callable, tokens: list[jax.Array], chunk: int) -> jax.Array:
   """Applies experts to `chunk` tokens at a time; 0 means all.
 
-  tokens: x [X, D], and gates and experts [X, k].
+  tokens: x [X, D], gate weights [X, k] and expert indices [X, k].
   """
   X, D = tokens[0].shape
   if not 0 < chunk < X:

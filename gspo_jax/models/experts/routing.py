@@ -1,7 +1,7 @@
-"""Chosen experts as data: storage, and the difference between two policies.
+"""Recorded experts: their storage, and how much the choices of two policies differ.
 
-The experts of one token in one layer are k indices in any order. All are -1 if no experts are
-recorded: padding, or a position without a forward pass.
+The record of one token in one layer is the indices of its k chosen experts, in any order. All are
+-1 without a record: for padding, and for a position without a forward pass.
 """
 
 import jax
@@ -14,7 +14,7 @@ Array = jax.Array | np.ndarray
 
 
 def storage_dtype(num_experts: int) -> np.dtype:
-  """Returns the smallest signed integer type for -1 to num_experts - 1."""
+  """Returns the smallest signed integer dtype for -1 to num_experts - 1."""
   return np.min_scalar_type(-max(num_experts, 1))
 
 
@@ -24,9 +24,11 @@ def recorded(experts_k: Array) -> Array:
 
 
 def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
-  """Share of a token's experts not among the old ones: 1 - |A ∩ B| / k.
+  """Compares each token's experts A with its old experts B.
 
-  Shapes: [..., k] ×2 -> float32 [...], 0 unless both are recorded, and bool [...], both recorded.
+  Returns:
+    1 - |A ∩ B| / k, float32 [...]; 0 unless both are recorded.
+    Whether both are recorded, bool [...].
   """
   valid = recorded(experts_k) & recorded(old_k)
   k = experts_k.shape[-1]
@@ -38,7 +40,10 @@ def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
 def volatility_sums(
   new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns Σ of 1 - |A ∩ B| / k over tokens, and their number, per layer."""
+  """Sums 1 - |A ∩ B| / k over tokens, per layer.
+
+  Returns the sums and the numbers of tokens, float32 [l]; the arguments are those of `volatility`.
+  """
   difference_lBT, both_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
   if where_BT is not None:
     both_lBT = both_lBT & (where_BT[None] > 0)
@@ -47,17 +52,17 @@ def volatility_sums(
 
 
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
-  """Expert-activation volatility by layer: share of differing experts.
+  """Expert-activation volatility by layer: the share of differing experts.
 
   v_l = 1 − 1/(T·k) Σ_t |A_lt ∩ B_lt|
 
-  for T tokens and the experts A and B activated by two policies for a token. 0: the same experts
-  everywhere; 1: no expert in common. Two independent uniform choices of k out of E differ by
-  1 - k/E. GSPO, arXiv:2507.18071, §5.3, reports about 0.10 after one gradient update of a 48-layer
-  model, without a formula; this one is ours.
+  for T tokens, and the experts A_lt and B_lt chosen by two policies for token t in layer l. It is 0
+  if all choices are equal, and 1 if none has an expert in common. Two independent uniform choices
+  of k out of E experts differ by 1 - k/E. GSPO (arXiv:2507.18071, §5.3) reports about 0.10 after
+  one gradient update of a 48-layer model. It gives no formula, so this one is a reading of it.
 
-  Tokens count if both policies' experts are recorded and `where_BT` is not 0. A layer without such
-  tokens has 0.
+  Tokens count if both policies' experts are recorded and `where_BT` is not 0. None means all
+  tokens. A layer without such tokens has 0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].
   """
@@ -66,12 +71,12 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
 
 
 def by_layer(experts_BTlk: Array | None) -> Array | None:
-  """Transposes [B,T,l,k] of a batch to [l,B,T,k] for `forward`; None stays None."""
+  """Transposes experts [B,T,l,k] to [l,B,T,k] for `forward`; None stays None."""
   return None if experts_BTlk is None else jnp.moveaxis(experts_BTlk, 2, 0)
 
 
 def by_row(experts_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
-  """Transposes [l,B,T,k] to [B,T,l,k] in storage type, -1 at invalid tokens."""
+  """Transposes experts [l,B,T,k] to [B,T,l,k] for storage, with -1 at invalid tokens."""
   experts_BTlk = jnp.moveaxis(experts_lBTk, 0, 2)
   experts_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], experts_BTlk, NO_EXPERT)
   return experts_BTlk.astype(storage_dtype(num_experts))

@@ -1,7 +1,9 @@
-"""Tiles of megablox's kernels, and their bytes between HBM and vector memory.
+"""Tile sizes of megablox's kernels, and the bytes they move between HBM and vector memory.
 
-The kernels' own estimates assume a fetch of every block at every step. Pallas fetches a block only
-if it differs from the previous step's; `aot` uses the bytes returned here.
+The kernels' own cost estimates assume that every step fetches all its blocks. But Pallas fetches a
+block only if it differs from the previous step's. `aot` uses the bytes returned here.
+
+Tiles are (tm, tk, tn): rows, inner width and outer width of a step's block.
 """
 
 import math
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-COPY = 1.25  # Compiler's copies of the left factor's tile, in tiles (at most 1.2 observed).
+COPY = 1.25  # Tiles of the left factor that the compiler copies; the most observed is 1.2.
 Tiles = tuple[int, int, int]
 
 
@@ -22,26 +24,29 @@ def product_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles of [rows, inner] @ [inner, outer] with the fewest bytes, and their bytes.
+  """Returns the tiles with the fewest bytes for grouped products, and these bytes.
+
+  A product is [rows, inner] @ [inner, outer], with another matrix for each group of rows.
 
   Args:
-    size, out_size: bytes of a number of the factors and of the result.
+    groups: number of groups.
+    size, out_size: bytes of a number of the factors, and of the result.
     memory: vector memory of a kernel in bytes.
   """
 
   def traffic(tm, tk, tn):
-    # Loops, outermost first: parts of the result's width, tiles of rows, parts of the inner width.
-    # With a single part of the inner width, a group's matrix is read once for all its rows.
+    # The kernel loops over tiles of columns, of rows and of the inner width, outermost first. If
+    # one tile has the whole inner width, consecutive tiles of a group's rows share its matrix.
     visits = _visits(rows, groups, tm)
     matrix_reads = groups if tk >= inner else visits
     column_tiles = -(-outer // tn)
-    x = rows if tk >= inner else visits * tm
+    row_reads = rows if tk >= inner else visits * tm
     return (
-      x * inner * column_tiles + matrix_reads * inner * outer
+      row_reads * inner * column_tiles + matrix_reads * inner * outer
     ) * size + rows * outer * out_size
 
   def footprint(tm, tk, tn):
-    accumulator = 4 * (tk < inner)  # The sum over parts of the inner width, in float32.
+    accumulator = 4 * (tk < inner)  # Bytes of float32, to sum over tiles of the inner width.
     return ((2 + COPY) * tm * tk + 2 * tk * tn) * size + tm * tn * (2 * out_size + accumulator)
 
   return _best(rows, inner, outer, groups, traffic, footprint, memory)
@@ -56,9 +61,11 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns tiles for outer products of each group's rows, [inner, outer], and bytes.
+  """Returns the tiles with the fewest bytes for sums of outer products, and these bytes.
 
-  out_size: bytes written per number; with a total to add to, plus bytes read.
+  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group.
+
+  out_size: bytes written per number of a sum, and bytes read if it is added to a total.
   """
 
   def traffic(tm, tk, tn):
@@ -72,8 +79,12 @@ def outer_tiles(
 
 
 def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles, int]:
+  """Returns the tiles with the fewest bytes, and these bytes.
+
+  Only tiles whose footprint is at most `memory` are candidates.
+  """
   most = math.gcd(rows, 512)
-  for least in (3, 1):  # Units of 128. With fewer than 3, products stall: the second choice.
+  for least in (3, 1):  # Widths below 3 units of 128 stall products, so they come second.
     tiles = [
       (tm, tk, tn)
       for tm in sorted({most, min(most, 256)})
@@ -92,11 +103,14 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Counts products of row tiles: a tile of two groups counts twice."""
+  """Returns the maximum number of pairs of a row tile and a group in it."""
   return -(-rows // tm) + groups - 1
 
 
 def _parts(width: int, least: int) -> Iterator[int]:
-  """Returns tile widths: divisors of `width`, at least `least` units of 128."""
+  """Yields tile widths for a width padded to a multiple of 128.
+
+  They divide it, and are multiples of 128, at least `least` · 128. A narrower width is one tile.
+  """
   units = -(-width // 128)
   return (128 * n for n in range(min(units, least), units + 1) if units % n == 0)

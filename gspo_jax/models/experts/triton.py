@@ -1,7 +1,7 @@
-"""Products of rows sorted by expert, as Pallas kernels for NVIDIA GPUs (Triton).
+"""Pallas kernels for NVIDIA GPUs (Triton): products of rows sorted by expert.
 
-A group's rows are multiplied in tiles from its first row on; a mask cuts the last tile. So there is
-no padding in memory, and at most a tile of wasted products per group.
+A group is the consecutive rows of one expert. Its tiles start at its first row, and a mask cuts off
+its last tile. So rows need no padding in memory, and at most one tile per group is wasted.
 """
 
 import math
@@ -14,22 +14,20 @@ from jax.experimental.pallas import triton
 
 from gspo_jax import sharding
 
-ROWS, WIDTH, INNER = 128, 128, 64  # Tiles of rows, of a result's width, and of summed numbers.
-LEAST = 16  # Minimum side of a tile.
+# Maximum sizes of a tile: rows, columns of the result, and the inner width, which is summed over.
+ROWS, WIDTH, INNER = 128, 128, 64
+LEAST = 16  # Minimum size of a tile in each dimension.
 
 
 def supports(*widths: int) -> bool:
-  """Whether tiles divide these sizes."""
+  """Whether tiles of at least `LEAST` divide these widths of a matrix."""
   return all(math.gcd(width, LEAST) == LEAST for width in widths)
 
 
 def product(
   x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed: bool, dtype: Any
 ) -> jax.Array:
-  """Multiplies each group's rows with its matrix; rows beyond the groups are undefined.
-
-  transposed: whether matrices are [E, F, D].
-  """
+  """Multiplies each group's rows with its matrix, [R, F]; see `groups._ragged`."""
   (R, D), F = x_RD.shape, w_EDF.shape[1 if transposed else 2]
   tm, tn, tk = math.gcd(R, ROWS), math.gcd(F, WIDTH), math.gcd(D, INNER)
   expert_t, start_t, end_t = _tiles(count_E, R, tm)
@@ -45,12 +43,13 @@ def product(
       w = w_ref[expert, columns, inner].T if transposed else w_ref[expert, inner, columns]
       return total + _dot(x, w)
 
-    turns = jnp.clip(end - start, 0, 1) * (D // tk)
-    y = jax.lax.fori_loop(0, turns, add, jnp.zeros((tm, tn), jnp.float32))
+    inner_tiles = jnp.clip(end - start, 0, 1) * (D // tk)  # 0 for an empty tile of rows.
+    y = jax.lax.fori_loop(0, inner_tiles, add, jnp.zeros((tm, tn), jnp.float32))
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
 
   grid = len(expert_t), F // tn
-  with jax.named_scope(f"flops={2 * len(expert_t) * tm * D * F}"):  # At most; `aot` reads it.
+  # `aot` reads this name; empty tiles count, so it is an upper bound.
+  with jax.named_scope(f"flops={2 * len(expert_t) * tm * D * F}"):
     return _call(kernel, (R, F), dtype, grid)(expert_t, start_t, end_t, x_RD, w_EDF)
 
 
@@ -81,7 +80,10 @@ def outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, dtype: Any) -> j
 
 
 def _tiles(count_E: jax.Array, R: int, tm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns each tile's expert, first row and its expert's end; spare tiles are empty."""
+  """Returns each tile's expert, its first row, and the end of its expert's rows.
+
+  The number of tiles is a maximum, known while tracing. Unused tiles have end 0.
+  """
   end_E, tiles_E = jnp.cumsum(count_E), -(-count_E // tm)
   last_E = jnp.cumsum(tiles_E)
   tile_t = jnp.arange(R // tm + len(count_E), dtype=jnp.int32)
@@ -93,13 +95,17 @@ def _tiles(count_E: jax.Array, R: int, tm: int) -> tuple[jax.Array, jax.Array, j
 
 
 def _rows(start: jax.Array, end: jax.Array, R: int, tm: int):
-  """Returns a slice of `tm` rows in bounds, and the tile's mask [tm, 1]."""
+  """Returns a slice of `tm` rows in bounds, and its mask [tm, 1].
+
+  The mask is True for start <= row < end.
+  """
   first = jnp.minimum(start, R - tm)
   row = first + jnp.arange(tm)
   return pl.ds(first, tm), ((row >= start) & (row < end))[:, None]
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies matrices into float32, without rounding float32 to TF32."""
   exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)
 
