@@ -119,10 +119,8 @@ def route(
   if config.norm_topk_prob:
     # The current router may give all replayed experts probabilities that round to 0.
     gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
-
   if config.router.scale != 1:
     gate_BTk = gate_BTk * config.router.scale
-
   p_BTE = score_BTE
   if config.router.scores != "softmax":
     p_BTE = score_BTE / score_BTE.sum(-1, keepdims=True)
@@ -295,9 +293,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # The gradient of `sink` is that of the weights; the forward pass does not read it. Sums of
-    # gradients over chunks or blocks need float32, and so a float32 sink. Grouped kernels add up in
-    # float32 inside: their gradients may have the weights' dtype.
+    # The gradient of `sink` is that of the weights. Sums of gradients over chunks or blocks need a
+    # float32 sink; grouped kernels add up in float32 inside.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
