@@ -173,7 +173,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   message = r"^distillation\.teacher=http://a:80: no file system is known by http://"
   refused(student("http://a:80"), tmp_path, message)
   nine = workdir / "checkpoints" / "rl" / "9"
-  refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is no complete checkpoint")
+  refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is not a complete checkpoint")
   wider = student(workdir, model__vocab_size=272)
   refused(wider, tmp_path, "vocabulary of 264 tokens .* model.vocab_size=272.* the same vocabulary")
   base = tiny_moe(264)

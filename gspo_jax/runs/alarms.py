@@ -1,9 +1,9 @@
-"""Warnings at configured thresholds, before a run fails.
+"""Alarms: warnings about metrics, before a run fails.
 
 Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
-1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). A warning is
-printed when its condition becomes true; the metric `warning/<name>` is 1 while the condition is
-true.
+1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each alarm has
+a condition on metrics, with a threshold in the section `alarms`. When the condition becomes true, a
+warning is printed. While it is true, the metric `warning/<name>` is 1.
 """
 
 import collections
@@ -18,19 +18,19 @@ from gspo_jax.settings.training import AlarmConfig
 class Alarms:
   """Checks metrics rows in order.
 
-  All state follows from the rows. A resumed run passes the rows on file, and prints the same
-  warnings as an uninterrupted run.
+  All state follows from the rows. A resumed run passes the rows of metrics.jsonl as `rows`, and
+  then prints the same warnings as an uninterrupted run.
   """
 
   def __init__(self, config: AlarmConfig, rows: Iterable[Mapping[str, Any]] = ()):
     self._config = config
     self._norms: collections.deque[float] = collections.deque(maxlen=WINDOW)
     self._rewards: collections.deque[float] = collections.deque(maxlen=WINDOW)
-    self._best = -float("inf")
+    self._best = -float("inf")  # Highest mean reward over WINDOW iterations so far.
     self._range = math.inf, -math.inf  # Smallest and largest reward so far.
     self._idle = 0  # Consecutive iterations with a gradient of 0.
-    self._compared = False  # Whether a row has compared sampler and trainer.
-    self._active: set[str] = set()
+    self._compared = False  # Whether an earlier row has compared sampler and trainer.
+    self._active: set[str] = set()  # Alarms of the previous row.
     for row in rows:
       self(row)
 
@@ -51,7 +51,7 @@ class Alarms:
     if norm == 0 and self._idle >= IDLE_ITERATIONS:
       name, reason = _nothing_learned(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
-    if norm:  # A norm of 0, for example of a task still too hard, is left out of the median.
+    if norm:  # The median excludes norms of 0, such as those of a task that is still too hard.
       usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
         yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
@@ -74,16 +74,16 @@ class Alarms:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
         if c.reward and mean < self._best - c.reward * spread:
-          origin = f"mean of {WINDOW}, from {self._best:.3g}"
-          yield "reward", f"the reward has fallen to {mean:.3g}, {origin}"
-    # Training and evaluations have such a metric.
+          fall = f"from {self._best:.3g} to {mean:.3g} (means of {WINDOW} iterations)"
+          yield "reward", f"the reward has fallen {fall}"
+    # Training has the metric `verifier/unknown`, and each evaluation has one with a prefix.
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _spread(self, row: Mapping[str, Any]) -> float:
-    """Returns the width of the rewards' range; 1 without one."""
+    """Returns largest minus smallest reward so far; 1 if no row has had both."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
@@ -92,12 +92,12 @@ class Alarms:
 
 
 class Alarm(NamedTuple):
-  """Texts about an alarm."""
+  """Texts about an alarm, for the terminal and the report."""
 
-  title: str  # A sentence.
-  advice: str  # A sentence: what to change.
-  metric: str  # The report links to the section with its chart.
-  page: str = "docs/running.md#alarms"  # Section about the alarm.
+  title: str  # A sentence about the problem.
+  advice: str  # Sentences about what to change.
+  metric: str  # Metric whose chart the report links to.
+  page: str = "docs/running.md#alarms"  # Section of the documentation about the alarm.
 
 
 _IDLE = "The gradient has been 0 for five iterations: "
@@ -113,67 +113,71 @@ ALARMS = {
     "entropy",
   ),
   "ratio": Alarm(
-    "The policy moves faster than clipping can hold: its ratios are off 1 by more than "
-    "alarms.ratio.",
+    "The policy moves faster than clipping can limit: importance ratios differ from 1 by more than "
+    "alarms.ratio in the mean.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
     "ratio/deviation",
   ),
   "mismatch": Alarm(
-    "The sampler's log-probs are off the trainer's by more than the clip range.",
+    "Log-probs of sampler and trainer differ by more than the clip range.",
     "Give the sampler the trainer's types (engine.dtype, engine.weights_dtype, "
     "engine.cache_dtype), or widen the clip range.",
     "mismatch/sequence/abs/mean",
     "docs/sampling.md#log-probabilities",
   ),
   "mismatch_clips": Alarm(
-    "Rounding of the sampler alone takes more than a tenth of the responses out of the clip range.",
-    "Three ways out: objective.old_logp=recompute costs a pass of the trainer, and ratios begin at "
-    "1; wider objective.clip_low and objective.clip_high cost nothing, and admit larger updates; "
-    "objective.old_logp=behaviour with objective.correction.name=masked costs a pass and the "
-    "responses that it leaves out.",
+    "The sampler's rounding alone puts more than a tenth of the responses outside the clip range.",
+    "Choose one of three remedies. With objective.old_logp=recompute ratios begin at 1, for one "
+    "more forward pass of the trainer. Larger objective.clip_low and objective.clip_high cost no "
+    "time, but permit larger updates. objective.old_logp=behaviour with "
+    "objective.correction.name=masked also costs a pass, and drops the responses outside its "
+    "range.",
     "clip_fraction/sequence",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "mismatch_tail": Alarm(
-    "For more than a tenth of the tokens sampler and trainer differ by a factor above 2.",
+    "For more than a tenth of the tokens, probabilities of sampler and trainer differ by a factor "
+    "above 2.",
     "Give the sampler the trainer's types (engine.dtype, engine.weights_dtype, "
-    "engine.cache_dtype). If it has them, sampler and trainer are two models: compare their "
-    "weights and tokens.",
+    "engine.cache_dtype). If they are equal already, sampler and trainer compute different models: "
+    "compare their weights and tokens.",
     "mismatch/tail",
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "ratio_tail": Alarm(
-    "For more than a tenth of the tokens the policy has moved by a factor above 2.",
+    "For more than a tenth of the tokens, the updates have changed the probability by a factor "
+    "above 2.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
     "ratio/tail",
   ),
   "recomputed": Alarm(
-    "Rounding of recomputed log-probs exceeds the clip range.",
+    "Rounding errors of recomputed log-probs exceed the clip range.",
     "Set compute.dtype=float32, or widen the clip range.",
     "mismatch/recomputed",
     "docs/running.md#recomputed-log-probabilities",
   ),
   "reward": Alarm(
     "The reward has fallen far below its best.",
-    "Lower rl_optimizer.learning_rate, and start again from a checkpoint before (weights).",
+    "Lower rl_optimizer.learning_rate, and start a new run from an earlier checkpoint (key "
+    "weights).",
     "reward/mean",
   ),
   "unknown": Alarm(
     "The verifier gives no verdict on many responses.",
-    "The directory unknown/ of the run has these responses, with the reasons.",
+    "Read these responses and the reasons in the directory unknown/ of the run.",
     "verifier/unknown",
     "docs/rewards.md#unknown-is-not-wrong",
   ),
   "uniform_groups": Alarm(
     f"{_IDLE}rewards are equal within each group.",
-    "Take problems of another difficulty, a larger rl.group_size or graded rewards; if all are "
-    "wrong since a jump, a lower rl_optimizer.learning_rate.",
+    "Use problems of another difficulty, a larger rl.group_size or graded rewards. If all "
+    "responses are wrong since a jump of the gradient norm, lower rl_optimizer.learning_rate.",
     "groups_without_spread",
     "docs/data.md#query-set",
   ),
   "filled_groups": Alarm(
-    f"{_IDLE}dynamic sampling finds no groups of different rewards.",
-    "Take problems of another difficulty, or raise data.query_set.extra_rounds.",
+    f"{_IDLE}dynamic sampling finds no groups with different rewards.",
+    "Use problems of another difficulty, or raise data.query_set.extra_rounds.",
     "groups_without_spread",
     "docs/data.md#query-set",
   ),
@@ -184,13 +188,13 @@ ALARMS = {
     "docs/data.md#query-set",
   ),
   "all_masked": Alarm(
-    f"{_IDLE}all responses are cut off, and masked.",
+    f"{_IDLE}all responses are truncated, and therefore masked.",
     "Raise sampling.max_new_tokens, or set rl.mask_truncated=False.",
     "truncated_fraction",
     "docs/running.md#truncated-responses",
   ),
   "no_gradient": Alarm(
-    f"{_IDLE}metrics do not say why.",
+    f"{_IDLE}the metrics do not show the reason.",
     "Look at advantages and losses in metrics.jsonl.",
     "grad_norm",
   ),
@@ -204,17 +208,17 @@ def advice(name: str) -> str:
 
 WINDOW = 10  # Iterations of medians and means.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
-TAIL = 0.1  # Share of tokens with a ratio above 2 or below 1/2; runs beyond it are known to fail.
-OUTSIDE = 0.1  # Share of responses outside the clip range before any update.
+TAIL = 0.1  # Highest share of tokens with a ratio above 2 or below 1/2 without a warning.
+OUTSIDE = 0.1  # Highest share of responses outside the clip range before any update.
 
 
 class Bound(NamedTuple):
-  """Alarm on one metric above a limit."""
+  """Alarm for a metric above a limit."""
 
   name: str
   metric: str
-  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # 0: no alarm.
-  text: str  # With the metric's value and the clip range.
+  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # From section and row; 0: no alarm.
+  text: str  # Format of the warning, with the metric's value and the clip range.
 
 
 def _ratio_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
@@ -230,57 +234,65 @@ def _mismatch_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
 
 
 def _ratio_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
-  """Returns the limit. Only recomputed ratios exclude the sampler's mismatch."""
+  """Returns the limit of `ratio/tail`.
+
+  Unless old log-probs are recomputed, ratios include the mismatch between sampler and trainer, so
+  the limit is higher by the mismatch's share of tokens.
+  """
   mismatch = 0.0 if "mismatch/recomputed" in row else _finite(row.get("mismatch/tail")) or 0.0
   return TAIL + mismatch if config.ratio else 0.0
 
 
-_DISTANCE = "mismatch/sequence/abs/mean"  # Not the signed mean, in which noise cancels.
+# Mean over responses of |mean over tokens of trainer minus sampler log-prob|. In a mean without
+# absolute value, errors of different responses would cancel.
+_DISTANCE = "mismatch/sequence/abs/mean"
 _BOUNDS = (
   Bound(
     "ratio",
     "ratio/deviation",
     _ratio_limit,
-    "importance ratios are off 1 by {:.3g} in the mean",
+    "importance ratios differ from 1 by {:.3g} in the mean",
   ),
   Bound(
     "mismatch",
     _DISTANCE,
     _mismatch_limit,
-    "the trainer's log-probs are off the sampler's by {:.2g} in the mean, and the clip range is "
-    "{:.2g}: old_logp=sampler clips on policy, with old_logp=recompute the batch is off policy",
+    "log-probs of sampler and trainer differ by {:.2g} in the mean, and the clip range is {:.2g}: "
+    "with objective.old_logp=sampler responses are clipped before any update, and with recompute "
+    "ratios ignore the difference",
   ),
   Bound(
     "recomputed",
     "mismatch/recomputed",
     _mismatch_limit,
-    "recomputed old log-probs are off the update's own by {:.2g} in the mean, and the clip range "
-    "is {:.2g}: rounding clips from the second mini-batch on",
+    "recomputed old log-probs differ from those of the first update by {:.2g} in the mean, and the "
+    "clip range is {:.2g}: from the second mini-batch on, responses are clipped by rounding alone",
   ),
   Bound(
     "mismatch_tail",
     "mismatch/tail",
     _mismatch_tail_limit,
-    "sampler and trainer differ by a factor above 2 on {:.1%} of the tokens",
+    "probabilities of sampler and trainer differ by a factor above 2 on {:.1%} of the tokens",
   ),
   Bound(
     "ratio_tail",
     "ratio/tail",
     _ratio_tail_limit,
-    "the policy has moved by a factor above 2 on {:.1%} of the tokens",
+    "the updates have changed the probability of {:.1%} of the tokens by a factor above 2",
   ),
 )
 _CLIPS = (
   "an estimated {:.0%} of the responses are outside the clip range of {:.2g} before any update, by "
-  "rounding of the sampler alone (mean |Δ log-prob| of a response: {:.2g})"
+  "rounding in the sampler (mean over responses of |mean Δ log-prob|: {:.2g})"
 )
 
 
 def _outside_range(row: Mapping[str, Any]) -> float | None:
-  """Returns the share of responses outside the clip range by the mismatch alone.
+  """Estimates the share of responses outside the clip range before any update.
 
-  P(|N(0, m)| > range) with m √(2/π) the mean distance of a response. None without such a metric or
-  range, with recomputed old log-probs, and with a mask of responses.
+  The mean log-prob difference of a response is taken as normal with mean 0. Its standard deviation
+  follows from the mean of its absolute value, σ √(2/π), in the row. None if the row lacks this mean
+  or the clip range, and if old log-probs are recomputed or responses masked by a correction.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}
@@ -290,20 +302,20 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
 
 
 def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
-  """Returns name and reason of a gradient of 0."""
+  """Returns the alarm's name, and the reason for a gradient of 0."""
   dropped = row.get("query_set/dropped")
   masked, recorded = row.get("masked_responses"), row.get("recorded/responses")
   if masked and (row.get("truncated_fraction") == 1 or masked == recorded):
-    return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
+    return "all_masked", "all responses were truncated, and rl.mask_truncated masks them"
   if dropped and dropped == row.get("query_set/tried"):
     return "all_dropped", "data.query_set.drop_after has dropped all tried prompts"
   if row.get("dynamic_sampling/filled_groups"):
-    return "filled_groups", "groups of equal values filled the batch, after all rounds of sampling"
+    return "filled_groups", "groups of equal rewards filled the batch, after all rounds of sampling"
   if row.get("groups_without_spread") == 1:
     return "uniform_groups", "the rewards within each group are equal"
-  return "no_gradient", "metrics do not say why"
+  return "no_gradient", "the metrics do not show the reason"
 
 
 def _finite(value: float | None) -> float | None:
-  """Returns a finite value; None for an absent or non-finite value (null on file)."""
+  """Returns a finite value; None for an absent, NaN or infinite value (null in metrics.jsonl)."""
   return value if value is not None and math.isfinite(value) else None

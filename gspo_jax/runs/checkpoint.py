@@ -53,6 +53,7 @@ class Checkpointer:
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Opens the directory. Raises DamagedError if a checkpoint's metrics are unreadable."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
+    # The metric that selects the best checkpoint, and the factor for which larger is better.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._last = time.monotonic()  # Start of the last save.
     self._mirror = Mirror(workdir, config.directory)
@@ -147,7 +148,7 @@ class Checkpointer:
       step: number of finished steps.
       state: training state.
       host: host state, as JSON.
-      metrics: metrics of this step, with the criterion of the best checkpoint; None without.
+      metrics: metrics row with the metric `checkpoint.best`; None if it was not measured.
 
     Raises:
       WriteError: this checkpoint or the previous one cannot be written.
@@ -194,7 +195,7 @@ class Checkpointer:
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the seconds of a newly completed save; {} without one.
+    """Returns the duration of the last save, once after its completion; {} at other times.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -213,7 +214,7 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the criterion of the best checkpoint, to maximize; -inf if not measured."""
+    """Returns the metric of the best checkpoint, times its sign; -inf if not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
@@ -276,8 +277,10 @@ class Checkpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _Commit:
-  """Orbax's futures. Errors go to `fail` at once; Orbax withholds errors until all hosts are
-  done."""
+  """Futures of a save in Orbax, which pass an error to `fail` at once.
+
+  Orbax itself withholds an error until all hosts are done.
+  """
 
   futures: Sequence[Any]
   fail: Callable[[BaseException], None]
@@ -312,10 +315,14 @@ def finished(directory: epath.Path) -> list[int]:
 
 
 def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
-  """Reads a checkpoint's host state; verifies the restored `state` if given.
+  """Reads a checkpoint's host state, and verifies checksums.
+
+  Args:
+    path: directory of the checkpoint.
+    state: restored arrays to verify; None to verify the host state alone.
 
   Raises:
-    DamagedError: the host state or `state` was changed.
+    DamagedError: the host state or an array differs from its checksum.
   """
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
@@ -342,7 +349,14 @@ def readable(path: epath.Path) -> Iterator[None]:
 def require_shapes(
   named: str, stored: Mapping[str, Any], expected: Mapping[str, Any], hint: str = ""
 ) -> None:
-  """Raises ValueError, with both shapes, for the first array with an unexpected shape."""
+  """Raises ValueError, with both shapes, for the first array with an unexpected shape.
+
+  Args:
+    named: the checkpoint, as the error message names it.
+    stored: shape of each stored array.
+    expected: shape of each expected array.
+    hint: end of the error message, such as a remedy.
+  """
   for name in sorted(expected.keys() | stored.keys()):
     if expected.get(name) != stored.get(name):
       raise ValueError(

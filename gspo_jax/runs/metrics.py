@@ -31,8 +31,10 @@ PHASES = ("sft", "rl", "eval")  # In the order of training; "eval" is a separate
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
-  """Fetches metrics in one transfer. Reductions and arrays become floats. Strings and integers are
-  unchanged, and None is dropped."""
+  """Fetches metrics in one transfer, as Python values.
+
+  Reductions and arrays become floats. Strings and integers are unchanged, and None is dropped.
+  """
   host = jax.device_get(dict(metrics))
   # `compute` may return jnp arrays: the second fetch is a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
@@ -86,8 +88,10 @@ class Stopwatch:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-  """Costs of a run since its first iteration. The sums are in checkpoints, so a resumed run counts
-  each iteration once."""
+  """Costs of a run since its first iteration.
+
+  Checkpoints contain these sums, so a resumed run counts each iteration once.
+  """
 
   tokens: int = 0  # Sampled tokens, including discarded tokens.
   flops: float = 0.0  # Model FLOPs of sampling, passes without gradient, and updates.
@@ -101,7 +105,7 @@ class Totals:
     return {f"total/{name}": float(value) for name, value in vars(self).items()}
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON."""
+    """Returns the sums as JSON, for a checkpoint."""
     return dataclasses.asdict(self)
 
 
@@ -118,7 +122,7 @@ def memory() -> dict[str, float]:
 
 
 class Writer(contextlib.AbstractContextManager):
-  """Appends metrics rows to `metrics.jsonl` and TensorBoard, and writes samples logs.
+  """Appends metrics rows to `metrics.jsonl` and TensorBoard, and writes samples to `rollouts/`.
 
   On several hosts one process writes. The other processes pass `active=False` and write nothing.
   """
@@ -147,8 +151,8 @@ class Writer(contextlib.AbstractContextManager):
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self.notes: dict[str, float] = {}  # Constant metrics of the run, added to every row.
-    self.count = 0  # Metrics rows of training on file.
-    self._purge: dict[str, int] = {}
+    self.count = 0  # Number of metrics rows of training in metrics.jsonl.
+    self._purge: dict[str, int] = {}  # Per phase, the first step that TensorBoard is to hide.
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
@@ -161,7 +165,7 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb = tracking.open_wandb(wandb, self._workdir, config or {})
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Appends one metrics row. NaN and infinity become null on file.
+    """Appends one metrics row. In metrics.jsonl, NaN and infinity become null.
 
     Args:
       row: `phase`, `step`, and numbers by name.
@@ -188,7 +192,7 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.log({f"{phase}/step": step} | shown)
 
   def rows(self, *phases: str) -> list[Row]:
-    """Returns the metrics rows on file of these phases; [] if not active."""
+    """Returns the rows of these phases in metrics.jsonl; [] if this process does not write."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
@@ -209,14 +213,14 @@ class Writer(contextlib.AbstractContextManager):
     for row in read_rows(self._path):
       is_covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
       (covered if is_covered else dropped).append(row)
-    # TensorBoard hides a phase's steps at or above the phase's purge step.
+    # The next event file of a phase tells TensorBoard to hide steps at or above the purge step.
     self._purge = dict.fromkeys((row.get("phase") for row in dropped), 0)
     for row in covered:
       if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       for phase in self._purge:
-        self._board(phase)  # TensorBoard hides the rows before metrics.jsonl drops them.
+        self._board(phase)  # Written first: a crash in between must not leave stale curves.
       self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in covered))
       self._open()
@@ -242,7 +246,11 @@ class Writer(contextlib.AbstractContextManager):
   def dump_rollouts(
     self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"
   ) -> None:
-    """Writes `<folder>/<phase>_<step>.jsonl` atomically; replaces an existing file."""
+    """Writes `<folder>/<phase>_<step>.jsonl`, a line per record, and replaces an existing file.
+
+    Raises:
+      WriteError: the file cannot be written.
+    """
     if not self._active:
       return
     path = self._workdir / folder / f"{phase}_{step:06d}.jsonl"
@@ -253,7 +261,7 @@ class Writer(contextlib.AbstractContextManager):
     write_whole(path, (line + "\n" for line in lines))
 
   def close(self) -> None:
-    """Flushes and closes everything."""
+    """Closes metrics.jsonl and the event files. (The W&B run ends with the `with` block.)"""
     if not self._active:
       return
     self._file.close()
@@ -271,15 +279,15 @@ class Writer(contextlib.AbstractContextManager):
       self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
   def _append(self, line: bytes) -> None:
-    """Writes a line to the kernel, safe from kill -9."""
+    """Hands a line to the operating system, so that it survives `kill -9`."""
     with writing(self._path):
       if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-        raise OSError(errno.ESTALE, "it was replaced while the run went on")
+        raise OSError(errno.ESTALE, "it was replaced during the run")
       while line:
         line = line[self._file.write(line) :]
 
   def _board(self, phase: str) -> tracking.EventFile:
-    """Returns the event file of a phase, in a directory per phase for separate purges."""
+    """Returns the event file of a phase. A directory per phase allows a purge step for each."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))
@@ -312,7 +320,7 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
 
 
 def _training_rows(rows: Iterable[Row]) -> int:
-  """Counts rows; a separate evaluation (job=eval) belongs to no checkpoint."""
+  """Counts rows of training. Rows of a separate evaluation (job=eval) belong to no checkpoint."""
   return sum(row.get("phase") != "eval" for row in rows)
 
 

@@ -1,9 +1,9 @@
 """Sources of weights named in a configuration: random, a published model, or another run.
 
 A published model is a Hugging Face directory, local or in a bucket, or a repository of the hub.
-The workdir of another run means its newest checkpoint: of RL if RL has one, else of the cold start.
-A checkpoint directory also works: `DIR/checkpoints/sft` for a phase's newest checkpoint, or
-`DIR/checkpoints/rl/30` for the checkpoint after iteration 30.
+The workdir of another run names its newest RL checkpoint, or else its newest checkpoint of the cold
+start (SFT). A directory below it selects one: `WORKDIR/checkpoints/sft` the newest SFT checkpoint,
+`WORKDIR/checkpoints/rl/30` the checkpoint after RL iteration 30.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
-PHASES = ("rl", "sft")  # In order of preference for a workdir.
+PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first phase with one.
 RANDOM = "random"
 
 
@@ -36,29 +36,29 @@ class RunCheckpoint:
   """A checkpoint of another run."""
 
   path: epath.Path
-  config: Mapping[str, Any]  # The other run's config.json; {} without this file.
-  key: str = "weights"  # Configuration key with the checkpoint's name, for messages.
+  config: Mapping[str, Any]  # The other run's config.json; {} if this file is absent.
+  key: str = "weights"  # Configuration key that names the checkpoint, for error messages.
 
   @property
   def model(self) -> dict[str, Any]:
-    """Section `model` of config.json; {} without this section."""
+    """Section `model` of config.json; {} if it is absent."""
     return _with_tuples(self.config.get("model", {}))
 
   @property
   def adapters(self) -> LoraConfig:
-    """Configuration of the adapters in the checkpoint."""
+    """Configuration of the adapters in the checkpoint; the cold start (SFT) has none."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**_with_tuples(values))
 
   @property
   def tokenizer(self) -> str:
     """Name of the run's tokenizer, a value for the key `tokenizer`."""
-    origin = self.config.get("provenance", {})
-    return origin.get("tokenizer") or self.config.get("tokenizer") or "bytes"
+    recorded = self.config.get("provenance", {})
+    return recorded.get("tokenizer") or self.config.get("tokenizer") or "bytes"
 
   @property
   def about(self) -> dict[str, Any]:
-    """JSON about this checkpoint, for the provenance of a run that uses it."""
+    """JSON about this checkpoint, recorded in config.json by a run that starts from it."""
     commit = self.config.get("provenance", {}).get("commit")
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=commit)
@@ -76,17 +76,17 @@ class RunCheckpoint:
     """Raises ValueError unless the checkpoint is complete.
 
     Args:
-      name: name in the message; "" for the path.
+      name: configured name, for the error message; "" for the checkpoint's path.
     """
     if int(self.path.name) in (steps := checkpoint.finished(self.path.parent)):
       return
-    others = f"complete are steps {', '.join(map(str, steps))}" if steps else "there is none"
-    raise ValueError(f"{self.key}={name or str(self.path)!r} is no complete checkpoint; {others}")
+    others = f"steps with one: {', '.join(map(str, steps))}" if steps else "this phase has none"
+    raise ValueError(
+      f"{self.key}={name or str(self.path)!r} is not a complete checkpoint; {others}"
+    )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
-    """Loads the parameters in the training layout, with adapters merged.
-
-    The merge is that of training: in bfloat16 the sum is rounded with dither.
+    """Loads the parameters in the training layout, with adapters merged by `lora.materialize`.
 
     Args:
       model: configuration of the model.
@@ -94,8 +94,8 @@ class RunCheckpoint:
       dtype: compute dtype; some parameters are float32 for every compute dtype.
 
     Raises:
-      ValueError: the checkpoint is incomplete or damaged, has other parameters, or values that are
-        NaN or infinite.
+      ValueError: the checkpoint is incomplete or damaged, its parameters have other names or
+        shapes than the model's, or a value is NaN or infinite.
     """
     plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
     if not self.adapters.rank:
@@ -109,15 +109,18 @@ class RunCheckpoint:
     return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))
 
   def load_with_adapters(self, model: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Loads parameters and adapters unmerged, in stored dtypes. Raises ValueError as `load`."""
+    """Loads parameters and adapters unmerged, in the other run's dtypes.
+
+    Raises ValueError as `load` does.
+    """
     dtype = self.config["compute"]["dtype"]
     return self.restore(abstract_params(model, mesh, sharding.TRAIN, dtype, self.adapters))
 
   def restore(self, like: Any) -> Any:
-    """Loads the parameters alone. Raises ValueError as `load`.
+    """Loads the parameters, without optimizer state. Raises ValueError as `load` does.
 
     Args:
-      like: abstract parameters, for the layout.
+      like: abstract parameters, with the shapes, dtypes and shardings to restore.
     """
     reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
     self.require_complete()
@@ -137,7 +140,7 @@ class RunCheckpoint:
       return restored["params"]
     except checkpoint.DamagedError as error:
       steps = [s for s in checkpoint.finished(self.path.parent) if s < int(self.path.name)]
-      before = f"; the previous one is {self.path.parent / str(steps[-1])}" if steps else ""
+      before = f"; the checkpoint before is {self.path.parent / str(steps[-1])}" if steps else ""
       raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
 
   def _require_finite(self, params: Any) -> None:
@@ -150,17 +153,17 @@ class RunCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
-  """Resolved source of the weights named by a configuration key."""
+  """Source of the weights named by a configuration key, with commit or checkpoint resolved."""
 
-  key: str
-  name: str  # Configured name; a hub repository's name has its commit added.
+  key: str  # Configuration key, such as "weights".
+  name: str  # Configured name; for a hub repository with its commit.
   checkpoint: RunCheckpoint | None = None  # Checkpoint of another run; None for other sources.
   # JSON about the source, for the provenance; {} for random weights.
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def path(self) -> str:
-    """Directory, repository or checkpoint with the weights."""
+    """Checkpoint of another run, or else the name: a directory, a repository or "random"."""
     return str(self.checkpoint.path) if self.checkpoint else self.name
 
   @property
@@ -172,7 +175,7 @@ class WeightSource:
 
   @property
   def tokenizer(self) -> str | None:
-    """Name of the weights' tokenizer; None if unknown."""
+    """Name of the tokenizer that belongs to the weights; None if unknown."""
     if self.checkpoint:
       return self.checkpoint.tokenizer if self.checkpoint.config else None
     return self.name if self.has_tokenizer else None
@@ -181,8 +184,8 @@ class WeightSource:
     """Returns the configuration of a published model. Raises ValueError for an incomplete model.
 
     Args:
-      named: key and name, for the message.
-      alternatives: other valid values of the key, for the message.
+      named: the flag with its value, for the error message.
+      alternatives: other valid values of the key, as the end of the error message's sentence.
     """
     from gspo_jax.models import hf  # Imported here: other sources do not need safetensors.
 
@@ -190,7 +193,7 @@ class WeightSource:
     return hf.check(self.name)
 
   def _require_config(self, named: str, alternatives: str) -> None:
-    """Raises ValueError without a config.json. Arguments as in `published_model`."""
+    """Raises ValueError if config.json is missing. Arguments as in `published_model`."""
     path = hub.directory(self.name)
     if not (path / "config.json").is_file():
       problem = "has no config.json" if path.is_dir() else "is not a directory"
@@ -201,13 +204,14 @@ class WeightSource:
 
   @property
   def _named(self) -> tuple[str, str]:
-    """Arguments of `published_model` for the policy's weights."""
+    """Arguments of `published_model` if the key is that of the policy's weights."""
     return f"--config.{self.key}={self.name}", "to the workdir of a run, or to random"
 
   def model(self, configured: ModelConfig) -> ModelConfig:
-    """Returns the weights' model; `configured` if it agrees or none is named.
+    """Returns the configuration of the weights' model.
 
-    Raises ValueError for a missing or unsupported config.json.
+    It is `configured` if both agree, for random or unnamed weights, and for a checkpoint whose run
+    recorded no model. Raises ValueError for a missing or unsupported config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -221,11 +225,11 @@ class WeightSource:
     return model if differences(dataclasses.asdict(model), configured) else configured
 
   def check_model(self, model: ModelConfig, configured: str) -> None:
-    """Raises ValueError unless the weights are a complete model of this shape.
+    """Raises ValueError if the weights' model is incomplete or differs from `model`.
 
     Args:
       model: expected model.
-      configured: value of the key, for the message.
+      configured: value of the key, for the error message.
     """
     if self.name == RANDOM:
       return
@@ -235,9 +239,10 @@ class WeightSource:
       stored = dataclasses.asdict(self.published_model(*self._named))
     if changed := differences(stored, model):
       raise ValueError(
-        f"--config.{self.key}={configured} holds another model than the configuration, which has "
-        f"{', '.join(changed)}: set these to the weights' values, or leave out "
-        "--config.model.* and the configuration's variant to take the weights' model"
+        f"the weights of --config.{self.key}={configured} are another model than the configured "
+        f"one: {', '.join(changed)}. Set these keys to the weights' values, or remove "
+        "--config.model.* and the configuration's variant from the command to use the weights' "
+        "model"
       )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, seed: int = 0) -> Any:
@@ -265,13 +270,15 @@ class WeightSource:
 
 
 def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
-  """Resolves the name of weights. Collective: call it on all hosts.
+  """Resolves the configured name of weights to a checkpoint or a commit.
+
+  Collective: call it on all hosts.
 
   Args:
     key: configuration key with the name.
     name: configured name.
-    recorded: `about` from the run's first start; {} for a new run. A resumed run keeps its
-      checkpoint or commit, even if the named run or branch has a newer one.
+    recorded: `WeightSource.about` of the run's first start; {} for a new run. A resumed run keeps
+      its checkpoint or commit, even if the named run or branch has a newer one.
 
   Raises:
     ValueError: the named run has no checkpoint, the checkpoint is incomplete, or the repository
@@ -287,11 +294,11 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
-  """Finds a run's checkpoint by name; None for other names.
+  """Finds a run's checkpoint; returns None if the name is of another kind.
 
   Args:
     name: workdir, directory of a phase's checkpoints, or checkpoint.
-    key: configuration key with the name, for messages.
+    key: configuration key with the name, for error messages.
 
   Raises:
     ValueError: the run has no checkpoint, or the checkpoint is incomplete.
@@ -308,12 +315,12 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
     return None  # A Hugging Face directory.
   if path.name in PHASES and path.is_dir():
     if not (steps := checkpoint.finished(path)):
-      raise ValueError(f"{key}={name!r} holds no checkpoint")
+      raise ValueError(f"{key}={name!r} contains no complete checkpoint")
     path = path / str(max(steps))
   if not (path.name.isdigit() and path.parent.name in PHASES):
     return None
   phases = path.parent.parent
-  # The config.json is in the workdir, or in the copy of the workdir in checkpoint.directory.
+  # The run's config.json is in its workdir, or in the workdir's copy beside the phases (mirror.py).
   homes = phases.parent, phases / mirror.FOLDER
   config = config or next((c for c in map(_read_config, homes) if c), {})
   named = RunCheckpoint(path, config, key)
@@ -330,20 +337,22 @@ def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str)
   for phase in PHASES:
     if checkpoint.finished(home / phase):
       return home / phase
-  raise ValueError(f"{named} is a run without a checkpoint, in {home}; wait for its first one")
+  raise ValueError(
+    f"{named} is a run without a checkpoint in {home}; wait for its first checkpoint"
+  )
 
 
 def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.json") -> str:
   """Adds the commit to the name of a hub repository. Collective: call it on all hosts.
 
-  Other names are returned unchanged. A recorded commit is kept, with a warning if the branch has a
-  newer commit.
+  Other names are returned unchanged. A resumed run keeps its recorded commit, and warns if the
+  branch has a newer one.
 
   Args:
     key: configuration key with the name.
     name: configured name.
-    recorded: JSON with the name from the run's first start, as `directory`; {} for a new run.
-    file: file of the repository to read.
+    recorded: JSON with key `directory`, the pinned name of the run's first start; {} for a new run.
+    file: a file that the repository must have.
 
   Raises:
     ValueError: the repository cannot be read; the message names the key.
@@ -358,12 +367,17 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
   if new == name or old in (None, new):
     return new
   if hosts.is_first():
-    sys.stderr.write(f"warning: {key}={name} is now {new}; this run keeps {old}\n")
+    sys.stderr.write(f"warning: {key}={name} is now {new}; this run still uses {old}\n")
   return old
 
 
 def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
-  """Returns the tokenizer's name; the weights' tokenizer for name "". Collective.
+  """Returns the tokenizer's name, with a hub repository's commit. Collective: call it on all hosts.
+
+  Args:
+    name: configured name; "" for the tokenizer of the weights, or "bytes" for random weights.
+    source: source of the weights.
+    recorded: as in `pin`.
 
   Raises:
     ValueError: the repository cannot be read.

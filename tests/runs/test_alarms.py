@@ -46,12 +46,12 @@ def test_a_healthy_run_has_no_warnings():
 TROUBLE = {
   "grad_norm": (dict(grad_norm=7.0), "gradient norm 7"),
   "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
-  "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
+  "ratio": ({"ratio/deviation": 0.02}, "differ from 1 by 0.02"),
   "unknown": ({"eval/verifier/unknown": 0.0625}, "no verdict on 6.25% of the responses"),
-  "mismatch": ({"mismatch/sequence/abs/mean": 4e-4}, "off the sampler's by 0.0004"),
+  "mismatch": ({"mismatch/sequence/abs/mean": 4e-4}, "of sampler and trainer differ by 0.0004"),
   "mismatch_tail": ({"mismatch/tail": 0.12}, "factor above 2 on 12.0% of the tokens"),
-  "ratio_tail": ({"ratio/tail": 0.12}, "moved by a factor above 2 on 12.0% of the tokens"),
-  "recomputed": ({"mismatch/recomputed": 4e-4}, "off the update's own by 0.0004"),
+  "ratio_tail": ({"ratio/tail": 0.12}, "probability of 12.0% of the tokens by a factor above 2"),
+  "recomputed": ({"mismatch/recomputed": 4e-4}, "those of the first update by 0.0004"),
 }
 
 

@@ -62,7 +62,7 @@ def test_a_run_keeps_its_first_commit(server, tmp_path, capsys):
   assert "is now" not in capsys.readouterr().err
   with open_run(read_inputs(config(weights=ID), tmp_path / "run")) as run:
     assert same(run.initial_params(), params)
-  message = f"warning: weights={ID} is now {ID}@{second}; this run keeps {ID}@{first}\n"
+  message = f"warning: weights={ID} is now {ID}@{second}; this run still uses {ID}@{first}\n"
   assert message in capsys.readouterr().err
   with open_run(read_inputs(config(weights=ID), tmp_path / "later")) as run:
     assert same(run.initial_params(), changed)
@@ -112,7 +112,7 @@ def test_a_check_reads_configuration_tokenizer_and_headers(server, tmp_path):
 
 def test_a_model_of_another_shape_is_refused(server, tmp_path):
   publish(server, tmp_path / "source")
-  with pytest.raises(ValueError, match=rf"--config\.weights={ID} holds another model .*num_layers"):
+  with pytest.raises(ValueError, match=rf"--config\.weights={ID} are another model .*num_layers"):
     read_inputs(config(weights=ID, model__num_layers=2))
 
 

@@ -230,8 +230,8 @@ def test_a_forced_start_with_the_same_arrays_goes_on(pupil):
 @pytest.mark.parametrize(
   "below, changes, message",
   [
-    ("", dict(model__num_layers=2), "has model.num_layers=2 and not 1: set these"),
-    ("checkpoints/sft/3", {}, r"no complete checkpoint; complete are steps 2, 4"),
+    ("", dict(model__num_layers=2), "another model .*: model.num_layers=2 and not 1. Set these"),
+    ("checkpoints/sft/3", {}, r"not a complete checkpoint; steps with one: 2, 4"),
     ("checkpoints", {}, "config.json"),
     ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
   ],
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
       content[i] ^= 1
     path.write_bytes(content)
   with pytest.raises(
-    ValueError, match=r"4 is damaged: .*; the previous one is .*checkpoints/sft/2"
+    ValueError, match=r"4 is damaged: .*; the checkpoint before is .*checkpoints/sft/2"
   ):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
