@@ -83,7 +83,7 @@ class Alarms:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _spread(self, row: Mapping[str, Any]) -> float:
-    """Returns largest minus smallest reward so far; 1 if no row has had both."""
+    """Returns largest minus smallest reward so far. 1 if no row has had both."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
@@ -317,5 +317,5 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """Returns a finite value; None for an absent, NaN or infinite value (null in metrics.jsonl)."""
+  """Returns a finite value. None replaces an absent, NaN or infinite one (null in metrics.jsonl)."""
   return value if value is not None and math.isfinite(value) else None

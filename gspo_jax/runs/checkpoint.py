@@ -171,7 +171,7 @@ class Checkpointer:
     self._last = time.monotonic()
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-    """Restores (state, host_state), with arrays in the layout of the abstract state `like`.
+    """Restores (state, host_state), in the layout of the abstract state `like`.
 
     Raises:
       DamagedError: the checkpoint was changed.
@@ -195,7 +195,7 @@ class Checkpointer:
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the duration of the last save, once after its completion; {} at other times.
+    """Returns the duration of a newly completed save; {} without one.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -214,7 +214,7 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the metric of the best checkpoint, times its sign; -inf if not measured."""
+    """Returns the metric of the best checkpoint, times its sign. -inf if not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
@@ -349,7 +349,7 @@ def readable(path: epath.Path) -> Iterator[None]:
 def require_shapes(
   named: str, stored: Mapping[str, Any], expected: Mapping[str, Any], hint: str = ""
 ) -> None:
-  """Raises ValueError, with both shapes, for the first array with an unexpected shape.
+  """Raises ValueError for the first array with an unexpected shape.
 
   Args:
     named: the checkpoint, as the error message names it.
@@ -385,6 +385,6 @@ def save_state(directory: str | Path, state: Any) -> None:
 
 
 def restore_state(directory: str | Path, like: Any) -> Any:
-  """Reads the state of `save_state`, in the layout of the abstract state `like`."""
+  """Reads the state of `save_state`. The layout is that of the abstract state `like`."""
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)

@@ -1,8 +1,9 @@
-"""Contents behind names in a configuration: weights, held-out problems, code of user functions.
+"""Checksums of weights, held-out problems and user functions named in a configuration.
 
-A resumed run must find the same contents: the reference of the KL penalty, the reward and the
-meaning of accuracy depend on them. Checksums are cheap: large files are compared by some of their
-blocks. Repositories pinned to a commit need none. `data.sources.Batches` compares training data.
+A resumed run must find the same contents under these names: the reference of the KL penalty, the
+reward and the meaning of accuracy depend on them. For speed, only some blocks of a large file are
+read. A repository of the hub, pinned to a commit, needs no checksum. Training data is compared by
+`data.sources.Batches`.
 """
 
 import concurrent.futures
@@ -20,7 +21,7 @@ from gspo_jax.system import hub
 
 _BLOCK = 2**16  # Bytes.
 _BLOCKS = 256  # Number of evenly spaced blocks of a file; a smaller file is read whole.
-_REMOTE_BLOCKS = 4  # The same number for a file in a bucket.
+_REMOTE_BLOCKS = 4  # Number of blocks of a file in a bucket.
 _THREADS = 16
 _WEIGHTS = ("config.json", "*.safetensors")
 
@@ -31,7 +32,9 @@ def describe(
   problems: Mapping[str, Sequence[Prompt]],
   stop_ids: Sequence[int],
 ) -> dict[str, str]:
-  """Returns a line about the contents of each configuration key.
+  """Returns a text about the contents of each configuration key.
+
+  For most contents, the text is a count and a checksum.
 
   Args:
     config: configuration of the run.
@@ -50,7 +53,7 @@ def describe(
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-  """Yields keys of functions, and their values."""
+  """Yields (key, value) of keys for user functions."""
   if config.job == "sft":
     return
   yield "reward.name", config.reward.name
@@ -77,7 +80,12 @@ def _describe_weights(source: WeightSource) -> str:
 
 
 def _describe_directory(name: str, patterns: Sequence[str]) -> str:
-  """Describes a directory's files; "" for a pinned repository or no directory."""
+  """Describes a directory's files; "" for a repository or a missing directory.
+
+  Args:
+    name: directory or repository.
+    patterns: file names to read, with wildcards.
+  """
   if hub.is_id(name):
     return ""
   directory = hub.directory(name)
@@ -92,7 +100,7 @@ def _describe_directory(name: str, patterns: Sequence[str]) -> str:
 
 
 def _samples(path: epath.Path) -> list[bytes]:
-  """Reads name, size and blocks of a file."""
+  """Returns a file's name and size, as one item, and its blocks."""
   size, read = _reader(path)
   spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -100,7 +108,7 @@ def _samples(path: epath.Path) -> list[bytes]:
 
 
 def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
-  """Returns (start, stop) of evenly spaced blocks, both ends included."""
+  """Returns (start, stop) of evenly spaced blocks. The first and last bytes are included."""
   if size <= blocks * _BLOCK:
     return [(0, size)]
   starts = [i * (size - _BLOCK) // (blocks - 1) for i in range(blocks)]
@@ -108,7 +116,7 @@ def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
 
 
 def _reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
-  """Returns a file's size, and a reader of (start, stop)."""
+  """Returns a file's size, and a function to read its bytes from start to stop."""
   if "://" in str(path):
     return hub.bucket_reader(path)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-USEFUL = ("sample", "score", "logp", "update")  # Stages of goodput.
-_compiled = 0.0
+USEFUL = ("sample", "score", "logp", "update")  # Goodput is the sum of these stages' shares.
+_compiled = 0.0  # Seconds.
 
 
 def _listen(event: str, seconds: float, **_: Any) -> None:
@@ -21,15 +21,16 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-  """Returns this process's seconds of compilation, compile cache reads included."""
+  """Returns this process's seconds of compilation. Reads from the compilation cache count too."""
   return _compiled
 
 
 class Goodput:
-  """Shares of the wall time, from the seconds per stage of each step.
+  """Computes shares of the wall time, from the seconds per stage of each step.
 
-  `restart` is the time from the last metrics row on file to the next start of the process. `wait`
-  is the remainder, such as reading data or waiting for a sampler on other devices.
+  Two shares are not stages. `restart` is the time from the last metrics row of a process to the
+  start of the next process. `wait` is the remainder, such as reading data or waiting for a sampler
+  on other devices.
   """
 
   def __init__(self, clock: Callable[[], float] = time.time):
@@ -38,10 +39,10 @@ class Goodput:
     self._seconds: dict[str, float] = collections.defaultdict(float)
 
   def resume(self, last: Mapping[str, Any]) -> None:
-    """Continues from the last metrics row on file. Only the first call has an effect.
+    """Continues from the last row of metrics.jsonl. Only the first call has an effect.
 
     Args:
-      last: last metrics row; {} without rows.
+      last: last metrics row; {} for a run without rows.
     """
     if self._seconds:
       return
@@ -52,7 +53,7 @@ class Goodput:
     self._seconds["restart"] += self._opened - clock
 
   def metrics(self, lap: Mapping[str, float]) -> dict[str, float]:
-    """Adds a step's seconds, and returns the metrics of the run so far.
+    """Adds a step's seconds; returns the shares of the run so far.
 
     Args:
       lap: seconds of the step by `time/<stage>`.

@@ -1,7 +1,7 @@
 """Checksums of arrays, computed on the devices before writing and after reading.
 
-Checksums depend on values alone, not on the mesh. A checksum costs one pass over the memory, and no
-file is read twice.
+A checksum depends on dtype and values, not on the mesh. It costs one pass over the memory, and no
+file is read a second time.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,16 @@ import numpy as np
 
 
 def sums(tree: Any) -> dict[str, str]:
-  """Returns dtype and checksum of each array, by name. Collective: call it on all hosts."""
+  """Returns "DTYPE CHECKSUM" of each array, by name. Collective: call it on all hosts."""
   values = jax.device_get(_sums(tree))
   return {name: f"{leaf.dtype} {int(values[name]):08x}" for name, leaf in named(tree).items()}
 
 
 def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
-  """Describes arrays with a changed checksum; None without changes. Arrays with a changed dtype
-  are not compared."""
+  """Describes arrays with a changed checksum; None without changes.
+
+  At most three arrays are named. Arrays with a changed dtype are not compared.
+  """
   wrong = [
     name
     for name, value in read.items()

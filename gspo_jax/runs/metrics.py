@@ -110,7 +110,7 @@ class Totals:
 
 
 def memory() -> dict[str, float]:
-  """Returns peak memory in GiB, of the process and of the fullest local device.
+  """Returns peak memory, in GiB, of the process and the fullest local device.
 
   The device's peak is absent if devices do not report memory.
   """
@@ -192,7 +192,7 @@ class Writer(contextlib.AbstractContextManager):
       self._wandb.log({f"{phase}/step": step} | shown)
 
   def rows(self, *phases: str) -> list[Row]:
-    """Returns the rows of these phases in metrics.jsonl; [] if this process does not write."""
+    """Returns the rows of these phases in metrics.jsonl. [] if this process does not write."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
@@ -228,7 +228,7 @@ class Writer(contextlib.AbstractContextManager):
     return len(dropped)
 
   def sync(self) -> None:
-    """Waits until the metrics rows are on disk, safe from a loss of power.
+    """Waits until the metrics rows are safe from a loss of power.
 
     Raises:
       WriteError: the rows cannot be written.
@@ -279,7 +279,7 @@ class Writer(contextlib.AbstractContextManager):
       self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
   def _append(self, line: bytes) -> None:
-    """Hands a line to the operating system, so that it survives `kill -9`."""
+    """Hands a line to the operating system. It survives `kill -9`."""
     with writing(self._path):
       if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
         raise OSError(errno.ESTALE, "it was replaced during the run")

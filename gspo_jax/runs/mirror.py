@@ -1,8 +1,9 @@
 """Copy of a workdir in `checkpoint.directory`.
 
-A preemptible machine loses its disk, and with it the workdir. So each save copies the workdir,
-without checkpoints and machine-specific files, before the checkpoint is complete. A run started
-with this `checkpoint.directory` and an empty workdir resumes from the copy.
+A preempted machine loses its disk, and with it the workdir. So each save also copies the workdir to
+`checkpoint.directory`, without checkpoints and machine-specific files. The checkpoint becomes
+complete only after this copy. A run started with the same `checkpoint.directory` and an empty
+workdir resumes from the copy.
 """
 
 import sys
@@ -15,7 +16,7 @@ from gspo_jax.runs.provenance import FILE
 from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, writing
 
-FOLDER = "workdir"  # Within checkpoint.directory.
+FOLDER = "workdir"  # Name of the copy in checkpoint.directory.
 LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
 
 
@@ -28,15 +29,15 @@ class Mirror:
     self._copied: dict[str, tuple[int, float]] = {}
 
   def can_fill(self) -> bool:
-    """Whether a copy of a run exists, and the workdir has no run."""
+    """Whether a copy exists, and the workdir has no config.json."""
     has_copy = self.target is not None and (self.target / FILE).exists()
     return has_copy and not (self._workdir / FILE).exists()
 
   def fill(self) -> bool:
-    """Fills a workdir without a run from the copy; False if `can_fill` is False."""
+    """Copies the run back to the workdir if `can_fill`. Returns whether it did."""
     if not self.can_fill():
       return False
-    # The last file is config.json: its existence marks a run.
+    # The last file is config.json: with it, the workdir counts as a run.
     for name in sorted(_files(self.target), key=lambda name: name == FILE):
       _copy(self.target / name, self._workdir / name)
     return True
@@ -58,13 +59,14 @@ class Mirror:
 
 
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
-  """Returns the directory of a run's config.json, and its flag. Collective.
+  """Returns the directory with the run's config.json, and its flag.
 
-  It is the workdir, or the copy if `restore_workdir` will fill the workdir from there.
+  The directory is the workdir, or the copy if `restore_workdir` will fill the workdir. Collective: call it on
+  all hosts.
 
   Args:
     workdir: directory of the run.
-    directory: key `checkpoint.directory`.
+    directory: value of `checkpoint.directory`; "" if unset.
   """
   mirror = Mirror(workdir, directory)
   if hosts.run_on_first_host(mirror.can_fill):
@@ -73,7 +75,9 @@ def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
 
 
 def restore_workdir(workdir: Path, directory: str) -> None:
-  """Restores an empty workdir from its copy, if one exists. Collective.
+  """Restores a workdir without a run from its copy, if one exists.
+
+  Collective: call it on all hosts.
 
   Raises:
     WriteError: a file cannot be written.
@@ -84,8 +88,10 @@ def restore_workdir(workdir: Path, directory: str) -> None:
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
-  """Yields relative paths of files, except `LEFT_OUT` and temporary files. (`epath.Path.walk` loses
-  the scheme gs://.)"""
+  """Yields relative paths of files, except `LEFT_OUT` and temporary files.
+
+  (`epath.Path.walk` loses the scheme gs://.)
+  """
   for path in sorted((folder / within).iterdir()):
     name = f"{within}{path.name}"
     if name not in LEFT_OUT and path.is_dir():

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity: stops the run and writes a dump to reproduce them.
+"""Detection of NaN and infinity in metrics: a dump of the failing step, and the end of the run.
 
 The dump `failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, has the training
 state, the mini-batches and the configuration. `python -m gspo_jax.replay DUMP` repeats the updates
@@ -46,18 +46,19 @@ class NonFiniteError(ArithmeticError):
 
 
 class Guard:
-  """Checks metrics rows one step late, and keeps mini-batches until then.
+  """Checks metrics rows, and keeps the mini-batches of each step until its row is checked.
 
-  The update function skips updates with non-finite gradients (`learner.step`). With "stop", it also
-  skips all later updates, so the state is still the state before the offending mini-batch.
+  Metrics arrive one step late (`Phase.report`), when further updates have been dispatched. So the
+  update function itself skips an update with non-finite gradients (`learner.step`). With "stop" it
+  also skips all later updates, so the state is still the one before the offending mini-batch.
 
   Args:
     home: directory for `failures/`.
     config: the run's configuration, as JSON.
-    on_nonfinite: "stop" the run | "skip" the update.
+    on_nonfinite: "stop" ends the run at the first such update, "skip" continues without it.
     updates: gradient updates per step of the phase.
-    keep: number of newest steps with stored mini-batches.
-    limit: consecutive skipped updates that stop a run with "skip".
+    keep: number of newest steps whose mini-batches are kept.
+    limit: number of consecutive skipped updates that ends a run with "skip".
   """
 
   def __init__(
@@ -79,30 +80,34 @@ class Guard:
     )
 
   def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
-    """Starts with a new or restored state; returns the state to train on.
+    """Accepts a new or restored state; returns the state to train on.
 
-    With "stop", the state's count of skipped updates is reset, since any skip causes all later
-    skips.
+    With "stop", the state's count of skipped updates is reset: a positive count would make the
+    update function skip every update.
 
     Args:
       state: new or restored training state.
-      reported: whether the metrics row of `step` has been checked.
+      reported: whether the metrics row of `step` was written, and so checked, before the restart.
       step: last finished step.
     """
     self._checked = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # The pending row of `step` may count all skipped updates.
+    if not reported:  # The row of `step` is still to be checked: no skip counts as seen yet.
       self._skipped = 0
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:
-    """Keeps a step's mini-batches for a dump."""
+    """Keeps a step's mini-batches, in case its metrics need a dump."""
     self._batches.append((step, batches))
 
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
-    """Raises `NonFiniteError`, after a dump, for a non-finite metrics row."""
+    """Raises `NonFiniteError`, after writing a dump, for a non-finite metrics row.
+
+    With "skip", skipped updates are printed as a warning, and the error is raised for a non-finite
+    row without a skipped update, or after `limit` consecutive skipped updates.
+    """
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
     point, skips = f"{row['phase']} step {row['step']}", ""
@@ -119,8 +124,9 @@ class Guard:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      # The first bad update and all later ones are skipped, so their number leads to the first one.
-      # (`state.step` does not: it excludes batches without a token to train on, too.)
+      # The offending update and all later ones are skipped, so the number of skipped updates gives
+      # the first one. (`state.step` does not, since batches without a token to train on count as
+      # no step either.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
@@ -135,9 +141,9 @@ class Guard:
     raise NonFiniteError(f"{why}. To reproduce it: python -m gspo_jax.replay {directory}", names)
 
   def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
-    """Counts consecutive skipped updates, up to this metrics row.
+    """Counts consecutive skipped updates up to this metrics row.
 
-    A step with an applied update resets the count.
+    The resolution is a step: one applied update in a step resets the count.
     """
     if "updates_skipped" in row:
       all_skipped = added >= (row["step"] - self._checked) * self._updates
@@ -146,9 +152,10 @@ class Guard:
     return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
-    """Raises `NonFiniteError` if a state to save lacks skipped updates ("stop").
+    """Raises `NonFiniteError` before a save if updates have been skipped (with "stop").
 
-    No metrics row may have counted these updates yet, and a resumed run would lack them silently.
+    Their metrics rows may not have been checked yet, and a run resumed from this checkpoint would
+    lack the updates without a message.
     """
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))
@@ -168,7 +175,16 @@ def dump(
   state: TrainState,
   batches: Sequence[TrainBatch],
 ) -> epath.Path:
-  """Writes a dump and returns its directory. Collective: call it on all hosts."""
+  """Writes a dump and returns its directory. Collective: call it on all hosts.
+
+  Args:
+    home: directory for `failures/`.
+    config: the run's configuration, as JSON.
+    row: metrics row of the failing step.
+    why: description of the failure.
+    state: training state before the failing update.
+    batches: mini-batches from the failing update on.
+  """
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
@@ -185,14 +201,18 @@ def dump(
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """Reads JSON and mini-batches of a dump. Raises ValueError, naming a bad file."""
+  """Reads failure.json and the mini-batches of a dump.
+
+  Raises:
+    ValueError: a file is missing or invalid; the message names it.
+  """
   directory = epath.Path(directory)
   path = directory / ABOUT
   if not path.exists():
     raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
   about = jsons.read_object(path)
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
-    raise ValueError(f"{path} has no phase sft or rl, or no config: it is not of a run")
+    raise ValueError(f"{path} lacks the configuration, or its phase is neither sft nor rl")
   paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
   return about, [_batch(path) for path in paths]  # In numerical order: 9 before 10.
 
@@ -213,4 +233,4 @@ def _batch(path: epath.Path) -> TrainBatch:
     )
     return TrainBatch(inputs, **{name: struct(kind) for name, kind in parts.items()}, **arrays)
   except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-    raise ValueError(f"{path} is no mini-batch of a run: {error}") from error
+    raise ValueError(f"{path} is not a mini-batch of a run: {error}") from error

@@ -7,7 +7,7 @@ from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
-  """Returns the file of an iteration's recorded batch (`rl.record`)."""
+  """Returns the file of an iteration's batch, recorded with `rl.record`."""
   return directory / f"{step:06d}.json"
 
 
@@ -24,13 +24,13 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
     named = f"--config.engine.server.directory={directory}"
     if "://" in directory:
       raise ValueError(
-        f"{named}: servers read it as a local directory; name one that all of them see"
+        f"{named}: servers read it as a local directory; set a path that all servers can read"
       )
     files.check_writable(named, directory)
 
 
 def _check_required(config: RunConfig) -> None:
-  """Raises ValueError, naming all paths without a value."""
+  """Raises ValueError if required paths are unset. The message names all of them."""
   paths = {
     "weights": (
       config.weights,
@@ -51,7 +51,7 @@ def _check_required(config: RunConfig) -> None:
     del paths["data.eval"]
   missing = [f"--config.{key}= ({form})" for key, (path, form) in paths.items() if not path]
   if missing:
-    raise ValueError("this configuration needs paths; set " + "; ".join(missing))
+    raise ValueError("this configuration needs paths: set " + "; ".join(missing))
 
 
 def _check_replay(directory: str, iterations: int) -> None:
@@ -65,8 +65,8 @@ def _check_replay(directory: str, iterations: int) -> None:
   absent = [path for path in batches if not path.exists()]
   if absent:
     raise ValueError(
-      f"--config.rl.replay={directory} has no {absent[0].name}: lower rl.iterations="
-      f"{iterations} to the {iterations - len(absent)} recorded iterations"
+      f"--config.rl.replay={directory} has no file {absent[0].name}: lower rl.iterations from "
+      f"{iterations} to {iterations - len(absent)}, the number of recorded iterations"
     )
 
 
@@ -93,8 +93,8 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
     files.check_writable(named, directory)
     if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
       raise ValueError(
-        f"{named} lies in the workdir, and a copy of the workdir is kept there: name a directory "
-        "elsewhere, or leave it unset for WORKDIR/checkpoints"
+        f"{named} lies in the workdir, and would contain a copy of the workdir: set a directory "
+        "outside it, or leave the key unset for WORKDIR/checkpoints"
       )
   elif path.exists() and not path.is_dir():
-    raise ValueError(f"{named} is a file: set it to a directory, or to a new name")
+    raise ValueError(f"{named} is a file: set a directory, which need not exist")

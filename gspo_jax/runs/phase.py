@@ -64,8 +64,8 @@ class Phase:
   ) -> tuple[int, TrainState, Row | None]:
     """Returns (step, state, host_state) of the newest checkpoint.
 
-    Returns (0, start(), None) without a checkpoint. `host_state` is a dict with keys `position`,
-    `pending` and `rows`, as `save` writes it. Drops metrics rows of later steps.
+    Without a checkpoint, returns (0, start(), None). `host_state` is the dict of `save`, with keys
+    `position`, `pending` and `rows`. Rows of later steps are removed from metrics.jsonl.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
@@ -84,8 +84,8 @@ class Phase:
     hosts.run_on_first_host(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
-        f"{self._name} restarts from the beginning: it has no checkpoint; dropped {dropped} rows "
-        "of metrics.jsonl\n"
+        f"phase {self._name} has no checkpoint and restarts from the beginning; {dropped} of its "
+        "rows are removed from metrics.jsonl\n"
       )
     self._goodput.resume(next(iter(self._writer.rows("sft", "rl")[-1:]), {}))
     state = self._guard.start(state, reported=reported == step, step=step)
@@ -105,7 +105,7 @@ class Phase:
     """
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # A preemption now saves the previous step, whose row is reported.
+      self._pending = None  # The resume point is the previous step, whose row is reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -129,25 +129,26 @@ class Phase:
     Args:
       step: number of finished steps.
       state: training state after `step`.
-      position: returns JSON of the positions after `step`, such as the next batch's in the data.
-      pending: metrics row of `step` if its evaluation and report are still to come; None otherwise.
+      position: returns JSON to continue from after `step`, such as the position in the data.
+      pending: metrics row of `step` before its evaluation is finished; else None. A resumed run
+        finishes the evaluation and reports this row.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 
   def check(self, row: Row) -> None:
-    """Raises `NonFiniteError`, after a dump, if the metrics row has NaN or infinity."""
+    """Raises `NonFiniteError`, after a dump, for NaN or infinity in the metrics row."""
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the previous step's metrics row and buffers this row.
+    """Writes the previous step's metrics row, and buffers this row.
 
-    Fetching this row now would make the devices wait for the host.
+    Fetching this row at once would make the devices wait for the host.
     """
     self.flush()
     lap = self.stages.lap()
     row = row | lap | self._goodput.metrics(lap)
     self._row = dict(phase=self._name) | row | self._checkpoints.metrics()
-    self._pending = None  # `save` writes the buffered row before the checkpoint.
+    self._pending = None  # Not needed: `save` writes the buffered row before the checkpoint.
 
   def flush(self) -> None:
     """Writes the buffered metrics row."""
@@ -169,7 +170,7 @@ class Phase:
     """Saves the resume point.
 
     Args:
-      row: metrics row with the metric that ranks checkpoints; None to save without a rank.
+      row: metrics row with `checkpoint.best`, which ranks checkpoints; None to save without a rank.
     """
     self.flush()  # Rows of the checkpoint's steps are on file before the checkpoint.
     self._guard.check_saved(self._name, self._step, self._state)
@@ -183,8 +184,9 @@ class Phase:
     if self._writer.count < covered:
       path = self._checkpoints.directory / str(step)
       raise ValueError(
-        f"metrics.jsonl has {self._writer.count} of the {covered} rows that checkpoint {path} "
-        "covers: restore the file, or remove that checkpoint to resume from the previous one"
+        f"metrics.jsonl has only {self._writer.count} of the {covered} rows written before "
+        f"checkpoint {path}: restore the file, or remove this checkpoint to resume from the "
+        "previous one"
       )
 
   def __enter__(self) -> "Phase":

@@ -1,4 +1,4 @@
-"""JAX profiler traces of some steps in one stage of one iteration."""
+"""JAX profiler traces of one stage in one iteration, or of its first steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -38,7 +38,10 @@ class Profiler:
 
   @contextlib.contextmanager
   def __call__(self, stage: str, iteration: int) -> Iterator[None]:
-    """Traces the block if its stage and iteration are configured, up to `profile.steps` steps."""
+    """Traces the block if section `profile` selects its stage and iteration.
+
+    The trace ends after `profile.steps` steps (see `count`), or with the block.
+    """
     if (stage, iteration) != (self._config.stage, self._config.iteration):
       yield
       return
@@ -50,7 +53,7 @@ class Profiler:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Counts dispatched steps of a stage, and ends the trace after the last one.
+    """Counts dispatched steps, and ends the trace after the last one.
 
     Args:
       stage: stage of the steps.

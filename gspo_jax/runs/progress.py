@@ -13,7 +13,7 @@ from gspo_jax.system.text import clock_text
 
 
 class Progress(contextlib.AbstractContextManager):
-  """Shows progress as a bar on a terminal, or as a line every `interval` seconds in a log.
+  """Shows progress as a bar on a terminal, or as lines in a log, `interval` seconds apart.
 
   Args:
     phase: name of the phase.
@@ -56,7 +56,7 @@ class Progress(contextlib.AbstractContextManager):
       )  # fmt: skip
 
   def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
-    """Shows warnings, then the number of finished steps with figures.
+    """Shows warnings, then the number of finished steps and the main metrics.
 
     Args:
       step: number of finished steps.
@@ -82,7 +82,7 @@ class Progress(contextlib.AbstractContextManager):
       self._due, self._printed = clock + self._interval, True
 
   def wait(self) -> None:
-    """Shows the compile time now and every `interval` seconds until the first step ends."""
+    """Shows the elapsed time every `interval` seconds until the first step ends."""
     if not self._active or self.step >= self._total:
       return
 
@@ -94,7 +94,7 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the time spent on compilation and the first step so far."""
+    """Shows the elapsed time of compilation and the first step."""
     text = f"compiling, then the first step; {clock_text(self._clock() - self._begin)} so far"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
@@ -102,7 +102,7 @@ class Progress(contextlib.AbstractContextManager):
       print(f"{self._phase} {self.step}/{self._total}  {text}", file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Closes the bar, and ends the lines about compilation."""
+    """Closes the bar, and stops the thread of `wait`."""
     self._stop_beats.set()
     if self._bar is not None:
       self._bar.close()
@@ -125,7 +125,7 @@ class Progress(contextlib.AbstractContextManager):
       yield f"{row['tokens_per_second']:,.0f} tokens/s"
 
   def _remaining(self, clock: float) -> str:
-    """Estimates the remaining time from the steps since compilation."""
+    """Estimates the remaining time. "?" until two steps are finished."""
     step, since = self._first or (self.step, clock)
     if self.step == step:
       return "?"

@@ -19,8 +19,8 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
-IGNORED = ("provenance", "resume")  # Keys of config.json ignored by comparisons.
-# Configuration key of each source of weights or tokenizer recorded in the provenance.
+IGNORED = ("provenance", "resume")  # Keys of config.json that comparisons ignore.
+# Keys of the section `provenance` about a source, each with the configuration key of its name.
 ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
@@ -28,15 +28,17 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check_configuration(
   workdir: Path | epath.Path, config: Mapping[str, Any], flag: str = "--workdir"
 ) -> dict[str, Any]:
-  """Compares config.json with `config`, and returns it; {} for a new run.
+  """Compares config.json with this configuration, and returns config.json; {} for a new run.
 
-  Collective: call it on all hosts. Only the first host's workdir is read. Raises ValueError if
-  config.json has a different configuration, unless `resume` is "force".
+  Collective: call it on all hosts. Only the first host's workdir is read.
 
   Args:
     workdir: directory of the run.
     config: configuration of this start.
-    flag: command-line flag of the directory, for the message.
+    flag: command-line flag of the directory, for the error message.
+
+  Raises:
+    ValueError: config.json has another configuration, and `resume` is not "force".
   """
 
   def compare() -> dict[str, Any]:
@@ -45,7 +47,7 @@ def check_configuration(
     if changed and config["resume"] != "force":
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-        f"another {flag}, or --config.resume=force to resume with this one"
+        f"another {flag}, or --config.resume=force to resume with the new configuration"
       )
     return recorded
 
@@ -53,9 +55,9 @@ def check_configuration(
 
 
 def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
-  """Raises ValueError if weights, data or functions differ from the last start.
+  """Raises ValueError if weights, held-out problems or functions have changed.
 
-  With `resume` "force", any contents pass.
+  With `resume` "force" nothing is checked.
 
   Args:
     workdir: directory of the run.
@@ -67,7 +69,8 @@ def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[s
   if changed := _changed_contents(read(workdir), contents):
     raise ValueError(
       f"the run in {workdir} was last started with other contents of {'; '.join(changed)}: restore "
-      "them, use another --workdir, or --config.resume=force to resume with these"
+      "the old contents, use another --workdir, or --config.resume=force to resume with the new "
+      "ones"
     )
 
 
@@ -87,8 +90,9 @@ def record(
   date: datetime.datetime | None = None,
   contents: Mapping[str, str] | None = None,
 ) -> None:
-  """Writes config.json. For a resumed run, prints changed keys and warns of changed code or
-  packages.
+  """Writes config.json.
+
+  For a resumed run, prints changed keys, and warnings about a changed commit or package version.
 
   Args:
     workdir: directory of the run.
@@ -96,8 +100,8 @@ def record(
     start: origin of the initial weights; None or {} for random weights.
     teacher: origin of the teacher's weights; None without a teacher.
     tokenizer: name of the tokenizer.
-    date: date of the run's first start; None to record none.
-    contents: descriptions from `contents.describe`; None for none.
+    date: date of the run's first start; None to record no date.
+    contents: descriptions from `contents.describe`; None to record none.
   """
   origins = dict(start=start, teacher=teacher, tokenizer=tokenizer, contents=contents)
   written = provenance() | {part: about for part, about in origins.items() if about}
@@ -113,9 +117,10 @@ def record(
 
 
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys; [] for a new run.
+  """Returns lines `key: old -> new` for changed keys. [] for a new run.
 
-  A key missing in `recorded` is newer than the run, which had the behaviour of its default.
+  The configuration of an older version may lack keys. The run had the behaviour of their defaults,
+  so these are compared.
   """
   if not recorded:
     return []
@@ -128,7 +133,7 @@ def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
 
 
 def _complete(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds missing keys with their defaults, in sections too."""
+  """Adds missing keys with their defaults, in nested sections too."""
 
   def complete(value: Any, default: Any) -> Any:
     is_section = isinstance(value, Mapping) and isinstance(default, Mapping)
@@ -138,7 +143,13 @@ def _complete(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-  """Returns lines `key: old -> new` for all differences."""
+  """Returns lines `key: old -> new` for all differences. Keys in nested mappings are dotted.
+
+  Args:
+    old: previous values.
+    new: current values.
+    prefix: beginning of every key, such as "model.".
+  """
   lines = []
   for key in sorted(old.keys() | new.keys()):
     a, b = old.get(key), new.get(key)
@@ -168,7 +179,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _code(provenance: Mapping[str, Any]) -> dict[str, str | None]:
-  """Returns package versions and the commit of a provenance."""
+  """Returns package versions and commit from a section `provenance`."""
   return dict(provenance.get("versions", {}), commit=provenance.get("commit"))
 
 
@@ -181,7 +192,7 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
     config = jsons.parse_object(path.read_bytes())
     if isinstance(config.get("provenance", {}), dict):
       return config
-    error = "its provenance is no object"
+    error = "its provenance is not a JSON object"
   except (OSError, ValueError) as reason:
     error = reason
   raise ValueError(
@@ -193,25 +204,26 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 def recorded_origins(
   recorded: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the recorded source of each key of ORIGINS; {} if new or configured otherwise.
+  """Returns the record of each source in ORIGINS.
 
-  A resumed run keeps its recorded sources, even if a name has a newer revision.
+  A resumed run keeps these sources, even if a repository or another run has a newer version. The
+  value is {} for a new run, and for a source whose configured name has changed.
   """
-  # Both configurations with distillation.teacher as key "teacher".
+  # The key of the teacher is in a section, `distillation.teacher`; the other keys are not.
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
   origins = {}
   for part, key in ORIGINS.items():
     about = recorded.get("provenance", {}).get(part, {}) if old.get(key) == new.get(key) else {}
-    # A text is a directory.
+    # The tokenizer is recorded as its name alone.
     origins[part] = dict(directory=about) if isinstance(about, str) else about
   return origins
 
 
 def first_start(recorded: Mapping[str, Any]) -> datetime.datetime:
-  """Returns the date of a run's first start; now for a new run.
+  """Returns the date of a run's first start. For a new run it is the first host's present date.
 
-  The clock is the first host's. Chat templates may write the date into prompts, so a resumed run
-  keeps it. Collective.
+  Chat templates may write the date into prompts, so a resumed run must keep it. Collective: call it
+  on all hosts. Raises ValueError if the recorded date is unreadable.
   """
   current = hosts.broadcast(datetime.datetime.now().isoformat(timespec="seconds"))
   text = recorded.get("provenance", {}).get("date") or current

@@ -23,11 +23,11 @@ def find_wandb(project: str) -> types.ModuleType:
 
 
 def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
-  """Opens a Weights & Biases run, with `log(figures)` and `finish()`.
+  """Opens a Weights & Biases run: an object with `log(metrics)` and `finish()`.
 
-  A workdir has one W&B run, which a resumed run continues. W&B accepts steps in rising order only.
-  So each phase has its own step, `<phase>/step`, as its x-axis. (Steps repeated after a resume are
-  shown twice.)
+  A workdir has one W&B run, which a resumed run continues. W&B accepts steps in rising order only,
+  but each phase counts its own steps. So each phase has its own x-axis, `<phase>/step`. (Steps
+  repeated after a resume are shown twice.)
 
   Raises:
     ValueError: wandb is not installed.
@@ -49,8 +49,8 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  It uses the writer of tensorboardX's SummaryWriter without its thread. On a full disk that thread
-  ends; then further scalars, and `close` after Ctrl-C, block forever.
+  It uses tensorboardX's EventsWriter directly, without the thread of SummaryWriter. On a full disk
+  that thread ends, and then further scalars, and `close` after Ctrl-C, block forever.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):

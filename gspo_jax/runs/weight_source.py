@@ -46,7 +46,7 @@ class RunCheckpoint:
 
   @property
   def adapters(self) -> LoraConfig:
-    """Configuration of the adapters in the checkpoint; the cold start (SFT) has none."""
+    """Configuration of the adapters in the checkpoint. The cold start (SFT) has none."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**_with_tuples(values))
 
@@ -58,7 +58,7 @@ class RunCheckpoint:
 
   @property
   def about(self) -> dict[str, Any]:
-    """JSON about this checkpoint, recorded in config.json by a run that starts from it."""
+    """JSON about this checkpoint, for the config.json of runs starting from it."""
     commit = self.config.get("provenance", {}).get("commit")
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=commit)
@@ -163,7 +163,7 @@ class WeightSource:
 
   @property
   def path(self) -> str:
-    """Checkpoint of another run, or else the name: a directory, a repository or "random"."""
+    """Path of the checkpoint, or else the name. Names are directories, repositories or "random"."""
     return str(self.checkpoint.path) if self.checkpoint else self.name
 
   @property
@@ -175,7 +175,7 @@ class WeightSource:
 
   @property
   def tokenizer(self) -> str | None:
-    """Name of the tokenizer that belongs to the weights; None if unknown."""
+    """Name of the weights' tokenizer; None if unknown."""
     if self.checkpoint:
       return self.checkpoint.tokenizer if self.checkpoint.config else None
     return self.name if self.has_tokenizer else None
@@ -204,7 +204,7 @@ class WeightSource:
 
   @property
   def _named(self) -> tuple[str, str]:
-    """Arguments of `published_model` if the key is that of the policy's weights."""
+    """Arguments of `published_model` for the key of the policy's weights."""
     return f"--config.{self.key}={self.name}", "to the workdir of a run, or to random"
 
   def model(self, configured: ModelConfig) -> ModelConfig:
@@ -294,7 +294,7 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def find(name: str, key: str = "weights") -> RunCheckpoint | None:
-  """Finds a run's checkpoint; returns None if the name is of another kind.
+  """Finds a run's checkpoint by name; None for names of other sources.
 
   Args:
     name: workdir, directory of a phase's checkpoints, or checkpoint.
@@ -329,7 +329,7 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
 
 
 def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str) -> epath.Path:
-  """Returns the directory of a run's last phase with checkpoints, or raises ValueError."""
+  """Returns the directory of a run's last phase with checkpoints. Else raises ValueError."""
   try:
     home = epath.Path(config["checkpoint"]["directory"] or workdir / "checkpoints")
   except (KeyError, TypeError) as error:

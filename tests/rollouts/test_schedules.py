@@ -518,6 +518,6 @@ def test_the_configurations_choose_what_they_say():
     ]
     assert sum(map(bool, enabled)) == 1
   for group in (grows, groups):  # their files have no demonstrations
-    with pytest.raises(ValueError, match=r"needs paths; set --config\.weights=.*data\.train="):
+    with pytest.raises(ValueError, match=r"needs paths: set --config\.weights=.*data\.train="):
       paths.check_paths(group)
   paths.check_paths(length)

@@ -281,12 +281,16 @@ def damaged(directory, name, content):
     ("other", b"", "state cannot be restored: "),
     (nonfinite.ABOUT, b"{", "failure.json: it is not JSON"),
     (nonfinite.ABOUT, b"[]", "failure.json: it is no JSON object"),
-    (nonfinite.ABOUT, b'{"phase": "eval", "config": {}}', "no phase sft or rl, or no config"),
+    (
+      nonfinite.ABOUT,
+      b'{"phase": "eval", "config": {}}',
+      "lacks the configuration, or its phase is neither",
+    ),
     (nonfinite.ABOUT, b'{"phase": "rl", "config": {}}', "failure.json: "),
     (nonfinite.ABOUT, b'{"phase": "rl", "config": {"objective": 7}}', "failure.json: "),
     (nonfinite.ABOUT, b'{"phase": "rl", "config": {"objective": {"tuned": 7}}}', "failure.json: "),
-    ("batch_0.npz", b"", "batch_0.npz is no mini-batch of a run"),
-    ("batch_0.npz", b"PK\x03\x04 and no more", "batch_0.npz is no mini-batch of a run"),
+    ("batch_0.npz", b"", "batch_0.npz is not a mini-batch of a run"),
+    ("batch_0.npz", b"PK\x03\x04 and no more", "batch_0.npz is not a mini-batch of a run"),
   ],
 )
 def test_replay_names_a_damaged_file(tmp_path, capsys, name, content, message):

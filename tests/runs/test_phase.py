@@ -86,7 +86,9 @@ def test_rows_are_on_disk_before_their_checkpoint():
 
 def test_a_checkpoint_without_its_rows_is_refused():
   host = dict(position={}, pending=None, rows=3)
-  with pytest.raises(ValueError, match="2 of the 3 rows that checkpoint checkpoints/rl/1 covers"):
+  with pytest.raises(
+    ValueError, match="only 2 of the 3 rows written before checkpoint checkpoints/rl/1"
+  ):
     phase_with(restore_newest=lambda like: (1, {}, host), count=2)
   phase_with(restore_newest=lambda like: (1, {}, host), count=3)
 

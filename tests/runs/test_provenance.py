@@ -73,7 +73,7 @@ def test_other_contents_of_the_same_names_are_refused(tmp_path, capsys):
   provenance.check_contents(tmp_path, CONFIG, new)  # A run without descriptions.
   provenance.record(tmp_path, CONFIG, contents=old)
   provenance.check_contents(tmp_path, CONFIG, old)
-  message = r"other contents of weights: '2 files 3' -> '2 files 4': restore them"
+  message = r"other contents of weights: '2 files 3' -> '2 files 4': restore the old contents"
   with pytest.raises(ValueError, match=message):
     provenance.check_contents(tmp_path, CONFIG, new)
   forced = CONFIG | dict(resume="force")
