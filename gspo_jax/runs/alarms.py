@@ -317,5 +317,5 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """Returns a finite value. None replaces an absent, NaN or infinite one (null in metrics.jsonl)."""
+  """Returns a finite value. None replaces an absent, NaN or infinite one, null in the file."""
   return value if value is not None and math.isfinite(value) else None

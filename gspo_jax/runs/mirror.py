@@ -61,8 +61,8 @@ class Mirror:
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
   """Returns the directory with the run's config.json, and its flag.
 
-  The directory is the workdir, or the copy if `restore_workdir` will fill the workdir. Collective: call it on
-  all hosts.
+  The directory is the workdir, or the copy if `restore_workdir` will fill the workdir. Collective:
+  call it on all hosts.
 
   Args:
     workdir: directory of the run.
