@@ -1,9 +1,10 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
-Compiles every jitted program of a run for TPUs or GPUs, on a machine without them. Prints the
-memory and traffic of each program, and for TPUs lower bounds of its time. Exits with an error if a
-program does not fit into memory. The compilers are extras: `pip install -e '.[tpu]'` for TPUs,
-`pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
+Compiles the jitted programs of a run for TPUs or GPUs, on a machine without them. Prints the
+memory and HBM traffic of each program, and for TPUs lower bounds on its time. Exits with an error
+if a program does not fit into memory. With --search it compiles other settings too, prints the
+fastest, and exits with an error if no settings fit. The compilers are extras:
+`pip install -e '.[tpu]'` for TPUs, `pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from gspo_jax.cli import before_jax
 if __name__ == "__main__":
   before_jax.begin_command("train")
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Otherwise JAX with libtpu would look for a TPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # With libtpu installed, JAX would look for a TPU.
 
 import jax
 from absl import app, flags, logging
@@ -37,23 +38,38 @@ flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   "v5p:4x4x4",
-  "TPUs as CHIP:AxBxC (v4, v5e, v5p, v6e, tpu7x), or GPUs as GPU:N or GPU:HOSTSxN (a100, h100, "
-  "h200, b200).",
+  "TPUs as CHIP:AxB or CHIP:AxBxC (v4, v5e, v5p, v6e, tpu7x), or GPUs as GPU:N or GPU:HOSTSxN "
+  "(a100, a100-40, h100, h200, b200).",
 )
-_TARGET = flags.DEFINE_string("target", "", "File with a description of the GPU for XLA.")
-_SLICES = flags.DEFINE_integer("slices", 1, "Number of TPU slices; mesh.data splits over them.")
+_TARGET = flags.DEFINE_string(
+  "target",
+  "",
+  "File that describes the GPU to XLA (a GpuTargetConfigProto in text format). By default the "
+  "description is built from the data sheet of --topology.",
+)
+_SLICES = flags.DEFINE_integer(
+  "slices", 1, "Number of TPU slices; mesh.data must be a multiple of it."
+)
 _SEQUENCES = flags.DEFINE_integer(
-  "sequences", 0, "Sequences per update (train, score), in one micro-batch; 0: as configured."
+  "sequences",
+  0,
+  "Sequences per update (programs train, score), in one micro-batch; 0: the configured number of "
+  "sequences and micro-batches.",
 )
-_LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence (train, score); 0: as configured.")
+_LENGTH = flags.DEFINE_integer(
+  "length", 0, "Tokens per sequence (programs train, score); 0: as configured."
+)
 _SLOTS = flags.DEFINE_integer(
-  "slots", 0, "Slots of the sampler, over all devices; 0: as configured."
+  "slots",
+  0,
+  "Responses that the sampler decodes at once, over all devices; 0: engine.slots.",
 )
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Programs to compile.")
 _SEARCH = flags.DEFINE_bool(
   "search",
   False,
-  "Search the fastest settings for updates (train), then for sampling (decode) on their mesh.",
+  "Search for the fastest settings of the updates (program train), then of the sampling (program "
+  "decode) on the mesh of these updates.",
 )
 _TRIES = flags.DEFINE_integer(
   "tries", 8, "Maximum number of programs compiled by each of the two searches."
@@ -76,14 +92,19 @@ _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
 def main(argv: list[str]) -> None:
-  """Compiles the programs, or searches settings; exits with an error if none fits."""
+  """Compiles the programs, or searches for the fastest settings.
+
+  Exits with an error if any program does not fit, or with --search if no settings fit.
+  """
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
   try:
     config = config_flag.read_config(model_of_weights)
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
-      raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
+      raise ValueError(
+        f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; create it"
+      )
     require_one_mesh(config)
     case = make_case(
       config,
@@ -95,12 +116,14 @@ def main(argv: list[str]) -> None:
     )
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
-      raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
+      raise ValueError(
+        f"--programs={','.join(sorted(unknown))}: unknown; the programs are {', '.join(PROGRAMS)}"
+      )
     names = [name for name in _PROGRAMS.value if name in program_names(config)]
     if not names:
       raise ValueError(
         f"--programs={','.join(_PROGRAMS.value)}: with engine.name={config.engine.name!r} a run "
-        f"has only {', '.join(program_names(config))}"
+        f"compiles only {', '.join(program_names(config))}; choose among these"
       )
     if _SEARCH.value:
       rows = search(case, _TOPOLOGY.value, names, _TRIES.value, _SLICES.value)
@@ -117,27 +140,42 @@ def main(argv: list[str]) -> None:
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh: all programs are compiled for one mesh."""
+  """Raises ValueError for a rollout mesh, since all programs are compiled for one mesh."""
   if config.rollout_mesh.enabled:
     raise ValueError(
-      f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
-      " Set rollout_mesh.fsdp=0 and compile twice: --programs=train,score with the trainer's mesh, "
-      "and --programs=prefill,decode with the sampler's mesh as mesh"
+      f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: this command compiles for one mesh."
+      " Set rollout_mesh.fsdp=0 and run it twice: with --programs=train,score and the trainer's "
+      "mesh, then with --programs=prefill,decode and the sampler's axis sizes in config.mesh"
     )
 
 
 def search(
   case: Case, topology: str, names: list[str], tries: int, slices: int
 ) -> list[dict[str, Any]]:
-  """Searches settings of updates ("train") and sampling ("decode"); returns compiled rows.
+  """Searches for the fastest settings of updates ("train") and of sampling ("decode").
+
+  The search for sampling keeps the mesh found for updates. Returns a row for each compiled
+  candidate; if a search compiles none, its only row has the reason as `error`.
+
+  Args:
+    case: configuration and batch to begin with.
+    topology: chips to compile for, e.g. "v5p:4x4x4".
+    names: programs to search settings for; others than "train" and "decode" are ignored.
+    tries: maximum number of compiled candidates per search.
+    slices: number of TPU slices.
 
   Raises:
     ValueError: `names` has neither program, or the chips are GPUs.
   """
   if chips.parse(topology)[0].cuda:
-    raise ValueError(f"--search ranks by time, which is unknown on GPUs: {topology}")
+    raise ValueError(
+      f"--topology={topology}: --search ranks settings by time, which is unknown for GPUs; leave "
+      "--search out"
+    )
   if not {"train", "decode"} & {*names}:
-    raise ValueError(f"--programs={','.join(names)}: --search is for train or decode")
+    raise ValueError(
+      f"--programs={','.join(names)}: --search finds settings for train and decode alone; name one"
+    )
   rows, searches, devices = [], [], devices_of(topology, slices)
   target = slices_text(topology, slices)
   if "train" in names:
@@ -152,7 +190,7 @@ def search(
     print_line(
       f"sampling on {target}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
       f"{case.lengths.most:,}; slots, cache positions (0: a full window per slot), tokens of a "
-      "prefill, chips that experts are split over"
+      "prefill, mesh.rollout_experts"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
     searches.append(find("decode", sampling(case, shards), topology, tries, slices=slices))
@@ -163,7 +201,10 @@ def search(
 
 
 def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
-  """Compiles the named programs; prints and returns a row for each."""
+  """Compiles the named programs for one configuration; prints and returns a row for each.
+
+  If all programs were compiled for TPUs, also estimates the time of an iteration.
+  """
   target = Path(_TARGET.value).read_text() if _TARGET.value else ""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices, target))
   chip, num_chips = chips.mesh_chips(topology, mesh)

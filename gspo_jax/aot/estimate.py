@@ -1,19 +1,23 @@
-"""Lower bounds of programs by arithmetic.
+"""Lower bounds on a program's time, memory and HBM traffic, by arithmetic without compiling it.
 
-`update_bound`: time and memory of an update, to skip candidates of a search. `needed`: HBM traffic,
-to compare with the traffic of the compiled program. Per device, without repeated transfers:
+`update_bound` estimates time and memory of an update, so that a search can skip slow settings
+without compiling them. `needed` estimates the HBM traffic of a program if it moves nothing twice,
+to compare with the traffic of the compiled program. A device's traffic for each program:
 
-  train    state read and written; gradients written and read; in each micro-batch the weights for
-           the forward and for the backward pass, the activations saved by `compute.remat` written
-           and read, and gradients of gathered weights before they are scattered
-  score    the weights, in each micro-batch; teacher: its own weights, likewise
-  publish  the trainer's weights read, the sampler's written
-  prefill  the layers' weights; keys and values of the prompts written
-  decode   the layers' weights and the head, with the expected number of chosen experts if all are
-           equally likely; the filled part of the cache read, one position of each slot written
+  train    Reads and writes the policy's weights and optimizer state, the critic's weights, and all
+           gradients. Each micro-batch reads the weights twice, for the forward and the backward
+           pass. It writes and reads the activations saved by `compute.remat`, and with `fsdp` the
+           gradients of gathered weights before their scatter.
+  score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
+  publish  Reads the trainer's weights and writes the sampler's.
+  prefill  Reads the layers' weights and writes the prompts' keys and values.
+  decode   Reads the weights of the layers and the head, but only of experts that some token
+           chooses, in expectation with all experts equally likely. Reads the filled part of the
+           cache and writes one position per slot.
 
 Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
-products. The embedding table is not read: rows are looked up.
+products. The embedding table does not count, since a pass looks up only a few of its rows. It does
+count if it is the head too.
 """
 
 import dataclasses
@@ -37,13 +41,14 @@ from gspo_jax.system.meshes import use_mesh
 
 @dataclasses.dataclass(frozen=True)
 class LowerBounds:
-  """Lower bounds per chip, by arithmetic."""
+  """Lower bounds on memory and time of one chip."""
 
   memory: float  # Bytes.
-  seconds: dict[str, float]  # Seconds by resource.
+  seconds: dict[str, float]  # Seconds by resource: compute, hbm, interconnect, network.
 
   @property
   def bound_s(self) -> float:
+    """Seconds of the slowest resource."""
     return max(self.seconds.values())
 
   def __str__(self) -> str:
@@ -55,12 +60,17 @@ class LowerBounds:
 
 
 def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBounds:
-  """Lower bounds of a train step on the mesh.
+  """Returns lower bounds of a train step on the mesh.
 
-  Memory: state, gradients and saved activations. Traffic: the state once, and in each micro-batch
-  the layers' weights and saved activations, forward and backward. Links: weights gathered over
-  `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`, each at the speed of
-  its axis (`links`). Network: the gradients, summed over slices.
+  Memory has the training state, gradients, saved activations, and the weights gathered by
+  `compute.prefetch`. Seconds are for these resources:
+
+    compute       products of the model, with recomputation
+    hbm           the state read and written once; in each micro-batch the weights read and the
+                  saved activations written and read
+    interconnect  weights gathered over `fsdp` in each pass, their gradients scattered, and tokens
+                  sent over `expert` and `tensor`, each at the speed of its axis (`links`)
+    network       gradients, summed over slices once per update
   """
   case = resolve_remat(case, mesh)
   c, model = case.config, case.model
@@ -84,12 +94,14 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
   torus = links.torus_of(topology, mesh)
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
-  # Gathers of the forward pass, of the recomputation, and the scatter of gradients.
-  passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)
+  # A layer's weights are gathered in the forward pass, and again if it is recomputed. Their
+  # gradients are scattered, except with adapters.
+  transfers = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)
   with use_mesh(mesh):
     prefetched = remat.prefetched(model, c.compute)
-  saved_gather = prefetched * (c.compute.remat != "none")  # Prefetched weights are gathered once.
-  gathered = passes * layers + 2 * weights["head"] - saved_gather
+  # Weights gathered by compute.prefetch are kept, and not gathered again.
+  saved_gather = prefetched * (c.compute.remat != "none")
+  gathered = transfers * layers + 2 * weights["head"] - saved_gather
   sent = gathered * _received_fraction(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -101,26 +113,30 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
   trained = jax.tree.leaves(trained_params(state))
   trained_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in trained)
-  to_slices = 2 * trained_bytes * (slices - 1) / mesh.size * per_chip  # Once for all micro-batches.
+  to_slices = 2 * trained_bytes * (slices - 1) / mesh.size * per_chip  # Once per update.
   memory = device_bytes(state) + gradients + saved + prefetched
   return LowerBounds(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
 
 
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per token and device saved for the backward pass.
+  """Bytes per token and device that the forward pass saves for the backward pass.
 
-  All layers' inputs are saved, and the values named by `compute.remat`.
+  They are the inputs of all layers, and the activations that the policy `compute.remat` saves.
   """
   c, model = case.config, case.model
   itemsize = jnp.dtype(c.compute.dtype).itemsize
-  policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # "none" saves more.
+  # Without remat a layer saves even more than with "both", so this is still a lower bound.
+  policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"
   with use_mesh(mesh):
     saved = remat.saved_bytes(model, policy, itemsize)
   return saved + model.hidden_size * model.num_layers * itemsize
 
 
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
-  """Bytes per device of weights gathered over `fsdp`, in compute dtype."""
+  """Bytes per device of weights in compute dtype, after gathering over `fsdp`.
+
+  Keys are "experts", "head" and "dense", the other weights of the layers.
+  """
   c, model = case.config, case.model
   total = device_bytes(abstract_params(model, mesh, sharding.ROLLOUT, c.compute.dtype))
   itemsize = jnp.dtype(c.compute.dtype).itemsize
@@ -134,7 +150,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 
 def trained_params(state: TrainState) -> Any:
-  """Returns the parameters with gradients, the critic's included."""
+  """Returns the parameters with gradients: the policy's or its adapters, and the critic's."""
   return lora.split(state.params)[0], None if state.critic is None else state.critic.params
 
 
@@ -151,7 +167,7 @@ def _received_fraction(mesh: jax.sharding.Mesh, axis: str) -> float:
 
 
 def needed(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Returns a program's minimum bytes per device; decode: per step."""
+  """Returns a program's minimum HBM traffic in bytes per device; for decode, of one step."""
   functions = dict(train=_train, score=_score, teacher=_teacher)
   functions |= dict(publish=_publish, prefill=_prefill, decode=_decode)
   return functions[name](case, mesh)
@@ -198,31 +214,33 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
     expert_weights = [(ffn.gate, ffn.up, ffn.down) for ffn in layers]
     experts = device_bytes(expert_weights)
     whole = sum(math.prod(w.shape) * w.dtype.itemsize for w in jax.tree.leaves(expert_weights))
-    tokens = slots * whole / experts / mesh.shape["tensor"]  # Tokens on all devices of a layer.
+    # Tokens of all devices that share a layer's experts.
+    tokens = slots * whole / experts / mesh.shape["tensor"]
+    # Probability that none of these tokens chooses an expert.
     idle = (1 - model.experts_per_token / model.num_experts) ** tokens
     weights -= experts * idle
   return weights + slots * position_bytes(case, mesh) + filled_cache(case, mesh)
 
 
 def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of the filled cache, read by a decode step."""
+  """Bytes of the filled cache positions that a decode step reads, per device."""
   return _slots(case, mesh) * case.filled * position_bytes(case, mesh)
 
 
 def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Slots per device."""
+  """Slots of the sampler per device."""
   shards = sharding.batch_shards(mesh)
   return sizes(case.workload, case.engine, shards).slots / shards
 
 
 def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of weights for one pass over the layers and the head."""
+  """Bytes of weights that one pass over the layers and the head moves, per device."""
   read = device_bytes(params) - (device_bytes(params.embed) if params.head is not None else 0.0)
   return read + (2 * _gathered(params, model, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
 
 
 def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of weights gathered over `fsdp`, in compute dtypes."""
+  """Bytes per device of all weights after gathering over `fsdp`, in the dtypes of products."""
   read = transformer.dtypes(model, case.config.compute.dtype)
 
   def gathered(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
@@ -235,13 +253,13 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
 
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of keys and values of one position, over all layers."""
+  """Bytes per device of one cache position: its keys and values in all layers."""
   model, dtype = case.model, jnp.dtype(case.config.engine.cache_dtype)
   vector = model.head_dim * dtype.itemsize + 4 * (dtype == jnp.int8)  # int8 has float32 scales.
   return model.num_layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
 
 
 def _trainer_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
-  """Returns the trainer's weights, without the (small) adapters."""
+  """Returns shapes and shardings of the trainer's weights, without adapters, which are small."""
   dtype = case.config.compute.dtype if case.config.lora.rank else jnp.float32
   return abstract_params(case.model, mesh, sharding.TRAIN, dtype)

@@ -1,8 +1,8 @@
-"""Estimates the time of an iteration as a sum: sampling, scoring, updates, publication.
+"""Estimates the time of an iteration as the sum of sampling, scoring, updates and publication.
 
-Arithmetic on the bounds of compiled programs and on assumed lengths (`lengths`). It excludes
-verification, evaluation, checkpoints and the host. Collectives without overlap add to the time of
-their program.
+The estimate combines the minimum time of each compiled program (`serial_s` of `chips.bound`) with
+the number of its calls, which follows from assumed response lengths (module `lengths`). It excludes
+verification, evaluation, checkpoints and the host.
 """
 
 import collections
@@ -25,21 +25,21 @@ from gspo_jax.settings.passes import iteration_passes
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Calls of a program in an iteration, and their time."""
+  """Calls of one program in an iteration, and their total time."""
 
-  name: str
-  calls: float  # Calls of its program; for decode, steps.
-  seconds: float
-  binds: str  # Binding resource of its program.
+  name: str  # Name of the program.
+  calls: float  # Number of calls; for decode, of steps.
+  seconds: float  # Time of all calls.
+  binds: str  # Slowest resource of the program: compute, hbm, interconnect or network.
 
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-  """Estimate of an iteration."""
+  """Estimated time of an iteration."""
 
   parts: tuple[Part, ...]
-  tokens: float  # Response tokens.
-  chips: int
+  tokens: float  # Tokens of all responses.
+  chips: int  # Number of chips.
 
   @property
   def seconds(self) -> float:
@@ -47,122 +47,135 @@ class Iteration:
 
   @property
   def speed(self) -> float:
-    """Tokens of responses per second and chip, end to end."""
+    """Response tokens per second of the whole iteration and per chip."""
     return self.tokens / self.seconds / self.chips
 
   @property
   def binds(self) -> Part:
-    """Part with the most seconds."""
+    """Program that takes the most time."""
     return max(self.parts, key=lambda part: part.seconds)
 
 
 def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, Any]]) -> Iteration:
-  """Estimates a run's iteration from the report's rows by program.
+  """Estimates an iteration from the rows of its compiled programs.
 
-  The time of updates and scoring passes is proportional to their positions, padding included.
+  Updates and scoring passes were compiled for a full batch. Their time is scaled by the positions
+  that an iteration processes, padding included.
+
+  Args:
+    case: compiled configuration and batch.
+    mesh: compiled mesh.
+    chips: number of chips.
+    rows: results of `compiler.examine`, by program.
   """
   c, shards = case.config, sharding.batch_shards(mesh)
-  size, sampled, steps = _steps(case, mesh)
+  size, lengths, steps = _steps(case, mesh)
   rl = c.rl
-  at_once = size.at_once(size.prompt) * shards
-  read = positions(case, sampled, shards)
-  models = collections.Counter(
-    declared.model for declared in iteration_passes(c)
-  )  # Passes by model.
-  passes = read / (case.length * case.scored)
-  full = c.sampled_share * sum(sampled) / size.slots
+  prompts_per_call = size.at_once(size.prompt) * shards
+  processed = positions(case, lengths, shards)
+  models = collections.Counter(declared.model for declared in iteration_passes(c))
+  calls_per_pass = processed / (case.length * case.scored)
+  full = c.sampled_share * sum(lengths) / size.slots
   calls = dict(
-    prefill=c.sampled_share * -(-rl.prompts // at_once),
+    prefill=c.sampled_share * -(-rl.prompts // prompts_per_call),
     decode=c.sampled_share * steps,
-    score=models["policy"] * passes,
-    teacher=models["teacher"] * passes,
-    train=rl.epochs * read / (case.length * case.sequences),
+    score=models["policy"] * calls_per_pass,
+    teacher=models["teacher"] * calls_per_pass,
+    train=rl.epochs * processed / (case.length * case.sequences),
     publish=1,
   )
   seconds = {name: n * rows[name]["serial_s"] for name, n in calls.items() if n}
   if calls["decode"]:
     seconds["decode"] = decode_seconds(calls["decode"], full, rows["decode"])
   parts = (Part(name, calls[name], s, rows[name]["binds"]) for name, s in seconds.items())
-  return Iteration(tuple(parts), float(sum(sampled)), chips)
+  return Iteration(tuple(parts), float(sum(lengths)), chips)
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the processed fraction of an update's rows: below 1 if packed.
+  """Returns the fraction of an update's rows that is processed: below 1 only if packed.
 
-  Packed responses of the assumed lengths leave some micro-batches empty, and these are skipped.
+  Packed responses of the assumed lengths leave some micro-batches empty, and the update skips them.
   """
   if not case.packed:
     return 1.0
   number = case.workload.trajectories
-  read = positions(case, case.lengths.sample(number), sharding.batch_shards(mesh))
-  return read / (number * case.workload.window)
+  processed = positions(case, case.lengths.sample(number), sharding.batch_shards(mesh))
+  return processed / (number * case.workload.window)
 
 
 def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns steps and seconds of an iteration's sampling.
+  """Returns decode steps, seconds and tokens per second of an iteration's sampling.
 
-  Call it under `jax.set_mesh(mesh)`.
+  Call it under `jax.set_mesh(mesh)`. `speed` is per chip.
+
+  row: result of `compiler.examine` for the program "decode".
   """
-  size, sampled, steps = _steps(case, mesh)
-  seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
+  size, lengths, steps = _steps(case, mesh)
+  seconds = decode_seconds(steps, sum(lengths) / size.slots, row)
   seconds += _prefill_seconds(case, mesh, topology)
-  speed = sum(sampled) / seconds / chips.mesh_chips(topology, mesh)[1]
+  speed = sum(lengths) / seconds / chips.mesh_chips(topology, mesh)[1]
   return dict(steps=steps, search_s=seconds, speed=speed)
 
 
 def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
-  """Lower bounds of sampling's memory and time.
+  """Returns lower bounds on memory and time of an iteration's sampling, without compiling it.
 
-  Call it under `jax.set_mesh(mesh)`.
+  Memory has the training state, the sampler's weights and the cache. Call it under
+  `jax.set_mesh(mesh)`.
   """
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
-  size, sampled, steps = _steps(case, mesh)
+  size, lengths, steps = _steps(case, mesh)
   positions = size.pages * size.page or size.slots // shards * size.window
   memory = device_bytes(state_of(case, mesh)) + device_bytes(sampler_params(case, mesh))
   memory += positions * position_bytes(case, mesh)
   work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
   moved = steps * needed("decode", case, mesh)
   if size.pages:  # Idle slots read no pages.
-    moved -= (steps - sum(sampled) / size.slots) * filled_cache(case, mesh)
+    moved -= (steps - sum(lengths) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
   return LowerBounds(memory * per_chip, {name: n + filling for name, n in seconds.items()})
 
 
 def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
-  """Returns the sampler's shapes, response lengths and decode steps of an iteration."""
+  """Returns the sampler's shapes, assumed response lengths, and decode steps of an iteration."""
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  sampled = case.lengths.sample(case.workload.trajectories)
-  return size, sampled, decode_steps(sampled, size.slots, not case.config.rl.partial)
+  lengths = case.lengths.sample(case.workload.trajectories)
+  return size, lengths, decode_steps(lengths, size.slots, not case.config.rl.partial)
 
 
 def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
   """Minimum seconds of an iteration's prefills."""
   chip, number = chips.mesh_chips(topology, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  at_once = size.at_once(size.prompt) * size.shards
-  work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
+  prompts_per_call = size.at_once(size.prompt) * size.shards
+  work = flops.work(case.model, prompts_per_call, size.prompt, size.prompt, heads=1).forward()
   moved = needed("prefill", case, mesh) * chip.devices
-  calls = -(-case.config.rl.prompts // at_once)
+  calls = -(-case.config.rl.prompts // prompts_per_call)
   return calls * max(chips.seconds(chip, number, work, moved).values())
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
-  """Seconds of `steps` decode steps.
+  """Returns the seconds of decode steps, some of them with idle slots.
 
-  They sample as many tokens as `full` steps with all slots in use. Idle slots read nothing from a
-  paged cache; a step of idle slots alone takes `idle_s`.
+  Time is linear in the number of slots in use. A step with all slots in use takes `serial_s`. A
+  step with idle slots alone takes `idle_s`, since these read nothing from a paged cache.
+
+  Args:
+    steps: number of steps.
+    full: sampled tokens divided by slots: the steps needed with all slots in use.
+    row: result of `compiler.examine` for the program "decode".
   """
   idle = row.get("idle_s", row["serial_s"])
   return steps * idle + full * (row["serial_s"] - idle)
 
 
 def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
-  """Steps to sample all responses in order, each in the first free slot.
+  """Returns the decode steps to sample all responses in order, each in the first free slot.
 
-  tail: whether the iteration waits for its longest responses. False: unfinished responses continue
-  in the next iteration, so all slots are always in use.
+  tail: whether the iteration waits for its longest responses. If False, unfinished responses
+  continue in the next iteration, so all slots are always in use.
   """
   if not tail:
     return -(-sum(lengths) // slots)
@@ -173,25 +186,28 @@ def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
 
 
 def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
-  """Positions processed by the updates of an epoch, padding included."""
+  """Returns the positions that all updates of an epoch process, padding included.
+
+  lengths: tokens of each response, without its prompt.
+  """
   rl, window = case.config.rl, case.workload.window
   rows = len(lengths) // rl.minibatches  # Rows of an update without packing.
   if not rl.packed:
     return float(len(lengths) * window)
-  at_once = max(rows // rl.microbatches, shards)  # At least one row per device.
+  microbatch_rows = max(rows // rl.microbatches, shards)  # At least one row per device.
   number = sum(
     packed_microbatches(
       part,
       window,
       shards,
-      at_once // shards,
+      microbatch_rows // shards,
       round(case.prompt),
       case.group_size,
       case.config.sampling.max_new_tokens,
     )
     for part in np.split(np.array(lengths) + round(case.prompt), rl.minibatches)
   )
-  return float(number * at_once * window)
+  return float(number * microbatch_rows * window)
 
 
 def packed_microbatches(
@@ -203,14 +219,24 @@ def packed_microbatches(
   group_size: int = 1,
   response_tokens: int = 0,
 ) -> int:
-  """Micro-batches of an update for the sequences, with `rows` rows per device."""
+  """Counts the micro-batches of an update with packed sequences.
+
+  Args:
+    lengths: tokens of each sequence, prompt included.
+    window: tokens of a row.
+    shards: devices over which the batch is split.
+    rows: rows of a micro-batch per device.
+    prompt: tokens of each prompt.
+    group_size: number of consecutive sequences with the same prompt.
+    response_tokens: maximum tokens of a response.
+  """
   prompts = np.full(len(lengths), prompt)
   placed = packing.places(lengths, window, shards, prompts, group_size, response_tokens)
   return int(placed.row_B.max()) // rows + 1
 
 
 def lines(total: Iteration, case: Case) -> list[str]:
-  """Formats the estimate as lines."""
+  """Formats an estimate: a line for each program, between assumptions and total."""
   parts = (
     f"    {p.name:<10}{p.calls:>10,.6g} x {p.seconds / p.calls:>8.3g} s = {p.seconds:>8.4g} s"
     f" {p.seconds / total.seconds:>6.1%}  {p.binds}"

@@ -1,4 +1,7 @@
-"""Programs of a run, with abstract arguments: shapes and layouts without values."""
+"""A run's jitted programs with abstract arguments: shapes, dtypes and shardings without values.
+
+They can be compiled on a machine without the run's devices and weights.
+"""
 
 import dataclasses
 import functools
@@ -43,21 +46,24 @@ PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
 
 def program_names(config: configuration.RunConfig) -> tuple[str, ...]:
-  """Returns names of a run's programs: no sampler with servers."""
+  """Returns the names of a run's programs.
+
+  Excludes prefill and decode if inference servers sample, since these compile their own programs.
+  """
   return PROGRAMS if config.engine.name == "local" else PROGRAMS[:3]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A configuration at one batch shape."""
+  """A configuration, its batch shape, and assumed lengths of prompts and responses."""
 
   config: configuration.RunConfig
-  sequences: int  # per update
-  microbatches: int
-  length: int
-  slots: int = 0  # Slots of the sampler, over all devices; 0: as configured.
-  mean_response: float = 0  # tokens; 0: `lengths.default_mean`
-  mean_prompt: float = 0  # tokens; 0: a quarter of the longest
+  sequences: int  # Sequences per update.
+  microbatches: int  # Micro-batches per update.
+  length: int  # Tokens per sequence, padding included.
+  slots: int = 0  # Responses that the sampler decodes at once, over all devices; 0: engine.slots.
+  mean_response: float = 0  # Mean tokens of a response; 0: `lengths.default_mean`.
+  mean_prompt: float = 0  # Mean tokens of a prompt; 0: a quarter of data.max_prompt_tokens.
 
   @property
   def model(self):
@@ -70,12 +76,15 @@ class Case:
 
   @property
   def scored(self) -> int:
-    """Sequences of a scoring pass; packed passes have micro-batches too."""
+    """Sequences of a scoring pass: a micro-batch, or a whole packed update.
+
+    A pass over packed sequences loops over micro-batches itself.
+    """
     return self.sequences if self.config.rl.packed else self.rows
 
   @property
   def engine(self) -> EngineConfig:
-    """Section `engine` with the case's slots."""
+    """Section `engine` of the configuration, with the case's slots."""
     engine = self.config.engine
     return dataclasses.replace(engine, slots=self.slots) if self.slots else engine
 
@@ -92,64 +101,86 @@ class Case:
 
   @property
   def filled(self) -> float:
-    """Mean filled positions of a slot over time."""
+    """Mean number of filled cache positions in a slot, over the time of sampling."""
     return self.lengths.filled(self.prompt)
 
   @property
   def configured(self) -> bool:
-    """Whether the batch is configured, not from the command line."""
+    """Whether sequences and length are those of the configuration, without overrides."""
     rl, window = self.config.rl, self.workload.window
     update = rl.prompts * rl.group_size // rl.minibatches
     return (self.sequences, self.length) == (update, window)
 
   @property
   def group_size(self) -> int:
-    """Sequences with a common prompt; conversations may differ from the start."""
+    """Number of consecutive sequences with a common prompt.
+
+    1 with an environment: its conversations may differ from their first token on.
+    """
     return 1 if self.config.environment.name else self.config.rl.group_size
 
   @property
   def packed(self) -> bool:
-    """Whether rows are packed, with empty micro-batches skipped."""
+    """Whether updates are packed, and thus skip empty micro-batches.
+
+    A batch shape from the command line counts as full rows.
+    """
     return self.config.rl.packed and self.configured
 
   def pool(self, slots: int, shards: int) -> int:
-    """Cache positions for `slots` slots over all devices.
+    """Returns a size of the paged cache, in positions over all devices.
 
-    For n responses of a device: the mean of their filled positions plus two standard deviations,
-    for exponential lengths (standard deviation equal to the mean); at least one window. Rounded up
-    to whole pages; 0 if it saves nothing over full windows.
+    The n slots of a device share its pages. Their filled positions sum to n·`filled` in the mean.
+    The size is this mean plus two standard deviations of √n·`filled`, since the standard deviation
+    of an exponential length equals its mean. It is at least one window, rounded up to whole pages.
+    Returns 0, a full window per slot, if this takes no more pages.
+
+    Args:
+      slots: slots over all devices.
+      shards: devices over which the slots are split.
     """
     n, page = slots // shards, self.engine.page_tokens
-    window = -(-self.workload.window // page) + 1
-    pages = max(window, math.ceil(self.filled * (n + 2 * math.sqrt(n)) / page))
-    return 0 if pages >= n * window else pages * page * shards
+    window_pages = -(-self.workload.window // page) + 1
+    pages = max(window_pages, math.ceil(self.filled * (n + 2 * math.sqrt(n)) / page))
+    return 0 if pages >= n * window_pages else pages * page * shards
 
   @property
   def workload(self) -> Workload:
-    """Workload of the sampler."""
-    # A tokenizer may have more stop tokens than this one.
+    """Workload of the sampler, with a single stop token.
+
+    A real tokenizer may have more stop tokens, with hardly any effect on the compiled programs.
+    """
     several_turns = bool(self.config.environment.name)
     return workload(self.config, stop_ids=(0,), several_turns=several_turns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A jitted function with abstract arguments, and figures for its costs."""
+  """A jitted function with abstract arguments, and assumptions about its costs."""
 
   function: Callable
   arguments: tuple[Any, ...]
-  work: flops.Work | None  # None for a program without model operations.
-  trains: bool = False
-  resident: tuple[Any, ...] = ()  # Further arrays of a run on the devices at this time.
-  rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # See `hlo_costs.costs`.
-  slot_kernel: str = ""  # Name of a kernel without reads for idle slots.
-  steps: int = 1  # Steps of the program's loop; figures are per step.
+  work: flops.Work | None  # Operations of a forward pass; None for a program without one.
+  trains: bool = False  # Whether the program also has a backward pass.
+  resident: tuple[Any, ...] = ()  # Other arrays in device memory while a run calls the program.
+  # Trip counts of loops, and read fractions of kernels, that depend on data: `hlo_costs.costs`.
+  rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  slot_kernel: str = ""  # Name of the attention kernel, which reads nothing for idle slots.
+  steps: int = 1  # Decode steps per call. Reported costs are divided by this number.
 
 
 def make_case(
   config: configuration.RunConfig, sequences: int = 0, length: int = 0, **sampling: float
 ) -> Case:
-  """Builds a case of the configured batch, or `sequences` x `length` in one micro-batch."""
+  """Builds a case of the configured batch, or of another batch shape.
+
+  Args:
+    config: configuration of the run.
+    sequences: sequences per update, in one micro-batch; 0 for the configured sequences and
+      micro-batches.
+    length: tokens per sequence; 0 for the longest prompt and response together.
+    **sampling: `slots`, `mean_response` and `mean_prompt` of `Case`.
+  """
   rl = config.rl
   return Case(
     config,
@@ -161,7 +192,7 @@ def make_case(
 
 
 def resolve_remat(case: Case, mesh) -> Case:
-  """Replaces `compute.remat=auto` by its value in a train step."""
+  """Replaces `compute.remat=auto` by the policy that a train step would choose."""
   c = case.config
   with use_mesh(mesh):
     remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
@@ -184,14 +215,22 @@ def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
 def frozen_params(
   case: Case, taught: teacher.Teacher | None, mesh: jax.sharding.Mesh
 ) -> dict[str, Params]:
-  """Returns shapes and shardings of passes' frozen parameters, by name."""
+  """Returns shapes and shardings of frozen models' weights, by name.
+
+  These are models that a pass reads and no update changes: a reference policy, a teacher.
+
+  taught: None for a run without a teacher.
+  """
   c, layout = case.config, sharding.TRAIN
   models = passes.frozen_models(c, taught and taught.model)
   return {n: abstract_params(model, mesh, layout, c.compute.dtype) for n, model in models.items()}
 
 
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
-  """Yields the named jitted functions of a run with abstract arguments."""
+  """Yields the programs of the given names.
+
+  A run with a teacher also yields "teacher" after "score": the teacher's scoring pass.
+  """
   c = case.config
   tx, critic = optimizers(c)
   state, sample_params = state_of(case, mesh), sampler_params(case, mesh)
@@ -199,24 +238,24 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   frozen = frozen_params(case, taught, mesh)
   learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
 
-  def work(model: ModelConfig, sequences: int) -> flops.Work:
+  def full_pass(model: ModelConfig, sequences: int) -> flops.Work:
     return flops.work(model, sequences, case.length, case.length)
 
   for name in names:
     if name == "train":
       step = make_rl_step(learner, c.objective, tx, critic)
       arguments = state, batch_of(case, mesh, case.sequences)
-      done = work(case.model, case.sequences * c.models)
-      yield name, Program(step, arguments, done, trains=True, resident=(frozen,))
+      work = full_pass(case.model, case.sequences * c.models)
+      yield name, Program(step, arguments, work, trains=True, resident=(frozen,))
     if name == "score":
       inputs = batch_of(case, mesh, case.scored).inputs
       resident = state.opt_state, sample_params, state.critic, frozen
-      done = work(case.model, case.scored)
-      yield name, Program(make_score(learner), (state.params, inputs), done, resident=resident)
+      work = full_pass(case.model, case.scored)
+      yield name, Program(make_score(learner), (state.params, inputs), work, resident=resident)
       if taught is not None:
         resident = state, sample_params, {n: x for n, x in frozen.items() if n != "teacher"}
-        score, done = teacher.scoring(taught, learner), work(taught.model, case.scored)
-        yield "teacher", Program(score, (frozen["teacher"], inputs), done, resident=resident)
+        score, work = teacher.scoring(taught, learner), full_pass(taught.model, case.scored)
+        yield "teacher", Program(score, (frozen["teacher"], inputs), work, resident=resident)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       table = transformer.sampler_table(c.model, case.engine.weights_dtype)
@@ -230,7 +269,10 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
-  """Returns prefill of the longest prompts, or decode steps of all slots."""
+  """Returns the program "prefill" for the longest prompts, or "decode" for all slots.
+
+  params: shapes and shardings of the sampler's weights.
+  """
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
   options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
@@ -259,8 +301,9 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    # New prefixes per step, and the fraction of filled pages in the windows.
+    # Slots of a device that take a new prefix in a step: each does so once per response.
     refills = size.slots / shards / case.lengths.mean
+    # Fraction of a slot's window that attention reads; the last page is half full in the mean.
     filled = (case.filled + size.page / 2) / size.window
     rates = dict(refill=refills, paged_attention=filled, cache_attention=filled)
     return Program(
@@ -284,9 +327,12 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  """Returns an abstract batch with the largest needs of a run.
+  """Returns the abstract batch of an update, with all arrays that the run's passes fill.
 
-  Only packed rows share prompts: attention then has longer rows.
+  In packed rows the sequences of a group may share their prompt (`packing.shares`), which makes
+  attention's rows longer.
+
+  rows: number of sequences.
   """
 
   def field(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -327,11 +373,12 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
       age_B=field(jnp.int32) if c.rl.lag else None,
     ),
   )
-  # Experts need replay; a teacher's log-probs and last values are merged into advantages.
-  used = {"old_experts_BTlk", "teacher_logp_BT", "last_value_B"}
-  return batch.with_fields(**dict.fromkeys(filled - used, real))
+  # The experts are set above if the objective replays them. A teacher's log-probs and the values of
+  # last states are merged into the advantages before an update.
+  excluded = {"old_experts_BTlk", "teacher_logp_BT", "last_value_B"}
+  return batch.with_fields(**dict.fromkeys(filled - excluded, real))
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:
-  """Returns an abstract array."""
+  """Returns an abstract array with a sharding."""
   return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, pspec))

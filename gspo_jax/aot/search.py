@@ -1,7 +1,8 @@
 """Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-A candidate changes one aspect of the configuration, such as the mesh. It takes a minute or more to
-compile, so most are ruled out by their lower bounds; few are compiled, smallest bound first.
+A candidate is the configuration with one aspect changed, such as the mesh. Compiling it takes a
+minute or more. So lower bounds on memory and time (`estimate`, `iteration`) rule out most
+candidates, and only some of the others are compiled.
 """
 
 import dataclasses
@@ -24,14 +25,15 @@ from gspo_jax.system.accelerators import GIB
 
 Row: TypeAlias = dict[str, Any]
 Lists: TypeAlias = Iterable[Iterable[Case]]
-# Lower bounds of a case. Raises ValueError if the mesh does not divide the case.
+# Returns lower bounds of a case. Raises ValueError if its batch or weights do not divide over its
+# mesh.
 Bound: TypeAlias = Callable[[Case], estimate.LowerBounds]
-# Compiles a case. The row has `fits`, and `search_s` if it fits.
+# Compiles a case. The returned row has `fits`, and if true `search_s`, the seconds to minimise.
 Measure: TypeAlias = Callable[[Case], Row]
-# A candidate is compiled if its bound is below (1 - MIN_GAIN) times the best time so far.
+# A candidate is compiled if its bound is at most (1 - MIN_GAIN) times the best time so far.
 MIN_GAIN = 0.02
-CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
-SETTINGS = dict(  # Keys searched for each program.
+CHUNKS = (0, 512, 2048, 8192, 32_768)  # Tokens per chunk; 0: all tokens in one chunk.
+SETTINGS = dict(  # Keys whose values a search changes, by program and section.
   train=dict(
     compute=("expert_chunk", "remat", "logits_chunk", "prefetch", "xla"),
     mesh=AXES,
@@ -39,7 +41,7 @@ SETTINGS = dict(  # Keys searched for each program.
   ),
   decode=dict(engine=("slots", "cache_tokens", "prefill_tokens"), mesh=("rollout_experts",)),
 )
-NAMES = dict(
+NAMES = dict(  # Formats of a candidate's name, by program.
   train="{data}x{fsdp}x{expert}x{tensor}, {microbatches} micro, {remat} "
   "{expert_chunk}/{logits_chunk}, {xla}{ahead}",
   decode="{slots} slots, {cache_tokens:,}, {prefill_tokens}, {rollout_experts}",
@@ -48,17 +50,20 @@ NAMES = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-  """Candidates by name, with bounds and compiled rows."""
+  """Candidates of a search and its results so far, by the candidates' names."""
 
-  program: str
-  hbm: float  # Bytes of a chip.
+  program: str  # "train" or "decode".
+  hbm: float  # Bytes of a chip's memory.
   cases: dict[str, Case] = dataclasses.field(default_factory=dict)
-  least: dict[str, estimate.LowerBounds] = dataclasses.field(default_factory=dict)
-  rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Rows of compiled candidates.
+  least: dict[str, estimate.LowerBounds] = dataclasses.field(default_factory=dict)  # Lower bounds.
+  rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # Results of compiled candidates.
   rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons not to compile.
 
   def ranked(self) -> list[str]:
-    """Returns names of fitting candidates, fastest first, equal times by memory."""
+    """Returns the names of compiled candidates that fit, fastest first.
+
+    Times that are equal in two digits are ordered by peak memory.
+    """
 
     def rank(name: str) -> tuple[float, float]:
       return float(f"{self.rows[name]['search_s']:.2g}"), self.rows[name]["peak_gib"]
@@ -67,22 +72,23 @@ class Search:
 
   @property
   def best(self) -> Case | None:
-    """Fastest fitting candidate; None without one."""
+    """Fastest compiled candidate that fits; None if there is none."""
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns the error message if nothing fits."""
+    """Returns an error message for a search in which no candidate fits."""
     if not self.least:
-      return next(iter(self.rejected.values()), "no mesh divides it")
+      return next(iter(self.rejected.values()), "no mesh divides the batch and the weights")
     if self.rows:
       return list(self.rows.values())[-1]["error"]
     need = min(least.memory for least in self.least.values()) / GIB
-    return f"needs {need:.1f} GiB a chip at least of {self.hbm / GIB:.0f}"
+    return f"needs at least {need:.1f} of {self.hbm / GIB:.0f} GiB per chip"
 
   def report(self) -> list[Row]:
-    """Prints rejected candidates, the best few, and settings of the best.
+    """Prints rejected candidates, the rows of the best three, and settings of the best.
 
-    Returns the compiled rows, the best first.
+    Returns the rows of compiled candidates, the best first. If none was compiled, returns one row
+    with the reason as `error`.
     """
     rows = [self.rows[name] for name in self.ranked()]
     table.print_search(self.rejected, rows[:3] if len(self.rows) > 1 else [])
@@ -100,11 +106,19 @@ def compile_best(
   tries: int,
   enough: int | None = None,
 ) -> None:
-  """Compiles at most `tries` candidates until `enough` fit.
+  """Compiles candidates, at most `tries` of them and until `enough` fit.
 
-  Candidates come from the lists in turn, each list ordered by lower bounds. Candidates are skipped
-  if they cannot fit, or cannot be faster than the best so far. Small `tensor` axes come first: they
-  send activations, in place of weights over `fsdp`.
+  Takes a candidate from each list in turn. A list is ordered by the size of the `tensor` axis, then
+  by the lower bound on the time: a larger axis sends activations more often. Candidates are skipped
+  if they cannot fit, or cannot be faster than the best so far. The search is updated in place.
+
+  Args:
+    search: search without candidates.
+    lists: candidates, all different from each other in one aspect.
+    bound: function from a candidate to its lower bounds.
+    measure: function that compiles a candidate.
+    tries: maximum number of compiled candidates.
+    enough: number of fitting candidates to stop at; None for no such limit.
   """
 
   def rank(name: str) -> tuple[float, ...]:
@@ -120,12 +134,12 @@ def compile_best(
       try:
         search.least[name] = bound(candidates[name])
       except ValueError as error:
-        search.rejected[name] = f"does not divide: {error}"
+        search.rejected[name] = f"does not divide over the mesh: {error}"
     ordered.append(sorted((name for name in new if name in search.least), key=rank))
   for name in filter(None, itertools.chain(*itertools.zip_longest(*ordered))):
     reason = find_rejection(search, name)
     if not reason and (len(search.rows) >= tries or len(search.ranked()) == enough):
-      reason = f"takes at least {search.least[name]}; not compiled, as enough others were"
+      reason = f"takes at least {search.least[name]}; enough other candidates were compiled"
     if reason:
       search.rejected[name] = reason
     else:
@@ -133,20 +147,25 @@ def compile_best(
 
 
 def find_rejection(search: Search, name: str) -> str:
-  """Returns the reason not to compile a candidate; "" without a reason."""
+  """Returns the reason not to compile a candidate; "" to compile it.
+
+  Compares it with the chip's memory and with the candidates compiled so far.
+  """
   case, least, best = search.cases[name], search.least[name], math.inf
   if least.memory > search.hbm:
-    too_many = (least.memory - search.hbm) / GIB
-    return f"needs at least {least.memory / GIB:.0f} GiB a chip, {too_many:.0f} too many"
+    excess = (least.memory - search.hbm) / GIB
+    return f"needs at least {least.memory / GIB:.0f} GiB a chip, {excess:.0f} GiB too much"
   for other, row in search.rows.items():
     compiled = search.cases[other]
     if row["fits"]:
       best = min(best, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
-        return f"sends more than {other}, which fits"
+        return f"sends more over its tensor axis than {other}, which fits"
+      # More micro-batches gather the weights more often. If packed, they may still save time, since
+      # more of them are empty.
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
-        return f"gathers more than {other}, which fits"
+        return f"gathers weights more often than {other}, which fits"
     elif not row.get("of_kernel") and least.memory >= search.least[other].memory:
       return f"needs at least {least.memory / GIB:.1f} GiB, no less than {other}, which did not fit"
   if least.bound_s > (1 - MIN_GAIN) * best:
@@ -162,7 +181,16 @@ def find(
   enough: int | None = None,
   slices: int = 1,
 ) -> Search:
-  """Compiles the best candidates for a topology; prints a line for each."""
+  """Searches for the fastest candidate on a topology; prints a line for each compiled one.
+
+  Args:
+    program: "train" or "decode".
+    lists: candidates, as for `compile_best`.
+    topology: chips to compile for, e.g. "v5p:4x4x4".
+    tries: maximum number of compiled candidates.
+    enough: number of fitting candidates to stop at; None for no such limit.
+    slices: number of TPU slices.
+  """
   chip, devices = chips.parse(topology)[0], devices_of(topology, slices)
   search = Search(program, chip.hbm)
 
@@ -193,18 +221,21 @@ def find(
 
 
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
-  """Returns candidates for updates: configuration, XLA options, meshes, remats, chunks.
+  """Returns lists of candidates for updates.
+
+  The lists have the configuration itself, options of XLA with and without prefetched experts,
+  meshes with micro-batches, remat policies, and chunk sizes.
 
   devices: number of devices over all slices.
   """
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
-  remaining = max(1, devices // -math.prod(mesh.values()))  # Size of an axis of -1.
+  remaining = max(1, devices // -math.prod(mesh.values()))  # Size of an axis configured as -1.
   case = changed(case, mesh={axis: remaining if n == -1 else n for axis, n in mesh.items()})
-  at_once = dict(logits_chunk=case.length)
+  unchunked = dict(logits_chunk=case.length)  # Tokens of a device without chunks, by key.
   if case.model.num_experts:
-    at_once["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
+    unchunked["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
-  sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
+  sizes = ({key: size} for key, tokens in unchunked.items() for size in CHUNKS if size < tokens)
   chunks = [changed(case, compute=size) for size in sizes]
   compilers = [
     changed(case, compute=dict(xla=xla, prefetch=prefetch))
@@ -215,9 +246,10 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
-  """Yields candidates with other meshes (fsdp x expert x tensor) and micro-batches.
+  """Yields candidates with all possible meshes (fsdp x expert x tensor) and micro-batches.
 
-  Each slice is a replica. Experts, heads, sequences and micro-batches divide evenly.
+  Each slice has a full copy of the weights (data = slices). The mesh divides experts, heads and
+  sequences evenly, and micro-batches divide a device's sequences.
   """
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
@@ -232,11 +264,14 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 
 
 def sampling(case: Case, shards: int) -> Lists:
-  """Returns candidates for sampling: configuration, layouts, prefill sizes.
+  """Returns lists of candidates for sampling.
 
-  The slots of layouts double from one per device to all responses. Each number is combined with two
-  caches, for full windows and for the assumed lengths, and with the values of
-  mesh.rollout_experts.
+  The lists have the configuration itself, layouts of slots, cache and experts, and prefill sizes.
+  The slots double from one per device to at most one per response. Each number of slots is combined
+  with two caches, of a full window per slot and of the assumed mean lengths (`Case.pool`), and with
+  the values of mesh.rollout_experts.
+
+  shards: devices over which the slots are split.
   """
   most = case.workload.trajectories
   slots = case.engine.slots_for(most)
@@ -251,12 +286,15 @@ def sampling(case: Case, shards: int) -> Lists:
     for cache, split in itertools.product(sorted(caches), splits):
       engine, mesh = dict(slots=slots, cache_tokens=cache), dict(rollout_experts=split)
       layouts.append(changed(case, engine=engine, mesh=mesh))
-  pieces = [changed(case, engine=dict(prefill_tokens=1 << power)) for power in range(11, 17, 2)]
-  return [case], layouts, pieces
+  prefills = [changed(case, engine=dict(prefill_tokens=1 << power)) for power in range(11, 17, 2)]
+  return [case], layouts, prefills
 
 
 def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Case:
-  """Replaces values in sections of the case's configuration."""
+  """Replaces values in sections of the case's configuration.
+
+  microbatches: also replaces the case's micro-batches per update; 0 to keep them.
+  """
   config = case.config
   if microbatches:
     case = dataclasses.replace(case, microbatches=microbatches)
@@ -272,12 +310,13 @@ def settings(program: str, case: Case) -> dict[str, Row]:
     for section, keys in SETTINGS[program].items()
   }
   if "rl" in values:
-    values["rl"]["microbatches"] = case.microbatches  # The command line may set the batch.
+    # A batch from the command line has other micro-batches than the configuration.
+    values["rl"]["microbatches"] = case.microbatches
   return values
 
 
 def name_of(program: str, case: Case) -> str:
-  """Returns a case's name: its searched settings."""
+  """Formats a case's searched settings as its name."""
   sections = settings(program, case).values()
   values = {key: n for keys in sections for key, n in keys.items()}
   return NAMES[program].format(**values, ahead=", prefetch" if values.get("prefetch") else "")

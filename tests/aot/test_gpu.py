@@ -241,4 +241,4 @@ def test_a_dense_update_multiplies_no_more_than_it_needs(tmp_path):
 def test_time_is_not_searched_on_a_gpu():
   done = run("--topology=h100:1", "--search")
   assert done.returncode == 2
-  assert "--search ranks by time, which is unknown on GPUs: h100:1" in done.stderr
+  assert "--search ranks settings by time, which is unknown for GPUs" in done.stderr

@@ -83,7 +83,7 @@ def test_what_cannot_fit_or_did_not_fit_with_less_is_not_compiled():
   bounds = {1: least(1.0, gib=14.0), 2: least(1.1, gib=8.0), 3: least(1.2, gib=9.0), 4: least(1.3)}
   candidates, compiled = searched(bounds, {2: row(fits=False), 4: row(1.4)})
   assert compiled == [2, 4] and best(candidates) == 4
-  assert reasons(candidates)[1] == "needs at least 14 GiB a chip, 4 too many"
+  assert reasons(candidates)[1] == "needs at least 14 GiB a chip, 4 GiB too much"
   assert reasons(candidates)[3].startswith(
     "needs at least 9.0 GiB, no less than 1x2x4x1, 1 micro, full 2/16, none"
   )
@@ -101,7 +101,7 @@ def test_a_search_compiles_no_more_than_it_may():
   candidates, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists)
   assert compiled == [0, 1, 3] and best(candidates) == 3
   assert reasons(candidates) == {
-    2: "takes at least 1 s (compute); not compiled, as enough others were"
+    2: "takes at least 1 s (compute); enough other candidates were compiled"
   }
   _, compiled = searched({n: least(1.0) for n in range(4)}, rows, 3, lists, enough=1)
   assert compiled == [0]
@@ -109,9 +109,13 @@ def test_a_search_compiles_no_more_than_it_may():
 
 def test_where_nothing_fits_it_says_what_is_lacking():
   candidates, compiled = searched({}, {}, lists=[[]])
-  assert compiled == [] and candidates.best is None and candidates.needs() == "no mesh divides it"
+  assert (
+    compiled == []
+    and candidates.best is None
+    and candidates.needs() == "no mesh divides the batch and the weights"
+  )
   candidates, compiled = searched({1: least(gib=12.0), 2: least(gib=11.0)}, {})
-  assert compiled == [] and candidates.needs() == "needs 11.0 GiB a chip at least of 10"
+  assert compiled == [] and candidates.needs() == "needs at least 11.0 of 10 GiB per chip"
   candidates, compiled = searched({1: least()}, {1: row(fits=False)})
   assert compiled == [1] and candidates.best is None and candidates.needs() == "too large"
 
@@ -122,8 +126,8 @@ def test_more_micro_batches_or_wider_tensors_than_fit_are_not_compiled():
   candidates, compiled = searched({1024: least()}, {1024: row(2.0)}, lists=[several, [wider]])
   assert compiled == [1024] and candidates.best == several[0]
   assert list(candidates.rejected.values()) == [
-    "sends more than 1x2x4x1, 1 micro, full 1024/16, none, which fits",
-    *["gathers more than 1x2x4x1, 1 micro, full 1024/16, none, which fits"] * 2,
+    "sends more over its tensor axis than 1x2x4x1, 1 micro, full 1024/16, none, which fits",
+    *["gathers weights more often than 1x2x4x1, 1 micro, full 1024/16, none, which fits"] * 2,
   ]
 
 
