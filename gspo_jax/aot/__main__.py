@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
 
 
 def require_one_mesh(config: configuration.RunConfig) -> None:
-  """Raises ValueError for a rollout mesh, since all programs are compiled for one mesh."""
+  """Raises ValueError for a rollout mesh: programs are compiled for one mesh."""
   if config.rollout_mesh.enabled:
     raise ValueError(
       f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: this command compiles for one mesh."
@@ -201,7 +201,7 @@ def search(
 
 
 def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
-  """Compiles the named programs for one configuration; prints and returns a row for each.
+  """Compiles the named programs; prints and returns a row for each.
 
   If all programs were compiled for TPUs, also estimates the time of an iteration.
   """

@@ -1,4 +1,7 @@
-"""Topologies of TPUs and GPUs, and lower bounds of a program's time on one."""
+"""Parses topologies of TPUs and GPUs; lower bounds on a program's time on their chips.
+
+A topology is written as CHIP:AxBxC (the sides of a TPU slice, in chips), GPU:N or GPU:HOSTSxN.
+"""
 
 import math
 import re
@@ -9,15 +12,15 @@ from gspo_jax.system.accelerators import CHIPS, GPUS, Chip, Device
 
 
 def sides(topology: str) -> tuple[int, ...]:
-  """Returns the chips along each axis of e.g. "v5p:4x4x4"; hosts and GPUs of "h100:2x8"."""
+  """Returns the numbers after the colon: (4, 4, 4) of "v5p:4x4x4"."""
   return tuple(int(n) for n in topology.partition(":")[2].split("x"))
 
 
 def parse(topology: str) -> tuple[Chip, int]:
-  """Returns chip and number of chips of e.g. "v5p:4x4x4" or "h100:2x8".
+  """Returns the kind of chip and the number of chips of a topology.
 
   Raises:
-    ValueError: lists the supported chips and the format.
+    ValueError: the chip is unknown, or the format is wrong.
   """
   name, _, shape = topology.partition(":")
   tpu = name in CHIPS and re.fullmatch(r"\d+(x\d+){1,2}", shape)
@@ -31,13 +34,17 @@ def parse(topology: str) -> tuple[Chip, int]:
 
 
 def described(topology: str) -> list[Device]:
-  """Describes a topology's devices without a compiler. Raises ValueError as `parse`."""
+  """Describes a topology's devices without a compiler.
+
+  Raises:
+    ValueError: as `parse`.
+  """
   chip, number = parse(topology)
   return [Device("gpu" if chip.cuda else "tpu", chip.kinds[0])] * (number * chip.devices)
 
 
 def mesh_chips(topology: str, mesh: jax.sharding.Mesh) -> tuple[Chip, int]:
-  """Returns chip and number of chips of a mesh of one or several slices."""
+  """Returns the topology's kind of chip, and the number of chips of a mesh."""
   chip, _ = parse(topology)
   return chip, mesh.size // chip.devices
 
@@ -50,7 +57,7 @@ def seconds(
   ring_bytes: float = 0.0,
   network_bytes: float = 0.0,
 ) -> dict[str, float]:
-  """Returns the minimum seconds of each resource; arguments as in `bound`."""
+  """Returns the minimum seconds by resource, with arguments as in `bound`."""
   return dict(
     compute=flops / chips / chip.flops,
     hbm=hbm_bytes / chip.hbm_speed,
@@ -70,13 +77,25 @@ def bound(
   network_bytes: float = 0.0,
   hidden_network: float = 0.0,
 ) -> dict[str, float | str]:
-  """Returns minimum seconds per resource, the binding resource, and utilisation.
+  """Returns lower bounds on a program's time, and the utilisation at the bound.
 
-  `flops` and `useful` are for the whole batch; the bytes are per chip. `ring_bytes` are sent over
-  both links of one axis of the torus (`links`: with a single link they count twice).
-  `network_bytes` go to other slices. `bound_s` assumes that all collectives are overlapped with
-  other work. `serial_s` assumes it of `hidden_bytes` and `hidden_network` alone, and adds the
-  seconds of the others. `mfu` is the utilisation at `bound_s`.
+  Each resource alone takes `compute_s`, `hbm_s`, `interconnect_s` or `network_s`, by the speeds of
+  the data sheet. `binds` is the slowest of them. `bound_s` is its time, as if all resources worked
+  in parallel, and `mfu` the useful fraction of the chips' operations in this time. `serial_s` is
+  larger: transfers that the compiler does not overlap with other work (`exposed_s`) add to the
+  time.
+
+  Args:
+    chip: kind of chip.
+    chips: number of chips.
+    flops: operations of the whole batch, with recomputation.
+    useful: operations of the whole batch, without recomputation.
+    hbm_bytes: bytes that a chip reads from and writes to its memory.
+    ring_bytes: bytes that a chip sends within its slice. Bytes over a single link of a torus axis
+      count twice, since the speed is that of both links (`links`).
+    hidden_bytes: overlapped part of `ring_bytes`.
+    network_bytes: bytes that a chip sends to other slices.
+    hidden_network: overlapped part of `network_bytes`.
   """
   least = seconds(chip, chips, flops, hbm_bytes, ring_bytes, network_bytes)
   binds = max(least, key=least.get)

@@ -1,4 +1,4 @@
-"""Compiles programs for a topology without its chips, and reports memory and traffic."""
+"""Compiles programs for chips of another machine, and reports their memory and traffic."""
 
 import contextlib
 import dataclasses
@@ -23,29 +23,34 @@ from gspo_jax.system.text import clock_text
 
 
 def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
-  """Returns descriptions of the devices of one or several slices.
+  """Returns descriptions of a topology's devices, to compile for.
 
-  target: description of a GPU for XLA; "" for `cuda.target_text`.
+  Args:
+    topology: chips of one slice, e.g. "v5p:4x4x4", or GPUs, e.g. "h100:2x8".
+    slices: number of TPU slices.
+    target: text that describes a GPU to XLA; "" for `cuda.target_text`.
 
   Raises:
-    ValueError: the compiler is missing, or the topology has no such name.
+    ValueError: the compiler is not installed, or does not know the topology.
   """
   chip, number = chips.parse(topology)
   if chip.cuda:
     if slices > 1:
-      raise ValueError(f"--slices={slices} is for TPUs: give hosts of GPUs as {topology[:4]}:2x8")
+      raise ValueError(
+        f"--slices={slices} is for TPUs: write several hosts of GPUs as {topology[:4]}:2x8"
+      )
     return cuda.devices_of(topology, target)
   if target:
-    raise ValueError(f"--topology={topology}: --target describes GPUs; leave it out")
+    raise ValueError(f"--topology={topology}: --target describes GPUs; leave it out for TPUs")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE=chip.host,
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # Several processes may compile: nothing is executed.
   )
-  # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
+  # A run sees a v4 chip as one device. This compiler sees its two cores, unless they are joined.
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
-  if number == 1:  # By default the compiler takes a whole host of four chips.
+  if number == 1:  # By default the compiler assumes a whole host of four chips.
     options["chips_per_host_bounds"] = (1, 1, 1)
   if slices > 1:
     options["num_slices"] = slices
@@ -59,27 +64,30 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
 
 
 def check(case: Case, mesh: jax.sharding.Mesh) -> None:
-  """Raises ValueError if rows or weights do not divide over the mesh."""
+  """Raises ValueError if the sequences or the weights do not divide over the mesh."""
   shards = sharding.batch_shards(mesh)
   if case.rows % shards:
     raise ValueError(
       f"{case.rows} sequences of a micro-batch do not divide over the {shards} devices of "
-      "mesh.data x mesh.fsdp x mesh.expert: change mesh, sequences or micro-batches"
+      "mesh.data x mesh.fsdp x mesh.expert: change the mesh, --sequences or rl.microbatches"
     )
   transformer.shardings(case.model, sharding.TRAIN, mesh)
 
 
 @contextlib.contextmanager
 def announce(name: str, interval: float = 10.0) -> Iterator[None]:
-  """Prints the time of a compilation on stderr, every `interval` seconds."""
+  """Prints the elapsed time of a compilation on stderr, every `interval` seconds.
+
+  name: label of the compiled program.
+  """
   done, start = threading.Event(), time.monotonic()
 
-  def beats() -> None:
+  def print_times() -> None:
     while not done.wait(interval):
       sys.stderr.write(f"{name}: compiling, {clock_text(time.monotonic() - start)} so far\n")
       sys.stderr.flush()
 
-  threading.Thread(target=beats, daemon=True).start()
+  threading.Thread(target=print_times, daemon=True).start()
   try:
     yield
   finally:
@@ -88,17 +96,27 @@ def announce(name: str, interval: float = 10.0) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A compiled program's figures and text."""
+  """Results of a compilation."""
 
-  row: dict[str, Any]  # Row of a report.
+  row: dict[str, Any]  # Results by name, for a row of the report: see `examine`.
   costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
-  text: str = ""  # Empty if it did not compile.
+  text: str = ""  # Compiled program as HLO text; empty if the compiler ran out of chip memory.
 
 
 def examine(program: Program, topology: str, remat: str) -> Compiled:
-  """Compiles a program; returns memory, work, traffic and minimum seconds per chip.
+  """Compiles a program for the current mesh; returns memory, operations, traffic and times.
 
-  The figures of a loop are those of one step.
+  The row's operations are of the whole batch; its memory, bytes and seconds are per chip, and
+  `network_bytes` per host. All but memory are of one step if the program loops over steps. Times
+  are lower bounds, for TPUs only. A program that does not fit has `fits=False` and an `error`.
+
+  Args:
+    program: program to compile.
+    topology: chips to compile for, e.g. "v5p:4x4x4".
+    remat: `compute.remat` of the program, which decides the recomputed operations.
+
+  Raises:
+    ValueError: attention on a GPU needs cuDNN, which is not installed.
   """
   mesh = jax.sharding.get_mesh()
   chip, _ = chips.mesh_chips(topology, mesh)
@@ -118,8 +136,8 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     if "cuDNN" not in str(error):
       raise
     raise ValueError(
-      f"--topology={topology}: {error} Attention on this GPU needs cuDNN: pip install -e "
-      "'.[aot-cuda]', or set compute.attention to blockwise"
+      f"--topology={topology}: {error} Attention on this GPU needs cuDNN: install it with pip "
+      "install -e '.[aot-cuda]', or set compute.attention to blockwise"
     ) from error
   memory, text = compiled.memory_analysis(), compiled.as_text()
   costs = hlo_costs.costs(text, program.rates, links.torus_of(topology, mesh), chip)
@@ -129,7 +147,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   total = row["peak_gib"] + row["held_gib"]
   row["fits"] = total <= row["hbm_gib"]
   if not row["fits"]:
-    row["error"] = f"needs {total:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+    row["error"] = f"needs {total:.1f} of {row['hbm_gib']:.0f} GiB per chip"
   row |= dict(compile_s=time.perf_counter() - started) | _traffic(program, costs, chip, mesh, remat)
   if chip.cuda:
     row["product_flops"] = costs.products * mesh.size / program.steps
@@ -141,7 +159,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
 def _traffic(
   program: Program, costs: hlo_costs.Costs, chip: Chip, mesh: jax.sharding.Mesh, remat: str
 ) -> dict[str, Any]:
-  """Returns work and traffic of one step of a program."""
+  """Returns operations of the whole batch, and traffic per chip, of one step."""
   useful = flops = 0.0
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
@@ -169,7 +187,12 @@ def _time_bounds(
   mesh: jax.sharding.Mesh,
   work: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns minimum seconds of one step, for the work of `_traffic`."""
+  """Returns the minimum seconds of one step.
+
+  `idle_s` is the minimum time of a decode step with idle slots alone: without attention.
+
+  work: result of `_traffic`.
+  """
   chip, number = chips.mesh_chips(topology, mesh)
   scale = chip.devices / program.steps
 
@@ -195,10 +218,10 @@ def _time_bounds(
 
 
 def parse_memory_error(error: str) -> dict[str, Any]:
-  """Shortens the compiler's message on exhausted memory.
+  """Extracts the reason from the compiler's message on exhausted memory.
 
-  `of_kernel` is True if a single kernel exhausted the vector memory. Then the memory needed by the
-  whole program is unknown.
+  `of_kernel` is True if a single kernel exhausted a core's vector memory. The message then has no
+  information about the memory that the whole program needs.
   """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)

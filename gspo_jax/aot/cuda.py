@@ -1,4 +1,4 @@
-"""Descriptions of NVIDIA GPUs for XLA's compiler, on a machine without GPUs."""
+"""Describes NVIDIA GPUs to XLA's compiler, on a machine without GPUs."""
 
 import contextlib
 import os
@@ -12,7 +12,9 @@ from jax.experimental import topologies
 from gspo_jax.aot import chips
 from gspo_jax.system.accelerators import Chip
 
-CUDA, CUDNN = "13.0.0", "9.19.0"  # Versions of the wheels of the extra aot-cuda.
+CUDA, CUDNN = "13.0.0", "9.19.0"  # Versions installed by the extra aot-cuda.
+# GpuTargetConfigProto of XLA in text format. `cuda` and `chip` are a GPU's entries in
+# `system/accelerators.py`; the other numbers are the same for all supported GPUs.
 TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -44,11 +46,11 @@ device_description_str: "{name}"
 
 
 def target_text(chip: Chip) -> str:
-  """Describes a GPU to XLA: a GpuTargetConfigProto in text format."""
+  """Returns a GPU's GpuTargetConfigProto in text format."""
   return TEXT.format(
     chip=chip,
     cuda=chip.cuda,
-    block_memory=chip.cuda.shared_memory - 1024,  # CUDA keeps 1 KiB of each block.
+    block_memory=chip.cuda.shared_memory - 1024,  # CUDA reserves 1 KiB per block.
     clock_rate=chip.clock / 1e9,
     version=CUDA,
     dnn=CUDNN,
@@ -59,10 +61,10 @@ def target_text(chip: Chip) -> str:
 def devices_of(topology: str, target: str = "") -> list:
   """Returns descriptions of the GPUs of e.g. "h100:8" or "h100:2x8".
 
-  target: description of the GPU, in text format; "" for `target_text`.
+  target: GpuTargetConfigProto in text format; "" for `target_text`.
 
   Raises:
-    ValueError: the wheels are missing, or XLA refuses the description.
+    ValueError: the extra aot-cuda is not installed, or XLA refuses the description.
   """
   chip, _ = chips.parse(topology)
   hosts, number = (1, *chips.sides(topology))[-2:]
@@ -75,11 +77,13 @@ def devices_of(topology: str, target: str = "") -> list:
       return list(description.devices)
     except NotImplementedError as error:
       raise ValueError(
-        f"--topology={topology}: the compiler for GPUs is missing: pip install -e '.[aot-cuda]'"
+        f"--topology={topology}: the compiler for GPUs is missing; install it with pip install -e "
+        "'.[aot-cuda]'"
       ) from error
     except Exception as error:  # The plugin may raise any type.
       reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-      detail = re.search(r"Proto: (.*)", output())  # The parser's line and column.
+      # XLA prints line and column of a syntax error in `target` on stderr alone.
+      detail = re.search(r"Proto: (.*)", output())
       raise ValueError(
         f"--topology={topology}: {reason}{' ' + detail[1] if detail else ''}"
       ) from error
@@ -87,10 +91,11 @@ def devices_of(topology: str, target: str = "") -> list:
 
 @contextlib.contextmanager
 def tracing_for(chip: Chip) -> Iterator[None]:
-  """Traces cuDNN's attention as on this chip.
+  """Lets JAX trace cuDNN's attention for another chip than the local device.
 
-  JAX 0.10 asks a GPU of this process for its capability, even if a program is for others: without
-  one it refuses heads beyond 128.
+  The supported widths of heads depend on a GPU's compute capability. JAX 0.10 asks the local GPU
+  for it, whatever the program is compiled for. On a machine without GPUs it refuses heads wider
+  than 128. So this replaces JAX's private check by the capability of `chip`.
   """
 
   def supports(capability: str) -> bool:
@@ -106,7 +111,10 @@ def tracing_for(chip: Chip) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _native_stderr() -> Iterator[Callable[[], str]]:
-  """Captures stderr of the process, native code included; yields a function to read it."""
+  """Captures the process's stderr, native code included.
+
+  Yields a function that returns the captured text.
+  """
   stderr = os.dup(2)
   with tempfile.TemporaryFile() as file:
 

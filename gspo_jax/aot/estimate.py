@@ -119,7 +119,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
 
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per token and device that the forward pass saves for the backward pass.
+  """Bytes per token and device saved for the backward pass.
 
   They are the inputs of all layers, and the activations that the policy `compute.remat` saves.
   """
@@ -167,7 +167,10 @@ def _received_fraction(mesh: jax.sharding.Mesh, axis: str) -> float:
 
 
 def needed(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Returns a program's minimum HBM traffic in bytes per device; for decode, of one step."""
+  """Returns a program's minimum HBM traffic in bytes per device.
+
+  For "decode" it is the traffic of one step.
+  """
   functions = dict(train=_train, score=_score, teacher=_teacher)
   functions |= dict(publish=_publish, prefill=_prefill, decode=_decode)
   return functions[name](case, mesh)
@@ -223,7 +226,7 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of the filled cache positions that a decode step reads, per device."""
+  """Bytes of cache read by a decode step, per device."""
   return _slots(case, mesh) * case.filled * position_bytes(case, mesh)
 
 
@@ -234,13 +237,16 @@ def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of weights that one pass over the layers and the head moves, per device."""
+  """Bytes of weights moved by one pass over layers and head, per device."""
   read = device_bytes(params) - (device_bytes(params.embed) if params.head is not None else 0.0)
   return read + (2 * _gathered(params, model, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
 
 
 def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of all weights after gathering over `fsdp`, in the dtypes of products."""
+  """Bytes per device of all weights after gathering over `fsdp`.
+
+  They are gathered in the dtypes of the matrix products.
+  """
   read = transformer.dtypes(model, case.config.compute.dtype)
 
   def gathered(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
@@ -253,13 +259,13 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
 
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of one cache position: its keys and values in all layers."""
+  """Bytes of one cache position's keys and values in all layers, per device."""
   model, dtype = case.model, jnp.dtype(case.config.engine.cache_dtype)
   vector = model.head_dim * dtype.itemsize + 4 * (dtype == jnp.int8)  # int8 has float32 scales.
   return model.num_layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
 
 
 def _trainer_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
-  """Returns shapes and shardings of the trainer's weights, without adapters, which are small."""
+  """Returns shapes and shardings of the trainer's weights, without adapters."""
   dtype = case.config.compute.dtype if case.config.lora.rank else jnp.float32
   return abstract_params(case.model, mesh, sharding.TRAIN, dtype)

@@ -1,4 +1,4 @@
-"""Lists the source lines of a compiled program with the most HBM traffic."""
+"""Lists the source lines with the most HBM traffic in a compiled program."""
 
 import re
 from collections import defaultdict
@@ -8,10 +8,12 @@ from gspo_jax.aot.hlo_costs import Costs, Item
 
 
 def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
-  """Yields source lines with the most bytes and their largest instructions.
+  """Yields the source lines with the most bytes, each with its largest instructions.
 
-  number: maximum number of source lines.
-  scale: factor for bytes and counts, e.g. 1/32 for one of 32 decode steps.
+  Args:
+    costs: costs of the program.
+    number: maximum number of source lines.
+    scale: factor for bytes and counts, e.g. 1/32 for one of 32 decode steps.
   """
   groups: dict[str, list[Item]] = defaultdict(list)
   for item in costs.items:
@@ -33,7 +35,10 @@ def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
 
 
 def _name(item: Item) -> str:
-  """Returns an instruction's operation and path, without generic scopes such as jit and while."""
+  """Returns an instruction's operation and the last parts of its path.
+
+  Omits generic scopes such as jit and while. Marks recomputed ("again") and backward operations.
+  """
   path = item.instruction.path
   generic = r"jit\(.*\)|while|body|closed_call|checkpoint|shard_map|"
   scopes = [part for part in path.split("/") if not re.fullmatch(generic, part)][-3:]
@@ -42,6 +47,6 @@ def _name(item: Item) -> str:
 
 
 def _shape(item: Item) -> str:
-  """Returns the shape of the first result."""
+  """Returns the shape of the first result, with "..." for others."""
   shapes = re.findall(r"\b[a-z]+\d*\[[\d,]*\]", item.instruction.shape)
   return f"{shapes[0]}{', ...' if len(shapes) > 1 else ''}" if shapes else ""

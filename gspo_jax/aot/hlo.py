@@ -1,4 +1,9 @@
-"""Reads the text of a compiled program (`compiled.as_text()`) into instructions."""
+"""Parses a compiled program's HLO text (`compiled.as_text()`) into instructions.
+
+A program consists of computations: lists of instructions, such as the body of a loop or a fusion.
+One of them is the entry. An instruction names its operands in the same computation, and calls other
+computations by attributes, e.g. `body=%name`.
+"""
 
 import dataclasses
 import functools
@@ -7,6 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+# Bytes per element by dtype, if other than 4.
 _BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, s4=0.5, u4=0.5)
 _SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.DOTALL)
@@ -18,8 +24,8 @@ class Array:
   """An array in the memory of one device."""
 
   dims: tuple[int, ...]
-  bytes: float  # Includes the padding to whole tiles of TPU layouts.
-  space: int  # Memory: 0 HBM; on TPU 1 vector memory, others scalars and semaphores.
+  bytes: float  # Size, including the padding to whole tiles in TPU layouts.
+  space: int  # Memory space: 0 for HBM, 1 for a TPU's vector memory, others for smaller memories.
 
   @property
   def elements(self) -> int:
@@ -27,24 +33,27 @@ class Array:
 
   @property
   def hbm(self) -> float:
-    """Bytes in HBM."""
+    """Bytes in HBM; 0 for an array in another memory."""
     return 0.0 if self.space else self.bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  name: str
-  op: str
-  operands: tuple[str, ...]
-  shape: str
-  attributes: str  # Text after the operation: operands and attributes.
-  root: bool
-  siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)  # Its computation.
+  """One instruction of a compiled program."""
+
+  name: str  # Unique in the program, without "%".
+  op: str  # Operation, e.g. "fusion".
+  operands: tuple[str, ...]  # Names of the operands.
+  shape: str  # Text of the result's shape: dtypes, dimensions and layouts.
+  attributes: str  # Text after "op(": operands, attributes and metadata.
+  root: bool  # Whether its result is the result of its computation.
+  # Instructions of the same computation by name, itself included.
+  siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)
   module: "Module" = dataclasses.field(repr=False)
 
   @functools.cached_property
   def arrays(self) -> tuple[Array, ...]:
-    """Arrays of the result: several for a tuple."""
+    """Arrays of the result, several for a tuple."""
     return arrays(self.shape)
 
   @property
@@ -62,22 +71,28 @@ class Instruction:
 
   @functools.cached_property
   def inputs(self) -> list["Instruction"]:
-    """Instructions of the operands."""
+    """Instructions with the operands as results."""
     return [self.siblings[name] for name in self.operands if name in self.siblings]
 
   def called(self, *keys: str) -> str:
-    """Returns the computation named by one of these attributes, or ""."""
+    """Returns the name of a called computation; "" without one.
+
+    keys: attributes to look for, in this order.
+    """
     for key in keys:
       if match := re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes):
         return match[1]
     return ""
 
   def body(self, *keys: str) -> list["Instruction"]:
-    """Returns the instructions of the computation named by an attribute."""
+    """Returns the instructions of the computation named by `called`; [] without one."""
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:
-    """Returns the instructions of a conditional's branch with cuDNN, or of its "false" branch."""
+    """Returns the instructions of a conditional's expected branch.
+
+    It is the branch with cuDNN, else the first branch, which is for a false condition.
+    """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
     names = names or [self.called("false_computation"), self.called("true_computation")]
@@ -86,69 +101,76 @@ class Instruction:
 
   @property
   def target(self) -> str:
-    """Name of a custom call's implementation, or ""."""
+    """Implementation of a custom call; "" for other instructions."""
     match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
     return match[1] if match else ""
 
   @property
   def cudnn(self) -> bool:
-    """Whether it is attention by cuDNN."""
+    """Whether the instruction is attention by cuDNN."""
     return self.op == "custom-call" and self.target.startswith("__cudnn$fmha")
 
   @property
   def path(self) -> str:
-    """JAX's names of functions, transforms and scopes, outermost first."""
+    """JAX's name stack: functions, transforms and named scopes, outermost first, joined by "/"."""
     match = re.search(r'op_name="([^"]*)"', self.attributes)
     return match[1] if match else ""
 
   @property
   def kernel(self) -> bool:
-    """Whether it is a Pallas kernel."""
+    """Whether the instruction is a Pallas kernel."""
     return self.op == "custom-call" and self.target in ("tpu_custom_call", "__gpu$xla.gpu.triton")
 
   @property
   def source(self) -> str:
-    """FILE:LINE of the innermost call in this package.
+    """FILE:LINE of the innermost call in this package, outside its module `sharding`.
 
-    Frames of `sharding` are skipped: its helpers are called from everywhere. Without a call in the
-    package it is the innermost frame, without frames "".
+    Helpers of `sharding` have callers in many files, so their own line is of little use. If no call
+    is in the package, FILE:LINE is the innermost call's; "" without a call stack.
     """
-    first, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
-    frame = int(stack_frame[1]) if stack_frame else 0  # Frames are numbered from 1.
+    innermost, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
+    frame = int(stack_frame[1]) if stack_frame else 0  # 0 is no frame.
     while frame in self.module.frames:
       file, line, frame = self.module.frames[frame]
-      first = first or f"{_short(file)}:{line}"
+      innermost = innermost or f"{_short(file)}:{line}"
       if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
         return f"{_short(file)}:{line}"
-    return first
+    return innermost
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  computations: dict[str, dict[str, Instruction]]
-  entry: str
-  frames: dict[int, tuple[str, int, int]]  # file, line, calling frame
+  """A compiled program."""
+
+  computations: dict[str, dict[str, Instruction]]  # Instructions by computation and name.
+  entry: str  # Name of the computation to begin with.
+  # File, line and calling frame (0 for none) of each stack frame, by its id.
+  frames: dict[int, tuple[str, int, int]]
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
+  """Parses a shape's text, e.g. "(f32[8,128]{1,0}, s32[])", into its arrays."""
   return tuple(_array(*match) for match in _SHAPE.findall(shape))
 
 
 def _array(dtype: str, dims: str, layout: str) -> Array:
+  """Parses e.g. "bf16", "8,128" and "1,0:T(8,128)S(1)": minor-to-major order, tile and space."""
   sizes = [int(n) for n in dims.split(",") if n]
-  each = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
+  itemsize = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
   order, _, tiling = layout.partition(":")
   space = re.search(r"S\((\d+)\)", tiling)
   tile = re.search(r"T\(([\d,]+)\)", tiling)
-  lying = [sizes[int(i)] for i in reversed(order.split(",")) if i] if order else list(sizes)
-  if tile and lying:
-    sides = [int(n) for n in tile[1].split(",")][-len(lying) :]
-    tiled = zip(lying[-len(sides) :], sides)
-    lying = lying[: -len(sides)] + [-(-n // side) * side for n, side in tiled]
-  return Array(tuple(sizes), math.prod(lying) * each, int(space[1]) if space else 0)
+  # Dimensions in memory, outermost first. A tile covers the last of them.
+  physical = [sizes[int(i)] for i in reversed(order.split(",")) if i] if order else list(sizes)
+  if tile and physical:
+    sides = [int(n) for n in tile[1].split(",")][-len(physical) :]
+    tiled = zip(physical[-len(sides) :], sides)
+    physical = physical[: -len(sides)] + [-(-n // side) * side for n, side in tiled]
+  return Array(tuple(sizes), math.prod(physical) * itemsize, int(space[1]) if space else 0)
 
 
 def parse(text: str) -> Module:
+  """Parses the text of a compiled program."""
   computations: dict[str, list[str]] = {}
   entry, lines = "", None
   for line in text.splitlines():
@@ -157,11 +179,13 @@ def parse(text: str) -> Module:
       if header:
         lines = computations.setdefault(header[2], [])
         entry = header[2] if header[1] else entry
-    elif re.match(r"^\}(, |$)", line):  # Metadata of several lines ends otherwise.
+    # A computation ends with "}" or e.g. "}, execution_thread=...". Attributes of several lines may
+    # have lines that begin with "}" too, but not like this.
+    elif re.match(r"^\}(, |$)", line):
       lines = None
     elif _INSTRUCTION.match(line.strip()):
       lines.append(line.strip())
-    elif lines:
+    elif lines:  # Further lines of an instruction.
       lines[-1] += line
   module = Module({}, entry, _frames(text))
   for name, lines in computations.items():
@@ -176,7 +200,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
-  """Parses the tables of source locations at the end of a program."""
+  """Parses the tables of stack frames and source locations in a program's text."""
 
   def table(name: str) -> list[tuple[str, str]]:
     section = re.search(rf"^{name}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -187,21 +211,21 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
     return int(value[1]) if value else 0
 
   files = {int(i): row.strip('"') for i, row in table("FileNames")}
-  places = {
+  locations = {
     int(i): (files.get(number("file_name_id", row), ""), number("line", row))
     for i, row in table("FileLocations")
   }
   return {
     int(i): (
-      *places.get(number("file_location_id", row), ("", 0)),
-      number("parent_frame_id", row) - 1,  # Parents are numbered from 1 in the text.
+      *locations.get(number("file_location_id", row), ("", 0)),
+      number("parent_frame_id", row) - 1,  # The text has the caller's id plus 1.
     )
     for i, row in table("StackFrames")
   }
 
 
 def _short(file: str) -> str:
-  """Shortens a path to its part from this package on, or to its last two parts."""
+  """Shortens a path: from this package on, else to directory and file."""
   if file.startswith(_PACKAGE):
     return file[len(_PACKAGE) - len("gspo_jax") :]
   return "/".join(file.split("/")[-2:])

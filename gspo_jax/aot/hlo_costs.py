@@ -1,11 +1,16 @@
-"""Reads a compiled program: bytes through HBM and through each kind of collective, per device.
+"""Counts a compiled program's bytes through HBM and through each kind of collective, per device.
 
-XLA's own cost analysis counts the body of a loop once. This one multiplies the body by the loop's
-trip count, or by 1 if that depends on data (chunks of expert rows, usually a single one). `rates`
-overrides these by name: for the outermost loop in a `jax.named_scope` of that name, the rate is the
-trip count (the sampler's `refill`); for a kernel of that name, the fraction of its stated bytes
-(attention to a partly filled cache). Of a conditional's branches, the one with cuDNN's attention
-counts, else the "false" branch: in this package "true" means overflow.
+XLA's own cost analysis counts the body of a loop once. This one multiplies it by the loop's trip
+count. If that depends on data, the body counts once, as for chunks of expert rows, since usually a
+single chunk is needed.
+
+`rates` are assumptions about data, by name. For the outermost loop in a `jax.named_scope` of this
+name the rate is its trip count, e.g. of the sampler's `refill`. For a kernel of this name it is the
+fraction of the kernel's bytes, e.g. of attention to a partly filled cache.
+
+Of a conditional, the branch with cuDNN's attention counts, else the branch for a false condition:
+in this package the condition of the others is an exception, such as more expert rows than fit into
+one chunk.
 """
 
 import dataclasses
@@ -19,46 +24,49 @@ from gspo_jax.aot.hlo import Instruction
 from gspo_jax.aot.traffic import COLLECTIVES, DONE, START, carried, free, hbm_bytes
 from gspo_jax.system.accelerators import Chip
 
-_CALLS = ("call-start", "async-start")  # Concurrent calls, e.g. on a SparseCore.
+_CALLS = ("call-start", "async-start")  # Calls beside other work, e.g. on a SparseCore.
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-  """Traffic of an instruction."""
+  """HBM traffic of an instruction."""
 
   instruction: Instruction
-  bytes: float  # Through HBM, per execution.
-  times: float
+  bytes: float  # Bytes through HBM in one execution.
+  times: float  # Number of executions.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-  """Traffic of a device for a collective."""
+  """Traffic of one device for one execution of a collective."""
 
-  kind: str  # one of `COLLECTIVES`
-  bytes: float  # Bytes of the result, or of the summands.
-  wire: float  # Bytes sent.
-  ring: float  # Bytes over both links of a ring with the same time; see `links`.
+  kind: str  # One of `COLLECTIVES`.
+  bytes: float  # Size of an all-gather's result, of other collectives' operands.
+  wire: float  # Bytes sent within the slice or host.
+  ring: float  # `wire` divided by the share of the links' speed (`links`): 2 * wire for one link.
   network: float = 0.0  # Bytes sent to GPUs of other hosts.
 
 
 @dataclasses.dataclass
 class Costs:
-  """Costs of a program per device."""
+  """Costs of a program per device: sums over all executed instructions."""
 
   memory: float = 0.0  # Bytes through HBM.
-  items: list[Item] = dataclasses.field(default_factory=list)
+  items: list[Item] = dataclasses.field(default_factory=list)  # Instructions with HBM traffic.
+  # Executions of collectives and sum of `Sent.bytes`, by kind.
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-  wire: float = 0.0  # Bytes sent per device.
-  hidden: float = 0.0  # Part of `wire` overlapped with other work.
-  # Sum of `Sent.ring`, and the overlapped part.
+  # Sum of `Sent.wire`, and its part overlapped with other work.
+  wire: float = 0.0
+  hidden: float = 0.0
+  # Sum of `Sent.ring`, and its overlapped part.
   ring_wire: float = 0.0
   ring_hidden: float = 0.0
-  # Bytes sent to other slices per device, and the overlapped part.
+  # Bytes sent to other slices or hosts, and their overlapped part.
   network: float = 0.0
   network_hidden: float = 0.0
-  products: float = 0.0  # Floating-point operations of `operations`; GPUs only.
+  # Operations of matrix products (`operations`), meaningful for GPUs only.
+  products: float = 0.0
 
 
 def costs(
@@ -67,11 +75,14 @@ def costs(
   torus: links.Links | None = None,
   chip: Chip | None = None,
 ) -> Costs:
-  """Counts a program's costs in its compiled text (`compiled.as_text()`).
+  """Counts a program's costs per device.
 
-  rates: trip count of a scope's loop, or fraction of a kernel's bytes, by name.
-  torus: links between the partitions; None assumes rings around whole sides.
-  chip: speeds, which limit the overlap of collectives; None assumes full overlap.
+  Args:
+    text: compiled program (`compiled.as_text()`).
+    rates: trip counts of loops and fractions of kernels' bytes, by name. None means no assumptions.
+    torus: links between the devices. None means that all collectives use both links of a ring.
+    chip: speeds, which limit the overlap of collectives. None means that any instruction between
+      the start and the end of a collective overlaps all of it.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
   for instruction, times, hidden in executed(module, rates, torus, chip):
@@ -103,13 +114,14 @@ def executed(
   torus: links.Links | None = None,
   chip: Chip | None = None,
 ) -> Iterator[tuple[Instruction, float, float]]:
-  """Yields (instruction, executions, overlapped fraction), without control flow.
+  """Yields (instruction, number of executions, overlapped fraction) for a whole program.
 
-  The fraction is 0 except for collectives.
+  Loops, conditionals and calls are replaced by the instructions of their bodies. The fraction is 0
+  except for asynchronous collectives. Arguments as in `costs`.
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Walks a body; `rates` apply to the outermost loop only."""
+    """Yields as `executed`. Loops within a loop named in `rates` have their usual trip counts."""
     hidden = overlapped(body, torus, chip)
     for instruction in body:
       share = hidden.get(instruction.name, 0.0)
@@ -133,21 +145,29 @@ def executed(
 
 
 def kernel_bytes(total: Costs, name: str) -> float:
-  """Bytes through HBM of all calls of a Pallas kernel."""
+  """Returns the bytes through HBM of all calls of a Pallas kernel."""
   return sum(item.bytes * item.times for item in total.items if _named(item.instruction, name))
 
 
 def overlapped(
   body: Sequence[Instruction], torus: links.Links | None = None, chip: Chip | None = None
 ) -> dict[str, float]:
-  """Returns the overlapped fraction of each asynchronous collective of a computation.
+  """Returns the overlapped fraction of each asynchronous collective, by name.
 
-  Instructions between its start and its done overlap it: a compiled program's text is in schedule
-  order. They hide one collective at a time, for their own duration, or all of it if `chip` is None.
+  A compiled program's text is in schedule order, so the instructions between a collective's start
+  and its end overlap it. A second of such an instruction hides a second of one collective: of the
+  first pending one, then of the next. If `chip` is None, one instruction hides all pending
+  collectives entirely.
+
+  Args:
+    body: instructions of a computation.
+    torus: as in `costs`.
+    chip: as in `costs`.
   """
   time: dict[str, float] = {}  # Seconds by collective.
   remaining: dict[str, float] = {}  # Seconds not yet overlapped, by collective.
-  pending: dict[str | None, str] = {}  # Collective by channel or waiting instruction.
+  # Names of started collectives. A key is the instruction that starts one, or its channel.
+  pending: dict[str | None, str] = {}
 
   def start(waiting: str | None, name: str, sent: Sequence[Sent | None]) -> None:
     pending[waiting] = name
@@ -179,10 +199,11 @@ def overlapped(
 
 
 def seconds(instruction: Instruction, chip: Chip | None) -> float:
-  """Returns an instruction's seconds; 0 for instructions on the links, such as collectives.
+  """Returns an instruction's seconds of computation or HBM traffic.
 
-  The maximum of three figures: the compiler's estimate, the minimum for the HBM traffic, and the
-  minimum for a kernel's operations. If `chip` is None: 1 for any other instruction.
+  They are the longest of three times: the compiler's estimate, the HBM traffic at full speed, and a
+  kernel's stated operations at full speed. Collectives, copies and instructions without work take
+  0 seconds. If `chip` is None, all others take 1.
   """
   if instruction.op == "while":
     return trips(instruction) * _total(instruction.body("body"), chip)
@@ -212,7 +233,7 @@ def _called(instruction: Instruction) -> list[Instruction]:
 
 
 def _inside(instruction: Instruction) -> Iterator[Instruction]:
-  """Yields the instructions of a call, or the instruction itself."""
+  """Yields the instructions of a call, or any other instruction itself."""
   if instruction.op not in ("call", *_CALLS):
     yield instruction
     return
@@ -221,7 +242,10 @@ def _inside(instruction: Instruction) -> Iterator[Instruction]:
 
 
 def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent | None:
-  """Returns a collective's traffic; None for other instructions or a single device."""
+  """Returns a collective's traffic per device.
+
+  Returns None for other instructions, and for a collective of a single device.
+  """
   if not (kind := kind_of(instruction)):
     return None
   started, attributes = instruction.op.endswith("-start"), instruction.attributes
@@ -250,9 +274,10 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Bytes per device sent to other slices for a `recv`.
+  """Returns a device's bytes to other slices for an instruction `recv`.
 
-  A `recv` is part of a collective among slices; the parts within a slice are separate collectives.
+  XLA splits a collective among slices into collectives within each slice and a transfer between
+  slices. A `recv` is the receiving end of such a transfer. Returns 0 for other `recv`s.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0
@@ -268,6 +293,7 @@ def network_bytes(instruction: Instruction) -> float:
 
 
 def _named(kernel: Instruction, name: str) -> bool:
+  """Whether a kernel was given this name."""
   named = re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
   return named or name in kernel.path.split("/")  # On GPUs the path alone has the name.
 
@@ -278,12 +304,15 @@ def kind_of(instruction: Instruction) -> str:
   if inner := carried(instruction):
     kind = inner.op if instruction.name.startswith(START) else ""
   elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
-    kind = "reduce-scatter"  # The TPU compiler fuses it this way.
+    kind = "reduce-scatter"  # The TPU compiler calls a fused one "all-reduce-scatter".
   return kind if kind in COLLECTIVES else ""
 
 
 def trips(loop: Instruction) -> int:
-  """Returns a loop's trip count: XLA's own, the bound in its condition, or 1."""
+  """Returns a loop's trip count, or 1 if it depends on data.
+
+  It is stated by XLA, or is the only positive constant of the loop's condition.
+  """
   if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
     return int(match[1])
   condition = loop.body("condition")

@@ -52,7 +52,7 @@ class Iteration:
 
   @property
   def binds(self) -> Part:
-    """Program that takes the most time."""
+    """Program with the most time."""
     return max(self.parts, key=lambda part: part.seconds)
 
 
@@ -92,7 +92,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the fraction of an update's rows that is processed: below 1 only if packed.
+  """Returns the processed fraction of an update's rows: below 1 only if packed.
 
   Packed responses of the assumed lengths leave some micro-batches empty, and the update skips them.
   """
@@ -118,10 +118,10 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
 
 
 def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
-  """Returns lower bounds on memory and time of an iteration's sampling, without compiling it.
+  """Returns lower bounds on memory and time of an iteration's sampling.
 
-  Memory has the training state, the sampler's weights and the cache. Call it under
-  `jax.set_mesh(mesh)`.
+  Nothing is compiled. Memory has the training state, the sampler's weights and the cache. Call it
+  under `jax.set_mesh(mesh)`.
   """
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
@@ -172,7 +172,9 @@ def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
 
 
 def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
-  """Returns the decode steps to sample all responses in order, each in the first free slot.
+  """Returns the decode steps to sample all responses.
+
+  Responses are taken in order, each by the first free slot.
 
   tail: whether the iteration waits for its longest responses. If False, unfinished responses
   continue in the next iteration, so all slots are always in use.
@@ -186,7 +188,7 @@ def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
 
 
 def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
-  """Returns the positions that all updates of an epoch process, padding included.
+  """Returns the positions processed by all updates of an epoch, padding included.
 
   lengths: tokens of each response, without its prompt.
   """

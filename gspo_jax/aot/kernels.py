@@ -1,7 +1,8 @@
 """Bytes that a Pallas kernel moves between HBM and vector memory.
 
-Operands and results are not enough: a kernel may read the same block several times. JAX's splash
-attention states no cost estimate, so its formula is here.
+They may exceed the size of operands and results, since a kernel may read the same block several
+times. A kernel can state its bytes in a cost estimate. JAX's splash attention does not, so this
+module computes them from its grid.
 """
 
 import math
@@ -11,10 +12,10 @@ from gspo_jax.aot.hlo import Instruction
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-  """Bytes of a kernel, from the first available source.
+  """Returns the HBM bytes of a kernel, from the first available source.
 
-  Sources in order: the caller's `named_scope`, the formula for splash attention, the kernel's own
-  estimate, and each operand and result once. See `traffic`.
+  Sources in order: a `jax.named_scope("hbm_bytes=N")` around the call, the formula for splash
+  attention, the kernel's own estimate, and else the sizes of its operands and results in HBM.
   """
   if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])
@@ -22,18 +23,21 @@ def hbm_bytes(instruction: Instruction) -> float:
     return splash_bytes
   arrays = (instruction, *instruction.inputs)
   if stated := re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes):
-    near = sum(x.bytes - x.hbm for x in arrays)  # Bytes outside HBM.
-    return max(float(stated[1]) - near, 0.0)
+    elsewhere = sum(x.bytes - x.hbm for x in arrays)  # Bytes of arrays outside HBM.
+    return max(float(stated[1]) - elsewhere, 0.0)
   return sum(x.hbm for x in arrays)
 
 
 def _splash(instruction: Instruction) -> float | None:
-  """Bytes of JAX's causal splash attention with segments; None for other kernels.
+  """Returns the HBM bytes of JAX's causal splash attention.
 
-  Grids, outermost first: query heads, blocks of queries, blocks of keys; for the gradients of keys
-  and values: blocks of keys, query heads, blocks of queries. Masked blocks are not read. Operands:
-  the mask's scalars, q, k, v, segments of q and of k; in the backward passes logsumexp, gradient
-  and a sum for each query; positions of queries, if the mask needs them.
+  Returns None for other kernels, and without segments. The kernel has three phases: fwd, and the gradients dq of queries and dkv of keys and values. A
+  grid's loops, outermost first, are over query heads, blocks of queries and blocks of keys; for
+  dkv over blocks of keys, query heads and blocks of queries. Masked blocks are not read.
+
+  Operands are the mask's scalars, q, k, v, segments of q and of k. The backward phases also take
+  the logsumexp, the output's gradient, and a sum for each query. If the mask needs them, positions
+  of queries follow. `times` has the number of reads of each operand after the scalars.
   """
   named = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", instruction.name)
   if not named:
@@ -48,7 +52,7 @@ def _splash(instruction: Instruction) -> float | None:
   scalars = [x for x in instruction.inputs if x.shape.startswith("s8[")]
   arrays = [x for x in instruction.inputs if not x.shape.startswith("s8[")]
   (N, T, _), (K, S, _) = (x.arrays[0].dims[-3:] for x in arrays[:2])
-  # Maximum of blocks per row or column of the mask: fewer with a window.
+  # Maximum number of visible blocks in a row of the mask, or for dkv in a column.
   most = scalars[0].arrays[0].dims[-2 if phase == "dkv" else -1] if scalars else math.inf
   if phase == "dkv":
     visible = [T // block_q - j * block_kv // block_q for j in range(S // block_kv)]

@@ -1,4 +1,4 @@
-"""Assumed distribution of response lengths, for estimates without a run."""
+"""Assumed distribution of response lengths, since estimates have no responses."""
 
 import dataclasses
 import functools
@@ -8,25 +8,27 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Exponential distribution, truncated at `most` tokens.
+  """Exponential distribution of response lengths, truncated.
 
-  A response ends with the same probability at each token, and always at `most`. `mean` is the mean
-  with truncation.
+  A response ends with the same probability after each token, and always after `most` tokens.
   """
 
-  mean: float
-  most: int
+  mean: float  # Mean tokens of a response, truncated ones included.
+  most: int  # Maximum tokens of a response: sampling.max_new_tokens.
 
   def __post_init__(self):
     if not 0 < self.mean <= self.most:
       raise ValueError(
-        f"--mean_response={self.mean:g} must be above 0 and at most sampling.max_new_tokens="
+        f"--mean_response={self.mean:g}: set it above 0, and to at most sampling.max_new_tokens="
         f"{self.most}"
       )
 
   @functools.cached_property
   def rate(self) -> float:
-    """Rate λ per token, from (1 - exp(-λ most)) / λ = mean; 0 if all responses are truncated."""
+    """Rate λ per token; 0 if all responses are truncated.
+
+    Solves (1 - exp(-λ most)) / λ = mean by bisection.
+    """
     low, high = 0.0, 1 / self.mean
     for _ in range(100):
       middle = (low + high) / 2
@@ -36,21 +38,27 @@ class Lengths:
 
   @property
   def mean_square(self) -> float:
-    """Mean of the squared length."""
+    """Mean of the squared length, E[L²]."""
     x = self.rate * self.most
     if x < 1e-6:
       return float(self.most) ** 2
     return 2 / self.rate**2 * (1 - math.exp(-x) * (1 + x))
 
   def filled(self, prompt: float) -> float:
-    """Mean filled cache positions of a slot over time, with all slots in use.
+    """Mean filled cache positions of a slot over time.
 
-    prompt + E[L²] / (2 E[L]), since longer responses occupy a slot for longer.
+    A response of length L occupies a slot for L steps, and fills L/2 positions in the mean. So the
+    mean over time is prompt + E[L²] / (2 E[L]), if no slot is idle.
+
+    prompt: tokens of each prompt.
     """
     return prompt + self.mean_square / (2 * self.mean)
 
   def sample(self, number: int) -> list[int]:
-    """Returns the quantiles (i + 1/2) / number as lengths, in a fixed random order."""
+    """Returns `number` lengths in a fixed random order.
+
+    They are the distribution's quantiles at (i + 1/2) / number, so repeated calls agree.
+    """
     sampled = [self.most] * number
     if self.rate:
       quantiles = (-math.log1p(-(i + 0.5) / number) / self.rate for i in range(number))

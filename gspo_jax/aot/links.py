@@ -1,17 +1,22 @@
-"""Chips of a collective, and its share of the speed of a torus axis.
+"""Speed of a collective over the links of its chips.
 
-A chip has two links along each axis. In a ring it sends over both: a share of 1. Rings are whole
-sides of the slice with wraparound links, and groups over several sides. Otherwise the share is 1/2:
-for a row of chips without wraparound (its last chip receives over one link), for a group with other
-chips in between, and for a permutation (each chip sends in one direction).
+The chips of a TPU slice form a torus, with two links per chip along each axis. A collective's share
+is the fraction of an axis' speed that it uses:
 
-Wraparound: all sides of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
-(https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D torus");
-sides of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori count as
-plain ones.
+  1    if chips send over both links of an axis: along a whole side of the slice with wraparound
+       links (a ring), or over several sides
+  1/2  if chips send over one link: along a row without wraparound, in a group with other chips in
+       between, or in a permutation, since each chip sends in one direction
 
-GPUs of a host are joined by switches: a share of 1 for any of them. Between hosts, equal parts of a
-collective go through the network adapters of its members on each host.
+On v4, v5p and tpu7x all sides of a slice have wraparound links if each is a multiple of 4, else
+none has (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D
+torus"). On v5e and v6e sides of 16 have them (https://jax-ml.github.io/scaling-book/tpus). Twisted
+tori count as plain ones.
+
+The GPUs of a host are connected by switches, so any of them have a share of 1. Between hosts, each
+GPU sends an equal part of a collective through its own network adapter.
+
+The devices of a compiled program are its partitions, numbered in the order of the mesh.
 """
 
 import dataclasses
@@ -29,10 +34,10 @@ from gspo_jax.aot import chips
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-  """Coordinates of a mesh's chips, in the order of a program's partitions."""
+  """Links between the chips of a TPU slice."""
 
-  sides: tuple[int, ...]
-  coords: tuple[tuple[int, ...], ...]
+  sides: tuple[int, ...]  # Chips along each axis of the slice.
+  coords: tuple[tuple[int, ...], ...]  # Coordinates of each partition's chip.
 
   @functools.cached_property
   def joined(self) -> tuple[bool, ...]:
@@ -42,7 +47,12 @@ class Torus:
     return tuple(side == 16 for side in self.sides)
 
   def share(self, members: Sequence[int], one_way: bool = False) -> float:
-    """Share of an axis' speed for a collective of these partitions; 1 on one chip."""
+    """Returns the share of an axis' speed for a collective.
+
+    Args:
+      members: partitions that take part. The share is 1 if all are on one chip.
+      one_way: whether each chip sends in one direction only, as in a permutation.
+    """
     spans = [len(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
     spanned = [axis for axis, span in enumerate(spans) if span > 1]
     if one_way and spanned:
@@ -53,37 +63,47 @@ class Torus:
     return 1.0 if spans[axis] == self.sides[axis] and self.joined[axis] else 0.5
 
   def network(self, kind: str, members: Sequence[int]) -> float:
-    """Share of a collective's bytes for other hosts: none, a slice has links between them."""
+    """Returns the share of a collective's bytes sent over a network.
+
+    It is 0: the links of a slice connect its hosts too.
+    """
     return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Switches:
-  """Hosts of a mesh's GPUs, in the order of a program's partitions."""
+  """Links between GPUs: switches within a host, a network between hosts."""
 
-  hosts: tuple[int, ...]
+  hosts: tuple[int, ...]  # Host of each partition's GPU.
 
   def share(self, members: Sequence[int], one_way: bool = False) -> float:
-    """Share of NVLink's speed for a collective."""
+    """Returns the share of NVLink's speed for a collective."""
     return 1.0
 
   def network(self, kind: str, members: Sequence[int]) -> float:
-    """Least bytes per GPU for other hosts, per byte of the collective."""
-    near = [self.hosts[i] for i in members].count(self.hosts[members[0]])
-    outside = 1 - near / len(members)
+    """Returns a GPU's minimum bytes for other hosts, per byte of a collective.
+
+    Args:
+      kind: one of `traffic.COLLECTIVES`.
+      members: partitions that take part, equally many on each host.
+    """
+    per_host = [self.hosts[i] for i in members].count(self.hosts[members[0]])
+    outside = 1 - per_host / len(members)  # Fraction of members on other hosts.
     if kind == "collective-permute":
       return float(outside > 0)
-    factors = {"all-to-all": 1.0, "all-reduce": 2 / near}
-    return outside * factors.get(kind, 1 / near)
+    factors = {"all-to-all": 1.0, "all-reduce": 2 / per_host}
+    return outside * factors.get(kind, 1 / per_host)
 
 
 Links: TypeAlias = Torus | Switches
 
 
 def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Links:
-  """Returns the links of a mesh of a topology's devices, e.g. "v5p:4x4x4".
+  """Returns the links between the devices of a mesh.
 
-  Devices without coordinates (simulated ones) count as one chip.
+  Devices without coordinates, such as simulated ones, count as one chip.
+
+  topology: chips of the mesh, e.g. "v5p:4x4x4".
   """
   if chips.parse(topology)[0].cuda:
     return Switches(tuple(device.process_index for device in mesh.devices.flat))
@@ -95,15 +115,18 @@ def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Links:
 
 def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
   """Returns the partitions along a mesh axis, starting at the first device."""
-  place = np.arange(mesh.size).reshape(mesh.devices.shape)
+  partitions = np.arange(mesh.size).reshape(mesh.devices.shape)
   index = tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)
-  return place[index].tolist()
+  return partitions[index].tolist()
 
 
 def members(text: str) -> list[int]:
-  """Returns the partitions of a collective's first group, parsed from its text.
+  """Returns the partitions of a collective's first group.
 
-  For a permutation it is the first pair; [] for a text without groups.
+  For a permutation this is the first pair of source and target. Returns [] for other instructions,
+  which have no groups.
+
+  text: attributes of the instruction in HLO text.
   """
   if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
     return [int(n) for n in match[1].split(",")]
@@ -123,7 +146,12 @@ def members(text: str) -> list[int]:
 
 
 def _order(shape: str, transposed: str | None) -> np.ndarray:
-  """Partitions in the order of e.g. [2,4] or [2,4]T(1,0)."""
+  """Returns the partitions in the order of HLO's iota lists, e.g. [2,4]T(1,0).
+
+  Args:
+    shape: "2,4", the shape of the partitions 0, 1, ...
+    transposed: "1,0", the order of axes to transpose to before flattening; None for no transpose.
+  """
   order = np.arange(math.prod(int(n) for n in shape.split(",")))
   if not transposed:
     return order

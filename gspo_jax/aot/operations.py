@@ -1,7 +1,7 @@
-"""Floating-point operations of a program's products for GPUs, by its compiled text.
+"""Counts the floating-point operations of a GPU program's matrix products in its compiled text.
 
-Counted are dots, fused or not, products of cuBLAS, attention of cuDNN, and Pallas kernels in a
-`jax.named_scope("flops=N")`.
+These are dots, fused or not, calls of cuBLAS, attention of cuDNN, and Pallas kernels. A kernel
+states its operations itself, by a `jax.named_scope("flops=N")` around its call.
 """
 
 import math
@@ -11,7 +11,7 @@ from gspo_jax.aot.hlo import Instruction
 
 
 def products(instruction: Instruction) -> float:
-  """Operations of an instruction's products; 0 for other instructions."""
+  """Returns the operations of an instruction's products; 0 without products."""
   if instruction.op in ("fusion", "fusion-start"):
     return sum(map(products, instruction.body("calls")))
   if instruction.op == "dot":
@@ -20,7 +20,7 @@ def products(instruction: Instruction) -> float:
     return _attention(instruction)
   if instruction.target.startswith("__cublas$"):
     return _dot(instruction, r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-  stated = re.findall(r"flops=(\d+)", instruction.path)  # A Pallas kernel's scope.
+  stated = re.findall(r"flops=(\d+)", instruction.path)  # Scope around a Pallas kernel.
   return float(stated[-1]) if stated and instruction.op == "custom-call" else 0.0
 
 
@@ -31,7 +31,10 @@ def _dot(instruction: Instruction, contracted: str) -> float:
 
 
 def _attention(instruction: Instruction) -> float:
-  """Two products forward, five backward; half of each with a causal mask."""
+  """Counts two products in the forward pass, five in the backward pass.
+
+  With a causal mask, about half of each product counts.
+  """
   scores = re.search(
     r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes
   )

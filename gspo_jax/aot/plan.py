@@ -1,4 +1,7 @@
-"""Plan of a run by arithmetic: configuration, size, memory, tokens and operations."""
+"""Text of --dry_run: configuration, data, memory and operations of a run, by arithmetic.
+
+Only shapes are needed: no weights are loaded and nothing of the run is compiled.
+"""
 
 import dataclasses
 import math
@@ -25,17 +28,18 @@ from gspo_jax.system.accelerators import GIB
 from gspo_jax.system.meshes import mesh_devices, use_mesh
 from gspo_jax.system.text import clock_text, visible
 
-# Two fitted factors. With them, estimates for SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs differ by
-# less than 20 % from compiled updates.
-ALL = 2  # Activations without remat, relative to remat="both".
-# Number of equal arrays at once: gradients, their sum and the update; logits, softmax and gradient.
+# Two fitted factors of the memory estimate. With them it differs by less than 20 % from compiled
+# updates of SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs.
+ALL = 2  # Activations saved without remat, relative to remat="both".
+# Arrays of equal size in memory at the same time. For parameters: gradients, their sum over
+# micro-batches, and the update. For logits: the logits, their softmax, and its gradient.
 COPIES = 3
 
 
 def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
   """Returns the lines of --dry_run.
 
-  rewards: rewards of the first problem's gold answer and of an empty response; () if unknown.
+  rewards: rewards of the first problem's gold answer and of an empty response; () to omit them.
   """
   config = inputs.config
   differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
@@ -76,7 +80,10 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
 
 
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
-  """Returns lines on the first problem: the prompt as the model reads it, and rewards."""
+  """Returns lines on the first problem: its prompt as text, answer and rewards.
+
+  Arguments as in `lines`. Returns no lines without training prompts.
+  """
   if not (prompts := inputs.data.main_prompts):
     return []
   first, names = prompts[0], inputs.tokenizer.token_bytes()
@@ -88,9 +95,10 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   ]
   if rewards:
     gold, empty = ("no verdict" if math.isnan(x) else f"{x:g}" for x in rewards)
-    # A verifier's gold answer may be no response: tests of a program, for example.
+    # Equal rewards are suspicious for a user's function alone. For the package's verifiers the gold
+    # answer may be no valid response, e.g. the tests of a program.
     own_function = ":" in inputs.config.reward.name
-    remark = " (alike; a group of equal rewards teaches nothing)"
+    remark = " (alike: nothing is learned from a group with equal rewards)"
     text.append(
       f"  reward of this answer as the response: {gold}; of an empty response: {empty}"
       f"{remark if own_function and gold == empty else ''}"
@@ -99,7 +107,12 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
-  """Returns lines of memory per device, with estimates of temporary arrays."""
+  """Returns lines on the memory of a device, by moment of an iteration.
+
+  Lasting arrays are exact; temporary arrays of an update are estimates.
+
+  device: a device of the mesh, for the size of its memory.
+  """
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": device_bytes(sampler)}
@@ -138,7 +151,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
         sampling["keys and values, queue and slots"] = device_bytes(slots)
       if c.rollout_mesh.enabled:
-        copies = max(1, c.rl.lag)  # New weights arrive before the sampling ones are freed.
+        copies = max(1, c.rl.lag)  # Up to this many newer weights arrive while the old ones sample.
         sampling[f"the next weights for it, up to {copies} times"] = copies * device_bytes(sampler)
         moments["of the rollout mesh"] = sampling
       elif c.engine.name == "local":
@@ -159,7 +172,10 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
 def iteration(
   config: RunConfig, devices: Sequence[jax.Device], taught: teacher.Teacher | None
 ) -> list[str]:
-  """Returns lines on an iteration's tokens, operations and minimum time."""
+  """Returns lines on an iteration's tokens, operations and minimum time.
+
+  taught: None for a run without a teacher.
+  """
   c, rl = config, config.rl
   responses, prompt = rl.prompts * rl.group_size, c.data.max_prompt_tokens
   tokens = responses * c.sampling.max_new_tokens
@@ -172,26 +188,26 @@ def iteration(
   if peak is None:
     peak = matmul_rate()
     devices = devices[:1] if devices[0].platform == "cpu" else devices  # CPU devices share cores.
-    basis = f"at {peak:.3g} operations/s, measured with a large matrix product"
+    basis = f"at {peak:.3g} operations/s, measured with a large matrix product on this machine"
   seconds = total / peak / len(devices)
   return [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
     f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
-    f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
-    f"{total * rl.iterations:.3g} (without evaluations)",
+    f"operations: at most {total:.3g} in an iteration, {total * rl.iterations:.3g} in all "
+    f"{rl.iterations:,} (without evaluations)",
     f"time: at least {clock_text(seconds * rl.iterations)} {basis}, if all responses have full "
-    f"length ({seconds:.3g} s an iteration). Decoding is bound by memory, and small models by the "
-    "host: both are far slower than this peak. A run prints its remaining time from the second "
+    f"length ({seconds:.3g} s an iteration). The actual time is far longer: decoding is bound by "
+    "memory, and small models by the host. A run prints its remaining time from the second "
     "iteration on",
     *filter(None, [passes.describe_old_policy(c)]),
   ]
 
 
 def matmul_rate(size: int = 2048) -> float:
-  """Measures FLOP/s of a large float32 matrix product."""
+  """Measures the FLOP/s of a float32 matrix product, best of three."""
   x = jnp.ones((size, size))
   product = jax.jit(jnp.dot)
-  product(x, x).block_until_ready()  # Compiles.
+  product(x, x).block_until_ready()  # The first call compiles.
   seconds = []
   for _ in range(3):
     start = time.perf_counter()

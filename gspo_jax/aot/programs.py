@@ -101,12 +101,12 @@ class Case:
 
   @property
   def filled(self) -> float:
-    """Mean number of filled cache positions in a slot, over the time of sampling."""
+    """Filled cache positions of a slot in the mean over time."""
     return self.lengths.filled(self.prompt)
 
   @property
   def configured(self) -> bool:
-    """Whether sequences and length are those of the configuration, without overrides."""
+    """Whether sequences and length equal the configuration's, without overrides."""
     rl, window = self.config.rl, self.workload.window
     update = rl.prompts * rl.group_size // rl.minibatches
     return (self.sequences, self.length) == (update, window)
@@ -192,7 +192,7 @@ def make_case(
 
 
 def resolve_remat(case: Case, mesh) -> Case:
-  """Replaces `compute.remat=auto` by the policy that a train step would choose."""
+  """Replaces `compute.remat=auto` by a train step's actual policy."""
   c = case.config
   with use_mesh(mesh):
     remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
@@ -327,10 +327,10 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  """Returns the abstract batch of an update, with all arrays that the run's passes fill.
+  """Returns the abstract batch of an update.
 
-  In packed rows the sequences of a group may share their prompt (`packing.shares`), which makes
-  attention's rows longer.
+  It has all arrays that the run's passes fill. In packed rows the sequences of a group may share
+  their prompt (`packing.shares`), which makes attention's rows longer.
 
   rows: number of sequences.
   """

@@ -60,7 +60,7 @@ class Search:
   rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # Reasons not to compile.
 
   def ranked(self) -> list[str]:
-    """Returns the names of compiled candidates that fit, fastest first.
+    """Returns the names of fitting candidates, fastest first.
 
     Times that are equal in two digits are ordered by peak memory.
     """
@@ -72,11 +72,11 @@ class Search:
 
   @property
   def best(self) -> Case | None:
-    """Fastest compiled candidate that fits; None if there is none."""
+    """Fastest fitting candidate; None if there is none."""
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns an error message for a search in which no candidate fits."""
+    """Returns an error message for a search without fitting candidate."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides the batch and the weights")
     if self.rows:
@@ -85,10 +85,10 @@ class Search:
     return f"needs at least {need:.1f} of {self.hbm / GIB:.0f} GiB per chip"
 
   def report(self) -> list[Row]:
-    """Prints rejected candidates, the rows of the best three, and settings of the best.
+    """Prints the results, and returns the rows of compiled candidates, best first.
 
-    Returns the rows of compiled candidates, the best first. If none was compiled, returns one row
-    with the reason as `error`.
+    The results are rejected candidates, the rows of the best three, and the settings of the best.
+    If no candidate was compiled, returns a single row with the reason as `error`.
     """
     rows = [self.rows[name] for name in self.ranked()]
     table.print_search(self.rejected, rows[:3] if len(self.rows) > 1 else [])
@@ -181,7 +181,9 @@ def find(
   enough: int | None = None,
   slices: int = 1,
 ) -> Search:
-  """Searches for the fastest candidate on a topology; prints a line for each compiled one.
+  """Searches for the fastest candidate on a topology.
+
+  Prints a line for each compiled candidate.
 
   Args:
     program: "train" or "decode".

@@ -1,4 +1,4 @@
-"""Prints a line for each compiled program."""
+"""Prints the results of compilation as a table, with a line for each program."""
 
 import sys
 from typing import Any
@@ -10,10 +10,11 @@ from gspo_jax.aot.programs import Case
 from gspo_jax.system.accelerators import GPU_FRACTION
 
 GPU_NOTE = (
-  f".\nPer GPU, with {GPU_FRACTION:g} of its memory for arrays: set XLA_PYTHON_CLIENT_MEM_FRACTION="
-  f"{GPU_FRACTION:g}. No times: products are compiled untuned, and tuning needs the card"
+  f".\nMemory and traffic are per GPU. {GPU_FRACTION:g} of its memory is for arrays: set "
+  f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} in a run. Times are unknown, since matrix "
+  "products are tuned on the GPU itself"
 )
-PACKED_NOTE = ". Packed rows attend blockwise, and count as cuDNN's attention"
+PACKED_NOTE = ". Attention of packed rows runs blockwise, but is counted as cuDNN's kernel"
 
 
 def axes(mesh: jax.sharding.Mesh) -> str:
@@ -22,7 +23,7 @@ def axes(mesh: jax.sharding.Mesh) -> str:
 
 
 def title(case: Case, topology: str, mesh, slices: int) -> str:
-  """Returns the lines above the table."""
+  """Returns the text above the table: topology, mesh and batch."""
   slots, network = case.engine.slots_for(case.workload.trajectories), ""
   if slices > 1:
     speed = chips.parse(topology)[0].network / 1e9
@@ -39,12 +40,17 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
 
 
 def slices_text(topology: str, slices: int) -> str:
-  """Names a topology, or several slices of it."""
+  """Returns the topology's name, after the number of slices if several."""
   return topology if slices == 1 else f"{slices} slices of {topology}"
 
 
 def print_row(row: dict[str, Any], header: bool) -> None:
-  """Prints the row of a program and its collectives, below a header if asked for."""
+  """Prints a program's row and its collectives.
+
+  Args:
+    row: result of `compiler.examine`, with the name as `program`.
+    header: whether to print the names of the columns first.
+  """
   if "peak_gib" not in row:
     print_line(f"{row['program']:<22}does not fit: {row['error']}")
     return
@@ -87,15 +93,15 @@ def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
       f"  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
-  least = f"{'':>15}"
+  needed = f"{'':>15}"
   if "needed_bytes" in row:
-    least = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
+    needed = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
   seconds = "".join(f"{row[f'{k}_s']:>9.3g}" for k in ("compute", "hbm", "interconnect"))
   network = f" {_gigabytes(row['network_bytes']):>8} {row['network_s']:>8.3g}" if several else ""
   print_line(
     f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
     f"{row['executed_flops'] / 1e15:>9.3g}"
-    f"{_gigabytes(row['hbm_bytes']):>9}{least} {_gigabytes(row['wire_bytes']):>8}"
+    f"{_gigabytes(row['hbm_bytes']):>9}{needed} {_gigabytes(row['wire_bytes']):>8}"
     f" {_gigabytes(row['wire_bytes'] - row['hidden_bytes']):>8}{seconds}"
     f"{network}  {row['binds']:<13}{row['mfu']:>6.1%}"
     f"{row['compile_s']:>8.0f}s"
@@ -103,14 +109,20 @@ def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
 
 
 def print_found(row: dict[str, Any], header: bool) -> None:
-  """Prints a row of a search."""
+  """Prints a candidate's row, with steps and speed of sampling; arguments as in `print_row`."""
   print_row(row | dict(collectives={}), header)
   if "steps" in row:
     print_line(f"    {row['steps']:,} steps, {row['speed']:,.0f} tokens/s/chip while sampling")
 
 
 def print_search(rejected: dict[str, str], best: list[dict[str, Any]], most: int = 12) -> None:
-  """Prints rejected candidates with reasons, and the rows of the best."""
+  """Prints rejected candidates with reasons, and the rows of the best candidates.
+
+  Args:
+    rejected: reasons by name of the candidate.
+    best: rows, best first.
+    most: maximum number of printed reasons.
+  """
   if rejected:
     print_line("not compiled:")
   for name, reason in list(rejected.items())[:most]:
@@ -128,6 +140,6 @@ def _gigabytes(n: float) -> str:
 
 
 def print_line(text: str) -> None:
-  """Prints a line at once, also to a pipe."""
+  """Prints a line and flushes stdout: a pipe shows it at once."""
   sys.stdout.write(text + "\n")
   sys.stdout.flush()

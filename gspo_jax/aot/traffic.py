@@ -2,15 +2,14 @@
 
 Rules:
 
-  - An array counts with the padding of its layout, and only if it is in HBM, not in vector memory.
-    A copy between memories counts on the side of HBM.
-  - A slice or gather reads as many bytes as its result has, in a fusion too.
-  - An update in place (dynamic-update-slice, scatter) writes the update alone; an update that adds
-    reads as much, too. If the compiler copies the array first, the copy counts separately.
-  - A Pallas kernel counts by its `pl.CostEstimate(bytes_accessed=...)`: all bytes between HBM and
-    vector memory, repeated reads included. `jax.named_scope("hbm_bytes=N")` around the call
-    overrides a missing or wrong estimate. Without either: `kernels.hbm_bytes`, or each operand and
-    result once.
+  - Operands are read once, and results written once. An array has the size of its layout, padding
+    included. It counts only if it is in HBM, not in vector memory, so a copy between the two counts
+    once.
+  - A slice or gather reads as many bytes as its result has, also within a fusion.
+  - An update in place (dynamic-update-slice, scatter) writes the update alone. If it adds to the
+    array, it reads as many bytes. If the compiler copies the array first, the copy counts
+    separately.
+  - A Pallas kernel counts as in `kernels`, usually by its `pl.CostEstimate(bytes_accessed=...)`.
 """
 
 import re
@@ -20,23 +19,27 @@ from gspo_jax.aot import kernels
 from gspo_jax.aot.hlo import Array, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# First parts of the names of fusions that start a collective, or wait for it (`carried`).
 START, DONE = "async-collective-start", "async-collective-done"
-# Operations without traffic; bodies of loops and branches are counted separately.
+# Operations without traffic. The bodies of loops, branches and calls are counted separately.
 FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
   "partition-id replica-id opt-barrier recv send-done".split()
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-# Elementwise: a slice of the result needs a slice of the operand.
+# Operations of one result element per operand element: for a slice of the result they read a slice
+# of the operand.
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
+# Custom calls without traffic.
 _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
 
 
 def carried(instruction: Instruction) -> Instruction | None:
-  """Returns a fusion's overlapped collective; None for others.
+  """Returns the asynchronous collective in a fusion; None for other instructions.
 
-  Such a fusion starts the collective, overlaps it, or waits for it. The TPU compiler makes them.
+  The TPU compiler splits a collective over several fusions: one starts it, others compute
+  meanwhile and pass it on, the last one waits for it.
   """
   if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
     return None
@@ -51,13 +54,14 @@ def free(instruction: Instruction) -> bool:
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-  """Bytes read from HBM and written to it by an instruction."""
+  """Bytes read from HBM and written to it by one execution of an instruction."""
   inputs = instruction.inputs
   if free(instruction):
     return 0.0
   if instruction.op == "send":
     return _hbm(inputs)
-  if instruction.op.endswith("-done"):  # Its result is the array; the start's has further values.
+  # An asynchronous operation counts at its end: only there the result is the array alone.
+  if instruction.op.endswith("-done"):
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
       return 0.0
@@ -82,55 +86,65 @@ def hbm_bytes(instruction: Instruction) -> float:
 
 
 def _hbm(instructions: Sequence[Instruction]) -> float:
+  """Bytes of the instructions' results in HBM."""
   return sum(x.hbm for x in instructions)
 
 
 def _sliced(instruction: Instruction, inputs: Sequence[Instruction]) -> float:
+  """Bytes of a slice or gather from the first input, with the others as indices."""
   read = instruction.elements * _each(inputs[0])
   return read + instruction.hbm + _hbm(inputs[1:])
 
 
 def _each(instruction: Instruction) -> float:
-  """Bytes in HBM per element."""
+  """Bytes in HBM per element of the result."""
   return instruction.hbm / max(instruction.elements, 1)
 
 
 def _update(instruction: Instruction) -> Instruction:
-  """Returns the operand written by an update; a scatter's first of several."""
-  place = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
-  return instruction.siblings[instruction.operands[place]]
+  """Returns the operand with the new values of an update.
+
+  Operands of a scatter are n arrays, the indices, and n arrays of new values, of which this is the
+  first.
+  """
+  index = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
+  return instruction.siblings[instruction.operands[index]]
 
 
 def _passes(instruction: Instruction) -> int:
-  """Returns passes over an updated array: 1 to overwrite, 2 to add."""
+  """Returns accesses per updated element: 1 to overwrite it, 2 to add."""
   return 2 if any(x.root and x.op != "parameter" for x in instruction.body("to_apply")) else 1
 
 
 def _root(body: Sequence[Instruction]) -> Instruction:
+  """Returns the instruction with a computation's result."""
   return next(x for x in body if x.root)
 
 
 def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
-  """Bytes of a fusion; of sliced or updated operands, only the slices."""
+  """Bytes of a fusion. Of operands sliced or updated within it, only the slices count.
+
+  results: arrays of the fusion's results.
+  """
   body, inputs = instruction.body("calls"), instruction.inputs
   if not body:
     return sum(array.hbm for array in results) + _hbm(inputs)
   total = 0.0
-  passed = _passed(body) if carried(instruction) else set()
+  unchanged = _unchanged(body) if carried(instruction) else set()
   for inner in body:
-    if inner.op == "parameter" and inner.name not in passed:
-      place = int(re.match(r"\d+", inner.attributes)[0])
-      if place < len(inputs) and inputs[place].hbm:
-        total += inputs[place].hbm * _read(inner) / max(inner.elements, 1)
+    if inner.op == "parameter" and inner.name not in unchanged:
+      index = int(re.match(r"\d+", inner.attributes)[0])
+      if index < len(inputs) and inputs[index].hbm:
+        total += inputs[index].hbm * _read(inner) / max(inner.elements, 1)
   root = _root(body)
   for array, result in zip(results, root.inputs if root.op == "tuple" else [root]):
-    if not array.space and result.name not in passed:
+    if not array.space and result.name not in unchanged:
       total += _written(result, array.bytes)
   return total
 
 
-def _passed(body: Sequence[Instruction]) -> set[str]:
-  """Returns the values a fusion passes on unchanged for an overlapped collective."""
+def _unchanged(body: Sequence[Instruction]) -> set[str]:
+  """Returns names of values passed on unchanged, for an overlapped collective."""
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}
@@ -138,26 +152,28 @@ def _passed(body: Sequence[Instruction]) -> set[str]:
 
 
 def _read(instruction: Instruction, result_elements: float | None = None) -> float:
-  """Counts a fusion's reads of a value, in elements.
+  """Counts the elements of a value read by its users in a fusion.
 
-  result_elements: elements read of the fusion's result by an enclosing fusion. None means all.
+  Each element counts at most once.
+
+  result_elements: elements of the fusion's result that an enclosing fusion reads. None means all.
   """
   needed = 0.0
   if instruction.root:
     needed = instruction.elements if result_elements is None else result_elements
   siblings = instruction.siblings.values()
   users = [(x, i) for x in siblings for i, y in enumerate(x.operands) if y == instruction.name]
-  for user, place in users:
-    if user.op in _SLICES and place == 0:
+  for user, index in users:
+    if user.op in _SLICES and index == 0:
       needed += user.elements
-    elif user.op in _UPDATES and place == 0:
+    elif user.op in _UPDATES and index == 0:
       needed += _update(user).elements * (_passes(user) - 1)
     elif user.op in _THROUGH:
       needed += _read(user, result_elements)
     elif user.op == "fusion" and user.body("calls"):
       user_elements = _read(user, result_elements)
       parameters = [x for x in user.body("calls") if x.op == "parameter"]
-      operands = [x for x in parameters if x.attributes.startswith(f"{place})")]
+      operands = [x for x in parameters if x.attributes.startswith(f"{index})")]
       needed += sum(_read(x, user_elements) for x in operands)
     else:
       needed += instruction.elements
@@ -165,7 +181,10 @@ def _read(instruction: Instruction, result_elements: float | None = None) -> flo
 
 
 def _written(result: Instruction, size: float) -> float:
-  """Bytes written for a result of a fusion."""
+  """Bytes written for a result of a fusion: all of it, or the update alone.
+
+  size: bytes of the whole result.
+  """
   result = _copied(result)
   if result.op == "fusion" and result.body("calls"):
     root = _root(result.body("calls"))
@@ -173,12 +192,12 @@ def _written(result: Instruction, size: float) -> float:
   if result.op not in _UPDATES:
     return size
   if _copied(result.inputs[0]).op != "parameter":
-    return size  # A new array is written in full.
+    return size  # The updated array is new, and not a parameter updated in place.
   return size * _update(result).elements / max(result.elements, 1)
 
 
 def _copied(instruction: Instruction) -> Instruction:
-  """Follows copies, bitcasts and copying fusions to their source."""
+  """Returns the source of a value through copies, bitcasts and fusions of these."""
   while instruction.operands and instruction.operands[0] in instruction.siblings:
     body = instruction.body("calls") if instruction.op == "fusion" else [instruction]
     if not all(x.op in ("bitcast", "copy", "parameter") for x in body):

@@ -1,4 +1,4 @@
-"""Verdict on compiled programs: whether they fit, their bounds, and the next command to try."""
+"""Last lines of the report: whether the programs fit, and the next command to try."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.search import Search, settings
 
+# Printed names of the resources in `row["binds"]`.
 BOUNDS = dict(compute="compute", hbm="HBM", interconnect="ICI", network="the network")
 
 
@@ -17,18 +18,21 @@ def lines(
   shards: int,
   arguments: Sequence[str],
 ) -> list[str]:
-  """Returns the verdict's lines.
+  """Returns the verdict on compiled programs, as lines.
+
+  If a program does not fit, the next command takes less memory. Else it searches for faster
+  settings.
 
   Args:
-    rows: rows of the report, one per program.
+    rows: results of `compiler.examine`, one per program.
     case: compiled configuration and batch.
-    topology: compiled topology.
-    shards: devices that split a batch.
-    arguments: command line, for the next command.
+    topology: name of the topology.
+    shards: devices over which a batch is split.
+    arguments: arguments of this command, repeated in the next one.
   """
   large = [row["program"] for row in rows if not row["fits"]]
   if large:
-    text = f"verdict: {', '.join(large)} does not fit {topology}"
+    text = f"verdict: {topology} is too small for {', '.join(large)}"
     change = smaller(large, case, shards)
     if not change:
       return [text, "next: take a larger topology"]
@@ -36,17 +40,20 @@ def lines(
   text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
     return [*text, "next: run on one of these GPUs, to measure times"]
-  # A search is for train or decode.
+  # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
   names = [] if searched else ["--programs=train,decode"]
   return [*text, f"next: {_command(arguments, *names, '--search')}"]
 
 
 def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[str]) -> list[str]:
-  """Returns the verdict's lines of a search, and a command with the best settings."""
+  """Returns the verdict on searches, with a command for the best settings.
+
+  The command compiles all programs with these settings. Arguments as in `lines`.
+  """
   large = [search.program for search in searches if not search.best]
   if large:
-    text = f"verdict: {', '.join(large)} does not fit {topology} with any settings of the search"
+    text = f"verdict: {topology} is too small for {', '.join(large)}, with any compiled settings"
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
   arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] not in ("search", "slots")]
@@ -55,19 +62,18 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
 
 
 def _fit_lines(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
-  """Returns lines on the remaining memory, and on the programs' bounds."""
-  room = {row["program"]: row["hbm_gib"] - row["peak_gib"] - row["held_gib"] for row in rows}
-  least, chip = min(room, key=room.get), rows[0]["hbm_gib"]
-  text = f"verdict: fits {topology}, with {room[least]:.1f} GiB of {chip:.0f} left ({least})"
+  """Returns lines on the remaining memory and on programs' slowest resources."""
+  free = {row["program"]: row["hbm_gib"] - row["peak_gib"] - row["held_gib"] for row in rows}
+  tightest, chip = min(free, key=free.get), rows[0]["hbm_gib"]
+  text = f"verdict: fits {topology}, with {free[tightest]:.1f} GiB of {chip:.0f} left ({tightest})"
   bounds = [f"{row['program']} by {BOUNDS[row['binds']]}" for row in rows if "binds" in row]
   return [text, f"bound: {', '.join(bounds)}"] if bounds else [text]
 
 
 def _changes(search: Search) -> list[str]:
-  """Returns flags from the configured settings, the first of the cases, to the best ones."""
-  before, after = (
-    settings(search.program, x) for x in (next(iter(search.cases.values())), search.best)
-  )
+  """Returns flags for the best settings, if different from the configuration's."""
+  configured = next(iter(search.cases.values()))  # A search begins with the configuration itself.
+  before, after = (settings(search.program, x) for x in (configured, search.best))
   return [
     f"--config.{section}.{key}={value}"
     for section, keys in after.items()
@@ -77,7 +83,12 @@ def _changes(search: Search) -> list[str]:
 
 
 def smaller(large: Sequence[str], case: Case, shards: int) -> str:
-  """Returns a flag for less memory in a program; "" without one."""
+  """Returns a flag for less memory: fewer slots, more micro-batches, or full remat.
+
+  Returns "" if none of these is possible. Arguments as in `lines`.
+
+  large: names of programs that do not fit.
+  """
   if {"prefill", "decode"} & {*large}:
     slots = case.engine.slots_for(case.workload.trajectories) // 2
     return f"--config.engine.slots={slots}" if slots and slots % shards == 0 else ""

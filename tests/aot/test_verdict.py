@@ -49,7 +49,7 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
 def test_programs_that_do_not_fit_get_the_next_command(program, changes, shards, command):
   rows = row("publish", 1.0, binds="hbm"), dict(program=program, fits=False, hbm_gib=16.0)
   lines = verdict_of(*rows, shards=shards, **changes)
-  assert lines == [f"verdict: {program} does not fit v5e:2x2", command]
+  assert lines == [f"verdict: v5e:2x2 is too small for {program}", command]
 
 
 def search_of(program, *candidates):
@@ -77,7 +77,7 @@ def test_a_search_ends_with_a_verdict_on_its_best_settings():
   assert verdict.search_lines([best], "v5e:2x2", options)[-1] == command
   large = search_of("decode", ({}, dict(fits=False, error="too large")))
   assert verdict.search_lines([best, large], "v5e:2x2", options) == [
-    "verdict: decode does not fit v5e:2x2 with any settings of the search",
+    "verdict: v5e:2x2 is too small for decode, with any compiled settings",
     "next: take a larger topology",
   ]
 
