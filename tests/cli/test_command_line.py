@@ -381,7 +381,7 @@ def test_a_critic_is_in_its_memory_and_its_operations():
   assert "critic: 129 parameters, a head on the policy's trunk" in head_lines
 
   def operations(text):
-    return float(re.search(r"at most ([\d.e+]+), of", text)[1])
+    return float(re.search(r"at most ([\d.e+]+) in an iteration", text)[1])
 
   assert operations(lines) == pytest.approx(operations(head_lines) * 9 / 6, rel=0.01)
 
@@ -400,7 +400,7 @@ def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
 def test_its_time_is_a_bound_where_the_peak_is_measured(monkeypatch):
   monkeypatch.setattr(plan, "matmul_rate", lambda: 1e9)
   *_, operations, time = plan.iteration(config_of(common.base), jax.devices(), None)
-  total = float(re.search(r"at most ([\d.e+]+), of", operations)[1])
+  total = float(re.search(r"at most ([\d.e+]+) in an iteration", operations)[1])
   seconds = float(re.search(r"\(([\d.e+]+) s an iteration\)", time)[1])
   assert seconds == pytest.approx(total / 1e9, rel=0.01)  # eight devices share the processors
 
