@@ -107,12 +107,7 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
-  """Returns lines on the memory of a device, by moment of an iteration.
-
-  Lasting arrays are exact; temporary arrays of an update are estimates.
-
-  device: a device of the mesh, for the size of its memory.
-  """
+  """Returns lines on a device's memory at each moment; temporary arrays are estimated."""
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": device_bytes(sampler)}

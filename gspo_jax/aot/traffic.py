@@ -28,8 +28,7 @@ FREE = frozenset(
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-# Operations of one result element per operand element: for a slice of the result they read a slice
-# of the operand.
+# Operations with one operand element per result element: a slice of the result needs a slice alone.
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
 # Custom calls without traffic.
 _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
