@@ -8,7 +8,6 @@ transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged 
 memory for one copy of the weights.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from gspo_jax.runs.weight_source import RunCheckpoint
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.passes import sampler_types
 from gspo_jax.system import hub, jsons
+from gspo_jax.system.arguments import Parser
 
 
 def export(
@@ -120,9 +120,7 @@ def _absolute(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run of the command line."""
-  parser = argparse.ArgumentParser(
-    prog="python -m gspo_jax.export", description=__doc__.splitlines()[0]
-  )
+  parser = Parser(prog="python -m gspo_jax.export", description=__doc__.splitlines()[0])
   parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
   parser.add_argument("directory", metavar="DIR", type=Path, help="new directory for the model")
   parser.add_argument(

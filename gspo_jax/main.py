@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ from gspo_jax.evaluation import statistics
 from gspo_jax.inputs import model_of_weights, read_inputs
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run, rehearse
-from gspo_jax.runs import nonfinite, provenance
+from gspo_jax.runs import checkpoint, nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.passes import describe_old_policy, sampler_types
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> None:
         sys.stderr.write(f"config samples with {types} (compute.dtype={config.compute.dtype})\n")
       run_job(run)
       if jax.process_index() == 0:
+        sys.stderr.writelines(result_lines(run))
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
   except (ValueError, OSError) as error:
     refuse(error)
@@ -160,8 +162,6 @@ def run_job(run: Run) -> None:
     run.writer.truncate("eval", -1)  # Rows of training stay.
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
-    if hosts.is_first():
-      sys.stderr.writelines(statistics.accuracy_lines(run.evaluate.benchmarks, row))
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
     sft.sft(run)
   if job in ("rl", "offline"):
@@ -169,6 +169,18 @@ def run_job(run: Run) -> None:
   if job == "sft+rl":
     train.train(run, lambda: sft.params_after(run))
   run.evaluate.remove_log()
+
+
+def result_lines(run: Run) -> Iterator[str]:
+  """Yields the last accuracy and the newest checkpoint as text."""
+  c, phase = run.config, {"sft": "sft", "eval": "eval"}.get(run.config.job, "rl")
+  rows = run.writer.rows(phase)
+  evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
+  if evaluated:
+    yield from statistics.accuracy_lines(run.evaluate.benchmarks, evaluated[-1])
+  directory = c.checkpoint.phase_directory(run.workdir, phase)
+  if phase != "eval" and (steps := checkpoint.finished(directory)):
+    yield f"checkpoint: {directory / str(steps[-1])}\n"
 
 
 def parse(argv: list[str]) -> list[str]:

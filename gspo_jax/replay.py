@@ -4,7 +4,6 @@
 code is 1 if any metric is non-finite again, and 0 otherwise.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -33,6 +32,7 @@ from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import files
+from gspo_jax.system.arguments import Parser
 
 
 def replay(directory: epath.Path) -> bool:
@@ -116,7 +116,7 @@ def say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
+  parser = Parser(
     prog="python -m gspo_jax.replay", description="Repeats updates with non-finite values."
   )
   parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP")

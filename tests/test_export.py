@@ -114,7 +114,8 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys):
   ):
     with pytest.raises(SystemExit):
       export.main(arguments)
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gspo_jax: ") and message in line
 
 
 def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, monkeypatch, capsys):

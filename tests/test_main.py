@@ -62,6 +62,10 @@ def test_a_run_leaves_everything_in_its_directory(finished):
   assert len(record["tokens"]) == len(record["log_ratio"]) == record["length"]
   assert any(record["log_ratio"]) and 0.5 < record["ratio"] < 2
   assert "reward" in stderr and "tokens/s" in stderr and "left" in stderr
+  *_, accuracy, newest, report = stderr.splitlines()
+  assert re.match(r"eval/accuracy [\d.]+%, 95% interval .* \(avg@\d+, problems: \d+\)", accuracy)
+  assert newest == f"checkpoint: {workdir}/checkpoints/rl/8"
+  assert report == f"report: {workdir}/report.html"
   assert list((workdir / "profile").rglob("*.xplane.pb"))  # profile=3
 
 

@@ -47,8 +47,10 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
 
 
 def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
-  """Yields each benchmark's accuracy as text."""
+  """Yields each measured benchmark's accuracy as text."""
   for b in benchmarks:
+    if f"{b.prefix}accuracy/low" not in row:
+      continue
     low, high = (row[f"{b.prefix}accuracy/{end}"] for end in ("low", "high"))
     greedy = row.get(f"{b.prefix}greedy")
     yield (

@@ -1,6 +1,5 @@
 """Command line: python -m gspo_jax.report RUN [OTHER ... --output=compare.html]"""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,13 @@ if __name__ == "__main__":
   before_jax.begin_command("train")
 
 from gspo_jax.report.page import write_report
+from gspo_jax.system.arguments import Parser
 from gspo_jax.system.files import WriteError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Writes DIR/report.html, or a comparison of runs to --output."""
-  parser = argparse.ArgumentParser(
+  parser = Parser(
     prog="python -m gspo_jax.report",
     description="Writes the report of a run, or of several to compare them, as one HTML page.",
   )

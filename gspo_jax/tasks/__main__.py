@@ -5,7 +5,6 @@ python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
 The rows are in an order of their own, always the same, so that other numbers give other problems.
 """
 
-import argparse
 import json
 import signal
 import sys
@@ -16,11 +15,12 @@ if __name__ == "__main__":  # Ctrl-C, or the end of a pipe, ends it without a tr
 
 import numpy as np
 
+from gspo_jax.system.arguments import Parser
 from gspo_jax.tasks import arithmetic, recurrence, word_problems
 
 
 def main(argv: list[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(prog="python -m gspo_jax.tasks", description=__doc__)
+  parser = Parser(prog="python -m gspo_jax.tasks", description=__doc__)
   parser.add_argument("source", help="arithmetic:train, arithmetic:heldout, recurrence:train, ...")
   parser.add_argument("--first", type=int, default=0, help="rows to leave out before")
   parser.add_argument("--rows", type=int, default=64)
