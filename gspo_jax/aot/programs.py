@@ -20,7 +20,7 @@ from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import state_of_phase
 from gspo_jax.learner.step import make_rl_step
-from gspo_jax.models import flops, lora, publication, transformer, weights
+from gspo_jax.models import flops, publication, transformer, weights
 from gspo_jax.models.experts import routing
 from gspo_jax.models.params import abstract_params, abstract_table
 from gspo_jax.models.weights import Params
@@ -260,7 +260,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       table = transformer.sampler_table(c.model, case.engine.weights_dtype)
       read = weights.dtypes(table, c.sampler_compute.dtype)
-      publish = publication.publisher(layout, read, lora.dithered)
+      publish = publication.publisher(layout, read)
       resident = state.opt_state, state.critic, frozen
       yield name, Program(publish, (state.params,), None, resident=resident)
     if name in ("prefill", "decode"):

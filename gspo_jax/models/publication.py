@@ -16,18 +16,16 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import P
 
 
-def publisher(
-  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
-) -> Callable[[Any], Any]:
+def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a jitted copy of parameters to `shardings`, in `dtypes`.
 
-  With the dtypes of the trainer's reads, sampler and trainer are the same network. Stacked layers
-  split over "fsdp" are gathered one by one: XLA would otherwise store all of them twice, the second
-  time in order of arrival. `merge` merges adapters into the parameters.
+  With the dtypes of the trainer's reads, sampler and trainer are the same network. Adapters are
+  merged. Stacked layers with adapters, or split over "fsdp", are published one by one: XLA would
+  otherwise store all sums in float32, and all gathered layers twice.
   """
 
-  def cast(x: jax.Array, target: Any, dtype: Any) -> Any:
-    if x.ndim < 3 or "fsdp" not in sharding.spec_of(x) or sharding.axis_size("fsdp") == 1:
+  def publish(x: Any, target: Any, dtype: Any) -> Any:
+    if not lora.is_adapted(x) and not _is_gathered(x):
       return _convert(x, dtype)
 
     def move(x: jax.Array, target: NamedSharding) -> jax.Array:
@@ -36,20 +34,29 @@ def publisher(
     return jax.lax.map(lambda layer: jax.tree.map(move, _convert(layer, dtype), target), x)
 
   return jax.jit(
-    lambda params: jax.tree.map(cast, merge(params), shardings, dtypes), out_shardings=shardings
+    lambda params: _map_weights(publish, params, shardings, dtypes), out_shardings=shardings
   )
 
 
-def publisher_to(
-  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
-) -> Callable[[Any], Any]:
+def _is_gathered(x: jax.Array) -> bool:
+  """Whether these are stacked layers, each split over "fsdp"."""
+  return x.ndim > 2 and "fsdp" in sharding.spec_of(x) and sharding.axis_size("fsdp") > 1
+
+
+def publisher_to(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a copy to other devices of this process, complete on return."""
-  cast = jax.jit(lambda params: jax.tree.map(_convert, merge(params), dtypes))
-  return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))
+  convert = jax.jit(lambda params: _map_weights(_convert, params, dtypes))
+  return lambda params: jax.block_until_ready(jax.device_put(convert(params), shardings))
 
 
-def _convert(x: jax.Array, dtype: Any) -> Any:
-  """Casts an array, or rounds a matrix to eight bits."""
+def _map_weights(function: Callable, params: Any, *trees: Any) -> Any:
+  """Maps over weights, each with its adapter."""
+  return jax.tree.map(function, params, *trees, is_leaf=lora.is_adapted)
+
+
+def _convert(x: jax.Array | lora.Adapted, dtype: Any) -> Any:
+  """Merges an adapter; casts an array, or rounds a matrix to eight bits."""
+  x = lora.dithered(x)
   return quantise(x, dtype.inputs) if is_int8(dtype) else x.astype(dtype)
 
 
@@ -85,5 +92,5 @@ def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
     separate: whether the sampler has a separate mesh.
   """
   if separate:
-    return Publishers(copy=publisher_to(shardings, dtypes, lora.dithered))
-  return Publishers(load=publisher(shardings, dtypes, lora.dithered))
+    return Publishers(copy=publisher_to(shardings, dtypes))
+  return Publishers(load=publisher(shardings, dtypes))

@@ -141,7 +141,7 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
     read = transformer.dtypes(model, "bfloat16")
-    sampler = publication.publisher(layout, read, lora.dithered)(params)
+    sampler = publication.publisher(layout, read)(params)
     assert jax.tree.map(lambda x: x.dtype, sampler) == read
     compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
     run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))
