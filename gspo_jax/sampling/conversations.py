@@ -1,9 +1,11 @@
 """Calls of environments, and checks of everything that they return.
 
-An environment is user code. It reads arbitrary policy output and often calls outside services, so
-its results are not trusted. If a call raises, exits, hangs or returns an unusable value, only its
-own conversation fails. All calls run in threads with a time limit (system/workers.py), and return
-plain, bounded values.
+An environment (`trajectory.Environment`) is user code. It reads arbitrary policy output and often
+calls outside services, so its results are not trusted. If a call raises, exits, hangs or returns an
+unusable value, only its own conversation fails. All calls run in threads with a time limit
+(system/workers.py). Results are converted to plain Python values of limited size.
+
+A conversation's *figures* are named metrics from its environment (`Environment.figures`).
 """
 
 import concurrent.futures
@@ -24,40 +26,41 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import workers
 from gspo_jax.tasks.environments import Make, time_limit
 
-FIGURES = 100  # Maximum number of figures (`Environment.figures`) of a conversation.
-NAME = 100  # Maximum characters of a figure's name.
+FIGURES = 100  # Maximum number of figures of a conversation.
+NAME = 100  # Maximum number of characters of a figure's name.
 LARGEST_FIGURE = 1e30  # Largest absolute value of a figure; its mean must fit into float32.
-CALLS = 2**31  # Exclusive upper bound on tool calls.
-LIMIT_KEY = "time_limit_s of the environment's class"
-REASON = 300  # Maximum characters of a failure's description.
+CALLS = 2**31  # Exclusive upper bound on a conversation's tool calls.
+LIMIT_KEY = "time_limit_s of the environment's class"  # Names the limit in messages.
+REASON = 300  # Maximum number of characters of a failure's description.
 
 Render = Callable[[Sequence[Message]], Sequence[int]]
 
 
 class Unusable(ValueError):
-  """An environment returned something unusable; the message says what to return."""
+  """An environment returned an unusable value; the message says what to return instead."""
 
 
 class Turn(NamedTuple):
-  """A finished turn of the policy, and bounds on the environment's answer."""
+  """A finished turn of the policy, and limits of the environment's answer."""
 
   tokens: list[int]
-  last: bool  # Whether no further turn can follow, whatever the environment answers.
-  room: int  # Tokens up to the trajectory's limit; an observation must have fewer.
+  last: bool  # Whether no turn can follow: this one was truncated, or the last of `max_turns`.
+  room: int  # Tokens up to the trajectory's limit. An observation must leave room for one token.
   vocab_size: int  # Exclusive upper bound on token ids.
-  calls: int  # Tool calls in earlier turns.
+  calls: int  # Number of tool calls in earlier turns.
 
 
 class Answer(NamedTuple):
-  """Checked result of an environment's step.
+  """Checked result of an environment's step. The defaults are those of a single turn.
 
   Attributes:
-    observation: token ids before the next turn; () after the last turn.
+    observation: token ids between this turn and the next; () after the last turn.
     reward: reward of the turn.
     done: whether the environment ended the conversation.
-    over: whether this was the last turn, for any reason.
-    calls: tool calls of the turn.
-    figures: metrics from `Environment.figures` after the last turn; {} after other turns.
+    over: whether this was the last turn. Besides `done`, the causes are `Turn.last` and an
+      observation without room.
+    calls: number of tool calls of the turn.
+    figures: figures of the conversation after its last turn; {} after other turns.
     failure: description of a failure; "" without one.
   """
 
@@ -71,7 +74,7 @@ class Answer(NamedTuple):
 
 
 class Beginning(NamedTuple):
-  """Prompt tokens and environment of a conversation, or a description of its failure."""
+  """Start of a conversation: prompt tokens and environment, or a description of the failure."""
 
   tokens: tuple[int, ...] = ()
   environment: Environment | None = None
@@ -81,7 +84,7 @@ class Beginning(NamedTuple):
 def begin(
   make: Make, prompt: Prompt, longest: int, render: Render | None, vocab_size: int
 ) -> Beginning:
-  """Creates and resets an environment.
+  """Creates an environment and resets it. Never raises for a fault of the environment.
 
   Args:
     make: constructor of the environment.
@@ -101,9 +104,10 @@ def begin(
 
 
 def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
-  """Creates an environment for a trajectory, and repeats its past turns.
+  """Creates an environment for a restored trajectory, and repeats its past turns.
 
-  Returns a description of the failure, "" without one.
+  Returns:
+    A description of the failure; "" without one.
   """
 
   def repeat() -> Environment:
@@ -118,7 +122,12 @@ def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
 
 
 def step(environment: Environment, turn: Turn) -> Answer:
-  """Steps an environment with a turn of the policy. Raises any exception."""
+  """Steps an environment with a turn of the policy, and checks its answer.
+
+  Raises:
+    Unusable: the environment returned an unusable value.
+    BaseException: the environment raised it.
+  """
   result = environment.step(turn.tokens)
   if not isinstance(result, tuple | list) or len(result) != 3:
     raise Unusable(f"returned {_repr(result)}: return observation, reward and done")
@@ -136,7 +145,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
 
 
 def answer(call: concurrent.futures.Future) -> Answer:
-  """Returns the result of a finished `step`, or its failure."""
+  """Returns the answer from a finished call of `step`; a failed call's has its `failure`."""
   error = call.exception()
   if error is None:
     return call.result()
@@ -146,12 +155,12 @@ def answer(call: concurrent.futures.Future) -> Answer:
   if isinstance(error, Unusable):
     return Answer(failure=_printable_line(lambda: str(error)))
   return Answer(
-    failure=_printable_line(lambda: f"raised {error!r}: let it answer with an observation")
+    failure=_printable_line(lambda: f"raised {error!r}: return an observation about it instead")
   )
 
 
 def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
-  """Returns a function's value and "", or None and a description of the failure."""
+  """Calls a function; returns its value and "", or None and the failure's description."""
   call = workers.shared(1).run(function, limit_s=limit_s)
   error = call.exception()
   if error is None:
@@ -166,17 +175,17 @@ def _call(function: Callable, limit_s: float) -> tuple[Any, str]:
 
 @functools.cache
 def _warn_of_waiting(reason: str) -> None:
-  """Writes a line once for each reason."""
+  """Writes a warning to stderr, once for each reason."""
   sys.stderr.write(
-    f"warning: a call of an environment {reason} ({LIMIT_KEY}): its conversation has no verdict, "
-    "and counts in verifier/crash\n"
+    f"warning: a call of an environment {reason} ({LIMIT_KEY}): its conversation has no verdict "
+    "and counts in the metric verifier/crash\n"
   )
 
 
 def _printable_line(write: Callable[[], str]) -> str:
-  """Returns a short, printable line of `write()`.
+  """Returns the text from `write()` as one printable line of limited length.
 
-  `write` may raise: formatting a user's exception runs user code.
+  Formatting a user's exception runs user code, so `write` may raise.
   """
   try:
     text = " ".join(write().split())
@@ -193,28 +202,28 @@ def _repr(value: Any) -> str:
 def _prompt(
   first: Any, name: str, longest: int, render: Render | None, vocab_size: int
 ) -> tuple[int, ...]:
-  """Returns the prompt tokens of a result of `reset`."""
+  """Checks a result of `reset` (`first`), and returns it as token ids."""
   if first is None or isinstance(first, str | bytes | bytearray | Mapping):
     raise Unusable(f"{name} returned {_repr(first)}: return messages or token ids")
   entries = list(itertools.islice(first, longest + 1))
   if entries and isinstance(entries[0], Mapping):
     if render is None:
-      raise Unusable("an environment begins with messages, and there is no `render` for them")
+      raise Unusable(f"{name} returned messages, and `render` is None: return token ids")
     entries = render(entries)
   tokens = tuple(map(operator.index, entries))
   if not 0 < len(tokens) <= longest:
     more = " or more" if tokens else ""
     raise Unusable(
-      f"{name} begins with {len(tokens)} tokens{more}: return 1 to "
-      f"data.max_prompt_tokens={longest} tokens"
+      f"{name} begins with {len(tokens)} tokens{more}: return at least 1 token, and at most "
+      f"data.max_prompt_tokens={longest}"
     )
   _require_ids(tokens, vocab_size, f"{name} begins")
   return tokens
 
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
-  """Returns up to `turn.room` token ids of an observation."""
-  advice = "encode it, an observation is token ids"
+  """Checks an observation, and returns its first `turn.room` token ids."""
+  advice = "encode it, since an observation is a list of token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_repr(observation)}: {advice}")
   try:
@@ -223,18 +232,19 @@ def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
     raise Unusable(f"answered with {_repr(observation)}: {advice}") from None
   if not tokens:
     raise Unusable(
-      "is not done and its observation is empty: nothing would separate the next turn from this "
-      "one; return at least one token, or done=True"
+      "returned done=False with an empty observation, so nothing would separate the next turn from "
+      "this one: return at least one token, or done=True"
     )
   _require_ids(tokens, turn.vocab_size, "answered")
   return tokens
 
 
 def _require_ids(tokens: Sequence[int], vocab_size: int, verb: str) -> None:
+  """Raises Unusable unless the model has all token ids. `verb` begins the message."""
   if not 0 <= min(tokens) <= max(tokens) < vocab_size:
     raise Unusable(
-      f"{verb} with token ids from {min(tokens)} to {max(tokens)}: the model has 0 to "
-      f"{vocab_size - 1}; use the run's tokenizer"
+      f"{verb} with token ids from {min(tokens)} to {max(tokens)}, and the model has 0 to "
+      f"{vocab_size - 1}: use the run's tokenizer"
     )
 
 
@@ -242,7 +252,8 @@ def _reward(reward: Any) -> float:
   number = _number(reward)
   if not abs(number) <= LARGEST_REWARD:  # NaN fails too.
     raise Unusable(
-      f"gave the reward {_repr(reward)}: return a finite number, {LARGEST_REWARD:g} or less in size"
+      f"gave the reward {_repr(reward)}: return a finite number from -{LARGEST_REWARD:g} to "
+      f"{LARGEST_REWARD:g}"
     )
   return number
 
@@ -255,7 +266,7 @@ def _done(done: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-  """Returns a float, NaN for a value of another kind."""
+  """Converts a number or an array without axes to float; other values become NaN."""
   if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0):
     return math.nan
   try:
@@ -264,20 +275,27 @@ def _number(value: Any) -> float:
     return math.nan
 
 
-def _tool_calls(environment: Environment, before: int, default: int) -> int:
-  """Returns the tool calls of a turn; `default` without `tool_calls`."""
+def _tool_calls(environment: Environment, earlier: int, default: int) -> int:
+  """Returns the number of tool calls of the latest turn.
+
+  Args:
+    environment: environment after the turn.
+    earlier: number of tool calls in earlier turns.
+    default: number for an environment without an integer `tool_calls`.
+  """
   total = getattr(environment, "tool_calls", None)
   if not isinstance(total, int | np.integer):
     return default
-  if not before <= total < CALLS:
+  if not earlier <= total < CALLS:
     raise Unusable(
-      f"has tool_calls={_repr(int(total))} after {before}: let it count all calls of its "
-      "conversation"
+      f"has tool_calls={_repr(int(total))} after {earlier} in the turn before: count all calls of "
+      "the conversation so far"
     )
-  return int(total) - before
+  return int(total) - earlier
 
 
 def _figures(environment: Environment) -> dict[str, float]:
+  """Returns the checked figures of a conversation."""
   try:
     reported = getattr(environment, "figures", dict)()
     pairs = list(itertools.islice(reported.items(), FIGURES + 1))
@@ -288,7 +306,9 @@ def _figures(environment: Environment) -> dict[str, float]:
   figures = {}
   for name, value in pairs:
     if not (isinstance(name, str) and 0 < len(name) <= NAME and name.isprintable()):
-      raise Unusable(f"has a figure {_repr(name)}: name it by a printable text, not a long one")
+      raise Unusable(
+        f"has the figure {_repr(name)}: use a printable name of 1 to {NAME} characters"
+      )
     figures[name] = _number(value)
     if not abs(figures[name]) <= LARGEST_FIGURE:
       raise Unusable(f"has the figure {name}={_repr(value)}: return a finite number")

@@ -1,8 +1,7 @@
-"""Ends of a response's steps (thoughts, tool calls) by delimiters: `</think>`, `</tool_call>`.
+"""Ends of a response's steps, such as thoughts and tool calls, by delimiters like `</think>`.
 
-A delimiter may be one token or several, and a token may contain more than the delimiter's end. So
-bytes are searched, not tokens. The cost is at most the bytes of the response times the bytes of the
-delimiters.
+A delimiter may be one token or several, and a token may contain more than a delimiter. So the
+response's bytes are searched, not its tokens.
 """
 
 import dataclasses
@@ -11,24 +10,29 @@ from typing import Any
 
 import numpy as np
 
-# Tags at the end of a thought or a tool call in the chat templates of Qwen, DeepSeek and Kimi.
+# Tags that end a thought or a tool call in the chat templates of Qwen, DeepSeek and Kimi.
 TAGS = ("</think>", "</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Delimiters:
-  """Delimiters of steps, and the bytes of every token."""
+  """Delimiters of steps, with a tokenizer's tables."""
 
-  texts: tuple[bytes, ...]
-  bytes_of: Mapping[int, bytes]
-  stop_ids: tuple[int, ...]  # Tokens that end a turn.
+  texts: tuple[bytes, ...]  # The delimiters.
+  bytes_of: Mapping[int, bytes]  # Bytes of each token id's text.
+  stop_ids: tuple[int, ...]  # Token ids that end a turn.
 
 
 def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
-  """Returns `texts`; for an empty or absent `texts`, the tags in the tokenizer's chat template.
+  """Returns the delimiters' texts.
+
+  Args:
+    texts: configured delimiters. None or an empty list means all of TAGS that are in the chat
+      template.
+    tokenizer: tokenizer with the chat template.
 
   Raises:
-    ValueError: there are neither texts nor tags.
+    ValueError: there are no `texts`, and the chat template has no tag.
   """
   if texts:
     return tuple(texts)
@@ -45,7 +49,7 @@ def choose(texts: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
 
 
 def delimiters(texts: Sequence[str] | None, tokenizer: Any) -> Delimiters:
-  """Returns the delimiters of `choose`, with the bytes of all tokens."""
+  """Returns the delimiters chosen by `choose`, with the tokenizer's tables."""
   encoded = tuple(text.encode() for text in choose(texts, tokenizer))
   return Delimiters(encoded, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
 
@@ -56,10 +60,16 @@ def step_ends(
   mask_BT: np.ndarray,
   turn_BT: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Marks sampled tokens that complete a delimiter, bool [B, T].
+  """Marks the sampled tokens at the end of a delimiter, bool [B, T].
 
-  A delimiter lies within one turn. Observations are ignored, and delimiters may overlap. A token
-  directly before a stop token is not marked: the end of the turn ends the step.
+  A delimiter must lie within one turn. Delimiters may overlap. A token directly before a stop token
+  is not marked, so that the stop token belongs to the same step.
+
+  Args:
+    delimiters: delimiters and tables of the tokenizer.
+    tokens_BT: token ids.
+    mask_BT: 1 for sampled tokens, 0 elsewhere.
+    turn_BT: turn of each sampled token; None if every response is a single turn.
   """
   ends_BT = np.zeros(mask_BT.shape, bool)
   for row, mask_T in enumerate(mask_BT):

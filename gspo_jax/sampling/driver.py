@@ -1,8 +1,9 @@
 """Host loop of sampling: runs trajectories turn by turn through an engine and environments.
 
-Environments run on the first host only, and their checked answers are broadcast. Each finished turn
-is passed to its environment at once, and the next turn is queued. So no decoding slot waits for
-another trajectory.
+Environments run on the first host only; `conversations` checks their answers, and the driver
+broadcasts them to the other hosts. Each finished turn goes to its environment at once, and the next
+turn is submitted as soon as the environment has answered. So no decoding slot waits for another
+trajectory.
 """
 
 import collections
@@ -31,14 +32,16 @@ class Driver:
       ...
 
   Args:
-    engine: engine with loaded weights.
+    engine: engine with loaded weights. The driver starts it.
     workload: limits and sampling settings of all requests.
-    vocab_size: exclusive upper bound on observation token ids.
-    max_turns: policy turns after which a trajectory is truncated.
-    workers: threads for the environments' steps; 0 for one thread and a fixed order of steps.
+    vocab_size: exclusive upper bound on token ids of observations.
+    max_turns: number of policy turns after which a trajectory is truncated.
+    workers: number of threads for the environments' steps. With 0, each step ends before the next
+      one begins, in a fixed order.
     time_limit_s: time limit of an environment's step, in seconds.
-    limit: maximum tokens after a prompt, observations included; 0 for the workload's
-      `max_new_tokens`. A partial rollout at or beyond this limit samples one more token.
+    limit: maximum number of tokens after a prompt, observations included; 0 means the workload's
+      `max_new_tokens`. A resumed trajectory that has already reached the limit samples one more
+      token, since a request needs at least one.
   """
 
   def __init__(
@@ -57,14 +60,16 @@ class Driver:
     self._vocab_size = min(vocab_size, workload.vocabulary or vocab_size)
     self._workers, self._ordered = threads.shared(max(1, workers)), not workers
     self._time_limit_s = time_limit_s
-    self._failed: list[Trajectory] = []  # Failed, but not yet yielded.
+    self._failed: list[Trajectory] = []  # Failed trajectories that `run` has not yielded yet.
+    # Environment steps under way, each with its trajectory and the turn's response.
     self._environment_calls: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
     engine.start(workload)
 
   def begin(self, group: Sequence[Trajectory]) -> None:
     """Submits a group's unfinished trajectories.
 
-    A new group with one common prompt is one request, so the prompt is prefilled once.
+    A new group with one common prompt is submitted as one request, so the prompt is prefilled only
+    once. `run` also yields the trajectories that failed before their first turn.
     """
     prompt = group[0].prompt
     same_prompt = all(x.prompt is prompt or x.prompt == prompt for x in group)
@@ -77,10 +82,11 @@ class Driver:
         self._submit([trajectory])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
-    """Yields trajectories as they finish, until none is left or `enough()` is true.
+    """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
-    If an environment or a response fails, its trajectory is finished, with `failure` set.
-    Unfinished trajectories keep their tokens; pass them to `begin` to resume.
+    If an environment or a response fails, its trajectory finishes with `failure` set. The driver
+    ends with this call. Unfinished trajectories keep their tokens; to resume them, pass them to
+    `begin` of a new driver.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -104,7 +110,7 @@ class Driver:
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
     """Submits one request: new trajectories of one prompt, or one trajectory with tokens.
 
-    New trajectories are ordered by `sample`.
+    New trajectories must have consecutive sample numbers, in this order.
     """
     first, workload = trajectories[0], self._workload
     for trajectory in trajectories:
@@ -125,11 +131,18 @@ class Driver:
     )
 
   def _handle_response(self, response: Response) -> None:
-    """Appends a response to its trajectory. Passes a finished turn to the environment."""
+    """Appends a response to its trajectory.
+
+    After a whole turn, starts the environment's step.
+
+    Raises:
+      ValueError: the workload needs the support of each token, and the engine returns none.
+    """
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
-        f"{type(self._engine).__name__} records no top-k/top-p candidates, so updates would use "
-        "another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
+        f"{type(self._engine).__name__} does not record the tokens inside top-k, top-p and min-p, "
+        "so updates would use another distribution than sampling: set sampling.top_k=0, "
+        "sampling.top_p=1 and sampling.min_p=0"
       )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
@@ -144,7 +157,7 @@ class Driver:
     return failed
 
   def _step(self, trajectory: Trajectory, response: Response) -> concurrent.futures.Future:
-    """Starts the environment's step after a finished turn."""
+    """Starts the environment's step after a finished turn; returns its future."""
     environment = trajectory.environment
     if environment is None or isinstance(environment, SingleTurn):
       call = concurrent.futures.Future()
@@ -164,15 +177,15 @@ class Driver:
     self._workers.wait([call for *_, call in self._environment_calls], return_when)
 
   def _finish_turns(self, submit_next: bool = True) -> Iterator[Trajectory]:
-    """Processes finished environment steps: queues the next turn or finishes the trajectory.
+    """Processes completed environment steps, and yields finished and failed trajectories.
 
     Args:
-      submit_next: whether to submit the next turns.
+      submit_next: whether to submit the next turns of the others.
     """
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # `done()` may change, so each future is asked once.
+    for turn in self._environment_calls:  # Calls `done()` once for each: its value may change.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]
@@ -207,20 +220,20 @@ def new_groups(
 ) -> list[list[Trajectory]]:
   """Creates one group of new trajectories for each prompt.
 
-  Samples of equal prompts are numbered across groups, so no two trajectories share a PRNG key. If
-  an environment cannot begin, its trajectory is finished, with a `failure` and no tokens.
+  Sample numbers of equal prompts continue from group to group, so no two trajectories share a PRNG
+  key. If an environment cannot begin, its trajectory is finished, with a `failure` and no tokens.
 
   Args:
     prompts: prompts, one for each group.
-    size: trajectories in a group, for all prompts or for each prompt.
+    size: number of trajectories in a group: one number for all prompts, or one for each prompt.
     seed: seed of the PRNG keys.
     longest: maximum number of tokens of a prompt.
     make: constructor of a trajectory's environment. None means single turns.
     render: function from messages to token ids. None if no environment has messages.
-    tags: labels of the groups, for the caller and error messages. None means the prompts' ids.
+    tags: labels of the groups, for the caller and for error messages. None means the prompts' ids.
     vocab_size: exclusive upper bound on token ids of an environment's prompt.
   """
-  groups, numbers = [], collections.Counter()  # Next sample number by prompt tokens.
+  groups, next_sample = [], collections.Counter()  # Next sample number of each prompt's tokens.
   sizes = [size] * len(prompts) if isinstance(size, int) else size
   tags = tags or [prompt.id for prompt in prompts]
   repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
@@ -230,8 +243,9 @@ def new_groups(
     beginnings = iter(_beginnings(repeated, longest, make, render, vocab_size))
   for tag, size in zip(tags, sizes, strict=True):
     group = list(itertools.islice(beginnings, size))
-    first = max(numbers[x.tokens] for x in group)
-    numbers |= {x.tokens: first + size for x in group}
+    # Environments choose their prompts (`reset`), so those of a group may differ.
+    first = max(next_sample[x.tokens] for x in group)
+    next_sample |= {x.tokens: first + size for x in group}
     trajectories = [
       Trajectory(x.tokens, g, seed, x.environment, tag) for g, x in enumerate(group, first)
     ]
@@ -249,7 +263,7 @@ def _beginnings(
   render: Render | None,
   vocab_size: int,
 ) -> list[Beginning]:
-  """Begins a conversation for each prompt; environments are None on all hosts but the first."""
+  """Begins a conversation for each prompt. On hosts other than the first, environments are None."""
   local: list[Beginning] = []
 
   def begin() -> list[Beginning]:

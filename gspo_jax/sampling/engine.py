@@ -1,7 +1,8 @@
 """Protocol of sampling engines, for the host loop (driver.py).
 
-A run has one engine for its whole lifetime: decoding slots on the mesh (local/) or servers
-(servers/). Code above this protocol does not depend on the kind of engine.
+A run has one engine for its whole lifetime: either `LocalEngine` (local/), with decoding slots on
+the run's own mesh, or `ServerEngine` (servers/), with external servers. Callers of this protocol do
+not depend on the kind of engine.
 """
 
 from typing import Any, Protocol
@@ -10,28 +11,31 @@ from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 
 
 class ServersGone(Exception):
-  """All servers have failed, or refuse the requests."""
+  """No server is usable, or weights cannot be published to the servers."""
 
 
 class Engine(Protocol):
-  """Samples responses to requests with the newest loaded weights."""
+  """Samples responses to requests with the newest loaded weights.
+
+  Order of calls: `load`; `start`, `submit` and `step` until the workload is done; `stop`.
+  """
 
   usage: Usage  # Counts since the last `start`.
-  # Whether one thread may call `load` during `step` in another thread. The loading thread then
-  # calls `revive` too.
+  # Whether one thread may call `load` while another thread is in `step`. If so, the loading thread
+  # also calls `revive`.
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Copies the trainer's parameters of version `version`."""
+    """Copies the trainer's parameters; samples from now on with them, as version `version`."""
 
   def revive(self) -> None:
-    """Restores lost samplers, from the loading thread during `step` in another thread."""
+    """Restores lost samplers. The loading thread calls this while another thread is in `step`."""
 
   def release(self) -> None:
-    """Frees the weights during updates. Call `load` before the next `start`."""
+    """Frees the memory of the weights, for the updates. Call `load` before the next `start`."""
 
   def start(self, workload: Workload) -> None:
-    """Prepares for the requests of a workload, and drops earlier requests."""
+    """Prepares for the requests of a workload. Drops earlier requests, and resets `usage`."""
 
   def submit(self, request: Request) -> None:
     """Queues a request. Raises ValueError if the request does not fit the workload."""
@@ -42,7 +46,7 @@ class Engine(Protocol):
     ...
 
   def step(self) -> list[Response]:
-    """Samples for a short time, and returns finished responses.
+    """Samples for a short time; returns responses finished since the last call.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -50,6 +54,8 @@ class Engine(Protocol):
     ...
 
   def stop(self) -> list[Response]:
-    """Ends the workload and frees its memory. Returns the remaining responses: finished ones, and
-    unfinished ones with their tokens so far."""
+    """Ends the workload, frees its memory and returns the remaining responses.
+
+    Unfinished responses have their tokens so far.
+    """
     ...

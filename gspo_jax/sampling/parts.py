@@ -1,6 +1,7 @@
 """Segments of trajectories, on the host: turns, steps, lines, or token runs of a fixed size.
 
-Each segment can have its own importance ratio and reward.
+Each segment can have its own importance ratio and reward. Suffixes of arrays: X, sampled tokens; U,
+lines of a response; V, token ids.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ def segment_ids(
 ) -> np.ndarray:
   """Numbers each response's segments from 0, int32 [B, T]; 0 off the mask.
 
-  A segment begins with a new turn, after a token marked in `ends_BT`, and once the previous segment
-  has `size` sampled tokens. Observations in between are ignored.
+  A new segment begins at the first token of a turn, after a token marked in `ends_BT`, and once the
+  current segment has `size` sampled tokens. Observations belong to no segment.
 
   Args:
-    mask_BT: 1 for sampled tokens.
-    turn_BT: turn of each sampled token; None for single turns.
+    mask_BT: 1 for sampled tokens, 0 elsewhere.
+    turn_BT: turn of each sampled token; None if every response is a single turn.
     size: maximum number of tokens in a segment; None for no maximum.
-    ends_BT: bool, last tokens of lines (`breaks`) or steps (`delimiters.step_ends`); None for no
-      such ends.
+    ends_BT: bool, marks the last tokens of lines (`breaks` > 0) or of steps
+      (`delimiters.step_ends`); None if no token ends a segment.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
@@ -46,7 +47,7 @@ def segment_ids(
 
 
 def _latest(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
-  """Returns, for each position, x at the latest marked position up to and including this one.
+  """Returns x at the latest marked position up to and including each position.
 
   Position 0 must be marked in `mark_X`.
   """
@@ -54,7 +55,7 @@ def _latest(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
 
 
 def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
-  """Counts the line breaks in each token's text; 0 for ids outside the table `breaks_V`."""
+  """Looks up each token's number of line breaks; 0 for ids beyond `breaks_V`."""
   in_table = (tokens >= 0) & (tokens < len(breaks_V))
   return np.append(breaks_V, 0)[np.where(in_table, tokens, -1)]
 
@@ -64,11 +65,11 @@ def line_rewards(
 ) -> np.ndarray:
   """Places each line's reward on the line's last token, float32 [X].
 
-  The last token of a line contains the line break; the last line ends with the response. A token
-  with several line breaks has the sum of the rewards of all lines ending in it.
+  A line ends with the token that contains its line break; the last line ends with the response. A
+  token with several line breaks receives the sum of the rewards of all lines that end in it.
 
   Args:
-    reward_U: rewards of the response's lines, at most one more than the line breaks.
+    reward_U: rewards of the response's lines: one more than it has line breaks, or fewer.
     tokens_X: token ids of the response.
     breaks_V: number of line breaks of each token id, as in `breaks`.
   """

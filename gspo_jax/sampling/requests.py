@@ -9,96 +9,99 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Minimum tokens of a partial response. Each further call to a server prefills the prefix again.
+# Minimum number of tokens of a server's partial response. Shorter responses would waste work: each
+# call prefills its whole prefix again.
 LEAST_PIECE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Limits of future requests. They decide an engine's slots and compiled programs.
-
-  Equal workloads share compiled programs. All lengths in sampling are derived here.
-  """
+  """Limits of an engine's future requests; the shapes of its arrays are derived from them."""
 
   sampling: SamplingConfig  # `max_new_tokens` bounds all tokens after the prompt.
-  prompt_length: int  # Maximum tokens of a prompt.
+  prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
-  group_size: int = 1  # Trajectories with the same prompt.
-  stop_ids: tuple[int, ...] = ()  # Tokens that end a turn, as its last token.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a turn; the completing token is the last.
+  group_size: int = 1  # Number of trajectories with the same prompt.
+  stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The turn includes its stop token.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a turn, with the token that completes one.
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
-  partial: bool = False  # Whether partial rollouts are resumed.
+  partial: bool = False  # Whether unfinished trajectories are resumed.
   record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
-  # Maximum tokens of a recorded support (the tokens in a sampling distribution), from
-  # `sampling.top_k`; 0 to record no support.
+  # Maximum number of tokens of a recorded support, the tokens inside top-k, top-p and min-p; 0 to
+  # record no support.
   support: int = 0
-  vocabulary: int = 0  # Exclusive upper bound on sampled ids: the tokenizer's size; 0 for none.
-  piece: int = 0  # Maximum tokens of a server's partial response; 0 for whole responses.
+  # Exclusive upper bound on sampled token ids: the tokenizer's size; 0 for no bound. (A model may
+  # have more embeddings than the tokenizer has tokens.)
+  vocabulary: int = 0
+  piece: int = 0  # Maximum number of tokens of a server's partial response; 0 for whole responses.
 
   @property
   def window(self) -> int:
-    """Positions of a slot: maximum tokens of a prompt and its continuation."""
+    """Maximum number of tokens of a prompt with all tokens after it."""
     return self.prompt_length + self.sampling.max_new_tokens
 
   @property
   def prefix_length(self) -> int:
-    """Maximum tokens of a prefix; resumed responses are prefilled again."""
+    """Maximum number of tokens of a prefix, of a resumed trajectory too."""
     return self.window - 1 if self.several_turns or self.partial else self.prompt_length
 
   @property
   def samples(self) -> int:
-    """Responses of a typical request. With several turns, each turn is a separate request."""
+    """Number of responses of a typical request. With several turns, each turn is a request."""
     return 1 if self.several_turns else self.group_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Shapes of an engine's arrays for one workload."""
+  """Sizes of a local engine's arrays for one workload.
 
-  shards: int  # Devices over which slots and queue are split.
-  slots: int  # Responses decoded at once, over all devices.
-  window: int  # Positions of a slot.
-  rows: int  # Maximum prefixes in one prefill call of a device.
-  entries: int  # Prefixes in a device's queue.
-  longest: int  # Maximum tokens of a prefix.
-  prompt: int  # Padded length of a request's longest prefix.
-  prefix: int  # Positions of a queue entry, enough for a displaced response's prefix too.
-  pages: int  # Pages of a device for slots and queue; 0 if both are dense.
+  A shard is one of the parts into which the mesh's batch axes split slots and queue.
+  """
+
+  shards: int  # Number of shards.
+  slots: int  # Responses decoded at once, over all shards.
+  window: int  # Positions of a slot in the cache.
+  rows: int  # Maximum number of prefixes in one prefill, per shard.
+  entries: int  # Number of prefixes in the queue, per shard.
+  longest: int  # Maximum number of tokens of a prefix, of a displaced response too (refill.py).
+  prompt: int  # Padded length of the longest prefix of a request.
+  prefix: int  # Padded length of `longest`; positions of a queue entry.
+  pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
-  piece: int  # Maximum tokens in one prefill call of a device.
+  piece: int  # Maximum number of a prefix's tokens in one forward pass of prefill.
 
   def at_once(self, length: int) -> int:
-    """Returns the number of prefixes, padded to `length`, in one prefill call of a device."""
+    """Returns how many prefixes of a padded length one prefill takes, per shard."""
     return min(self.rows, max(1, self.piece // length))
 
   def bucket(self, prefix: int) -> int:
-    """Returns the padded length of a prefix."""
+    """Returns the padded length of a prefix of `prefix` tokens."""
     return bucket(prefix, self.longest, self.piece)
 
 
 def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
-  """Returns an engine's shapes, with slots and queue split over `shards` devices.
+  """Returns the sizes of a local engine's arrays for `shards` shards.
 
   Raises:
-    ValueError: `cache_tokens` are too few for one response on every device.
+    ValueError: `engine.cache_tokens` is too small for one response on every shard.
   """
-  slots = -(-config.slots_for(workload.trajectories) // shards)  # Slots per device.
+  slots = -(-config.slots_for(workload.trajectories) // shards)  # Slots per shard.
   rows, longest = -(-slots // workload.samples), workload.prefix_length
-  if config.cache_tokens:  # Displaced responses are prefilled again, with all their tokens.
+  if config.cache_tokens:  # A displaced response is prefilled again, with all its tokens.
     longest = max(longest, workload.window - 1)
   prefix = bucket(longest, longest, config.prefill_tokens)
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if paged(config):
-    window = workload.window  # Padding takes no pages.
+    window = workload.window  # Without the padding of `prefix`, which takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # One more: a slot copies a waiting prefix's last, partial page.
+    least = -(-window // S) + 1  # A slot copies the last page of a prefix, so that page is twice.
     if pages < least:
       raise ValueError(
-        f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "
-        f"devices, and one response of {window} positions takes up to {least}: set it to "
-        f"{least * S * shards} at least, or to 0"
+        f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} positions for each of "
+        f"{shards} devices, and one response of {window} positions takes up to {least} pages: set "
+        f"it to {least * S * shards} or more, or to 0"
       )
   return Sizes(
     shards=shards,
@@ -118,7 +121,8 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
 def bucket(prefix: int, longest: int, piece: int) -> int:
   """Returns the padded length of a prefix without its last token.
 
-  Above `piece` tokens, this length is a multiple of `piece`.
+  Only prefixes without their last token are prefilled. The padded length is a power of two, but at
+  most that of the longest prefix. Above `piece` tokens, it is a multiple of `piece` instead.
   """
   length, longest = (max(n - 1, SHORTEST_PREFILL) for n in (prefix, longest))
   if length > piece:
@@ -128,21 +132,22 @@ def bucket(prefix: int, longest: int, piece: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """Request for responses to one prefix: a prompt, or a trajectory's tokens so far.
+  """Request for responses to a prefix: a prompt, or a trajectory's tokens so far.
 
-  A response depends only on the weights, `seed`, the prompt, the sample number and the prefix.
+  A response's random numbers depend only on `seed`, the prompt, the response's sample number, and
+  the positions of its tokens. Sample numbers tell the responses to one prompt apart.
   """
 
-  prompt: tuple[int, ...]
-  max_new_tokens: int  # Maximum new tokens of each response, without `prior`.
+  prompt: tuple[int, ...]  # Token ids.
+  max_new_tokens: int  # Maximum number of new tokens of each response, without those in `prior`.
   samples: int = 1  # Number of responses.
-  first_sample: int = 0  # Sample number of the first response.
+  first_sample: int = 0  # Sample number of the first response; the others follow.
   seed: int = 0
-  stop_ids: tuple[int, ...] = ()  # Tokens that end a response.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a response; the completing token is the last.
+  stop_ids: tuple[int, ...] = ()  # Token ids that end a response. It includes its stop token.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a response, with the token completing one.
   prior: tuple[int, ...] = ()  # Earlier tokens after the prompt, sampled or observed.
-  unfinished: int = 0  # Number of tokens of the current turn, at the end of `prior`.
-  tag: Any = None  # Caller's label, unused by engines.
+  unfinished: int = 0  # Number of tokens at the end of `prior` that belong to the current turn.
+  tag: Any = None  # Caller's label; engines do not use it.
 
   @property
   def prefix(self) -> tuple[int, ...]:
@@ -156,22 +161,22 @@ class Request:
     """Raises ValueError if the request cannot be sampled.
 
     Args:
-      longest: maximum tokens of a prefix.
-      window: maximum tokens of a prefix and a response.
+      longest: maximum number of tokens of a prefix.
+      window: maximum number of tokens of a prefix with its response.
       vocab_size: exclusive upper bound on token ids.
-      detokenize: function from token ids to text, required for stop strings; None without one.
+      detokenize: function from token ids to text, required for stop strings; None if there is none.
     """
     if not self.prompt:
-      raise ValueError("a prompt is empty: it has at least one token")
+      raise ValueError("a prompt is empty: give it at least one token")
     if self.max_new_tokens < 1 or self.samples < 1:
       raise ValueError(
-        f"samples={self.samples} and max_new_tokens={self.max_new_tokens}: both are at least 1"
+        f"samples={self.samples} and max_new_tokens={self.max_new_tokens}: both must be at least 1"
       )
     length = self.prefix_length
     if length > longest or length + self.max_new_tokens > window:
       raise ValueError(
-        f"a prefix of {length} tokens with max_new_tokens={self.max_new_tokens} does not fit "
-        f"prefixes of {longest} tokens in a window of {window}"
+        f"a prefix of {length} tokens with max_new_tokens={self.max_new_tokens} is too long: the "
+        f"limits are {longest} tokens for the prefix and {window} with the response"
       )
     least, most = min(self.prefix), max(self.prefix)
     if not 0 <= least <= most < vocab_size:  # Devices would clamp such ids.
@@ -179,7 +184,10 @@ class Request:
         f"a prefix has token ids from {least} to {most}: the model has 0 to {vocab_size - 1}"
       )
     if self.stop_strings and detokenize is None:
-      raise ValueError(f"stop_strings={list(self.stop_strings)} need detokenize")
+      raise ValueError(
+        f"stop_strings={list(self.stop_strings)} need the engine's argument `detokenize`: pass the "
+        "tokenizer's function from token ids to text"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,15 +198,16 @@ class Response:
   sample: int  # Sample number: `first_sample`, `first_sample` + 1, ...
   tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
   logp: np.ndarray  # Log-probs under the sampling distribution, float32 [n].
-  full_logp: np.ndarray  # Log-probs without top-k, top-p and min-p, float32 [n].
+  full_logp: np.ndarray  # Log-probs without top-k, top-p and min-p, float32 [n]; NaN if unknown.
   version: np.ndarray  # Weight version of each token, int32 [n].
   stopped: bool  # Whether a stop token or stop string ended the response; False if truncated.
   finished: bool  # False if `Engine.stop` interrupted the response.
-  # Experts of every token but the last, int8 or int16 [prefix + n - 1, l, k]; None if not recorded.
+  # Experts chosen for every token of the prefix and the response but the last, int8 or int16
+  # [prefix + n - 1, l, k]; None if not recorded.
   experts: np.ndarray | None
   # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
   support: np.ndarray | None = None
-  failure: str = ""  # Reason for giving the response up after the tokens so far; "" without one.
+  failure: str = ""  # Why no more tokens could be sampled; "" without a failure.
 
 
 @dataclasses.dataclass
@@ -207,25 +216,26 @@ class Usage:
 
   tokens: int = 0  # Sampled tokens.
   flops: float = 0.0  # Model FLOPs for prefixes and sampled tokens.
-  prefilled: int = 0  # Tokens of prefixes.
-  padded: int = 0  # Tokens computed in prefill, padding included.
-  steps: int = 0  # Decode steps.
-  slot_steps: int = 0  # Decode steps times slots; `tokens` of these slot steps were useful.
+  prefilled: int = 0  # Tokens computed in prefill.
+  padded: int = 0  # Tokens computed in prefill, padding included; 0 for servers.
+  steps: int = 0  # Decode steps; 0 for servers.
+  slot_steps: int = 0  # Decode steps times slots; `tokens` would be as many if no slot were free.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
-  put_aside: int = 0  # Responses displaced for lack of a free page, and restarted.
-  cache_bytes: int = 0  # Maximum size of the cache, summed over devices.
-  # Metrics of servers; {} for a local engine.
+  put_aside: int = 0  # Responses that gave their pages back because none was free, and restarted.
+  cache_bytes: int = 0  # Size of the cache, summed over devices; the maximum over workloads.
+  # Metrics of servers, the newest by name; {} for a local engine.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def add(self, other: "Usage") -> None:
+    """Adds the usage of a later workload."""
     most, servers = max(self.cache_bytes, other.cache_bytes), self.servers | other.servers
     for name in vars(self).keys() - {"servers"}:
       setattr(self, name, getattr(self, name) + getattr(other, name))
     self.cache_bytes, self.servers = most, servers
 
   def metrics(self) -> dict[str, float]:
-    """Returns metrics by their names in metrics.jsonl."""
+    """Returns metrics by name, as in metrics.jsonl."""
     row = {
       "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
       "time/sample/decode": self.decode_seconds,
@@ -245,13 +255,13 @@ class Usage:
 def workload(
   c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool, vocabulary: int = 0
 ) -> Workload:
-  """Returns the workload of RL.
+  """Returns the workload of a run's RL phase.
 
   Args:
     c: configuration of the run.
-    stop_ids: tokens that end a turn.
+    stop_ids: token ids that end a turn.
     several_turns: whether observations and more turns may follow a turn.
-    vocabulary: the tokenizer's size; 0 for no bound on sampled ids.
+    vocabulary: the tokenizer's size; 0 for no bound on sampled token ids.
   """
   budget = c.rl.token_budget
   return Workload(
@@ -266,7 +276,8 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # Tokens count in the budget only after a piece has arrived, so pieces are small.
+    # Sampling ends once `rl.token_budget` tokens have arrived. They arrive in whole pieces; small
+    # pieces keep it from going far beyond the budget.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 

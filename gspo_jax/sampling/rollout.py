@@ -34,26 +34,31 @@ def generate(
 ) -> Rollout:
   """Samples `group_size` responses to every prompt.
 
-  A response depends only on the weights, `seed`, the prompt's tokens and the sample number, not on
-  other prompts, slots or devices. (Groups of a repeated prompt are numbered like one larger group.)
-  Under a mesh (`jax.set_mesh`), the slots are split over the mesh's batch axes. Use
-  `sample_rollout` for stop strings, recorded experts or a persistent engine, and `Driver` for
-  several turns.
+  A response depends only on the weights, the sampling settings, `seed`, the prompt's tokens and the
+  response's number in its group, not on other prompts, slots or devices. (A repeated prompt counts
+  as one larger group.) Under a mesh (`jax.set_mesh`), the responses are split over the mesh's batch
+  axes. Use `sample_rollout` for stop strings, recorded experts, or an engine for several calls; use
+  `Driver` for several turns.
 
   Args:
     prompts: non-empty lists or arrays of token ids.
+    max_new_tokens: maximum number of tokens of a response.
     temperature: temperature of the softmax; 0 for greedy decoding.
-    stop_ids: tokens that end a response, as its last token.
-    engine: settings such as the number of slots; by default one slot for each response.
+    top_k, top_p, min_p: truncation of the distribution; the defaults truncate nothing.
+    stop_ids: token ids that end a response. The response includes its stop token.
+    pad_id: token id of the padding.
+    compute: dtype and formulations of the model's computations.
+    engine: settings such as the number of slots, the responses decoded at once. By default every
+      response has a slot.
 
   Returns:
-    Batch rows in the prompts' order, `group_size` per prompt. Each has as many positions as the
+    A Rollout with `group_size` rows per prompt, in the prompts' order. The rows are as long as the
     longest prompt plus `max_new_tokens`.
 
   Raises:
     TypeError: a prompt is not a list of token ids, for example a string.
-    ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, or the
-      batch rows exceed the model's maximum length.
+    ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, or a row
+      has more positions than the model allows.
   """
   arrays = [np.asarray(prompt) for prompt in prompts]
   for prompt, array in zip(prompts, arrays):
@@ -64,7 +69,7 @@ def generate(
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")
   if not min(lengths_P):
-    raise ValueError(f"prompt {lengths_P.index(0)} is empty: a prompt has at least one token")
+    raise ValueError(f"prompt {lengths_P.index(0)} is empty: give it at least one token")
   workload = Workload(
     SamplingConfig(temperature, top_k, top_p, min_p, max_new_tokens),
     prompt_length=max(lengths_P),
@@ -86,8 +91,16 @@ def sample_rollout(
 ) -> Rollout:
   """Samples single turns through an engine with loaded weights.
 
+  Args:
+    engine: engine with loaded weights.
+    workload: limits, group size, stops and sampling settings.
+    prompts: lists of token ids.
+    seed: seed of the PRNG keys.
+    pad_id: token id of the padding.
+
   Returns:
-    Batch rows in the prompts' order, with as many positions as the workload's window.
+    A Rollout with `workload.group_size` rows per prompt, in the prompts' order, of
+    `workload.window` positions each.
   """
   driver = Driver(engine, workload)
   named = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""Sampling of a token, with its log-probability, from logits."""
+"""Sampling of tokens from logits, with their log-probabilities."""
 
 import dataclasses
 import math
@@ -13,31 +13,43 @@ from gspo_jax.sharding import BATCH, P
 
 
 def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
-  """Returns a response's PRNG key from seed, hash of the prompt, and sample number."""
+  """Returns a response's PRNG key.
+
+  Args:
+    seed: seed of the request.
+    prompt: hash of the prompt.
+    sample: number of the response among those to the prompt.
+  """
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
 
 def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Returns float32 logits divided by the temperature (by 1 for greedy decoding)."""
+  """Divides logits by the temperature, in float32; for greedy decoding by 1."""
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
 def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """Sets logits of ids >= `vocabulary`, of padded embeddings, to -inf; 0 changes none."""
+  """Sets logits of token ids from `vocabulary` on to -inf; `vocabulary=0` changes none.
+
+  Models often have more embeddings than the tokenizer has tokens.
+  """
   if not 0 < vocabulary < logits_BV.shape[-1]:
     return logits_BV
   return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocabulary, logits_BV, -jnp.inf)
 
 
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Sets logits outside top-k, then top-p, then min-p to -inf."""
+  """Sets logits outside top-k to -inf, then logits outside top-p, then logits outside min-p.
+
+  Top-p is the share of the probability that top-k leaves. Of tied tokens, all are inside or none.
+  """
   if config.top_k:
     top_logits = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
     logits_BV = jnp.where(logits_BV < top_logits[:, -1:], -jnp.inf, logits_BV)
   if config.top_p < 1:
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     p = jax.nn.softmax(descending, axis=-1)
-    # A token is inside if the mass of all likelier tokens is below top_p.
+    # A token is inside if all likelier tokens together have a probability below top_p.
     inside = jnp.cumsum(p, axis=-1) - p < config.top_p
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
@@ -48,10 +60,10 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Returns tokens within top-k, then top-p, then min-p, as int32 [B, k].
+  """Returns token ids inside top-k, then top-p, then min-p, int32 [B, k].
 
-  Tokens are in order of falling probability, padded with NO_TOKEN. Of tokens tied at rank k, only
-  the first is included; `truncate` includes all.
+  They are in order of falling probability, padded with NO_TOKEN. There are never more than k: of
+  tokens tied at rank k, `truncate` includes all, and this function only as many as fit.
   """
   logits_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   logits_Bk = truncate(logits_Bk, dataclasses.replace(config, top_k=0))
@@ -59,13 +71,14 @@ def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def mask_outside(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
-  """Sets logits outside the support to -inf."""
+  """Sets logits outside the support (token ids, padded with NO_TOKEN) to -inf."""
 
   def on_each_device(logits_BV, support_BX):
     B, V = logits_BV.shape
     row_B1 = jnp.arange(B)[:, None]
     logits_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
-    index_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # Index V is dropped below.
+    # Index V is out of range, so `set` drops it.
+    index_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)
     return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, index_BX].set(logits_BX, mode="drop")
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
@@ -82,24 +95,24 @@ def sample(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples a token for each batch row.
 
-  Row b's random numbers depend only on (keys_B[b], position_B[b]), not on other rows. The
-  Gumbel-max trick avoids a cumulative sum over V. Sampling a block of tokens, and then a token of
-  the block, takes about 2 √V draws instead of V. Each draw uses 64 random bits. With 23 bits,
-  float32 Gumbel noise would end at 15.94, and tokens with probability below e^-15.94 would never be
-  sampled.
+  Row b's random numbers depend only on (keys_B[b], position_B[b]), not on other rows. The method
+  is the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample. First a
+  block of the vocabulary is sampled, and then a token of this block. That takes about 2 √V random
+  numbers instead of V. Each is made from 64 random bits. With 23 bits, float32 Gumbel noise could
+  not exceed 15.94, and the rarest tokens would never be sampled.
 
   Args:
     logits_BV: logits of the model.
     keys_B: PRNG key of each response.
-    position_B: position to fold into each key.
+    position_B: position of the new token, folded into the key.
     config: temperature and truncation.
-    support_BX: tokens to sample from, as `support` returns them; None to use `truncate`.
-    vocabulary: exclusive upper bound on sampled ids, the tokenizer's size; 0 for none. Ids from
-      this bound on keep their mass in the second log-prob, as in the trainer.
+    support_BX: token ids to sample from, as returned by `support`; None to apply `truncate`.
+    vocabulary: exclusive upper bound on sampled token ids, the tokenizer's size; 0 for no bound.
+      The second log-prob is normalised over all ids nevertheless, as in the trainer.
 
   Returns:
-    The token, int32 [B]; its log-prob after temperature and truncation; and its log-prob after
-    temperature alone.
+    The token, int32 [B]; its log-prob after temperature and truncation, float32 [B]; and its
+    log-prob after temperature alone, float32 [B]. Without truncation, both are equal.
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:
@@ -129,7 +142,10 @@ def sample(
 
 
 def _blocks(x_BV: jax.Array) -> jax.Array:
-  """Reshapes [B, V] to about square [B, J, W], padded with -inf; W is a power of two."""
+  """Reshapes [B, V] to J blocks of W tokens, [B, J, W], padded with -inf.
+
+  W is a power of two near √V.
+  """
   V = x_BV.shape[-1]
   W = 1 << math.isqrt(V).bit_length()
   x_BX = jnp.pad(x_BV, ((0, 0), (0, -V % W)), constant_values=-jnp.inf)

@@ -11,19 +11,21 @@ def end(
   new: Sequence[int],
   detokenize: Callable[[list[int]], str] | None,
 ) -> tuple[int | None, list[int] | None]:
-  """Finds the end of the first stop string in `new` tokens.
+  """Finds the end of the first stop string in a response's `new` tokens.
+
+  A stop string may begin before `new`, so some earlier tokens are searched too: `tail`, the last
+  ones with a text, as many as the longest stop string has bytes. So a call's cost does not grow
+  with the response. Tokens without a text, such as special tokens, are ignored.
 
   Args:
-    request: request with the stop strings.
-    tail: `tail` from the previous call; None at the first call. It has the last tokens with a text
-      before `new`, as many as the longest stop string has bytes. So a call's cost does not grow
-      with the response. Special tokens without a text are ignored.
+    request: request with the stop strings. A stop string may begin in the turn's `unfinished` part.
+    tail: `tail` from the previous call for this response; None at the first call.
     new: new tokens of the response.
     detokenize: function from token ids to text; None without stop strings.
 
   Returns:
-    The number of `new` tokens up to the end of a stop string, or None without a complete stop
-    string; and `tail` for the next call.
+    The number of `new` tokens up to and including the one that completes a stop string, None
+    without a complete one; and `tail` for the next call, None without stop strings.
   """
   strings = request.stop_strings
   if not strings:
@@ -31,7 +33,7 @@ def end(
   longest = max(len(s.encode()) for s in strings)
 
   def with_text(tokens: Sequence[int]) -> list[int]:
-    # Each token is doubled, since some tokenizers drop a leading space.
+    # Each token is doubled: some tokenizers drop a first space, so " " alone would look empty.
     return [token for token in tokens if detokenize([token, token])]
 
   def complete(count: int) -> bool:

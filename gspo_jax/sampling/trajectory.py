@@ -1,8 +1,9 @@
 """Trajectories, the unit of sampling, and their assembly into arrays.
 
-A response to a prompt is a trajectory with one turn. A conversation has several turns, with
-observations between them. A partial rollout is an unfinished trajectory, to be resumed with newer
-weights. One class represents all three.
+A trajectory is a prompt, followed by turns that the policy samples and by observations from an
+environment. A response to a prompt is a trajectory with one turn. A conversation has several turns,
+with observations between them. A partial rollout is an unfinished trajectory, to be resumed with
+newer weights. One class represents all three.
 """
 
 import base64
@@ -19,15 +20,15 @@ from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # Keys `role` and `content`.
-MOST_FIGURES = 200  # Maximum number of figures' means in a metrics row.
+MOST_FIGURES = 200  # Maximum number of environments' metrics (`Environment.figures`) in a step.
 
 
 class Environment(Protocol):
   """Environment of one trajectory: user code on the host, one object per trajectory.
 
   An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
-  every turn with an observation counts as one tool call. Failures of calls, unusable results and
-  calls beyond the time limit (tasks/environments.py) end only their own trajectory.
+  every turn but the last counts as one tool call. A call that raises, returns an unusable value or
+  exceeds the time limit (tasks/environments.py) ends only its own trajectory.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -39,20 +40,20 @@ class Environment(Protocol):
 
     A turn ends with a stop token or a stop string; a turn without either was truncated at the
     trajectory's maximum length. The next turn follows the observation directly, so the observation
-    includes any tokens that the model expects there, such as a chat template's headers. The last
-    turn's observation is ignored.
+    must include all tokens expected there, such as a chat template's headers. The observation after
+    the last turn is ignored.
 
     A run resumed in the middle of a trajectory creates a new environment and repeats the past
-    turns. Equal turns must therefore get equal results.
+    turns. Equal turns must therefore get equal answers.
     """
     ...
 
   def figures(self) -> Mapping[str, float]:
     """Returns metrics of a finished trajectory, by name (optional method).
 
-    Means over trajectories are logged by these names. `correct` is 1 for a right trajectory; by
-    default, a positive sum of rewards is right. `tokens`, `tool_calls` and `overlong_observation`
-    are added.
+    Their means over trajectories are logged. A trajectory is right if `correct` is 1; the default
+    is 1 if the rewards sum to more than 0, else 0. The driver adds `tokens`, `tool_calls` and
+    `overlong_observation` (1 if an observation was dropped for lack of room, else 0).
     """
     return {}
 
@@ -70,7 +71,8 @@ class SingleTurn:
     return (), 0.0, True
 
 
-COLUMNS = dict(  # Dtypes of the columns, each with one value per token after the prompt.
+# Dtypes of a trajectory's columns: arrays with one value for each token after the prompt.
+COLUMNS = dict(
   tokens=np.int32,
   turns=np.int32,  # Turn 0, 1, ... of a sampled token; -1 on observations.
   logp=np.float32,  # Log-prob under the sampling distribution; 0 on observations.
@@ -85,21 +87,25 @@ class Trajectory:
 
   Attributes:
     prompt: token ids before `tokens` and the other columns.
-    sample: sample number among trajectories with the same prompt; consecutive in a group.
-    seed: seed of the PRNG key, which is derived from `seed`, `prompt` and `sample`.
-    turn: number of finished turns, and index of the current turn.
-    calls: tool calls in each finished turn.
-    finished: whether the trajectory has ended, by its environment, length, turns or a failure.
-    stopped: whether the environment ended the trajectory after a complete turn.
-    limit: maximum tokens after the prompt, as set by the latest driver; 0 before the first.
-    experts: experts of every token at its first forward pass, int8 or int16
+    sample: number of this trajectory among those with the same prompt; consecutive in a group.
+    seed: seed of the run; `seed`, `prompt` and `sample` determine the PRNG key.
+    environment: the environment; None after a restore, until `conversations.resume`, and on hosts
+      other than the first.
+    tag: label for the caller.
+    turn: index of the current turn, and number of finished turns.
+    calls: number of tool calls in each finished turn.
+    finished: whether the trajectory has ended: its environment ended it, it reached the maximum
+      length or number of turns, or it failed.
+    stopped: whether the environment ended it after a turn with a stop token or stop string.
+    limit: maximum number of tokens after the prompt, as set by the latest driver; 0 before it.
+    experts: experts chosen for every token but the last, at its first forward pass, int8 or int16
       [prompt + n - 1, l, k]; None if not recorded.
-    support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN;
-      only NO_TOKEN for observations and for the whole vocabulary; None if not recorded.
+    support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN; a
+      row of NO_TOKEN alone means an observation or the whole vocabulary. None if not recorded.
     figures: metrics of the finished trajectory, by name (`Environment.figures`).
     failure: description of the environment's or the response's failure; "" without one. The reward
       of a failed trajectory is unknown.
-    columns: arrays [n] by the names of COLUMNS.
+    columns: arrays [n] by the names of COLUMNS, for the n tokens after the prompt.
   """
 
   def __init__(
@@ -114,7 +120,7 @@ class Trajectory:
     self.experts: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
-    self._turn_start = 0  # Tokens after the prompt at the start of the current turn.
+    self._turn_start = 0  # Index of the current turn's first token, without the prompt.
 
   tokens = property(lambda self: self.columns["tokens"])
   turns = property(lambda self: self.columns["turns"])
@@ -128,7 +134,7 @@ class Trajectory:
 
   @property
   def oldest_version(self) -> int | None:
-    """Oldest weight version of the sampled tokens; None without sampled tokens."""
+    """Oldest version of the weights of any sampled token; None without sampled tokens."""
     return min(self.version[self.turns >= 0].tolist(), default=None)
 
   @property
@@ -137,9 +143,9 @@ class Trajectory:
     return self.tokens[self._turn_start :].tolist()
 
   def add(self, response: Response) -> None:
-    """Appends sampled tokens to the current turn."""
+    """Appends a response's tokens to the current turn."""
     n = len(response.tokens)
-    if not n:  # Nothing was sampled, although the prompt may have been prefilled.
+    if not n:  # The experts of the prefix come with the next response, too.
       return
     self._extend_support(n, response.support)
     self._extend(
@@ -151,14 +157,14 @@ class Trajectory:
       rewards=np.zeros(n, np.float32),
     )
     if response.experts is not None:
-      # Every turn prefills the prefix again; only experts of the first forward pass are recorded.
+      # Every turn prefills the prefix again; only the experts of a token's first pass are recorded.
       filled = 0 if self.experts is None else len(self.experts)
       new = response.experts[filled:]
       self.experts = np.concatenate([self.experts, new]) if filled else new
 
   def end_turn(self, reward: float, calls: int = 0) -> None:
     """Ends the current turn with its reward and its number of tool calls."""
-    rewards = self.rewards.copy()  # A copy of the trajectory may share this array.
+    rewards = self.rewards.copy()  # `copy` shares the arrays.
     rewards[-1] = reward
     self.columns["rewards"] = rewards
     self.calls = (*self.calls, calls)
@@ -166,7 +172,7 @@ class Trajectory:
     self._turn_start = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
-    """Appends observation tokens; the next turn follows."""
+    """Appends an observation's tokens. The next turn begins after them."""
     n = len(tokens)
     self._extend_support(n, None)
     self._extend(
@@ -180,7 +186,12 @@ class Trajectory:
     self._turn_start = len(self.tokens)
 
   def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
-    """Finishes the trajectory, with the environment's figures. None means no figures."""
+    """Finishes the trajectory.
+
+    Args:
+      stopped: whether the environment ended it after a complete turn.
+      figures: figures from the environment, which replace the defaults. None means no figures.
+    """
     self.finished, self.stopped = True, stopped
     if not isinstance(self.environment, SingleTurn):
       self.figures = self._default_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
@@ -188,7 +199,7 @@ class Trajectory:
   def fail(self, failure: str) -> None:
     """Finishes the trajectory after a failure in or before the current turn.
 
-    A trajectory without tokens becomes padding: its prompt is removed, too.
+    A trajectory without any token loses its prompt, too, and becomes padding in a batch.
     """
     if len(self.tokens) > self._turn_start:
       self.end_turn(0.0)
@@ -199,8 +210,8 @@ class Trajectory:
   def cut(self, limit: int) -> None:
     """Truncates a trajectory of more than `limit` tokens after the prompt.
 
-    It becomes an unfinished trajectory of fewer than `limit` tokens, within a turn, to be resumed.
-    A sampler with this limit would have sampled the same tokens.
+    It becomes an unfinished trajectory, to be resumed: its last sampled token within the limit, and
+    all tokens after this one, are removed. So the resumed turn has at least one token to sample.
     """
     if len(self.tokens) <= limit:
       return
@@ -220,7 +231,7 @@ class Trajectory:
     return dict(correct=correct, tokens=tokens, tool_calls=calls)
 
   def copy(self) -> "Trajectory":
-    """Returns a snapshot with the same environment."""
+    """Returns a snapshot of the trajectory. It shares the environment."""
     snapshot = copy.copy(self)
     snapshot.columns = dict(self.columns)
     return snapshot
@@ -231,7 +242,12 @@ class Trajectory:
       self.columns[name] = np.concatenate([old, part]) if len(old) else part
 
   def _extend_support(self, n: int, new: np.ndarray | None) -> None:
-    """Appends the support of n tokens. Call it before `_extend`."""
+    """Appends the support of n new tokens. Call it before `_extend` appends the tokens.
+
+    Args:
+      n: number of new tokens.
+      new: their support; None for none.
+    """
     if self.support is None and new is None:
       return
     old = np.zeros((len(self.tokens), 0), np.int32) if self.support is None else self.support
@@ -240,7 +256,7 @@ class Trajectory:
     self.support = np.concatenate([_pad_support(old, width), _pad_support(new, width)])
 
   def get_state(self) -> dict[str, Any]:
-    """Returns everything except the environment as JSON, for a checkpoint."""
+    """Returns everything except environment and tag in JSON types, for a checkpoint."""
     arrays, file = self.columns | dict(routing=self.experts, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped limit figures failure".split()
@@ -254,8 +270,9 @@ class Trajectory:
     """Restores a trajectory from `get_state`.
 
     Args:
-      environment: environment in its state after the past turns; None on all hosts but the first,
-        and before `conversations.resume`.
+      state: result of `get_state`.
+      environment: environment in its state after the past turns. None on hosts other than the
+        first, and if `conversations.resume` creates it later.
       tag: label for the caller.
     """
     state = dict(state)
@@ -277,7 +294,7 @@ def _pad_support(support_nX: np.ndarray, width: int) -> np.ndarray:
 def recorded_turn(
   prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
 ) -> Trajectory:
-  """Returns a finished single turn with recorded tokens, versions -1 and log-probs 0."""
+  """Returns a finished single turn from a record. Its versions are -1 and its log-probs 0."""
   trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)
@@ -294,7 +311,7 @@ def turn_rewards(trajectory: Trajectory) -> np.ndarray:
 
 def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
   """Sums the rewards of each conversation, float32 [B]."""
-  # Sums of float32 in float64 are nearly exact: the order of rewards over turns does not matter.
+  # Sums of float32 values in float64 are nearly exact, whatever the order of the rewards.
   return np.array([x.rewards.sum(dtype=np.float64) for x in trajectories], np.float32)
 
 
@@ -302,6 +319,7 @@ def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.nd
   """Whether each conversation is right, bool [B]; failed ones are not.
 
   Args:
+    trajectories: finished trajectories.
     right_from: smallest total reward of a right conversation. None means that a conversation is
       right if its figure `correct` is 1 or more.
   """
@@ -315,7 +333,9 @@ def right(trajectories: Sequence[Trajectory], right_from: float | None) -> np.nd
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the mean of each figure over the trajectories with this figure.
 
-  Of more than MOST_FIGURES names, it returns the most frequent ones.
+  Args:
+    figures: `Trajectory.figures` of some trajectories. Of more than MOST_FIGURES different names,
+      only the most frequent ones are returned.
   """
   by_name: dict[str, list[float]] = {}
   for row in figures:
@@ -331,14 +351,15 @@ def assemble(
   """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished trajectories. Either all with sampled tokens have experts, or none.
-    length: positions of a batch row.
+    trajectories: finished trajectories. Experts are recorded for all of them or for none; those
+      without sampled tokens may lack them.
+    length: number of positions of a batch row.
     pad_id: token id of padding.
-    support: maximum number of tokens in a support; 0 for no support. Trajectories without a
-      support (recorded responses) have the whole vocabulary as support.
+    support: maximum number of tokens in a token's sampling distribution (sampling.top_k); 0 for no
+      support in the batch. Trajectories without a recorded support have the whole vocabulary.
 
   Raises:
-    ValueError: a partial rollout has a wider support, from an earlier configuration.
+    ValueError: a trajectory resumed after a change of sampling.top_k has a wider support.
   """
   B = len(trajectories)
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
@@ -347,8 +368,7 @@ def assemble(
   experts_BLlk = None
   first = next((trajectory.experts for trajectory in trajectories if trajectory.prompt), None)
   if first is not None:
-    # The last token of a trajectory has no experts: the sampler never ran a forward pass on it.
-    # Training needs none, since no token is predicted from the last one.
+    # The last token of a trajectory has no experts, since it was the input of no forward pass.
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -363,8 +383,8 @@ def assemble(
     if trajectory.support is not None:
       if (width := trajectory.support.shape[1]) > support:
         raise ValueError(
-          f"sampling.top_k is {support}, but a partial rollout was sampled with {width}: set it to "
-          f"{width} until that response is finished"
+          f"sampling.top_k={support}, but an unfinished response from the checkpoint was sampled "
+          f"with top_k={width}: set sampling.top_k to {width} until that response is finished"
         )
       support_BLX[row, start:end] = _pad_support(trajectory.support, support)
   mask = (fields["turns"] >= 0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Texts of trajectories for records: the prompt as the model saw it, and the turns."""
+"""Texts of trajectories for the samples log: rendered prompts, and turns of conversations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,14 @@ POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
 
 
 def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
-  """Returns record fields `rendered_prompt` and `turns` of a group's trajectories.
+  """Returns `rendered_prompt` and `turns` for each trajectory's record, as far as needed.
 
-  The first record has the prompt, and any record with another prompt than the first.
-  Conversations with observations have turns.
+  The record of the group's first sampled trajectory has `rendered_prompt`, and so has every record
+  with another prompt. Conversations with observations have `turns`.
+
+  Args:
+    trajectories: trajectories of one group.
+    tok: tokenizer of the run.
   """
   rows, first = [], None
   for trajectory in trajectories:
@@ -31,7 +35,7 @@ def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict
 
 
 def _turns(trajectory: Trajectory, tok: Tokenizer) -> list[dict[str, str | int]]:
-  """Splits a conversation into texts by role, with their numbers of tokens."""
+  """Returns role, text and number of tokens (`length`) of each turn and observation."""
   starts = np.flatnonzero(np.diff(trajectory.turns)) + 1
   spans = zip(np.split(trajectory.tokens, starts), np.split(trajectory.turns, starts))
   return [

@@ -45,10 +45,10 @@ def test_an_answer_is_read():
   assert part.version.tolist() == [4, 4, 5]
   with pytest.raises(Failed, match="weights"):
     read_answer(RECORDED, CALL, MODEL, 6, 6)
-  with pytest.raises(Failed, match=r"its answer cannot be used: .*too many values"):
+  with pytest.raises(Failed, match=r"the answer cannot be used: .*too many values"):
     read_answer(dict(choices=2 * RECORDED["choices"]), CALL, MODEL, 4, 5)
   wrong = dataclasses.replace(part, logp=np.full(3, 0.5, np.float32))
-  with pytest.raises(Failed, match="a log-prob is above 0"):
+  with pytest.raises(Failed, match="log-prob that is above 0"):
     probe.check_part(wrong, CALL, MODEL, 4, 5)
 
 
@@ -90,7 +90,7 @@ def test_routed_experts_are_decoded(layers):
     with pytest.raises(Failed, match=r"experts"):
       read_answer(dict(choices=[choice]), call, MODEL, 4, 5)
   for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
-    with pytest.raises(Failed, match=r"its answer cannot be used"):
+    with pytest.raises(Failed, match=r"the answer cannot be used"):
       read_answer(dict(choices=[choice | dict(routed_experts=text)]), call, MODEL, 4, 5)
   with pytest.raises(Failed, match=r"no routed experts: start the server with --enable"):
     read_answer(RECORDED, call, MODEL, 4, 5)
@@ -121,7 +121,7 @@ def headed(header, version=(1, 0)):
 def test_nothing_that_experts_may_hold_is_more_than_a_failure(text):
   call = dataclasses.replace(CALL, routing=True)
   choice = RECORDED["choices"][0] | dict(routed_experts=text)
-  with pytest.raises(Failed, match=r"its answer cannot be used") as error:
+  with pytest.raises(Failed, match=r"the answer cannot be used") as error:
     read_answer(dict(choices=[choice]), call, MODEL, 4, 5)
   assert error.value.kind == "body"
 
@@ -137,7 +137,7 @@ def test_numbers_are_numbers(value):
 @pytest.mark.parametrize("end", ["x", float("inf"), float("nan"), None, [1]])
 def test_spans_are_spans(end):
   spans = 5 if end is None else [dict(version="4", start=0, end=end)]
-  with pytest.raises(Failed, match="its answer cannot be used"):
+  with pytest.raises(Failed, match="the answer cannot be used"):
     choice = RECORDED["choices"][0] | dict(weight_versions=spans)
     read_answer(dict(choices=[choice]), CALL, MODEL, 4, 5)
 

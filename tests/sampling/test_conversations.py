@@ -131,7 +131,7 @@ FIGURES = {
   "a name that is none": ({3: 1.0}, "figure 3"),
   "a name of surrogates": ({"\ud800": 1.0}, "printable"),
   "a name of two lines": ({"a\nb": 1.0}, "printable"),
-  "a long name": ({"a" * 1000: 1.0}, "not a long one"),
+  "a long name": ({"a" * 1000: 1.0}, "1 to 100 characters"),
   "thousands": ({str(i): 1.0 for i in range(5000)}, "more than 100"),
   "no mapping": ([1, 2], r"figures\(\) raised AttributeError"),
   "raises": (lambda: leave(KeyError("steps")), r"figures\(\) raised KeyError\('steps'\)"),
@@ -203,7 +203,7 @@ BEGINNINGS = {
   "is text": (_reset("go"), "returned 'go'"),
   "is of texts": (_reset(["go"]), "TypeError"),
   "is another tokenizer's": (_reset([64]), "ids from 64 to 64"),
-  "needs a template": (_reset([dict(role="user", content="")]), "no `render`"),
+  "needs a template": (_reset([dict(role="user", content="")]), "`render` is None"),
   "cannot be made": (dict(__init__=lambda self, prompt: leave(OSError("full"))), "OSError: full"),
 }
 

@@ -297,10 +297,13 @@ def test_operations_are_those_of_the_responses_alone(group):
   "changes, message",
   [
     (dict(prompt=()), "prompt is empty"),
-    (dict(prompt=(7,) * 49), "prefix of 49 tokens .* prefixes of 48 tokens in a window of 60"),
-    (dict(max_new_tokens=62), "max_new_tokens=62 does not fit .* window of 60"),
-    (dict(stop_ids=tuple(range(9))), "9 stop ids, more than the 6 of the workload"),
-    (dict(stop_strings=("x",)), "need detokenize"),
+    (
+      dict(prompt=(7,) * 49),
+      "prefix of 49 tokens .* limits are 48 tokens for the prefix and 60 with the response",
+    ),
+    (dict(max_new_tokens=62), "max_new_tokens=62 is too long: .* 60 with the response"),
+    (dict(stop_ids=tuple(range(9))), "9 stop ids, and the workload allows 6"),
+    (dict(stop_strings=("x",)), "need the engine's argument `detokenize`"),
     (dict(samples=0), "samples=0 .* at least 1"),
     (dict(prompt=(7, 64)), "token ids from 7 to 64: the model has 0 to 63"),
     (dict(prior=(-1,)), "token ids from -1 to 9: the model has 0 to 63"),

@@ -190,6 +190,6 @@ def test_an_engine_that_keeps_none_is_refused():
   driver = Driver(Silent(), load)
   driver.begin([Trajectory((5,), 0, 0, SingleTurn((5,)))])
   with pytest.raises(
-    ValueError, match=r"Silent records no top-k/top-p candidates, .*: set sampling\.top_k"
+    ValueError, match=r"Silent does not record the tokens inside top-k, .*: set sampling\.top_k"
   ):
     list(driver.run())

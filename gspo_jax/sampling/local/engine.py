@@ -1,4 +1,4 @@
-"""Engine with decoding slots on a mesh of this run."""
+"""Engine with decoding slots on the run's own devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,16 @@ from gspo_jax.settings.sampling import LOCAL_ENGINE, EngineConfig
 class LocalEngine:
   """Continuous batching on the devices of the current mesh (an `Engine`).
 
+  A slot is one row of the decoding batch, and takes a new response as soon as its last one ends.
+
   Args:
     model: configuration of the model.
-    config: section `engine`.
-    compute: trainer's compute settings; `config.dtype` overrides the dtype.
-    publish: function from the trainer's parameters to the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None without one.
-    stepped: callback with the number of decode steps after each `step`; None for no callback.
+    config: section `engine` of the configuration.
+    compute: the trainer's compute settings; `config.dtype` overrides their dtype.
+    publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
+    detokenize: function from token ids to text, for stop strings; None without stop strings.
+    stepped: function to call after each `step`, with the number of decode steps per call
+      (`config.steps`); None for no call.
   """
 
   loads_beside_steps = False  # Two threads must not start collectives on the same devices.
@@ -59,7 +62,7 @@ class LocalEngine:
 
   def start(self, workload: Workload) -> None:
     if self._params is None:
-      raise RuntimeError("the engine has no weights: load them before it starts")
+      raise RuntimeError("the engine has no weights: call load() before start()")
     self._scheduler = None  # Frees the old cache before allocating the new one.
     self._scheduler = Scheduler(
       self._params,

@@ -1,10 +1,11 @@
-"""Refill of slots and page allocation on each device, before every decode step.
+"""Refill of slots and allocation of cache pages on each device, before every decode step.
 
-Free slots take responses from the queue. With a paged cache, responses get a page when they need
-one. If no page is free, prefixes are dropped from the queue, the newest first; after these, the
-response with the fewest sampled tokens is displaced. The host detects dropped prefixes and
-displaced responses, and restarts them. At least one response always proceeds, since a device's
-pages hold a whole window.
+A free slot starts the next response of a prefix in the queue (slots.py). With a paged cache, a slot
+takes a further page when its response reaches one. If no page is free, a prefix or a response has
+to give its pages back, and is *displaced*: first the prefixes in the queue, the newest first; then
+the response with the fewest sampled tokens. The host notices displaced responses by their missing
+ids, and submits them again (scheduler.py). At least one response always proceeds, since the pages
+of a device are enough for a response of the maximum length (`requests.sizes`).
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,9 @@ from gspo_jax.sampling.sampler import row_key
 
 @jax.named_scope("refill")
 def refill(state: Any) -> Any:
-  """Refills slots in a device's part of `slots.State`."""
+  """Allocates pages and starts responses, in one device's part of `slots.State`."""
   if not isinstance(state.cache, pages.Pages):
-    free = (state.slots.left_B == 0).sum()
+    free = (state.slots.remaining_B == 0).sum()
     count = jnp.minimum(free, state.waiting_R.sum())
     return jax.lax.fori_loop(0, count, lambda _, s: _start_response(s), state)
   state = _allocate_pages(state)
@@ -30,59 +31,61 @@ def refill(state: Any) -> Any:
 
 
 def _start_response(state):
-  """Starts a response in a free slot, to the prefix with the most waiting responses."""
+  """Starts a response in a free slot. It takes the prefix with the most waiting responses."""
   queue, waiting_R = state.queue, state.waiting_R
-  w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
-  key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
+  slot, entry = jnp.argmin(state.slots.remaining_B), jnp.argmax(waiting_R)
+  key = row_key(queue.seed_B[entry], queue.prompt_B[entry], queue.sample_B[entry])
   if isinstance(state.cache, pages.Pages):
     page = jnp.argmax(pages.free(state.cache, state.staged)).astype(jnp.int32)
-    cache = pages.begin(state.cache, w, state.staged[e], queue.position_B[e], page)
+    cache = pages.begin(state.cache, slot, state.staged[entry], queue.position_B[entry], page)
   else:
-    cache = kv_cache.copy_row(state.cache, w, state.staged, e)
+    cache = kv_cache.copy_row(state.cache, slot, state.staged, entry)
   return state.replace(
-    key_W2=state.key_W2.at[w].set(jax.random.key_data(key)),
-    slots=jax.tree.map(lambda x, y: x.at[w].set(y[e]), state.slots, queue),
+    key_W2=state.key_W2.at[slot].set(jax.random.key_data(key)),
+    slots=jax.tree.map(lambda x, y: x.at[slot].set(y[entry]), state.slots, queue),
     cache=cache,
-    queue=queue.replace(sample_B=queue.sample_B.at[e].add(1), id_B=queue.id_B.at[e].add(1)),
-    waiting_R=state.waiting_R.at[e].add(-1),
+    queue=queue.replace(sample_B=queue.sample_B.at[entry].add(1), id_B=queue.id_B.at[entry].add(1)),
+    waiting_R=state.waiting_R.at[entry].add(-1),
   )
 
 
 def _can_start(state):
-  """Whether a response can start in a free slot.
+  """Whether a response can start in a free slot of a paged cache.
 
-  One page is reserved for each active slot whose response may continue on another page. A further
-  page must be free. If no slot is active, `_allocate_pages` has already freed a page.
+  A start takes one page. One more page is reserved for every active slot whose response may still
+  reach another page. If no slot is active, `_allocate_pages` has made sure of a free page.
   """
   s, S = state.slots, state.cache.page
-  growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
-  surplus = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
-  alone = ~(s.left_B > 0).any()
-  return (s.left_B == 0).any() & (state.waiting_R > 0).any() & ((surplus > 0) | alone)
+  growing_B = (s.position_B + s.remaining_B - 1) // S > s.position_B // S
+  surplus = pages.free(state.cache, state.staged).sum() - (growing_B & (s.remaining_B > 0)).sum()
+  alone = ~(s.remaining_B > 0).any()
+  return (s.remaining_B == 0).any() & (state.waiting_R > 0).any() & ((surplus > 0) | alone)
 
 
 class _Owners(NamedTuple):
-  """Responses in slots and prefixes in the queue, with their pages."""
+  """Owners of pages, with page tables: responses in slots (B), and prefixes in the queue (R)."""
 
-  left_B: jax.Array
+  remaining_B: jax.Array
   table_Bn: jax.Array
   waiting_R: jax.Array
   staged_Rn: jax.Array
 
   @classmethod
   def from_state(cls, state: Any) -> "_Owners":
-    return cls(state.slots.left_B, state.cache.table_Bn, state.waiting_R, state.staged).released()
+    return cls(
+      state.slots.remaining_B, state.cache.table_Bn, state.waiting_R, state.staged
+    ).released()
 
   def released(self) -> "_Owners":
-    """Returns a copy without the pages of finished responses and prefixes."""
+    """Returns a copy without the pages of ended responses and of used-up prefixes."""
     return self._replace(
-      table_Bn=jnp.where(self.left_B[:, None] > 0, self.table_Bn, NONE),
+      table_Bn=jnp.where(self.remaining_B[:, None] > 0, self.table_Bn, NONE),
       staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
     )
 
   def put_into(self, state: Any) -> Any:
     return state.replace(
-      slots=state.slots.replace(left_B=self.left_B),
+      slots=state.slots.replace(remaining_B=self.remaining_B),
       cache=state.cache.replace(table_Bn=self.table_Bn),
       waiting_R=self.waiting_R,
       staged=self.staged_Rn,
@@ -90,42 +93,45 @@ class _Owners(NamedTuple):
 
 
 def release(state: Any) -> Any:
-  """Frees the pages of finished responses and prefixes in a device's part."""
+  """Frees unused pages in one device's part of the state."""
   return _Owners.from_state(state).put_into(state)
 
 
 def _allocate_pages(state):
-  """Allocates a page for each slot's next position. If pages run out, prefixes or responses go."""
+  """Allocates pages for the next positions. Displaces owners if no page is free."""
   s, S = state.slots, state.cache.page
-  row_B = jnp.arange(len(s.left_B))
+  row_B = jnp.arange(len(s.remaining_B))
   sampled_B = s.position_B - s.start_B
 
   def needs_page(owners):
     next_B = owners.table_Bn[row_B, s.position_B // S]
-    return (owners.left_B > 0) & (next_B == NONE)
+    return (owners.remaining_B > 0) & (next_B == NONE)
 
   def free(owners):
     return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
   def lacks_pages(owners):
-    stuck = (owners.left_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
+    stuck = (owners.remaining_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
     return needs_page(owners).any() | stuck
 
   def allocate_or_displace(owners):
-    free_p, w = free(owners), jnp.argmax(needs_page(owners))
+    free_p, slot = free(owners), jnp.argmax(needs_page(owners))
     any_free = free_p.any()
     page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
-    place = (w, s.position_B[w] // S)
+    place = (slot, s.position_B[slot] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
-    # Displaces the newest waiting prefix, or else the newest response with the fewest tokens.
+    # Without a free page, displaces the newest prefix in the queue. If the queue is empty too,
+    # displaces the response with the fewest sampled tokens, the newest of several.
     waits = (owners.waiting_R > 0).any()
-    e = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
-    least = jnp.where(owners.left_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()
-    v = jnp.argmax(jnp.where((owners.left_B > 0) & (sampled_B == least), s.id_B, -1))
+    entry = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
+    least = jnp.where(owners.remaining_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()
+    response = jnp.argmax(jnp.where((owners.remaining_B > 0) & (sampled_B == least), s.id_B, -1))
     return owners._replace(
       table_Bn=table_Bn,
-      waiting_R=owners.waiting_R.at[e].set(jnp.where(any_free, owners.waiting_R[e], 0)),
-      left_B=owners.left_B.at[v].set(jnp.where(any_free | waits, owners.left_B[v], 0)),
+      waiting_R=owners.waiting_R.at[entry].set(jnp.where(any_free, owners.waiting_R[entry], 0)),
+      remaining_B=owners.remaining_B.at[response].set(
+        jnp.where(any_free | waits, owners.remaining_B[response], 0)
+      ),
     ).released()
 
   return jax.lax.while_loop(lacks_pages, allocate_or_displace, _Owners.from_state(state)).put_into(

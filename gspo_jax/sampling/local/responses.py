@@ -1,4 +1,4 @@
-"""Host records of responses in flight on the devices."""
+"""Host records of responses in flight on the devices, and of prefixes in the devices' queues."""
 
 import dataclasses
 import itertools
@@ -13,11 +13,11 @@ from gspo_jax.sampling.requests import Request, Response
 
 
 class Entry(NamedTuple):
-  """A prefix in a device's queue, for responses without a slot."""
+  """A prefix in a device's queue, with responses still to start in a slot."""
 
   call: int  # Index of the first `decode` call after the prefill.
-  waiting: int  # Responses without a slot, at the last report.
-  end: int  # Exclusive upper bound on ids of the prefix's responses; lower ids start first.
+  waiting: int  # Number of responses still to start, after the last collected call.
+  end: int  # Exclusive upper bound on ids of the prefix's responses, started in order of their ids.
 
 
 @dataclasses.dataclass
@@ -26,13 +26,15 @@ class LiveResponse:
 
   request: Request
   sample: int  # Sample number.
-  shard: int  # Index of the device.
-  experts: list[np.ndarray]  # Experts of the prefix, shared by its responses; [] until fetched.
+  shard: int  # Index of the part of slots and queue with the response.
+  # Experts of the prefix, in a list shared by all its responses; [] until fetched, or if not
+  # recorded.
+  experts: list[np.ndarray]
   call: int = 0  # Index of the first `decode` call after the prefill.
-  # Sampled columns of each `decode` call, in the order of `split_by_response`, without the id.
+  # Arrays from each `decode` call, as yielded by `split_by_response` after the id.
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0  # Number of sampled tokens.
-  tail: list[int] | None = None  # Argument of `stop_strings.end`.
+  tail: list[int] | None = None  # State of the search for stop strings (`stop_strings.end`).
 
   @property
   def tokens(self) -> tuple[int, ...]:
@@ -40,7 +42,10 @@ class LiveResponse:
     return tuple(int(token) for part in self.parts for token in part[0])
 
   def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
-    """Returns the token count up to a stop string in the last part; None without one."""
+    """Looks for a stop string in the tokens of the last call.
+
+    Returns the response's number of tokens up to the end of the string; None if there is no string.
+    """
     new = self.parts[-1][0].tolist()
     end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
     return None if end is None else self.count - len(new) + end
@@ -48,7 +53,7 @@ class LiveResponse:
   def response(
     self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
   ) -> Response:
-    """Returns a Response of the first `count` tokens; None for all tokens."""
+    """Returns a Response with the first `count` tokens; None means all tokens."""
     columns = [None if xs[0] is None else np.concatenate(xs)[:count] for xs in zip(*self.parts)]
     no_logp = np.zeros(0, np.float32)
     tokens, logp, full_logp, experts, support = columns or (
@@ -76,9 +81,9 @@ def new_responses(request: Request) -> list[LiveResponse]:
 
 
 def split_by_response(out: Sampled) -> Iterator[tuple]:
-  """Yields (id, tokens, logp, full_logp, experts, support) of each response with tokens.
+  """Yields (id, tokens, logp, full_logp, experts, support) of each response with new tokens.
 
-  Experts and support are None if not recorded.
+  The arrays have one entry per new token; experts and support are None if not recorded.
   """
   steps = int(out.steps)
   id_Z = out.id_nW[:steps].T.ravel()  # Ordered by slot, then by time.
@@ -101,8 +106,8 @@ def split_by_response(out: Sampled) -> Iterator[tuple]:
 def restart_requests(lives: Iterable[LiveResponse]) -> Iterator[tuple[Request, list[LiveResponse]]]:
   """Yields new requests for displaced responses, each with its responses.
 
-  Responses of one request without tokens share a new request. A response with tokens has its own
-  request, with the tokens in `prior`.
+  Responses without tokens to the same request share a new request. A response with tokens gets a
+  separate request, with its tokens in `prior`.
   """
 
   def request_key(live: LiveResponse) -> tuple[int, int | None]:

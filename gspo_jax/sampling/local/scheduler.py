@@ -1,7 +1,11 @@
 """Host side of continuous batching: schedules requests and collects finished responses.
 
-All decisions depend on requests and on results of the devices, never on time. So scheduling is
+All decisions depend on requests and on results from the devices, never on time. So scheduling is
 deterministic, and all hosts take the same decisions without communication.
+
+Slots and queue (slots.py) are split into *shards* along the batch axes of the mesh. A shard is on
+one device, or on several devices with copies or slices of the same rows. A *call* is a call of
+`slots.decode`. The host dispatches the next call before it reads the results of the previous one.
 """
 
 import collections
@@ -39,13 +43,13 @@ class Scheduler:
       decode step.
     version: weight version.
     model: configuration of the model.
-    workload: bounds on the requests.
-    config: section `engine`.
+    workload: limits of the requests.
+    config: section `engine` of the configuration.
     compute: compute settings.
     detokenize: function from token ids to text; None without stop strings.
 
   Raises:
-    ValueError: the workload's window exceeds the model's positions or a device's pages.
+    ValueError: the workload's window exceeds the model's positions or the pages of a shard.
   """
 
   def __init__(
@@ -61,8 +65,9 @@ class Scheduler:
     window = workload.window
     if window > model.max_position_embeddings:
       raise ValueError(
-        f"a window of {window} tokens exceeds the model's max_position_embeddings="
-        f"{model.max_position_embeddings}"
+        f"a prompt with its response may have {window} tokens, which exceeds the model's "
+        f"max_position_embeddings={model.max_position_embeddings}: lower the maximum length of "
+        "prompts or of responses"
       )
     self._params, self._version = params, version
     self._model, self._config, self._workload = model, config, workload
@@ -92,22 +97,24 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests before prefill, each with its responses to restart (refill.py); [] if it is new.
+    # Requests to prefill. A new one has an empty list; one made for displaced responses (refill.py)
+    # has these responses.
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
-    # Free queue entries of each batch shard: the devices with the same rows.
-    self._free = [list(range(self._entries)) for _ in range(self._shards)]
-    self._load = [0] * self._shards  # Unfinished responses by shard.
-    # Free pages of each shard after the last collected call, and pages of later prefixes.
+    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # Free queue entries.
+    self._load = [0] * self._shards  # Number of unfinished responses of each shard.
+    # Free pages of each shard after the last collected call, and pages of prefixes prefilled since.
     self._pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
-    self._queued: dict[int, Entry] = {}  # Queue entries in use, by shard · entries + index.
-    self._calls = 0  # Number of `decode` calls so far.
-    self._in_flight = collections.deque()  # Dispatched calls, results not yet fetched.
-    self._prefills = []  # Prefills since the last call.
-    self._clock = 0.0
+    # Queue entries in use, by index in the whole queue: shard · entries + index in the shard.
+    self._queued: dict[int, Entry] = {}
+    self._calls = 0  # Number of calls so far.
+    self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
+    # Prefills since the last call: experts, and [(row, length, list for the row's experts), ...].
+    self._prefills = []
+    self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:
     """Queues a request. Raises ValueError if the request does not fit the workload."""
@@ -115,7 +122,8 @@ class Scheduler:
     request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
     if len(request.stop_ids) > self._stop_width:
       raise ValueError(
-        f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} of the workload"
+        f"a request has {len(request.stop_ids)} stop ids, and the workload allows "
+        f"{self._stop_width}: list them all in Workload.stop_ids"
       )
     self._requests.append((request, []))
 
@@ -125,26 +133,28 @@ class Scheduler:
     return bool(self._live or self._requests)
 
   def step(self) -> list[Response]:
-    """Dispatches decode steps, and returns finished responses of the previous dispatch.
+    """Dispatches a call, and returns the responses finished in the previous call.
 
     Raises:
-      Preempted: the run was asked to stop (preemption.py); tokens since the resume point are lost.
+      Preempted: the run was asked to stop (system/preemption.py).
     """
     preemption.check()
     if not self._in_flight:
       self._clock = time.perf_counter()
     self._fill_queue()
     self._dispatch()
-    if len(self._in_flight) == 1:  # Devices work on one call while the host reads another.
+    if len(self._in_flight) == 1:  # The first call: there is no previous one to collect.
       return []
     finished = self._collect()
     if not self.busy:
-      self._in_flight.clear()  # The remaining call has no tokens of unfinished responses.
+      self._in_flight.clear()  # The call just dispatched has no response to continue.
     return finished
 
   def stop(self) -> list[Response]:
-    """Ends the workload. Returns finished responses, and unfinished ones with their tokens so far
-    (possibly none), to be resumed later."""
+    """Ends the workload, and returns its remaining responses.
+
+    Unfinished responses have their tokens so far, possibly none, and can be resumed.
+    """
     finished = []
     while self._in_flight:
       finished += self._collect()
@@ -158,9 +168,10 @@ class Scheduler:
   # Dispatch to the devices.
 
   def _fill_queue(self) -> None:
-    """Prefills prefixes in batches of one padded length.
+    """Prefills waiting requests in batches of one padded length.
 
-    Small batches are delayed while the queue has responses for more than half of the slots.
+    While the queue still has responses for more than half of the slots, a batch is delayed until
+    there are enough free entries for a full one.
     """
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
@@ -183,9 +194,10 @@ class Scheduler:
         return
 
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[LiveResponse]]]:
-    """Distributes requests in order to the least loaded devices, at most `rows` to each.
+    """Assigns requests to the least loaded shards, at most `rows` to each.
 
-    With `cache_tokens`, a busy device takes a prefix only if a free page per slot remains after it.
+    With `engine.cache_tokens`, a shard with unfinished responses takes a prefix only if a free page
+    per slot remains. Stops at the first request without a shard, so that requests keep their order.
     """
     used, placed = [0] * self._shards, []
     for request, lives in fitting:
@@ -212,7 +224,7 @@ class Scheduler:
     return placed
 
   def _prefill_batch(self, placed: list, length: int, rows: int) -> None:
-    """Dispatches one prefill call for `rows` prefixes per device, padded to `length`."""
+    """Dispatches one prefill of up to `rows` prefixes per shard, padded to `length`."""
     total = rows * self._shards
     tokens, prefixes = np.zeros((total, length), np.int32), Rows.zeros(total, self._stop_width, np)
     prefixes.stop_BX[:] = -1
@@ -228,7 +240,7 @@ class Scheduler:
       prefixes.token_B[row] = prefix[-1]
       prefixes.position_B[row] = len(prefix) - 1
       prefixes.start_B[row] = len(request.prompt)
-      prefixes.left_B[row] = request.max_new_tokens
+      prefixes.remaining_B[row] = request.max_new_tokens
       prefixes.seed_B[row] = request.seed
       prefixes.prompt_B[row] = zlib.crc32(np.asarray(request.prompt, "<i4").tobytes())
       prefixes.sample_B[row] = request.first_sample
@@ -238,7 +250,7 @@ class Scheduler:
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
-        if not live.count:  # A restarted response keeps the experts of its first forward pass.
+        if not live.count:  # A response with tokens keeps the experts of its first forward pass.
           live.experts = experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
@@ -253,10 +265,11 @@ class Scheduler:
     self._prefills.append((experts_rTlk, fetched))
 
   def _dispatch(self) -> None:
+    """Dispatches a call, and the copy of its results to the host."""
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
     self._cancelled = []
-    # A scalar, ready once the prefills have run: it measures their time.
+    # A scalar from the state after the prefills. `_collect` waits for it, to measure their time.
     marker = self._state.waiting_R.sum() if self._prefills else None
     self._state, out = self._decode(self._params, self._state, _put_arrays(cancelled, P()))
     for x in jax.tree.leaves(out):
@@ -267,7 +280,7 @@ class Scheduler:
   # Collection from the devices.
 
   def _collect(self) -> list[Response]:
-    """Fetches the results of the oldest call; returns finished responses."""
+    """Fetches the results of the oldest call; returns the responses finished in it."""
     call, prefills, prefix_pages, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
@@ -291,7 +304,7 @@ class Scheduler:
     for id_, *part in split_by_response(out):
       live = self._live.get(id_)
       if live is None:
-        continue  # The response ended with a stop string, and its slot is not cancelled yet.
+        continue  # Tokens after a stop string: its slot was not yet cancelled in this call.
       old_count = live.count
       live.parts.append(tuple(part))
       live.count += len(part[0])
@@ -303,7 +316,7 @@ class Scheduler:
           self._cancelled.append(id_)  # The slot decodes until the next call cancels it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
-      # For FLOPs: each sampled token has one input token, the last at the position before it.
+      # For FLOPs: number of decode steps, and number of positions up to the last input token.
       sampled.append((count - old_count, live.request.prefix_length + count - 1))
       if ended:
         finished.append(live.response(self._version, count, stopped, finished=True))
@@ -315,12 +328,15 @@ class Scheduler:
     if out.live_W is not None:
       self._pages, self._prefix_pages = out.free_d, self._prefix_pages - prefix_pages
       for _, _, later_pages, _, _ in self._in_flight:
-        later_pages -= prefix_pages  # `out.free_d` has counted these prefixes.
+        later_pages -= prefix_pages  # `out.free_d` accounts for the pages of these prefixes.
       self._requeue_displaced(call, out)
     return finished
 
   def _requeue_displaced(self, call: int, out: Sampled) -> None:
-    """Queues displaced responses for a restart, before all other requests."""
+    """Queues displaced responses for a restart, before all other requests.
+
+    Displaced are unfinished responses that are neither in a slot nor waiting in the queue.
+    """
     in_flight = set(out.live_W.tolist())
     for entry in self._queued.values():
       if entry.call <= call:
@@ -335,12 +351,13 @@ class Scheduler:
     self._requests.extendleft(reversed(list(restart_requests(displaced.values()))))
 
   def _lap(self) -> float:
+    """Returns the seconds since the last lap, and starts the next."""
     before, self._clock = self._clock, time.perf_counter()
     return self._clock - before
 
 
 def _put_arrays(tree: Any, *spec: P) -> Any:
-  """Puts arrays on the mesh, if any, split over its batch axes by default."""
+  """Puts arrays on the mesh, if any. By default they are split over its batch axes."""
   if sharding.without_mesh():
     return tree
   return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)

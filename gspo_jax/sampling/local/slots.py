@@ -1,9 +1,10 @@
 """Continuous batching on the device: a fixed number of self-refilling slots.
 
-Each slot decodes one token per step. The queue holds prefilled prefixes. A slot with a finished
-response takes the next prefix and copies its keys and values inside the decoding loop, so no slot
-waits for the host. On the host, `scheduler` collects sampled tokens and prefills prefixes
-while the devices decode.
+A slot is one row of the decoding batch: it holds a response and decodes one token of it per step. A
+queue on the device holds *prefixes*: prompts, or the tokens of trajectories so far, with their keys
+and values computed in advance. Once a response ends, its slot starts the next response of a prefix
+in the queue (refill.py) inside the decoding loop, so no slot waits for the host. While the devices
+decode, `scheduler` collects sampled tokens on the host and starts the prefill of further prefixes.
 """
 
 import dataclasses
@@ -32,24 +33,25 @@ from gspo_jax.sharding import BATCH, P
 
 @flax.struct.dataclass
 class Rows:
-  """Responses, or prefixes of new responses, one for each cache row.
+  """State of B responses in slots, or of B prefixes in the queue.
 
-  The last token of a prefix is not in the cache: decoding starts with this token as input.
+  A prefix has the values with which its next response starts. The last token of a prefix is not in
+  the cache, since decoding starts with this token as input.
   """
 
   token_B: Any  # Next input token, int32.
   position_B: Any  # Position of the next input token from the start of the prompt, int32.
   start_B: Any  # Position of the first token after the prompt, int32.
-  left_B: Any  # Remaining tokens to sample, int32; 0 for a free slot.
-  seed_B: Any  # Seed of the PRNG key, uint32.
+  remaining_B: Any  # Number of tokens still to sample at most, int32; 0 for a free slot.
+  seed_B: Any  # Seed of the request, uint32. Seed, prompt and sample determine the PRNG key.
   prompt_B: Any  # Hash of the prompt, uint32.
-  sample_B: Any  # Sample number, int32.
-  stop_BX: Any  # Tokens that end the response, int32, padded with -1.
-  id_B: Any  # Host's id of the response, int32.
+  sample_B: Any  # Number of the response among those to the prompt, int32.
+  stop_BX: Any  # Token ids that end the response, int32, padded with -1.
+  id_B: Any  # The scheduler's id of the response, int32.
 
   @classmethod
   def zeros(cls, count: int, stop_ids: int, np: Any) -> "Rows":
-    """Returns zeros from module `np`, which is numpy or `jax.numpy`."""
+    """Returns `count` rows of zeros, as arrays of module `np` (numpy or `jax.numpy`)."""
     rows = {field.name: np.zeros(count, np.int32) for field in dataclasses.fields(cls)}
     rows |= {name: np.zeros(count, np.uint32) for name in ("seed_B", "prompt_B")}
     return cls(**rows | dict(stop_BX=np.zeros((count, stop_ids), np.int32)))
@@ -57,28 +59,34 @@ class Rows:
 
 @flax.struct.dataclass
 class State:
-  slots: Rows  # W responses in decoding.
+  """State of decoding: W slots, and a queue of R prefixes. Both are split over the devices."""
+
+  slots: Rows  # W responses, one in each slot.
   key_W2: Any  # Key data of the responses' PRNG keys, uint32.
   cache: Cache | Pages  # Keys and values of W windows.
   queue: Rows  # R prefixes; `sample_B` and `id_B` belong to the next response.
-  staged: Any  # Keys and values of R prefixes; for a paged cache, the prefixes' page table.
-  waiting_R: Any  # Responses of each prefix without a slot, int32.
+  staged: Any  # Dense cache: keys and values of R prefixes. Paged cache: the prefixes' page table.
+  waiting_R: Any  # Number of each prefix's responses still to start, int32; 0 for a free entry.
 
 
 @flax.struct.dataclass
 class Sampled:
-  """Tokens of n decode steps in W slots, replicated on all hosts."""
+  """Results of a `decode` call of up to n steps in W slots, replicated on all hosts.
 
-  id_nW: Any  # Id of the token's response, int32; -1 for a free slot.
+  Fields without n describe the state after the last step.
+  """
+
+  id_nW: Any  # Id of the response in the slot, int32; -1 for a free slot.
   token_nW: Any  # Sampled token, int32.
   logp_nW: Any  # Log-prob under the sampling distribution, float32.
-  full_logp_nW: Any  # Log-prob without truncation, float32.
-  experts_nWlk: Any  # Experts of the input token; None if not recorded.
+  full_logp_nW: Any  # Log-prob without top-k, top-p and min-p, float32.
+  experts_nWlk: Any  # Experts chosen for the step's input token; None if not recorded.
   support_nWX: Any = None  # Tokens in the sampling distribution, int32; None if not recorded.
-  steps: Any = None  # Number of steps actually run, int32 [].
-  waiting_R: Any = None  # `State.waiting_R` after the steps.
-  live_W: Any = None  # Ids of unfinished responses after the steps, int32; -1 for a free slot.
-  free_d: Any = None  # Free pages of each device after the steps, int32; None for a dense cache.
+  steps: Any = None  # Number of steps run, int32 []; fewer than n once nothing is left to sample.
+  waiting_R: Any = None  # `State.waiting_R`.
+  # Ids of the unfinished responses in slots, int32, -1 for a free slot; None for a dense cache.
+  live_W: Any = None
+  free_d: Any = None  # Number of free pages of each device, int32; None for a dense cache.
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layers", "size", "stop_ids", "dtype"))
@@ -90,9 +98,9 @@ def new_state(
   Args:
     model: configuration of the model.
     layers: number of layers in each stacked block of the parameters.
-    size: shapes of the arrays.
-    stop_ids: maximum number of stop tokens of a response.
-    dtype: dtype of keys and values.
+    size: shapes of slots, queue and cache.
+    stop_ids: maximum number of stop token ids of a response.
+    dtype: dtype of cached keys and values.
   """
 
   def split(tree: Any) -> Any:
@@ -136,18 +144,21 @@ def prefill(
 
   Args:
     params: parameters in the sampler's layout.
-    state: state to update.
-    tokens_rT: prefixes without their last tokens, right-padded.
-    rows: fields of the queue entries.
+    state: state to update (donated).
+    tokens_rT: r prefixes without their last tokens, right-padded.
+    rows: the prefixes' entries in the queue.
     waiting_r: number of responses to each prefix.
-    entry_r: index in this device's part of the queue; an index beyond the end drops the prefix.
+    entry_r: index of each prefix's entry in the device's part of the queue. An index beyond its end
+      marks a padding row, without a prefix.
     model: configuration of the model.
     compute: compute settings.
-    piece: maximum tokens of a prefix in one forward pass; longer prefixes take several passes.
-    record_routing: whether to return experts.
+    piece: maximum number of a prefix's tokens in one forward pass. Longer prefixes take several
+      passes.
+    record_routing: whether to return the chosen experts.
 
   Returns:
-    The new state, and the experts [r, T, l, k], replicated on all hosts; None if not recorded.
+    The new state, and the experts [r, T, l, k] of `tokens_rT`, replicated on all hosts. The experts
+    are None without `record_routing`, and for a model without experts.
   """
   (r, T), layers = tokens_rT.shape, params.depths
   cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
@@ -182,7 +193,7 @@ def prefill(
 
 
 def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
-  """Adds prefilled prefixes to the queue, on each device."""
+  """Adds prefilled prefixes to the queue, in one device's part of the state."""
 
   def set_rows(old, new):
     return old.at[entry_r].set(new, mode="drop")
@@ -193,7 +204,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host restarts prefixes without pages.
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the others again.
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
@@ -218,7 +229,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
 def decode(
   params: transformer.Params,
   state: State,
-  cancelled_W: jax.Array,  # Ids of responses to cancel, padded with -1.
+  cancelled_W: jax.Array,
   *,
   steps: int,
   sampling: SamplingConfig,
@@ -231,13 +242,23 @@ def decode(
   """Decodes up to `steps` tokens in every slot; ends early once slots and queue are empty.
 
   Args:
-    width: maximum tokens of a recorded support; 0 to record no support.
-    vocabulary: exclusive upper bound on sampled ids; 0 for none.
+    params: parameters in the sampler's layout.
+    state: state to update (donated).
+    cancelled_W: ids of responses to end before the first step, padded with -1.
+    steps: maximum number of steps.
+    sampling: temperature and truncation.
+    model: configuration of the model.
+    compute: compute settings.
+    record_routing: whether to record the chosen experts.
+    width: maximum number of tokens of a recorded support; 0 to record no support.
+    vocabulary: exclusive upper bound on sampled token ids; 0 for no bound.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
-  state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
+  state = state.replace(
+    slots=slots.replace(remaining_B=jnp.where(cancelled_B, 0, slots.remaining_B))
+  )
 
   def full_steps(value, dtype, *shape):
     return sharding.reshard(jnp.full((steps, W, *shape), value, dtype), P(None, BATCH))
@@ -258,7 +279,7 @@ def decode(
 
   def continues(carry):
     i, state, _ = carry
-    return (i < steps) & ((state.slots.left_B.max() > 0) | (state.waiting_R.max() > 0))
+    return (i < steps) & ((state.slots.remaining_B.max() > 0) | (state.waiting_R.max() > 0))
 
   def step(carry):
     i, state, out = carry
@@ -280,9 +301,9 @@ def decode(
 def _next_token(
   params, state: State, sampling, model, compute, width, vocabulary
 ) -> tuple[Rows, Cache, Sampled]:
-  """Runs one decode step of all slots."""
+  """Runs one decode step of all slots; returns slots, cache and results."""
   s = state.slots
-  active_B = s.left_B > 0
+  active_B = s.remaining_B > 0
   out = transformer.forward(
     params,
     model,
@@ -311,13 +332,13 @@ def _next_token(
   slots = s.replace(
     token_B=token_B,
     position_B=jnp.where(active_B, next_B, s.position_B),
-    left_B=jnp.where(active_B & ~stopped_B, s.left_B - 1, 0),
+    remaining_B=jnp.where(active_B & ~stopped_B, s.remaining_B - 1, 0),
   )
   return slots, out.cache, sampled
 
 
 def _report(state: State) -> dict[str, Any]:
-  """Returns a state's counts for the host."""
+  """Returns the fields of `Sampled` about the state after the steps."""
   if not isinstance(state.cache, Pages):
     return dict(waiting_R=state.waiting_R)
 
@@ -325,16 +346,16 @@ def _report(state: State) -> dict[str, Any]:
     state = release(state)
     return pages.free(state.cache, state.staged).sum(keepdims=True)
 
-  live_W = jnp.where(state.slots.left_B > 0, state.slots.id_B, -1)
+  live_W = jnp.where(state.slots.remaining_B > 0, state.slots.id_B, -1)
   free_d = _on_each_device(free, state, like=state.waiting_R)
   return dict(waiting_R=state.waiting_R, live_W=live_W, free_d=free_d)
 
 
 def specs(tree: Any) -> Any:
-  """Returns the PartitionSpec of each array of a state."""
+  """Returns PartitionSpecs of arrays. Only keys and values have more than four axes."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 
 def _on_each_device(f, *arguments, like):
-  """Applies `f` to each device's part; results have the layout of `like`."""
+  """Applies `f` to each device's part. Results have the structure and layout of `like`."""
   return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)

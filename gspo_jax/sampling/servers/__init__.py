@@ -1,1 +1,1 @@
-"""Engine with HTTP servers as samplers, and its parts."""
+"""Engine with vLLM servers as samplers, their client, and checks of their answers."""

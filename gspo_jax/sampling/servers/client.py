@@ -1,11 +1,12 @@
 """Client of a run's vLLM servers (0.32): calls over HTTP, and publication of weights.
 
 A server needs `--enable-scale-out` for token ids in requests and answers, `VLLM_SERVER_DEV_MODE=1`
-for new weights, and `--logprobs-mode processed_logprobs` for log-probs.
+for new weights, and `--logprobs-mode processed_logprobs` for log-probs (docs/engines.md).
 
-`ServerPool` starts one thread with an event loop for all requests. The host loop submits calls and
-takes answers from a queue. A server is excluded after three failures in a row, of any kind, until
-the next publication.
+A *call* requests one continuation of some tokens; an answer is a `Part` of a response. `ServerPool`
+runs all requests in the event loop of one thread. The host loop submits calls and takes their
+answers from a queue. After three failures in a row a server is excluded: it receives no calls until
+the next *publication*, which loads new weights on all servers and samples a probe.
 """
 
 import asyncio
@@ -30,12 +31,12 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-IDLE_S = 2.0  # Servers close idle connections after 5 s, and drop requests sent at that moment.
-OTHER_CONNECTIONS = 16  # Connections per server, in addition to those for calls.
+IDLE_S = 2.0  # Servers close idle connections after 5 s; a request sent at that moment is lost.
+OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
-TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with a bearer token.
-GENERATE = "/inference/v1/generate"
-PREFIX = "generate-tokens-"  # Prefix that vLLM adds to ids of calls.
+TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
+GENERATE = "/inference/v1/generate"  # Path of calls.
+PREFIX = "generate-tokens-"  # vLLM begins its ids of requests with this text.
 
 T = TypeVar("T")
 
@@ -45,26 +46,27 @@ class Server:
   """One server and its state."""
 
   url: str
-  usable: bool = False
-  reason: str = "no weights were published to it yet"  # Reason if the server is not usable.
+  usable: bool = False  # Whether it may receive calls.
+  reason: str = "no weights were published to it yet"  # Why it is not usable; "" if it is.
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
-  calls: set[str] = dataclasses.field(default_factory=set)  # Ids of sent calls.
-  # Cleared from the publication of weights until the probe's verdict.
+  calls: set[str] = dataclasses.field(default_factory=set)  # Ids of calls in flight.
+  # Not set during a publication: from its start until the server is usable or excluded.
   verdict: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class ServerPool:
-  """Servers of `urls`, sampling from `model`.
+  """Servers of a run, at `urls`, and their connections.
 
   Attributes:
+    servers: the servers, in the order of `urls`.
     answers: queue of (call id, URL, part or exception), in order of arrival.
-    failures: counts of failures by kind, since the process started.
-    in_flight: maximum calls in flight at one server.
-    version: newest weight version on any server.
+    failures: number of failures of each kind (`probe.KINDS`), since the start of the process.
+    in_flight: maximum number of calls in flight at one server.
+    version: newest version of published weights; -1 before the first publication.
 
   Raises:
-    ValueError: the token has characters that are not allowed in an HTTP header.
+    ValueError: the bearer token has characters that an HTTP header may not have.
   """
 
   def __init__(self, urls: Sequence[str], config: ServerConfig, model: ModelConfig):
@@ -74,8 +76,8 @@ class ServerPool:
     self.answers: queue.SimpleQueue[tuple[str, str, Part | Exception]] = queue.SimpleQueue()
     self.failures: collections.Counter[str] = collections.Counter()
     self.version = -1
-    self._calls: dict[str, asyncio.Timeout] = {}  # Timeouts of calls by id, unsent ones too.
-    self._change = asyncio.Event()  # Set briefly when a server may have room.
+    self._calls: dict[str, asyncio.Timeout] = {}  # Timeouts of calls by id; unsent calls included.
+    self._change = asyncio.Event()  # Set briefly when a server may take another call.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
     self._thread.start()
@@ -83,7 +85,7 @@ class ServerPool:
       asyncio.run_coroutine_threadsafe(self._watch_health(server), self._loop)
 
   def _connect(self) -> None:
-    """Opens the HTTP client, with connections within the limit of open files."""
+    """Opens the HTTP client. The limit of open files limits its connections."""
     most, servers = self._config.in_flight, len(self.servers)
     token = os.environ.get(TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):  # The message must not show the token.
@@ -92,13 +94,13 @@ class ServerPool:
     self.in_flight = min(most, max(1, connections // servers - OTHER_CONNECTIONS))
     if self.in_flight < most:
       text = "engine.server.in_flight=%d is lowered to %d: the process may open no more connections"
-      logging.warning(text + " (ulimit -Hn)", most, self.in_flight)
+      logging.warning(text + "; raise its limit of open files (ulimit -Hn)", most, self.in_flight)
     refused = f"set {TOKEN} to the server's token"
     missing = "vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
-      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits the whole request.
+      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits all its other steps.
       limits=httpx2.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_S
       ),
@@ -106,7 +108,10 @@ class ServerPool:
     )
 
   def run(self, work: Awaitable[T], poll: Callable[[], None] = lambda: None) -> T:
-    """Runs a coroutine on the event loop, and calls `poll` twice a second while waiting."""
+    """Runs a coroutine on the event loop, and returns its result.
+
+    Calls `poll` twice a second during the wait. An exception of `poll` cancels the coroutine.
+    """
     future = asyncio.run_coroutine_threadsafe(work, self._loop)
     try:
       while not concurrent.futures.wait([future], 0.5).done:
@@ -117,7 +122,7 @@ class ServerPool:
       raise
 
   def close(self) -> None:
-    """Ends the thread and closes the connections. Further calls do nothing."""
+    """Ends the thread and closes the connections. A second `close` does nothing."""
     if not self._thread.is_alive():
       return
     self.run(self._close())
@@ -138,10 +143,14 @@ class ServerPool:
   async def request(
     self, url: str, path: str, body: Any = None, seconds: float | None = None
   ) -> Any:
-    """Returns the JSON of an answer to a POST, or to a GET without `body`; None if empty.
+    """Sends a request, and returns the answer's JSON value; None for an empty answer.
+
+    Args:
+      body: JSON value to POST. None means a GET.
+      seconds: time limit; None means CONNECT_S.
 
     Raises:
-      Failed: there is no answer in time, or the answer cannot be used.
+      Failed: there is no answer in time, or it is an error, or it is not JSON.
     """
     seconds = seconds or CONNECT_S
     try:
@@ -158,7 +167,7 @@ class ServerPool:
     try:
       value = answer.json() if answer.content.strip() else None
     except (ValueError, RecursionError) as error:
-      raise Failed("body", f"the answer to {path} is no JSON: {error!s:.80}") from error
+      raise Failed("body", f"the answer to {path} is not JSON: {error!s:.80}") from error
     if isinstance(value, dict) and value.get("success") is False:
       raise Failed("body", f"the answer to {path} is {value!r:.200}")
     return value
@@ -166,23 +175,25 @@ class ServerPool:
   # Calls.
 
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
-    """Sends a call once, to the server with the fewest calls.
+    """Sends a call once, to the usable server with the fewest calls.
+
+    Returns at once; the call may wait for a server. Its answer or exception comes to `answers`.
 
     Args:
-      avoid: URLs of servers with earlier failures of this call. They come last.
+      avoid: URLs of servers at which the response's last calls failed. They come last.
     """
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
   async def _handle(self, call: Call, avoid: Collection[str]) -> None:
-    """Sends a call, and puts its answer on the queue in any case."""
+    """Sends a call, and puts its answer or exception on the queue in any case."""
     answer: Part | Exception = Failed("", "its server was excluded, or the call was cancelled")
     server = None
     try:
-      async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` ends it.
+      async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` may set a time limit.
         server = await self._choose(avoid)
         server.calls.add(call.id)
         part = await self._generate(server, call, self._config.timeout_s)
-        await server.verdict.wait()  # During a publication.
+        await server.verdict.wait()  # An answer during a publication waits for its end.
         if server.usable:
           answer, server.failures = part, 0
     except TimeoutError:
@@ -190,7 +201,7 @@ class ServerPool:
     except Failed as error:
       answer = error
       self._count_failure(server, error)
-    except Exception as error:  # The host loop waits for an answer, even after a bug.
+    except Exception as error:  # A bug. The host loop would wait for an answer forever.
       answer = error
     finally:
       self._calls.pop(call.id, None)
@@ -200,7 +211,7 @@ class ServerPool:
       self.answers.put((call.id, server.url if server else "", answer))
 
   async def _choose(self, avoid: Collection[str]) -> Server:
-    """Waits for a server with room; returns the one with the fewest calls."""
+    """Waits for a server with fewer than `in_flight` calls; returns the one with the fewest."""
     while True:
       usable = self.usable
       preferred = [server for server in usable if server.url not in avoid] or usable
@@ -215,12 +226,12 @@ class ServerPool:
     return read_answer(answer, call, self._model, oldest, max(oldest, self.version))
 
   def _notify(self) -> None:
-    """Wakes all calls waiting for room."""
+    """Wakes all calls in `_choose`."""
     self._change.set()
     self._change.clear()
 
   def _count_failure(self, server: Server, error: Failed) -> None:
-    """Counts a failure; excludes a server after too many."""
+    """Counts a failure; excludes the server after MAX_FAILURES in a row."""
     self.failures[error.kind] += 1
     if not server.usable:
       return
@@ -228,10 +239,10 @@ class ServerPool:
     if server.failures >= MAX_FAILURES:
       self.exclude(server, f"{server.failures} failures in a row, the last: {error}")
     else:
-      logging.warning("%s: %s: %s; the call is sent again", server.url, error.kind, error)
+      logging.warning("server %s: %s: %s; the call is sent again", server.url, error.kind, error)
 
   async def abort(self, ids: Collection[str]) -> None:
-    """Aborts calls, for answers with the tokens so far. Cancels unsent calls."""
+    """Aborts calls, so that they are answered with the tokens so far. Cancels unsent calls."""
     sent = {server: server.calls & set(ids) for server in self.servers}
     await self.cancel(set(ids).difference(*sent.values()))
 
@@ -243,11 +254,11 @@ class ServerPool:
     await asyncio.gather(*(abort_at(server) for server in self.servers if sent[server]))
 
   async def cancel(self, ids: Collection[str]) -> None:
-    """Cancels calls. Each cancelled call gets Failed as its answer."""
+    """Cancels calls. The answer of a cancelled call is a Failed."""
     self._expire(ids)
 
   def _expire(self, ids: Collection[str]) -> None:
-    """Ends calls by their timeouts."""
+    """Cancels calls, by a time limit in the past."""
     for id_ in ids:
       if timeout := self._calls.pop(id_, None):
         timeout.reschedule(0)
@@ -257,11 +268,12 @@ class ServerPool:
   async def publish(
     self, weights: str, version: int, probe: Sequence[Call]
   ) -> list[list[Part] | None]:
-    """Loads weights on all servers and samples a probe.
+    """Loads weights on all servers, and samples a probe on each.
 
     Servers are unusable until `end_publication`.
 
-    Returns the parts of the probe for each server; None for a failed server, which is excluded.
+    Returns:
+      For each server the parts of its probe; None for a failed server, which is excluded.
     """
 
     async def publish_to(server: Server) -> list[Part] | None:
@@ -278,7 +290,7 @@ class ServerPool:
   ) -> list[Part]:
     server.usable = False
     server.verdict.clear()
-    # Without this check, a hanging server would delay all others by `publish_s`.
+    # A short check first: a hanging server would delay the publication by `publish_s`.
     await self._check_health(server)
     seconds = self._config.publish_s
     self.version = max(self.version, version)
@@ -297,11 +309,11 @@ class ServerPool:
       for task in tasks:
         task.cancel()
     if any(part.aborted for part in parts):
-      raise Failed("body", "it aborted the probe")
+      raise Failed("body", "the server aborted the probe")
     return parts
 
   async def end_publication(self, server: Server, reason: str) -> None:
-    """Ends a server's publication: excludes it for a reason, or makes it usable."""
+    """Ends a server's publication: excludes it for `reason`, or makes it usable if that is ""."""
     if reason:
       self.exclude(server, reason)
       return
@@ -318,7 +330,7 @@ class ServerPool:
     self._expire(server.calls)
 
   async def _watch_health(self, server: Server) -> None:
-    """Excludes a server with calls after failed health checks."""
+    """Checks a server's health while it has calls; excludes it after MAX_FAILURES failures."""
     while True:
       await asyncio.sleep(HEALTH_S)
       try:
@@ -330,7 +342,7 @@ class ServerPool:
           self.exclude(server, f"{MAX_FAILURES} failures in a row, the last: {error}")
 
   async def _check_health(self, server: Server) -> None:
-    """Requests a server's health; a compiling server may miss some requests."""
+    """Requests a server's health, up to MAX_FAILURES times: a compiling server may be late."""
     for remaining in reversed(range(MAX_FAILURES)):
       try:
         return await self.request(server.url, "/health")
@@ -340,7 +352,7 @@ class ServerPool:
 
 
 def raise_descriptors(connections: int) -> int:
-  """Raises the limit of open files; returns the connections within it."""
+  """Raises the limit of open files; returns how many of the connections it allows."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   files = connections + SPARE_DESCRIPTORS
   files = files if hard == resource.RLIM_INFINITY else min(hard, files)
@@ -352,8 +364,8 @@ def raise_descriptors(connections: int) -> int:
 def generate_body(call: Call) -> dict[str, Any]:
   """Returns the body of a call, with all sampling parameters.
 
-  Explicit parameters override defaults from generation_config.json. Only `stop_ids` end a response,
-  not the server's end-of-sequence token.
+  The server would take missing parameters from the model's generation_config.json. Only `stop_ids`
+  end a response, not the model's end-of-sequence token (`ignore_eos`).
   """
   sampling = call.sampling
   parameters = dict(
@@ -376,7 +388,7 @@ def generate_body(call: Call) -> dict[str, Any]:
 
 
 def publication_requests(directory: str, version: int) -> list[tuple[str, dict[str, Any]]]:
-  """Returns paths and bodies of requests to load a directory's weights."""
+  """Returns paths and bodies of the requests to load new weights."""
   reload = dict(method="reload_weights", kwargs=dict(weights_path=directory))
   return [
     ("/pause?mode=keep", {}),  # Responses in flight resume with the new weights.

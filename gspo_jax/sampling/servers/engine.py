@@ -1,8 +1,9 @@
 """Engine with vLLM servers as samplers, over HTTP (docs/engines.md).
 
-Answers are checked, servers are probed after each publication of weights, and a failed call is sent
-to another server. A response whose calls fail too often ends with the reason, as a failure. Only
-the first host talks to servers; it broadcasts their answers.
+A response is sampled by one or several *calls* to servers; the answer to a call is a `Part` of the
+response. Answers are checked, servers are probed after each publication of weights, and a failed
+call is sent again, to another server if possible. After too many failed calls in a row, a response
+ends as a failure. Only the first host talks to servers; it broadcasts their answers.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from gspo_jax.system import hosts, preemption
 
 STOP_PIECE = 64  # Maximum tokens of a call with stop strings, which this process detects.
 MAX_FAILURES = 6  # Consecutive failed calls of a response before the response fails.
-ABORT_S = 20.0  # Maximum wait for aborted calls' answers in `stop`.
+ABORT_S = 20.0  # Maximum wait for the answers of aborted calls.
 RETRY_S = 5.0  # Pause between two attempts to find a usable server.
 
 
@@ -43,12 +44,15 @@ class ServerEngine:
   """Sampling by servers (an `Engine`); a context manager that closes the connections.
 
   Args:
-    publish: function from the trainer's parameters to the sampler's parameters.
+    model: configuration of the model.
+    config: section `engine` of the configuration.
+    compute: the trainer's compute settings; `config.dtype` overrides their dtype.
+    publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
     detokenize: function from token ids to text, for stop strings; None without one.
     workdir: directory for published weights, unless `engine.server.directory` is set.
-    window: maximum tokens of a prompt with its response.
+    window: maximum number of tokens of a prompt with its response.
     temperature: temperature of training.
-    routing: whether to record experts.
+    routing: whether to record the chosen experts.
     tokenizer: directory of tokenizer files to publish with the weights; None for no files.
   """
 
@@ -84,12 +88,12 @@ class ServerEngine:
     hosts.run_on_first_host(connect, ServersGone)
     self._weights: Path | None = None  # Directory of the newest weights.
     self._version = -1
-    # One thread may load weights while another steps; the loading thread owns the devices.
+    # One thread may load weights while another steps. Only the loading thread uses the devices.
     self._loading_thread, self._loading = 0, False
     self._probe_mean, self._disagreed = 0.0, 0
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
-    # Requests by number, each with the sample numbers not yet returned.
+    # Requests by number, each with the sample numbers of responses not yet returned.
     self._requests: dict[int, tuple[Request, set[int]]] = {}
     # Responses in flight by id of their call; {} on all hosts but the first.
     self._pending: dict[str, Pending] = {}
@@ -109,10 +113,10 @@ class ServerEngine:
   def load(self, params: Any, version: int) -> None:
     """Publishes weights to all servers, and probes them.
 
-    Responses in flight continue with the new weights. Any thread may call this method.
+    Responses in flight continue with the new weights. Another thread may be in `step`.
 
     Raises:
-      ServersGone: no server can be used; the message has the reason for each.
+      ServersGone: no server was usable within `engine.server.wait_s`, or weights cannot be written.
     """
     self._loading_thread = threading.get_ident()
     params, self._version = self._publish(params), version
@@ -126,15 +130,11 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Whether one process runs: with more, two threads would broadcast out of order."""
+    """Whether the run has one process. With more, two threads would broadcast out of order."""
     return jax.process_count() == 1
 
   def revive(self) -> None:
-    """Searches for servers if none is usable.
-
-    Raises:
-      ServersGone: no server was found within `wait_s`.
-    """
+    """Publishes the newest weights again if no server is usable. Raises ServersGone as `load`."""
     if not (self._pool.usable or self._loading):
       self._find_servers(probe.read_weights(self._weights))
 
@@ -142,10 +142,10 @@ class ServerEngine:
     """Does nothing: the weights are on servers."""
 
   def _find_servers(self, params: Any) -> None:
-    """Publishes to all servers repeatedly until one can be used.
+    """Publishes weights to all servers, repeatedly until one is usable.
 
     Raises:
-      ServersGone: no server was found within `wait_s`.
+      ServersGone: no server was usable within `engine.server.wait_s`.
     """
     end = time.monotonic() + self._server.wait_s
 
@@ -161,7 +161,7 @@ class ServerEngine:
       preemption.check()
 
   def _publish_and_probe(self, params: Any) -> bool:
-    """Publishes weights to all servers and probes them. Returns whether a server is usable."""
+    """Publishes weights to all servers once; returns whether a server is usable."""
     self._probe_mean = 0.0
 
     def publish() -> list[list[Part] | None]:
@@ -178,14 +178,14 @@ class ServerEngine:
     return hosts.broadcast(self._pool is not None and bool(self._pool.usable))
 
   def _disagreement(self, mean: float, largest: float) -> str:
-    """Returns the reason to exclude a server; "" without one."""
+    """Returns the reason to exclude a server with these differences of log-probs; "" for none."""
     if mean <= self._tolerance:  # False for NaN.
       self._probe_mean = max(self._probe_mean, mean)
       return ""
     self._disagreed += 1
     return (
       f"its log-probs of version {self._version} differ from the trainer's by {mean:.3g} in the "
-      f"mean and {largest:.3g} at most, and engine.server.tolerance is {self._tolerance:g}: start "
+      f"mean and {largest:.3g} at most, above engine.server.tolerance={self._tolerance:g}: start "
       "it with --logprobs-mode processed_logprobs, and with this model"
     )
 
@@ -193,7 +193,7 @@ class ServerEngine:
 
   def start(self, workload: Workload) -> None:
     if self._version < 0:
-      raise RuntimeError("the engine has no weights: load them before it starts")
+      raise RuntimeError("the engine has no weights: call load() before start()")
     if self._requests:
       self.stop()
     self._workload, self.usage, self._sampled = workload, Usage(), 0
@@ -213,6 +213,7 @@ class ServerEngine:
         self._send(Pending(request, number, sample))
 
   def _send(self, pending: "Pending") -> None:
+    """Sends the next call of a response."""
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"  # Unique on shared servers too.
     routing = self._workload.record_routing and self._model.num_experts > 0
     self._pending[id_] = pending
@@ -223,13 +224,13 @@ class ServerEngine:
     return bool(self._requests)
 
   def step(self) -> list[Response]:
-    """Waits at most half a second for responses.
+    """Waits at most half a second, and returns the responses finished by then.
 
-    Without a usable server, the loading thread searches for servers, and other threads wait.
+    If no server is usable, the loading thread first publishes again; another thread returns.
 
     Raises:
-      Preempted: the run was asked to stop.
-      ServersGone: no server was found within `wait_s`.
+      Preempted: the run was asked to stop (system/preemption.py).
+      ServersGone: no server was usable within `engine.server.wait_s`.
     """
     preemption.check()
     started = time.perf_counter()
@@ -251,7 +252,7 @@ class ServerEngine:
     return self._close_responses(answers)
 
   def _abort(self) -> list[tuple[int, Response]]:
-    """Aborts all calls. Returns their responses with the tokens so far."""
+    """Aborts all calls; returns their responses with the tokens so far."""
     if not self._pending:
       return []
     answers = []
@@ -274,7 +275,7 @@ class ServerEngine:
         id_, url, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
         return answers
-      seconds = 0.0  # No wait for further answers: the driver may have enough.
+      seconds = 0.0  # Takes further answers only if they are already there.
       if id_ not in self._pending:  # A call of an ended workload.
         continue
       pending = self._pending.pop(id_)
@@ -289,7 +290,7 @@ class ServerEngine:
         self._send(pending)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
-    """Returns the broadcast responses with this host's requests."""
+    """Returns broadcast responses with this host's requests, and counts them in `usage`."""
     responses = []
     for number, response in answers:
       request, samples = self._requests[number]
@@ -305,7 +306,7 @@ class ServerEngine:
     return responses
 
   def _count_servers(self) -> None:
-    """Sets the counts of servers and failures in `usage`."""
+    """Sets the metrics of servers in `usage`."""
     if self._pool is None:
       return
     usable = len(self._pool.usable)
@@ -319,7 +320,7 @@ class ServerEngine:
 
 
 class Pending:
-  """One response to a request; its arrays grow with every part."""
+  """A response in flight. Its arrays grow with every part."""
 
   def __init__(self, request: Request, number: int, sample: int):
     self.request, self.number, self.sample = request, number, sample
@@ -327,9 +328,9 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # URLs of the consecutive failed calls.
-    self.failure = ""  # Reason, after too many of them.
-    self._tail: list[int] | None = None  # Argument of `stop_strings.end`.
+    self.failed_at: list[str] = []  # URLs of the failed calls since the last part.
+    self.failure = ""  # Reason for giving up, after too many failed calls; "" before.
+    self._tail: list[int] | None = None  # State of the search for stop strings.
 
   @property
   def remaining(self) -> int:
@@ -340,14 +341,14 @@ class Pending:
     return bool(self.stopped or self.failure or not self.remaining)
 
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> int:
-    """Appends a part, up to a stop string's end; returns the number of tokens."""
+    """Appends a part, up to a stop string's end; returns the number of new tokens."""
     end, self._tail = stop_strings.end(self.request, self._tail, part.tokens.tolist(), detokenize)
     self.stopped, self.failed_at = part.stopped or end is not None, []
     self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
     self.logp = np.concatenate([self.logp, part.logp[:end]])
     self.version = np.concatenate([self.version, part.version[:end]])
     if part.experts is not None:
-      # Every call prefills the prefix again; only experts of the first forward pass are recorded.
+      # Every call prefills the prefix again; only the experts of a token's first pass are recorded.
       fed = self.request.prefix_length + len(self.tokens) - 1
       filled = 0 if self.experts is None else len(self.experts)
       new = part.experts[filled:fed]
@@ -355,10 +356,7 @@ class Pending:
     return len(part.tokens[:end])
 
   def fail(self, url: str, answer: Part | Exception) -> None:
-    """Counts a failed call, or an aborted one without a token.
-
-    Other exceptions are bugs, and raised.
-    """
+    """Counts a failed call, or an aborted one without a token. Raises other exceptions: bugs."""
     if not isinstance(answer, Part | Failed):
       raise answer
     self.failed_at.append(url)
@@ -367,11 +365,7 @@ class Pending:
       self.failure = f"{count} calls failed, the last at {url}: {reason}"
 
   def next_call(self, id_: str, workload: Workload, routing: bool) -> Call:
-    """Returns the next call of the response.
-
-    The call's seed is a hash of request seed, prompt, sample number and position, so no two calls
-    share a random stream.
-    """
+    """Returns the next call. A hash of seed, prompt, sample number and position is its seed."""
     request, tokens = self.request, (*self.request.prefix, *self.tokens.tolist())
     count = min(self.remaining, workload.piece or self.remaining)
     count = min(count, STOP_PIECE) if request.stop_strings else count
@@ -381,13 +375,13 @@ class Pending:
     return Call(id_, tokens, count, workload.sampling, request.stop_ids, seed, routing)
 
   def response(self, untruncated: bool) -> Response:
-    """Returns the response so far; `untruncated`: sampled without top-k, top-p and min-p."""
+    """Returns the response so far; `untruncated` means without top-k, top-p and min-p."""
     return Response(
-      None,  # The request has a tag of this process only; see `_close_responses`.
+      None,  # The request's tag exists on each host, so `_close_responses` sets the request.
       self.sample,
       self.tokens,
       self.logp,
-      # Servers return one log-prob, after truncation.
+      # Servers return only the log-prob after truncation.
       self.logp if untruncated else np.full_like(self.logp, np.nan),
       self.version,
       stopped=self.stopped,

@@ -1,8 +1,9 @@
 """Checks of vLLM servers (0.32): of every answer, and of log-probs after each publication.
 
 Even after a successful publication, a server may serve garbage, use keys and values of old weights,
-or return log-probs of another distribution. So fixed prompts are sampled after every publication.
-Two temperatures are used, since at temperature 1 log-probs before and after temperature are equal.
+or return log-probs of another distribution. So responses to fixed prompts, the *probe*, are sampled
+after every publication, and their log-probs are compared with the trainer's. The probe has two
+temperatures, since at temperature 1 a log-prob without the temperature would look right.
 """
 
 import base64
@@ -33,14 +34,16 @@ from gspo_jax.system import hosts
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
 SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may exceed 0.
 PUBLICATIONS = 2  # Publications kept on disk: a starting server may still read the previous one.
-PROMPTS = 8  # Number of prompts, half of them at each temperature.
-LONGEST = 256  # Maximum number of positions, a multiple of prefix cache blocks (16 to 128).
-TOKENS = 32  # Maximum number of sampled tokens.
+PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
+# Maximum number of tokens of a prompt with its response, a multiple of the block size of servers'
+# prefix caches (16 to 128).
+LONGEST = 256
+TOKENS = 32  # Maximum number of sampled tokens of a prompt.
 COOLER = 0.7  # Second temperature, as a multiple of the first.
 
 
 class Failed(Exception):
-  """A request failed; a retry may succeed, at another server or later.
+  """A request to a server failed. A retry may succeed, at another server or later.
 
   Attributes:
     kind: one of KINDS; "" if the server was excluded or the call was cancelled.
@@ -56,7 +59,7 @@ class Call:
   """A request for one continuation of some tokens."""
 
   id: str
-  tokens: tuple[int, ...]
+  tokens: tuple[int, ...]  # Input: prompt and tokens so far.
   max_new_tokens: int
   sampling: SamplingConfig  # Its `max_new_tokens` is not used.
   stop_ids: tuple[int, ...]
@@ -66,7 +69,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """One continuation: a whole response or a part of a response."""
+  """Answer to a call: a continuation of its tokens, as a whole response or a part of one."""
 
   tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
   logp: np.ndarray  # Log-probs after temperature and truncation, float32 [n].
@@ -81,7 +84,10 @@ def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest
   """Reads and checks the answer to a call.
 
   Args:
-    oldest, newest: minimum and maximum valid weight versions.
+    answer: JSON value of the answer.
+    call: the call.
+    model: configuration of the model.
+    oldest, newest: minimum and maximum weight version that a token may have.
 
   Raises:
     Failed: the answer is not a valid continuation of the call.
@@ -95,8 +101,8 @@ def read_answer(answer: Any, call: Call, model: ModelConfig, oldest: int, newest
     return dataclasses.replace(part, experts=_read_experts(choice, call, part, model))
   except Failed:
     raise
-  except Exception as error:  # Readers of .npy headers parse Python and may raise anything.
-    raise Failed("body", f"its answer cannot be used: {error!r:.80}") from error
+  except Exception as error:  # Fields may be missing, and readers of .npy may raise anything.
+    raise Failed("body", f"the answer cannot be used: {error!r:.80}") from error
 
 
 def _read_choice(choice: Mapping[str, Any]) -> Part:
@@ -104,8 +110,8 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
   content = (choice["logprobs"] or {}).get("content") or []
   logp = np.array([entry["logprob"] for entry in content], np.float32)
   if [entry["token_id"] for entry in content] != tokens.tolist() or logp.shape != tokens.shape:
-    raise Failed("tokens", "the log-probs belong to other tokens than the returned ones")
-  version = np.full(len(tokens), -1, np.int32)  # Remains -1 outside all spans.
+    raise Failed("tokens", "the answer has log-probs of other tokens than it has tokens")
+  version = np.full(len(tokens), -1, np.int32)  # Remains -1 for tokens without a version.
   for span in choice.get("weight_versions") or []:
     label = str(span["version"])  # Not a number before the first publication.
     version[int(span["start"]) : int(span["end"])] = int(label) if label.isdecimal() else -1
@@ -117,21 +123,29 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
   """Raises Failed unless the part is a valid continuation of the call."""
   n, tokens, version = len(part.tokens), part.tokens, part.version
   if n > call.max_new_tokens or (n == 0 and not part.aborted):
-    raise Failed("tokens", f"{n} tokens instead of 1 to {call.max_new_tokens}")
+    raise Failed("tokens", f"the answer has {n} tokens, and not 1 to {call.max_new_tokens}")
   if n and not 0 <= tokens.min() <= tokens.max() < model.vocab_size:
     raise Failed(
-      "tokens", f"token ids reach {tokens.max()}, the model has 0 to {model.vocab_size - 1}"
+      "tokens",
+      f"the answer has token ids from {tokens.min()} to {tokens.max()}, and the model has 0 to "
+      f"{model.vocab_size - 1}",
     )
   if not (np.isfinite(part.logp).all() and (part.logp <= SLACK).all()):
-    raise Failed("tokens", "a log-prob is above 0 or not finite")
+    raise Failed("tokens", "the answer has a log-prob that is above 0 or not finite")
   ends = np.isin(tokens, call.stop_ids)
   if ends[:-1].any() or (n and bool(ends[-1]) != part.stopped):
-    raise Failed("tokens", "a response does not end at its stop token")
+    raise Failed(
+      "tokens", "the answer does not end at its stop token, or says 'stop' without a stop token"
+    )
   if not (part.stopped or part.aborted or n == call.max_new_tokens):
-    raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
+    raise Failed(
+      "tokens", f"the answer ends after {n} tokens, without a stop token and before its limit"
+    )
   if n and not oldest <= version.min() <= version.max() <= newest:
     raise Failed(
-      "version", f"weights of versions {version.min()} to {version.max()}, not {oldest} to {newest}"
+      "version",
+      f"the answer is from weights of versions {version.min()} to {version.max()}, not {oldest} to "
+      f"{newest}",
     )
 
 
@@ -140,26 +154,43 @@ def _read_experts(
 ) -> np.ndarray:
   """Returns experts [input tokens, l, k] of MoE layers, in the storage dtype."""
   if choice.get("routed_experts") is None:
-    raise Failed("body", "no routed experts: start the server with --enable-return-routed-experts")
+    raise Failed(
+      "body",
+      "the answer has no routed experts: start the server with --enable-return-routed-experts",
+    )
   file = io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True))
   experts = np.lib.format.read_array(file, allow_pickle=False)
   fed, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
   moe_layers = list(filter(model.is_moe, range(model.num_layers)))
-  for count in (len(moe_layers), model.num_layers):  # Some servers send all layers.
+  for count in (len(moe_layers), model.num_layers):  # Some servers send dense layers, too.
     if experts.size == fed * count * model.experts_per_token and experts.dtype.kind in "iu":
       experts = experts.reshape(fed, count, model.experts_per_token)
       experts = experts if count == len(moe_layers) else experts[:, moe_layers]
       if 0 <= experts.min() <= experts.max() < model.num_experts:
         return experts.astype(routing.storage_dtype(model.num_experts))
-  raise Failed("body", f"experts have shape {shape} for {fed} tokens")
+  raise Failed(
+    "body",
+    f"the answer's routed experts have shape {shape} and type {experts.dtype}, or ids beyond the "
+    f"model's: the call has {fed} tokens, {len(moe_layers)} layers with experts and "
+    f"{model.experts_per_token} of {model.num_experts} experts per token",
+  )
 
 
 def write_weights(
   target: Path, params: Any, model: ModelConfig, tokenizer: epath.Path | None = None
 ) -> Path:
-  """Writes a Hugging Face directory atomically, with a tokenizer's files.
+  """Writes a Hugging Face directory atomically; keeps the newest `PUBLICATIONS` of its siblings.
 
-  Keeps the newest `PUBLICATIONS` directories. Collective: call it on all hosts.
+  Collective: call it on all hosts.
+
+  Args:
+    target: directory to write.
+    params: parameters in the sampler's dtypes.
+    model: configuration of the model.
+    tokenizer: directory of tokenizer files to copy; None for no files.
+
+  Returns:
+    `target`.
 
   Raises:
     ServersGone: the directory cannot be written.
@@ -193,7 +224,7 @@ def write_weights(
 
 
 def read_weights(directory: Path) -> Any:
-  """Reads published weights; the trainer's may be newer."""
+  """Reads published weights. The trainer's weights may already be newer."""
   from gspo_jax.models import hf  # Only publication needs safetensors.
 
   mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
@@ -201,14 +232,14 @@ def read_weights(directory: Path) -> Any:
 
 
 class Probe:
-  """Fixed prompts, and the trainer's forward pass over their continuations.
+  """Fixed prompts, and the trainer's forward pass over their responses.
 
   Args:
     model: configuration of the model.
-    compute: compute settings of the trainer's pass.
-    window: maximum tokens of a prompt with its response.
+    compute: the sampler's compute settings.
+    window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run.
-    routing: whether to request experts too, checked by `read_answer`.
+    routing: whether to request experts too, so that `read_answer` checks them.
   """
 
   def __init__(
@@ -232,7 +263,7 @@ class Probe:
     self._routing = routing
 
   def calls(self, name: str) -> list[Call]:
-    """Returns calls without stop tokens, for continuations of one length."""
+    """Returns the calls of the probe, with ids that begin with `name` and without stop tokens."""
     return [
       Call(
         f"{name}-probe-{i}",
@@ -247,9 +278,13 @@ class Probe:
     ]
 
   def differences(self, params: Any, parts: list[Part]) -> np.ndarray:
-    """Returns the parts' absolute log-prob differences from `params`, in nats.
+    """Returns absolute differences between log-probs of servers and trainer, in nats [N, T].
 
     Collective: call it on all hosts.
+
+    Args:
+      params: parameters published to the server.
+      parts: the server's answers to `calls`: N responses of T tokens.
     """
     new_NT = np.stack([part.tokens for part in parts])
     server_NT = np.stack([part.logp for part in parts])
@@ -275,7 +310,7 @@ def _logp(
   compute: ComputeConfig,
   temperatures: tuple[float, ...],
 ) -> list[jax.Array]:
-  """Returns log-probs of each next token, at each temperature."""
+  """Returns the log-prob of each next token, [B, T], for each temperature."""
   out = transformer.forward(params, model, tokens_BT, compute=compute)
   targets_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
   token_logp = functools.partial(transformer.token_logp, params, model, out.hidden_BTD, targets_BT)
