@@ -1,4 +1,4 @@
-"""Rewards of responses, without JAX."""
+"""Rewards of responses from a verifier's verdicts. Imports no JAX."""
 
 from gspo_jax.rewards.scorer import (
   NoVerdictError,

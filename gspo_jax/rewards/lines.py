@@ -1,10 +1,12 @@
-"""Rewards of a response's lines: process supervision by verifiers of single lines.
+"""Rewards for each line of a response (process supervision), for `reward.per_line`.
 
-The module of such a verifier has a function `right_lines(response, answer)`. For each of the n
-expected lines, it returns whether the response's line at this index is right, in time linear in the
-response. Let p be `reward.partial`, or 1 if that is 0. A right line gets p/n. The response's last
-line also gets 1 − p if the whole response is right, and the additions for format and length. The
-sum over lines equals the reward of the whole response.
+The module of the verifier needs a function `right_lines(response, answer)`. It returns n bools, one
+for each line of the expected response: whether the response's line at the same index is right. Its
+time must be linear in the response.
+
+Let p be `reward.partial`, or 1 if that is 0. A right line gets p/n. The response's last line also
+gets 1 − p if the whole response is right, and the additions for format and length. The
+sum over the lines is the reward of the response.
 """
 
 import hashlib
@@ -20,11 +22,19 @@ RightLines = Callable[[str, str], Sequence[bool]]
 
 
 def line_verifier(module: Any, name: str) -> RightLines:
-  """Returns `right_lines` of verifier `name`. Raises ValueError without this function."""
+  """Returns the function `right_lines` of a verifier.
+
+  Args:
+    module: module of the verifier.
+    name: `reward.name`, for the message.
+
+  Raises:
+    ValueError: the verifier does not have this function.
+  """
   right_lines = getattr(module, "right_lines", None)
   if right_lines is None:
     raise ValueError(
-      f"reward.per_line=True: reward.name={name!r} judges whole responses; set"
+      f"reward.per_line=True: reward.name={name!r} scores whole responses only; set"
       " reward.per_line=False or reward.name=recurrence"
     )
   return right_lines
@@ -37,22 +47,23 @@ def rewards(
   answers: Sequence[str],
   correct_B: np.ndarray,
 ) -> tuple[list[np.ndarray], dict[str, int]]:
-  """Computes rewards of the lines of B responses, with noise.
+  """Computes rewards of B responses' lines, with noise.
 
-  Noise flips verdicts on expected lines, if they exist in the response. A flip depends on the
-  answer and the text up to the line's end, as in `shaping.flipped`. Noise does not change
-  `correct_B`.
+  The additions for format and length are not included. Noise flips the verdicts on single lines, at
+  the rates `reward.false_positive` and `reward.false_negative`. A flip depends only on the answer
+  and on the response's text up to the end of the line, as in `shaping.flipped`. Noise does not
+  change `correct_B`.
 
   Args:
-    config: partial credit and noise rates.
-    right_lines: verdicts on the lines of a response.
+    config: section `reward`: partial credit and noise rates.
+    right_lines: function of the verifier.
     responses: texts of the responses.
     answers: gold answers.
-    correct_B: 1 for right responses, 0 otherwise.
+    correct_B: 1 for responses that the verifier accepts as a whole, 0 otherwise.
 
   Returns:
-    Rewards of each response's lines (texts between line breaks), float32 [U]; and counts of lines
-    flipped by noise, {} without noise.
+    Rewards of each response's U lines (texts between line breaks), float32 [U]; and the numbers of
+    verdicts flipped by noise, {} without noise.
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   flips = dict(false_positive=0, false_negative=0) if any(rates) else {}
@@ -74,7 +85,7 @@ def rewards(
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Returns a number in [0, 1) for each line, a hash of all lines up to this one."""
+  """Hashes `start` and all lines up to each line to a number in [0, 1)."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

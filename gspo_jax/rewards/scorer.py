@@ -1,13 +1,15 @@
-"""Scorers: rewards from a verifier's verdicts, with label noise and shaping.
+"""Scorers: rewards from a verifier's verdicts, with noise and additions (shaping.py).
 
-A verifier is a module with these members; VERIFIERS lists the verifiers in this package:
+A verifier is a module. `settings.rewards.VERIFIERS` lists those of this package; a user's function
+has the module `user_function`. Members of the module:
 
-- `OUTCOMES`: names of all outcomes.
-- `UNKNOWN`, optional: names of the outcomes without a verdict on the response; default: "crash".
+- `OUTCOMES`: names of all outcomes of a response, such as "right", "wrong" and "timeout".
+- `UNKNOWN`, optional: outcomes without a verdict on the response; by default ("crash",).
 - `open_verifier`: context manager of a `Verify` function. Its parameters are named like keys of
-  section `reward`. The `Verify` function may have `notes`, constant metrics of the run.
+  section `reward`. The function may have an attribute `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: the normalised gold answer if it is a word, else None. Finds placeholders.
+- `word(text)`, optional: returns a normalised gold answer if it is a word, else None. A frequent
+  word among gold answers may be a placeholder for a missing answer.
 - `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
@@ -43,10 +45,10 @@ class Prompt(Protocol):
   # An optional attribute `thinks`, a bool: whether the prompt ends with <think>.
 
 
-# Function from responses, prompts, and whether each response stopped (was not truncated). It
-# returns an outcome of OUTCOMES and a value for each response. None instead of values means 1 if
-# the outcome is "right", else 0. A value of at least `reward.right_from` is right too.
-# An outcome without a verdict may be a `pool.Failure`, with a reason.
+# Function from B responses, their prompts, and whether each response stopped (was not truncated).
+# It returns B outcomes and B values. The values may be None: then a response's value is 1 if its
+# outcome is "right", else 0. A response with a value of at least `reward.right_from` is right,
+# whatever its outcome. An outcome without a verdict may be a `pool.Failure`, with its reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -57,10 +59,12 @@ class Scores:
   """Rewards of B responses, with the verifier's outcomes."""
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
-  outcomes: Mapping[str, int]  # Counts by outcome: right, wrong, timeout, ...
-  correct: np.ndarray  # 1 for right responses, else 0, float32 [B].
-  # Outcome and reason of responses without a verdict, by index in the batch. Such responses are
-  # neither right nor wrong.
+  # Number of responses with each outcome (right, wrong, timeout, ...), with a verdict flipped by
+  # noise, and with the required format.
+  outcomes: Mapping[str, int]
+  correct: np.ndarray  # 1 for responses right without noise and additions, else 0, float32 [B].
+  # Outcome and reason of responses without a verdict, by index in the batch. They are neither right
+  # nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Rewards of each response's lines, float32 [U], with sum `reward`; None without `per_line`.
   lines: Sequence[np.ndarray] | None = None
@@ -75,6 +79,8 @@ class Scores:
 
 
 class Scorer(Protocol):
+  """Scores batches of responses."""
+
   notes: Mapping[str, float]  # Constant metrics of the run, such as the kind of sandbox.
 
   def __call__(
@@ -86,18 +92,26 @@ class Scorer(Protocol):
   ) -> Scores:
     """Scores B responses.
 
-    A response on which the verifier fails has no verdict, and raises no exception.
+    If the verifier fails on a response, that response has no verdict. No exception is raised.
 
     Args:
       responses: texts of the responses; `pool.Failure` for a response that could not be sampled.
       prompts: prompt of each response.
-      lengths: tokens of each response, for the overlong punishment; None for no punishment.
+      lengths: number of tokens of each response, for the overlong penalty; None for no penalty.
       finished: False for truncated responses; None if no response was truncated.
     """
 
 
 def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
-  """Scores a gold answer and an empty response; NaN without a verdict.
+  """Scores a prompt's gold answer and an empty response.
+
+  Args:
+    scorer: the scorer.
+    name: `reward.name`, for the message.
+    prompt: the prompt.
+
+  Returns:
+    Both rewards; NaN for one without a verdict.
 
   Raises:
     ValueError: neither has a verdict.
@@ -105,14 +119,19 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
   scores = scorer([prompt.answer, ""], [prompt] * 2)
   if len(scores.unknown) == 2:
     raise ValueError(
-      f"reward.name={name!r} fails on problem {prompt.id}, on its answer ({scores.unknown[0]}) and "
-      f"on an empty response ({scores.unknown[1]})"
+      f"reward.name={name!r} fails on problem {prompt.id}: on its gold answer as a response "
+      f"({scores.unknown[0]}), and on an empty response ({scores.unknown[1]})"
     )
   return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:
-  """Raises ValueError, naming `key`, if a user's verifier is in a missing module."""
+  """Raises ValueError if a user's module does not exist.
+
+  Args:
+    name: name of a verifier, or `package.module:function`.
+    key: key of the configuration, for the message.
+  """
   if name in VERIFIERS:
     return
   module = name.partition(":")[0]
@@ -122,11 +141,13 @@ def check_importable(name: str, key: str = "reward.name") -> None:
   except Exception as error:  # `find_spec` imports parent packages; user code may raise anything.
     raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
   if spec is None:
-    raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
+    raise ValueError(
+      f"{key}={name!r}: there is no module {module} in the working directory or on PYTHONPATH"
+    )
 
 
 def check_lines(config: RewardConfig) -> None:
-  """Raises ValueError if `per_line` is set for a verifier of whole responses."""
+  """Raises ValueError if the verifier does not support `reward.per_line`."""
   if config.per_line:
     lines.line_verifier(_verifier(config.name), config.name)
 
@@ -137,9 +158,15 @@ def answer_check(name: str) -> Callable[[str], None] | None:
 
 
 def frequent_word(name: str, answers: Iterable[str]) -> str | None:
-  """Returns the most frequent answer with its share, as "word: 40%".
+  """Returns the most frequent gold answer if it is a word.
 
-  Returns None if the most frequent answer is no word, and for verifiers without `word`.
+  Args:
+    name: name of the verifier; "" for none.
+    answers: gold answers.
+
+  Returns:
+    The word and its share, as "word: 40%". None if the most frequent answer is not a word, and for
+    verifiers without `word`.
   """
   word = getattr(_verifier(name), "word", None) if name else None
   if word is None:
@@ -156,6 +183,7 @@ def frequent_word(name: str, answers: Iterable[str]) -> str | None:
 
 
 def _verifier(name: str) -> types.ModuleType:
+  """Imports the module of a verifier."""
   return importlib.import_module(VERIFIERS.get(name, _USER))
 
 
@@ -165,7 +193,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 
   Raises:
     RuntimeError: the verifier cannot be started.
-    ValueError: there is no sandbox for programs, or the verifier does not support `per_line`.
+    ValueError: no sandbox is available for programs, or the verifier does not support `per_line`.
   """
   verifier = _verifier(config.name)
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
@@ -181,8 +209,12 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dict[str, Scorer]]:
   """Opens a scorer for each verifier, by name.
 
+  Args:
+    sections: section `reward` of each verifier, by its name.
+    key: key of the configuration with the names, for messages.
+
   Raises:
-    ValueError: as `open_scorer`; or a verifier cannot be started, with `key` in the message.
+    ValueError: a verifier cannot be started; or as `open_scorer`.
   """
   with contextlib.ExitStack() as stack:
     scorers = {}
@@ -205,6 +237,7 @@ def _score(
   lengths: Sequence[int] | None = None,
   finished: Sequence[bool] | None = None,
 ) -> Scores:
+  """Scores responses; the last four parameters belong to `Scorer`."""
   if len(responses) != len(prompts):
     raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
   finished = [True] * len(responses) if finished is None else finished
@@ -233,7 +266,7 @@ def _score(
   right_from = config.threshold if graded else 1.0
   correct = np.maximum(exact, shaping.reaches(values, right_from))
   correct[list(unknown)] = 0
-  # All outcomes get a count, 0 included.
+  # Every outcome has a count, so that metrics have the same names in every batch.
   labels = ["right" if right else str(outcome) for right, (outcome, _) in zip(correct, verdicts)]
   outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(labels) | flips
   scores = Scores(values, outcomes, correct, unknown, by_line, values, line_values)
@@ -249,7 +282,7 @@ def _add_noise(
   answers: Sequence[str],
   right_from: float,
 ) -> Scores:
-  """Misjudges responses at the configured rates, and counts them."""
+  """Flips verdicts at the configured rates, and counts the flips."""
   right, rates = scores.correct > 0, (config.false_positive, config.false_negative)
   flips = scores.known & shaping.flipped(right, responses, answers, *rates)
   low, high = shaping.extremes(scores.reward[scores.known], right_from)
@@ -265,7 +298,7 @@ def _with_additions(
   responses: Sequence[str],
   lengths: Sequence[int] | None,
 ) -> Scores:
-  """Adds rewards of format and length."""
+  """Adds the format's reward and the overlong penalty. No verdict means 0."""
   addition_B = np.zeros(len(responses), np.float32)
   outcomes, reward = dict(scores.outcomes), scores.reward
   if config.format_weight:
@@ -292,10 +325,10 @@ def _sums(rewards_BU: Sequence[np.ndarray]) -> np.ndarray:
 def _verdicts(
   verify: Verify, batch: list[tuple[str, Prompt, bool]]
 ) -> list[tuple[str, float | None]]:
-  """Returns outcome of each response, and its value or None.
+  """Returns each response's outcome, with its value or None.
 
-  If the verifier raises, the two halves of the batch are verified separately, recursively. So only
-  the responses that make the verifier fail have no verdict.
+  If the verifier raises, the two halves of the batch are verified separately, and so on down to
+  single responses. So only the responses that make the verifier fail have no verdict.
   """
   if not batch:
     return []
@@ -313,10 +346,10 @@ def _verdicts(
 
 
 def _finite(outcome: str, value: float | None) -> tuple[str, float | None]:
-  """Replaces verdicts of NaN, infinite or huge values by crashes."""
+  """Returns a crash instead of a NaN, infinite or huge value."""
   if value is None or abs(value) <= LARGEST_REWARD:
     return outcome, value
-  reason = f"the reward {value} is NaN, or its size is above {LARGEST_REWARD:g}"
+  reason = f"the reward {value} is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
   return pool.Failure("crash", reason), None
 
 
@@ -325,7 +358,7 @@ class NoVerdictError(ValueError):
 
 
 def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
-  """Raises `NoVerdictError` if no response has a verdict.
+  """Raises NoVerdictError if no response has a verdict.
 
   Args:
     reasons: reasons of the responses without a verdict.

@@ -1,12 +1,13 @@
-"""Additions to a verifier's reward, and noise on verdicts, in NumPy.
+"""Additions to a verifier's reward, and artificial errors of verdicts, in NumPy.
 
-The shaped reward of a response is
+The reward of a response is
 
   r = v + format_weight · F + overlong_weight · L
 
-with v the verifier's value after noise, F whether the format is kept (0 or 1), and L the soft
-overlong punishment (-1 to 0). `Scores.correct` is the verdict without noise and additions.
-Values are finite numbers. A response is right if its value is at least `reward.right_from`.
+with v the verifier's value after noise, F whether the response has the required format (0 or 1),
+and L the penalty for overlong responses (-1 to 0). Noise makes verdicts wrong at a configured rate,
+as if the verifier were unreliable. A response is right if its value without noise and additions is
+at least `reward.right_from`.
 """
 
 import hashlib
@@ -22,12 +23,13 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def keeps_format(response: str, name: str) -> bool:
-  """Whether each required tag occurs once, at its place.
+  """Whether a response has the required tags at their places.
 
-  Format "think" is reasoning, `</think>`, and then any text. Format "think_answer" is reasoning,
-  `</think>`, and then exactly `<answer>any text</answer>`. The opening `<think>` may be at the end
-  of the prompt, as in chat templates of reasoning models. Reference: arXiv:2501.12948 (format
-  rewards).
+  Format "think" is a thought, `</think>`, and then any text. Format "think_answer" is a thought,
+  `</think>`, and then exactly `<answer>any text</answer>`. Thought and text may not be empty. The
+  opening `<think>` is optional, since chat templates of reasoning models end the prompt with it.
+
+  Reference: arXiv:2501.12948 (format rewards).
 
   Args:
     response: text of the response.
@@ -46,9 +48,14 @@ def keeps_format(response: str, name: str) -> bool:
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
-  """Returns the soft overlong punishment.
+  """Returns the penalty of overlong responses, float32 [B].
 
   It is 0 up to `longest - buffer` tokens, -1 from `longest` tokens on, and linear in between.
+
+  Args:
+    length_B: number of tokens of each response.
+    longest: number of tokens with the full penalty.
+    buffer: number of tokens over which the penalty grows, at least 1.
 
   Reference: arXiv:2503.14476, eq. 13 (with `longest` 20,480 and `buffer` 4,096). The same formula
   in JAX is `objectives.overlong_penalty`.
@@ -64,10 +71,17 @@ def flipped(
   false_positive: float,
   false_negative: float,
 ) -> np.ndarray:
-  """Draws verdicts to flip, at the given error rates, bool [B].
+  """Chooses verdicts to flip, bool [B].
 
-  A flip depends only on the answer and the response's text. So the same response gets the
-  same wrong verdict every time, as from a real but unreliable verifier.
+  The choice depends only on the answer and the response's text. So the same response gets the same
+  wrong verdict every time, as from a real but unreliable verifier.
+
+  Args:
+    correct_B: whether each response is right.
+    responses: texts of the responses.
+    answers: gold answers.
+    false_positive: share of wrong responses to flip.
+    false_negative: share of right responses to flip.
   """
   texts = (f"0/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
   chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])
@@ -80,10 +94,15 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 
 
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
-  """Returns the values of misjudged right and misjudged wrong responses.
+  """Returns the values of flipped right and flipped wrong responses.
 
-  The first is the smallest value, at most 0 and below `right_from`. The second is the largest
-  value, at least `right_from`.
+  A flipped right response gets the smallest value of the batch, or 0 if that is smaller, and always
+  less than `right_from`. A flipped wrong response gets the largest value of the batch, but at least
+  `right_from`.
+
+  Args:
+    value_B: values of the batch.
+    right_from: smallest value of a right response.
   """
   low = float(np.min(value_B, initial=0.0))
   high = float(np.max(value_B, initial=right_from))
@@ -91,5 +110,5 @@ def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
 
 
 def uniform(digest: Any) -> float:
-  """Returns a number in [0, 1) from a SHA-256 digest."""
+  """Returns a number in [0, 1) from a SHA-256 hash object."""
   return int.from_bytes(digest.digest()[:7], "big") / 2**56

@@ -1,4 +1,8 @@
-"""Signals of responses for constraints: rewards and costs, from the response or a verifier."""
+"""Signals for the section `constraints`: further rewards and costs of responses.
+
+A signal is a number for each response. It comes from the response itself, such as its length, or is
+the reward from a further verifier.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +21,7 @@ from gspo_jax.settings.rewards import (
 
 
 def check_signals(config: ConstraintConfig) -> None:
-  """Raises ValueError if a signal is a function in a missing module."""
+  """Raises ValueError if a signal's module does not exist."""
   for kind, active in ("rewards", config.active_rewards), ("costs", config.active_costs):
     for name, entry in active.items():
       if entry.signal in config.verifiers:
@@ -25,7 +29,13 @@ def check_signals(config: ConstraintConfig) -> None:
 
 
 class Signals:
-  """Measures the signals of responses."""
+  """Measures the signals of responses.
+
+  Args:
+    config: section `constraints` of the configuration.
+    reward: section `reward`, for the format and the limits of overlong responses.
+    scorers: an open scorer for each of `config.verifiers`, by name.
+  """
 
   def __init__(self, config: ConstraintConfig, reward: RewardConfig, scorers: Mapping[str, Scorer]):
     self._signals, self._reward, self._scorers = config.signals, reward, scorers
@@ -41,13 +51,13 @@ class Signals:
 
     Args:
       responses: texts of the responses.
-      tokens: sampled tokens of each response.
-      stopped: whether each response stopped; False for truncated responses.
+      tokens: sampled token ids of each response.
+      stopped: whether each response ended with a stop token or string; False for truncated ones.
       prompts: prompt of each response.
 
     Returns:
-      Signals, float32 [B] by name; and reasons, by index, of responses without a verdict from at
-      least one verifier.
+      The signals by name, float32 [B] each. And for responses without a verdict from at least one
+      verifier, the verifier and the reason, by index in the batch.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
@@ -67,6 +77,7 @@ class Signals:
     tokens: Sequence[np.ndarray],
     stopped: Sequence[bool],
   ) -> Sequence[float] | np.ndarray:
+    """Returns a signal without a verifier, one number per response."""
     if entry.signal == "truncated":
       return ~np.asarray(stopped, bool)
     if entry.signal == "format":
@@ -83,7 +94,7 @@ class Signals:
 
 @contextlib.contextmanager
 def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """Opens the configured signals and their verifiers. Yields None without signals.
+  """Opens the configured signals. Yields None if none is configured.
 
   Raises:
     ValueError: a verifier cannot be started.

@@ -1,12 +1,12 @@
 """Verifier with a user's function, named `package.module:function`, in worker processes.
 
-The function takes the text of a response and its prompt's record. It returns a bool or a finite
-number, the reward; `reward.right_from` says which rewards are right. The record is a dict of texts
-with `id`, `question`, `answer`, and the other fields of the data row.
+The function takes the text of a response and the record of its prompt: a dict of texts with `id`,
+`question`, `answer`, and the other fields of the data row. It returns the reward, a bool or a
+finite number. A response is right if its reward is at least `reward.right_from`.
 
 A call over the time limit is a timeout. An exception or another return value is a crash. After a
 timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
-is not limited, since the function may load a model, for example.
+is not limited, since it may load a model, for example.
 """
 
 import contextlib
@@ -20,12 +20,18 @@ from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
-_load = functools.cache(user_code.load)  # The function may leave its working directory.
+# Cached, since `load` searches the working directory and the function may change it.
+_load = functools.cache(user_code.load)
 
 
 @contextlib.contextmanager
 def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Callable]:
-  """Opens a verifier with the function `name` in `workers` processes.
+  """Opens a verifier with the user's function.
+
+  Args:
+    name: `package.module:function`.
+    workers: number of processes.
+    time_limit_s: time limit of a call, in seconds.
 
   Raises:
     RuntimeError: the function cannot be imported; the message has the traceback.
@@ -43,15 +49,18 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """Returns the prompt's record. `id`, `question` and `answer` override other fields."""
+  """Returns the prompt's record. Its own fields override those of the data row."""
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
 def call(item: list[Any]) -> float:
-  """Calls the function in a worker process.
+  """Calls the user's function in a worker process.
 
   Args:
-    item: `[name, response, record]`; `[name]` only imports the function and returns 0.
+    item: `[name, response, record]`. `[name]` alone only imports the function, and returns 0.
+
+  Raises:
+    ValueError: the function returns no finite number within the limits of rewards.
   """
   name, *arguments = item
   function = _load(name, name)
@@ -60,6 +69,6 @@ def call(item: list[Any]) -> float:
   value = float(function(*arguments))
   if not abs(value) <= LARGEST_REWARD:  # NaN fails too.
     raise ValueError(
-      f"{name} returned {value}, which is no number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+      f"{name} returned {value}: return a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
     )
   return value

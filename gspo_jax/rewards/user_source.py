@@ -1,4 +1,4 @@
-"""Checksum of a user's module, to notice an edited reward function or environment."""
+"""Checksum of a user's module, by which a resumed run notices edits of its reward function."""
 
 import ast
 import importlib.util
@@ -10,13 +10,16 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def checksum(name: str) -> str:
-  """Returns a checksum of a user's module and its local imports; "" for other names.
+  """Returns a checksum of a module and its local imports.
 
-  Local modules are those of the module's package, and those beside it unless it is installed. They
-  are read, not imported.
+  Local imports are modules of the same package. If the package is not installed in site-packages,
+  modules in its parent directory are local too. They are read, not imported.
 
   Args:
     name: `package.module:function`.
+
+  Returns:
+    Eight hexadecimal digits; "" for a name without a colon, or if the module's file cannot be read.
   """
   module, colon, _ = name.partition(":")
   if not colon:
@@ -25,7 +28,7 @@ def checksum(name: str) -> str:
     spec = importlib.util.find_spec(module)
     is_package = spec.submodule_search_locations is not None
     sources = _read_local(module, Path(spec.origin).parents[module.count(".") + is_package])
-  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # No readable file.
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # There is no such file.
     return ""
   value = 0
   for module, source in sorted(sources.items()):
@@ -34,7 +37,11 @@ def checksum(name: str) -> str:
 
 
 def _read_local(module: str, root: Path) -> dict[str, bytes]:
-  """Reads a module and its imports below `root`, by name. Raises OSError for the first one."""
+  """Reads sources of a module and its local imports, by name.
+
+  Raises:
+    OSError: the module itself cannot be read.
+  """
   package = module.partition(".")[0]
   installed = not _INSTALLED.isdisjoint(root.parts)
   sources, pending = {module: _path(root, module).read_bytes()}, [module]
@@ -52,13 +59,21 @@ def _read_local(module: str, root: Path) -> dict[str, bytes]:
 
 
 def _path(root: Path, module: str) -> Path:
-  """Returns the possible file of a module."""
+  """Returns the path of a module below `root`, even if it does not exist."""
   path = root.joinpath(*module.split("."))
   return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _imports(source: bytes, module: str, path: Path) -> Iterator[str]:
-  """Yields names of possible modules in import statements."""
+  """Yields names in import statements.
+
+  `from a import b` yields `a.b` too, since b may be a module.
+
+  Args:
+    source: source of the importing module.
+    module: its name, for relative imports.
+    path: its file.
+  """
   try:
     tree = ast.parse(source)
   except (SyntaxError, ValueError):

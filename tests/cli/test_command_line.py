@@ -312,7 +312,7 @@ REFUSED = {
   },
   r"checkpoint\.directory=ck: write an absolute path": {"checkpoint__directory": "ck"},
   r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
-  r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
+  r"reward\.per_line=True: reward\.name='arithmetic' scores whole": {
     "reward__per_line": True, "objective__name": "gspo_token",
   },
   r"eval\.benchmarks\.one\.reward='math': reward\.workers=0: .*needs at least 1": {

@@ -91,7 +91,7 @@ def test_lines_that_nobody_asked_for_or_wrote_are_not_misjudged():
 
 def test_a_verifier_that_judges_no_lines_is_refused():
   section = reward_config("string", per_line=True)
-  refused = pytest.raises(ValueError, match="per_line=True: reward\\.name='string' judges whole")
+  refused = pytest.raises(ValueError, match="per_line=True: reward\\.name='string' scores whole")
   with refused, rewards.open_scorer(section):
     pass
 

@@ -57,7 +57,7 @@ def test_what_is_no_finite_number_is_unknown_and_counted():
   assert scores.outcomes["crash"] == 4 and scores.outcomes["right"] == 2
   assert scores.correct.tolist() == [1, 0, 0, 0, 0, 1]
   assert scores.reward.tolist() == [-3, 0, 0, 0, 0, -3]  # Unknown ones are in no extreme.
-  assert scores.unknown[2] == "crash: the reward inf is NaN, or its size is above 1e+15"
+  assert scores.unknown[2] == "crash: the reward inf is no number from -1e+15 to 1e+15"
 
 
 def test_a_verifier_without_values_decides_itself():

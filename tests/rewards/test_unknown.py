@@ -101,7 +101,7 @@ def test_functions_of_the_users_say_why(monkeypatch):
   assert scores.unknown == {
     1: "crash: KeyError: 'raise'",
     2: "timeout: it took longer than 0.5 s",
-    3: "crash: ValueError: support.user_rewards:by_length returned nan, which is no number from "
+    3: "crash: ValueError: support.user_rewards:by_length returned nan: return a number from "
     "-1e+15 to 1e+15",
     4: "crash: its process died twice",
   }
