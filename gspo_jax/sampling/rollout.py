@@ -42,14 +42,9 @@ def generate(
 
   Args:
     prompts: non-empty lists or arrays of token ids.
-    max_new_tokens: maximum number of tokens of a response.
     temperature: temperature of the softmax; 0 for greedy decoding.
-    top_k, top_p, min_p: truncation of the distribution; the defaults truncate nothing.
     stop_ids: token ids that end a response. The response includes its stop token.
-    pad_id: token id of the padding.
-    compute: dtype and formulations of the model's computations.
-    engine: settings such as the number of slots, the responses decoded at once. By default every
-      response has a slot.
+    engine: settings such as the number of slots; by default one for each response.
 
   Returns:
     A Rollout with `group_size` rows per prompt, in the prompts' order. The rows are as long as the

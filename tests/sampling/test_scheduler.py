@@ -334,5 +334,5 @@ def test_the_longest_prefix_is_not_padded_beyond_itself():
 
 
 def test_a_window_beyond_the_model():
-  with pytest.raises(ValueError, match=r"window of 4096 .*max_position_embeddings=2048"):
+  with pytest.raises(ValueError, match=r"4096 tokens, .*max_position_embeddings=2048"):
     scheduler(prompt_length=4084)

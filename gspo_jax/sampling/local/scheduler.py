@@ -65,9 +65,8 @@ class Scheduler:
     window = workload.window
     if window > model.max_position_embeddings:
       raise ValueError(
-        f"a prompt with its response may have {window} tokens, which exceeds the model's "
-        f"max_position_embeddings={model.max_position_embeddings}: lower the maximum length of "
-        "prompts or of responses"
+        f"prompt and response may have {window} tokens, beyond the model's max_position_embeddings="
+        f"{model.max_position_embeddings}: shorten the longest prompt or response"
       )
     self._params, self._version = params, version
     self._model, self._config, self._workload = model, config, workload
@@ -97,8 +96,7 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests to prefill. A new one has an empty list; one made for displaced responses (refill.py)
-    # has these responses.
+    # Requests to prefill, with the displaced responses to restart (refill.py); [] for a new one.
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
@@ -112,8 +110,7 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    # Prefills since the last call: experts, and [(row, length, list for the row's experts), ...].
-    self._prefills = []
+    self._prefills = []  # Since the last call: experts, [(row, length, list for its experts), ...].
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:

@@ -143,15 +143,11 @@ def prefill(
   """Prefills prefixes and adds them to the queue.
 
   Args:
-    params: parameters in the sampler's layout.
-    state: state to update (donated).
     tokens_rT: r prefixes without their last tokens, right-padded.
     rows: the prefixes' entries in the queue.
     waiting_r: number of responses to each prefix.
     entry_r: index of each prefix's entry in the device's part of the queue. An index beyond its end
       marks a padding row, without a prefix.
-    model: configuration of the model.
-    compute: compute settings.
     piece: maximum number of a prefix's tokens in one forward pass. Longer prefixes take several
       passes.
     record_routing: whether to return the chosen experts.
@@ -229,30 +225,17 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
 def decode(
   params: transformer.Params,
   state: State,
-  cancelled_W: jax.Array,
+  cancelled_W: jax.Array,  # Ids of responses to end before the first step, padded with -1.
   *,
   steps: int,
   sampling: SamplingConfig,
   model: ModelConfig,
   compute: ComputeConfig,
   record_routing: bool,
-  width: int = 0,
-  vocabulary: int = 0,
+  width: int = 0,  # Maximum number of tokens of a recorded support; 0 to record no support.
+  vocabulary: int = 0,  # Exclusive upper bound on sampled token ids; 0 for no bound.
 ) -> tuple[State, Sampled]:
-  """Decodes up to `steps` tokens in every slot; ends early once slots and queue are empty.
-
-  Args:
-    params: parameters in the sampler's layout.
-    state: state to update (donated).
-    cancelled_W: ids of responses to end before the first step, padded with -1.
-    steps: maximum number of steps.
-    sampling: temperature and truncation.
-    model: configuration of the model.
-    compute: compute settings.
-    record_routing: whether to record the chosen experts.
-    width: maximum number of tokens of a recorded support; 0 to record no support.
-    vocabulary: exclusive upper bound on sampled token ids; 0 for no bound.
-  """
+  """Decodes up to `steps` tokens in every slot; ends early once slots and queue are empty."""
   W = state.slots.id_B.shape[0]
   slots = state.slots
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
