@@ -1,4 +1,4 @@
-"""Search for NaN and infinity in parameters: one pass over the memory, on the devices."""
+"""Search for NaN and infinity in parameters, on the devices, in one pass over their memory."""
 
 import functools
 from collections.abc import Sequence
@@ -9,11 +9,14 @@ import jax.numpy as jnp
 
 
 def nonfinite(arrays: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[int]:
-  """Counts NaN and infinite values of each array. Collective.
+  """Counts the NaN and infinite values of each array.
+
+  It is collective: all processes must call it with the same arrays.
 
   Args:
     arrays: parameters.
-    dtypes: dtypes of the values as they will be written. None keeps the arrays' own.
+    dtypes: dtypes to which values are cast first, those of files to be written. None means the
+      arrays' own.
   """
   kinds = [array.dtype for array in arrays] if dtypes is None else dtypes
   counts = _counts(list(arrays), tuple(map(jnp.dtype, kinds)))
@@ -21,10 +24,15 @@ def nonfinite(arrays: Sequence[Any], dtypes: Sequence[Any] | None = None) -> lis
 
 
 def describe(name: str, count: int, dtype: Any) -> str:
-  """Describes the NaN and infinite values of a tensor."""
+  """Describes the NaN and infinite values of a tensor, in an error message.
+
+  name: name of the tensor.
+  count: number of these values.
+  dtype: dtype of the values.
+  """
   values = f"{name} has {count} {'values that are' if count > 1 else 'value that is'}"
   if jnp.dtype(dtype) == jnp.float16:
-    return f"{values} NaN or beyond float16, which ends at 65504: take bfloat16 or float32"
+    return f"{values} NaN or beyond float16, whose largest is 65504: take bfloat16 or float32"
   return f"{values} NaN or infinite"
 
 

@@ -1,4 +1,7 @@
-"""Floating-point operations of a model by part, and utilisation of the devices."""
+"""Floating-point operations (FLOPs) of a model, and model FLOPs utilisation (MFU) of the devices.
+
+A product of a number with a weight, added to a sum, is two operations.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,24 +19,31 @@ from gspo_jax.system.accelerators import peak_flops
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Floating-point operations of one pass over the whole batch, by part of the model."""
+  """FLOPs of a forward pass over a whole batch, by part of the model."""
 
-  dense: float  # Projections and dense feed-forward layers.
-  experts: float
-  attention: float  # Scores and the weighted sum of values.
-  head: float
+  dense: float  # Products with other weights: projections, dense and shared feed-forwards, routers.
+  experts: float  # Products of tokens with their chosen experts.
+  attention: float  # Scores, and weighted sums of values.
+  head: float  # Logits.
 
   def forward(self) -> float:
+    """Returns the sum."""
     return self.dense + self.experts + self.attention + self.head
 
   def training(self) -> float:
-    """Forward and backward without recomputation, as counted for utilisation."""
+    """Returns the FLOPs of forward and backward pass, as counted for MFU.
+
+    Recomputation does not count.
+    """
     return 3 * self.forward()
 
   def executed(self, remat: str) -> float:
-    """Forward and backward with recomputation.
+    """Returns the FLOPs of forward and backward pass with recomputation.
 
-    Experts and the head always recompute; attention has two products forward and five backward.
+    Experts always recompute their products with gate and up, and the head its logits. Attention has
+    two products forward and five backward, together 3.5 times the forward pass.
+
+    remat: rematerialisation policy.
     """
     again = 0 if remat in ("none", "dots", "both") else 1
     scores = 0 if remat in ("none", "attention", "both") else 1
@@ -42,9 +52,9 @@ class Work:
 
 
 def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: int = 0) -> Work:
-  """Work of `queries` new tokens per sequence, up to position `keys`.
+  """Returns the work of the last `queries` of `keys` tokens in each sequence.
 
-  `heads`: number of positions with logits; 0: all.
+  heads: number of positions with logits, over all sequences. 0 means all queries.
   """
   tokens = sequences * queries
   _, active = transformer.count(config)
@@ -66,10 +76,10 @@ def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: in
 
 
 def _pairs(queries, keys, window: int | None = None):
-  """Counts pairs of query and visible key, for the last queries."""
+  """Counts pairs of a query and a visible key, for the last queries."""
 
-  def up_to(n):
-    near = n if window is None else np.minimum(n, window)  # Later queries see `window` keys each.
+  def up_to(n):  # Pairs of the first n queries; those after `window` see `window` keys each.
+    near = n if window is None else np.minimum(n, window)
     return near * (near + 1) / 2 + (n - near) * near
 
   return up_to(keys) - up_to(keys - queries)
@@ -78,26 +88,37 @@ def _pairs(queries, keys, window: int | None = None):
 def forward_flops(
   config: ModelConfig, prompt_P: np.ndarray, prompt_B: np.ndarray, end_B: np.ndarray
 ) -> float:
-  """Model FLOPs of a forward pass over prompts and responses.
+  """Returns the model FLOPs of a forward pass over prompts and responses.
 
-  Prompts count once. Responses go from `prompt_B` to `end_B`, without padding, with logits there
-  only. An update takes three times as many.
+  Each prompt counts once, without logits. A response is the tokens from `prompt_B` to `end_B`, with
+  logits. Padding does not count. An update takes three times as many FLOPs.
+
+  Args:
+    prompt_P: lengths of the prompts.
+    prompt_B: length of each response's prompt.
+    end_B: number of tokens of prompt and response together.
   """
   prompts, responses = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
   return float(np.sum(prompts.forward() - prompts.head) + np.sum(responses.forward()))
 
 
 class IterationFlops(NamedTuple):
-  """Model FLOPs of an iteration."""
+  """Model FLOPs of an iteration of training."""
 
-  passes: float  # Passes without gradient.
-  updates: float
+  passes: float  # Passes without gradient, such as that of the reference policy.
+  updates: float  # Updates of all epochs.
 
 
 def iteration_flops(
   c: RunConfig, teacher: ModelConfig | None, prompt_B: np.ndarray, end_B: np.ndarray
 ) -> IterationFlops:
-  """Counts the model FLOPs of an iteration; see `forward_flops`."""
+  """Returns the model FLOPs of an iteration.
+
+  Args:
+    c: configuration of the run.
+    teacher: hyperparameters of the teacher's model. None without a teacher.
+    prompt_B, end_B: lengths as in `forward_flops`; responses are in groups with the same prompt.
+  """
   prompt_P = prompt_B[:: c.rl.group_size]
   models = dict(policy=c.model, teacher=teacher)
   without_gradient = sum(
@@ -111,9 +132,10 @@ def iteration_flops(
 def utilisation(
   operations: float, seconds: float, devices: Sequence[jax.Device]
 ) -> dict[str, float]:
-  """Model FLOPs per second of updates, and utilisation if known.
+  """Returns metrics: FLOPs per second, and MFU if the peak is known.
 
-  Recomputation does not count.
+  operations: model FLOPs of updates; recomputation does not count.
+  seconds: duration of these updates.
   """
   speed = operations / seconds
   row = {"flops_per_second/update": speed}

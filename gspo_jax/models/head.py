@@ -19,8 +19,9 @@ NO_TOKEN = -1  # Padding of a support.
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
   """Looks up rows of the embedding, [B, T, D].
 
-  With a table split over D, tokens are sent to its parts and parts of the vectors back: less than
-  gathering the table, and its gradient stays split.
+  If the table is split over D ("fsdp"), tokens are sent to all of its shards, and the looked-up
+  parts of vectors are sent back. That moves fewer bytes than gathering the table, and the table's
+  gradient stays split.
   """
 
   def on_each_device(table_VD, tokens_BT):
@@ -45,7 +46,10 @@ def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
 
 
 def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
-  """Casts the head [D, V] to the compute dtype, split over both."""
+  """Returns the head [D, V], or the transposed embedding, in the compute dtype.
+
+  V is split over "tensor", and D as in the parameters.
+  """
   head_DV = params.embed.T if params.head is None else params.head
   split = P(sharding.spec_of(head_DV)[0], "tensor")
   return sharding.reshard(head_DV.astype(jnp.dtype(compute.dtype)), split)
@@ -54,7 +58,7 @@ def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
 def head_logits(
   params: Any, config: ModelConfig, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
 ) -> jax.Array:
-  """float32 logits [B, T, V], split over V; meant for few time steps."""
+  """Computes float32 logits [B, T, V], split over V; meant for few time steps."""
   logits_BTV = sharding.einsum(
     "BTD,DV->BTV",
     hidden_BTD,
@@ -66,7 +70,7 @@ def head_logits(
 
 
 def bounded(logits_BTV: jax.Array, config: ModelConfig) -> jax.Array:
-  """Divides logits by their multiplier and applies their soft bound."""
+  """Divides logits by `multipliers.logits` and applies their soft bound."""
   divisor = config.multipliers.logits
   logits_BTV = logits_BTV if divisor == 1 else logits_BTV / divisor
   return softcap(logits_BTV, config.final_logit_softcapping)
@@ -84,20 +88,22 @@ def token_logp(
 ) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature) of targets, and entropy in nats, [B, T].
 
-  With a support, both describe the distribution over its tokens alone, renormalised:
+  A support S is the tokens left by the sampler's top-k, top-p and min-p. With a support, both
+  results describe the distribution over its tokens alone, renormalised:
 
   log π(y | S) = z_y − log Σ_{v∈S} exp z_v.
 
-  Only logits of S have a gradient then. For a target outside its support the equation gives no
-  log-probability.
+  Only the logits of S and y have a gradient then. If y is outside of S, the result is no
+  log-probability, and may be positive.
 
   Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
-  logit is a masked sum over V, without a gather if V is split over the mesh. The gradient of the
-  head adds up over the chunks on each device, in float32, and over devices once.
+  logit is a masked sum over V, so a V split over the mesh is not gathered. The head's gradient is
+  summed over chunks on each device, in float32, and then once over devices.
 
   Args:
-    support_BTX: int32, candidate token ids of each target, padded with NO_TOKEN. A row of padding
-      alone means the whole vocabulary, and so does None.
+    targets_BT: int32 token ids.
+    support_BTX: int32 ids of the support of each target, padded with NO_TOKEN. Padding alone means
+      the whole vocabulary, and so does None for the array.
   """
 
   def on_each_device(hidden_BTD, targets_BT, support_BTX, head_DV):
@@ -129,10 +135,9 @@ def _logp_of_logits(
   support_BtX: jax.Array | None,
   first: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probs of targets, and entropies.
+  """Returns log-probs of targets, and entropies, [B, t].
 
-  V may be split over devices; `first` is the id of this device's first logit. A support of None
-  means the whole vocabulary.
+  V may be split over devices; `first` is the token id of this device's first logit.
   """
   most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
 
@@ -155,7 +160,10 @@ def _logp_of_logits(
 
 
 def _over_chunks(function: Callable, arrays: Any, size: int) -> tuple[jax.Array, ...]:
-  """Applies a function of [B, t, ...] arrays to `size` time steps at once; 0 means all."""
+  """Applies a function of [B, t, ...] arrays to chunks of `size` time steps.
+
+  0 means all time steps at once.
+  """
   B, T = arrays[0].shape[:2]
   size = size or T
   if size >= T:
@@ -174,33 +182,37 @@ def _over_chunks(function: Callable, arrays: Any, size: int) -> tuple[jax.Array,
 def _over_support(
   logits_BtV: jax.Array, support_BtX: jax.Array, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns log Σ exp of a support's logits, and its entropy.
+  """Returns log Σ exp of a support's logits, and its entropy, [B, t].
 
-  V may be split over devices; `first` is the id of this device's first logit. Results without any
-  token are finite.
+  V may be split over devices; `first` is the token id of this device's first logit. For a support
+  of padding alone the results are meaningless, but finite.
   """
   V = logits_BtV.shape[-1]
   place_BtX = support_BtX - first
   local_BtX = (support_BtX != NO_TOKEN) & (place_BtX >= 0) & (place_BtX < V)
   logit_BtX = jnp.take_along_axis(logits_BtV, jnp.clip(place_BtX, 0, V - 1), axis=-1)
 
-  def over(x_BtX):
+  def over_support(x_BtX):
     return sharding.psum(jnp.where(local_BtX, x_BtX, 0).sum(-1), "tensor")
 
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Logits outside the support may exceed `most`: they must not overflow before the factor of 0.
+  # Entries without a local token may exceed the maximum. Without this mask their exponentials would
+  # overflow, and times the mask's 0 the gradient would be NaN.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
-  mass_Bt = over(jnp.exp(shifted_BtX))
+  mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
   p_BtX = jnp.exp(shifted_BtX - lse_Bt[..., None])
-  return most_Bt + lse_Bt, lse_Bt - over(p_BtX * shifted_BtX)
+  return most_Bt + lse_Bt, lse_Bt - over_support(p_BtX * shifted_BtX)
 
 
 @jax.custom_vjp
 def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Array:
-  """float32 logits; the head's gradient goes to `sink_DV`, always in float32."""
+  """Computes float32 logits [B, t, V].
+
+  The head's gradient is that of `sink_DV`, an unread float32 array, so it adds up in float32.
+  """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 
 
@@ -221,9 +233,9 @@ project.defvjp(_project_forward, _project_backward)
 
 @flax.struct.dataclass
 class Critic:
-  """A value head, on the policy's trunk or on a model of its own."""
+  """A value head, and the trunk whose hidden states it reads."""
 
-  trunk: Any  # Params without a head. None means the policy's trunk.
+  trunk: Any  # Params without a head. None means the policy's.
   weight: Any  # D
   bias: Any  # []
 
@@ -231,14 +243,14 @@ class Critic:
 def critic_table(config: ModelConfig, trunk: Any = None) -> Critic:
   """Declares every weight of a critic. The head starts at 0, so the first values are 0.
 
-  trunk: Table of weights of its own model. None means the policy's trunk.
+  trunk: table of weights of a separate model. None means the policy's trunk.
   """
   w = weights.weight_factory(config)
   return Critic(trunk and trunk.replace(head=None), w("D", wide=True), w("", wide=True))
 
 
 def values(critic: Critic, hidden_BTD: jax.Array) -> jax.Array:
-  """Values V = w · h + b of hidden states, float32 [B, T]."""
+  """Computes values w · h + b of hidden states h, float32 [B, T]."""
   weight_D = sharding.reshard(critic.weight.astype(jnp.float32), P())
   hidden_BTD = hidden_BTD.astype(jnp.float32)
   value_BT = sharding.einsum("BTD,D->BT", hidden_BTD, weight_D, out=P(BATCH, None))

@@ -1,13 +1,14 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as leaves of the parameter tree.
 
-With adapters, a matrix W of a layer is W + alpha / rank · A B. A has its inputs, B its outputs, and
-only A and B are trained. Everything else is frozen, in the dtype of its reads. The sum is computed
-for one layer at a time, just before use: a pass equals that of a plain model with these weights, in
-every family, on every mesh, experts included. The sampler gets the same sum.
+With adapters, a layer uses W + alpha / rank · A B in place of its matrix W. A has W's inputs, B its
+outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which passes use
+them. The sum is computed for one layer at a time, just before use. So a pass is that of a model
+with these matrices, in every family and on every mesh, experts included. The sampler receives the
+same sums.
 
-In bfloat16 an update's A B is a hundredth of the distance between two neighbours of W, and rounding
-the sum to the nearest one gives W again. `dithered` rounds one in a hundred weights up, so the
-product is right in the mean.
+In bfloat16 A B changes slowly: after an update it is about a hundredth of the distance between W
+and the next number, and rounding to nearest would give W again. `dithered` rounds about one weight
+in a hundred up instead, so the change is right in the mean.
 """
 
 from typing import Any
@@ -24,11 +25,11 @@ _STEPS = (53_685, 43_977, 36_025)  # 1/g, 1/g², 1/g³ in units of 2^-16, odd; g
 
 @flax.struct.dataclass
 class Adapted:
-  """A weight and its adapter."""
+  """A matrix W and its adapter; in brackets the axes of attention's output projection."""
 
-  frozen: Any  # W, e.g. l N H D
-  a: Any  # Inputs to r: l N H r
-  b: Any  # r to outputs: l r D
+  frozen: Any  # W [l N H D]
+  a: Any  # A, from inputs to r [l N H r]
+  b: Any  # B, from r to outputs [l r D]
   scale: float = flax.struct.field(pytree_node=False)  # alpha / rank
 
 
@@ -45,7 +46,7 @@ def table(plain: Params, config: LoraConfig) -> Params:
     return Adapted(
       frozen=w,
       a=Weight(f"{stacked}{w.inputs}r", sizes, fan_in=w.inputs, wide=True),
-      b=Weight(f"{stacked}r{outputs}", sizes, wide=True),  # 0: initially the plain model.
+      b=Weight(f"{stacked}r{outputs}", sizes, wide=True),  # 0, so the first model is the plain one.
       scale=config.alpha / config.rank,
     )
 
@@ -53,7 +54,10 @@ def table(plain: Params, config: LoraConfig) -> Params:
 
 
 def adapt(plain: Params, fresh: Params) -> Params:
-  """Combines frozen plain parameters with the adapters of `fresh`, an initialised table."""
+  """Combines plain, frozen parameters with adapters.
+
+  fresh: initialised parameters of `table`; only their adapters are used.
+  """
 
   def adapted(new, x):
     return new.replace(frozen=x) if is_adapted(new) else x
@@ -62,11 +66,11 @@ def adapt(plain: Params, fresh: Params) -> Params:
 
 
 def merged(params: Any, dtype: Any = None) -> Any:
-  """Merges adapters in float32, rounded once to `dtype`.
+  """Merges adapters in float32, rounded to the nearest number in `dtype`.
 
-  Plain parameters are unchanged.
+  Parameters without adapters are unchanged.
 
-  dtype: dtype of merged weights. None keeps that of the frozen ones.
+  dtype: dtype of the merged matrices. None means that of the frozen ones.
   """
 
   def rounded(x: Any) -> Any:
@@ -78,13 +82,15 @@ def merged(params: Any, dtype: Any = None) -> Any:
 
 
 def dithered(params: Any) -> Any:
-  """Merges adapters in the frozen dtype, with dithered rounding to bfloat16.
+  """Merges adapters, with dithered rounding in case of bfloat16.
 
-  Trainer and sampler read these weights. Rounding is up or down so that the change of many weights
-  is right in the mean: up if the sum's place between its neighbours, 0 to 1, is at least 1 - u.
-  Unchanged weights stay. u is constant over updates: the fraction of 0.819 i + 0.671 j (+ 0.550 k)
-  for the weight [i, j(, k)] of a layer, evenly distributed in [0, 1) along each axis (the sequence
-  R3 of M. Roberts). The gradient is that of the sum.
+  Trainer and sampler compute with these matrices. A sum lies between two numbers of bfloat16, at a
+  fraction f of their distance. It is rounded up if f >= 1 - u, so an even distribution of u makes
+  the mean of many weights right. A sum equal to a number of bfloat16 is exact.
+
+  u is the fractional part of 0.819 i + 0.671 j (+ 0.550 k) for the weight [i, j(, k)] of a layer
+  (the sequence R3 of M. Roberts), evenly distributed along each axis. It is the same in every
+  update. The gradient is that of the exact sum.
   """
 
   def rounded(x: Any) -> Any:
@@ -107,14 +113,14 @@ def dithered(params: Any) -> Any:
 
 
 def materialize(params: Any, dtype: Any) -> Any:
-  """Merges adapters for other readers, as passes of this run read the sum.
+  """Merges adapters for export, as in this run's computations.
 
-  Plain parameters are unchanged. Sums of float32 in bfloat16 are dithered where W is exact in
-  bfloat16, as in published weights, and rounded to the nearest elsewhere.
+  Parameters without adapters are unchanged. With a float32 W and a result in bfloat16, sums are
+  dithered where W is exact in bfloat16, as published weights are, and rounded to nearest elsewhere.
 
   Args:
     params: parameters with adapters.
-    dtype: dtype of the result, at the latest when the caller casts it.
+    dtype: dtype to which the caller will cast the result. None keeps float32 sums of float32 W.
   """
 
   def rounded(x: Any) -> Any:
@@ -131,7 +137,7 @@ def materialize(params: Any, dtype: Any) -> Any:
 
 
 def _sum(x: Adapted, precision: jax.lax.Precision | None = None) -> jax.Array:
-  """Sums frozen weight and adapter in float32."""
+  """Returns W + alpha / rank · A B in float32."""
   letters = "stuvwxyz"[: x.frozen.ndim]
   inputs = letters[: x.a.ndim - 1]
   outputs = letters[: _stacked(x)] + "r" + letters[x.a.ndim - 1 :]
@@ -145,9 +151,10 @@ def _stacked(x: Adapted) -> int:
 
 
 def split(params: Any) -> tuple[Any, Any]:
-  """Splits parameters into trained and frozen, each None at the other's arrays.
+  """Splits parameters into trained and frozen ones.
 
-  Without adapters everything is trained.
+  Both have the structure of `params`, with None in place of the other's arrays. Without adapters
+  all parameters are trained.
   """
   leaves = jax.tree.leaves(params, is_leaf=is_adapted)
   nothing = jax.tree.map(lambda _: None, params)

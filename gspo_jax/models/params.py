@@ -1,4 +1,4 @@
-"""Parameters of a model as whole trees: shapes, compute dtypes, adapters."""
+"""Trees of a model's parameters: adapters, compute dtypes, and abstract arrays to compile with."""
 
 import functools
 from typing import Any
@@ -23,12 +23,17 @@ def with_adapters(
   mesh: jax.sharding.Mesh,
   seed: int,
 ) -> Any:
-  """Freezes the parameters and adds adapters, new or read from `config.adapter`.
+  """Freezes the parameters and adds adapters, new or from `config.adapter`.
 
-  New adapters do not change the model. With rank 0 the parameters are returned unchanged.
+  New adapters do not change the model's outputs. With rank 0 the parameters are returned unchanged.
+
+  Args:
+    params: plain parameters, on the trainer's mesh.
+    dtype: compute dtype, to which the frozen parameters are cast.
+    seed: seed of new adapters.
 
   Raises:
-    FileNotFoundError, CheckpointError: as `peft.check`.
+    FileNotFoundError, CheckpointError, ValueError: as `peft.check`.
   """
   if not config.rank:
     return params
@@ -37,7 +42,7 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    fresh = weights.init(declared, key, jnp.float32)  # Only the adapters are computed.
+    fresh = weights.init(declared, key, jnp.float32)  # XLA computes only the adapters of these.
     return lora.adapt(as_read(params, model, dtype), fresh)
 
   params = adapt(params, jax.random.key(seed))
@@ -49,12 +54,12 @@ def with_adapters(
 
 
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
-  """Casts parameters to a pass's dtypes, if they are never updated.
+  """Merges adapters, and casts parameters to their compute dtypes.
 
-  Adapters are merged.
+  Meant for parameters that are never updated: rounded once, they take less memory.
   """
   read = transformer.dtypes(model, compute_dtype)
-  # Arrays of the right dtype are not copied.
+  # `astype` does not copy arrays that have the dtype already.
   return jax.tree.map(lambda x, dtype: x.astype(dtype), lora.dithered(params), read)
 
 
@@ -65,7 +70,10 @@ def abstract_params(
   compute_dtype: Any,
   adapters: LoraConfig = NO_ADAPTERS,
 ) -> Any:
-  """Returns shapes, shardings and dtypes of parameters as read by a pass."""
+  """Returns ShapeDtypeStructs of parameters in their compute dtypes.
+
+  adapters: configuration of LoRA; without it the parameters are plain.
+  """
   declared = lora.table(transformer.table(model), adapters)
   return abstract_table(declared, mesh, rules, compute_dtype)
 
@@ -73,7 +81,7 @@ def abstract_params(
 def abstract_table(
   declared: Any, mesh: jax.sharding.Mesh, rules: sharding.Rules, compute_dtype: Any
 ) -> Any:
-  """Returns abstract arrays for a table of weights."""
+  """Returns ShapeDtypeStructs for a table of weights, with shardings."""
 
   def abstract_weight(weight: weights.Weight, layout: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(weight.shape, weight.read_as(compute_dtype), sharding=layout)
@@ -82,7 +90,7 @@ def abstract_table(
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Moves ShapeDtypeStructs of `jax.eval_shape` from an abstract mesh to real devices."""
+  """Moves the ShapeDtypeStructs of `jax.eval_shape` to the devices of a mesh."""
 
   def concrete(x):
     pspec = getattr(x.sharding, "spec", jax.P())

@@ -1,4 +1,4 @@
-"""Publication of the trainer's weights to the sampler: layout and dtypes."""
+"""Publication: copies of the trainer's weights for the sampler, in its layout and dtypes."""
 
 import dataclasses
 import functools
@@ -19,9 +19,13 @@ from gspo_jax.sharding import P
 def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
   """Returns a jitted copy of parameters to `shardings`, in `dtypes`.
 
-  With the dtypes of the trainer's reads, sampler and trainer are the same network. Adapters are
-  merged. Stacked layers with adapters, or split over "fsdp", are published one by one: XLA would
-  otherwise store all sums in float32, and all gathered layers twice.
+  Adapters are merged. Stacked layers with adapters, or split over "fsdp", are published one by one:
+  XLA would otherwise store the sums of all layers in float32, and all gathered layers twice.
+
+  Args:
+    shardings: layout of the sampler's parameters.
+    dtypes: dtypes of the sampler's parameters; `Int8` of dtypes for matrices in eight bits. They
+      are those of the trainer's computations if both are to be the same network.
   """
 
   def publish(x: Any, target: Any, dtype: Any) -> Any:
@@ -39,30 +43,33 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
 
 
 def _is_gathered(x: jax.Array) -> bool:
-  """Whether these are stacked layers, each split over "fsdp"."""
+  """Whether x is the weights of stacked layers, split over "fsdp"."""
   return x.ndim > 2 and "fsdp" in sharding.spec_of(x) and sharding.axis_size("fsdp") > 1
 
 
 def publisher_to(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
-  """Returns a copy to other devices of this process, complete on return."""
+  """Returns a copy to other devices of this process.
+
+  The arguments are those of `publisher`. The copy is complete when the function returns.
+  """
   convert = jax.jit(lambda params: _map_weights(_convert, params, dtypes))
   return lambda params: jax.block_until_ready(jax.device_put(convert(params), shardings))
 
 
 def _map_weights(function: Callable, params: Any, *trees: Any) -> Any:
-  """Maps over weights, each with its adapter."""
+  """Maps over weights; a weight with its adapter is one leaf."""
   return jax.tree.map(function, params, *trees, is_leaf=lora.is_adapted)
 
 
 def _convert(x: jax.Array | lora.Adapted, dtype: Any) -> Any:
-  """Merges an adapter; casts an array, or rounds a matrix to eight bits."""
+  """Merges an adapter, and casts the array; for `Int8` rounds it to eight bits."""
   x = lora.dithered(x)
   return quantise(x, dtype.inputs) if is_int8(dtype) else x.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def in_eight_bits(params: Any, model: ModelConfig) -> Any:
-  """Rounds the layers' matrices to eight bits, if they are not."""
+  """Rounds the layers' matrices to eight bits, unless they are `Int8` already."""
 
   def narrow(x: Any, dtype: Any) -> Any:
     return quantise(x, dtype.inputs) if is_int8(dtype) and not is_int8(x) else x
@@ -77,14 +84,14 @@ def _unchanged(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Publishers:
-  """Functions from the trainer's parameters to the sampler's parameters."""
+  """Two steps from the trainer's parameters to the sampler's, one of which does nothing."""
 
   load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
-  copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh.
+  copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh, before `load`.
 
 
 def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
-  """Makes the publishers of a run; adapters are merged.
+  """Makes the publishers of a run; they merge adapters.
 
   Args:
     shardings: layout of the sampler's parameters.

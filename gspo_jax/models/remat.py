@@ -1,11 +1,14 @@
-"""Rematerialisation: activations of each layer saved for the backward pass, beside its input.
+"""Rematerialisation: which activations of a layer are saved for the backward pass.
 
-  full       saves none
-  attention  saves outputs of attention: recomputing them costs T²
-  dots       saves every product with a weight outside the experts; on GPUs, gate and up of experts
-  both       saves those of the last two
+The input of each layer is always saved. `compute.remat` names the policy for its other activations:
 
-`auto` is the policy with the least recomputation that fits.
+  none       saves all: JAX's default, without rematerialisation
+  full       saves none, so the backward pass recomputes the layer
+  attention  saves outputs of attention, since recomputing them costs T²
+  dots       saves products with weights outside the experts; on GPUs also experts' products with
+             gate and up
+  both       saves what `attention` and `dots` save
+  auto       is the first of both, attention and full that fits in memory (`choose`)
 """
 
 from collections.abc import Callable
@@ -22,7 +25,10 @@ from gspo_jax.system import accelerators
 
 
 def _keep(*names: str) -> Callable[..., bool]:
-  """Returns a policy to save named values; attention's include the residuals of cuDNN."""
+  """Returns a policy of `jax.checkpoint` for saving values by name.
+
+  Attention's name includes the results of cuDNN's kernel, which has no names.
+  """
   by_name = jax.checkpoint_policies.save_only_these_names(*names)
 
   def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -38,17 +44,20 @@ POLICIES = dict(
   dots=_keep(sharding.PRODUCT, groups.HIDDEN),
   both=_keep(sharding.PRODUCT, groups.HIDDEN, attention.RESIDUAL),
 )
-ROOM = 0.6  # Fraction of memory for persistent arrays; the rest is for a layer and the head.
-STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments in float32.
+ROOM = (
+  0.6  # Fraction of memory for state and saved activations; the rest is for one layer and head.
+)
+STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments, all in float32.
 
 
 def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters: float) -> str:
-  """Returns the policy of `compute.remat` on the mesh in use.
+  """Returns the policy for `compute.remat` on the mesh in use.
 
-  auto: the first of both, attention and full for which the training state, the layers' inputs and
-  the saved activations take at most `ROOM` of the memory; full if the memory is unknown.
+  For "auto" it is the first of both, attention and full with which the training state, the inputs
+  of the layers and the saved activations take at most `ROOM` of a device's memory. It is full if
+  the memory is unknown.
 
-  tokens, parameters: numbers per device.
+  tokens, parameters: numbers of tokens of a pass, and of parameters, on each device.
   """
   if compute.remat != "auto":
     return compute.remat
@@ -65,31 +74,31 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
 
 
 def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
-  """Bytes saved per token and device over all layers, beside their inputs."""
-  heads = config.num_heads * config.head_dim
-  both_ways = 2 * config.num_kv_heads * config.head_dim
+  """Returns the bytes saved per token and device by all layers, without their inputs."""
+  heads = config.num_heads * config.head_dim  # Numbers of a token's queries.
+  keys_values = 2 * config.num_kv_heads * config.head_dim
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
   bytes_ = 0.0
   if policy in ("attention", "both"):
     copies = 2 if sharding.platform() == "gpu" else 1  # One per branch of `attend_cudnn`.
     bytes_ += copies * config.num_layers * (heads * itemsize + config.num_heads * 4)
   if policy in ("dots", "both"):
-    bytes_ += config.num_layers * (heads + both_ways) * itemsize
+    bytes_ += config.num_layers * (heads + keys_values) * itemsize
     widths = (config.num_layers - moe_layers) * config.intermediate_size
     bytes_ += 2 * (widths + moe_layers * config.router.shared_width) * itemsize
-    if sharding.platform() == "gpu":  # A piece of `apply_triton`.
+    if sharding.platform() == "gpu":  # Gate and up for the rows of a piece in `apply_triton`.
       slack = groups.SLACK if sharding.axis_size("expert") > 1 else 1
       chosen = slack * config.experts_per_token * config.moe_intermediate_size
       bytes_ += 2 * moe_layers * chosen * itemsize
   bytes_ /= sharding.axis_size("tensor")
   if policy in ("dots", "both"):
-    whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense blocks.
+    whole = config.num_layers * 2 - moe_layers  # Outputs of attention and of dense feed-forwards.
     bytes_ += whole * config.hidden_size * itemsize + moe_layers * config.num_experts * 4
   return bytes_
 
 
 def prefetched(config: ModelConfig, compute: ComputeConfig) -> float:
-  """Bytes per device of the experts' gathered weights with `compute.prefetch`."""
+  """Returns the bytes of experts' weights gathered by `compute.prefetch`, per device."""
   if not compute.prefetch:
     return 0.0
   layers = sum(number for kind, number in config.runs() if kind.moe and number > 1)

@@ -23,25 +23,27 @@ def upcycle(
 ) -> tuple[Params, ModelConfig]:
   """Copies every feed-forward layer to `experts` experts and adds a random router.
 
-  Gate weights of the chosen experts sum to 1, so without noise the model's function is unchanged,
-  for any choice of the router. With noise each weight w of each copy becomes w (1 + noise · ε),
-  ε ~ N(0, 1): equal experts would get equal gradients except for their gates.
+  The gate weights of a token's experts sum to 1, so without noise the model's outputs are
+  unchanged, for any choice of experts. But equal experts have equal gradients, except for their
+  gates. With noise each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:
-    params, config: a dense model with norms before its parts (Qwen2, Qwen3, Llama).
+    params, config: a dense model. Its layers normalise the inputs of attention and feed-forward
+      and not the outputs, as Llama, Qwen2 and Qwen3.
     key: random key of the router and the noise.
     experts, per_token: E and k.
+    noise: relative standard deviation of the noise.
 
   Returns:
-    Parameters and configuration, with layers, vocabulary and attention unchanged.
+    Parameters and configuration of the new model.
 
   Raises:
-    ValueError: the model already has experts, or is of another family.
+    ValueError: the model already has experts, or other layers.
   """
   if config.num_experts or family(config).block_table is not pre_norm_table:
     raise ValueError(
-      "a dense model with norms before its parts is upcycled, and this one has "
-      f"{config.num_experts} experts and family={config.family!r}"
+      f"model.num_experts={config.num_experts}, model.family={config.family!r}: only a dense model "
+      "with norms of inputs alone, such as Llama or Qwen3, can be upcycled"
     )
   sparse = dataclasses.replace(
     config,
@@ -52,7 +54,7 @@ def upcycle(
   )
   tables = transformer.table(sparse).blocks
 
-  def copies(w_l: jax.Array, key: jax.Array) -> jax.Array:
+  def copy(w_l: jax.Array, key: jax.Array) -> jax.Array:
     w_lE = jnp.repeat(w_l[:, None], experts, axis=1)
     if not noise:
       return w_lE
@@ -61,7 +63,7 @@ def upcycle(
   def moe(dense: Dense, table: Moe, key: jax.Array) -> Moe:
     router_key, *keys = jax.random.split(key, 4)
     router = table.router.init(router_key, jnp.float32)
-    return Moe(router, *map(copies, (dense.gate, dense.up, dense.down), keys))
+    return Moe(router, *map(copy, (dense.gate, dense.up, dense.down), keys))
 
   keys = jax.random.split(key, len(params.blocks))
   blocks = [

@@ -38,5 +38,5 @@ def test_noise_is_relative_and_differs_between_experts_and_matrices():
 
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 def test_other_models_are_refused(config):
-  with pytest.raises(ValueError, match="a dense model with norms before its parts is upcycled"):
+  with pytest.raises(ValueError, match="only a dense model with norms of inputs alone"):
     upcycle(initial(config), config, jax.random.key(0))
