@@ -1,6 +1,8 @@
 """Advantages from the rewards of an iteration's groups, computed on the host.
 
-Advantages from a critic or a teacher are computed on the devices, in learner/advantages.py.
+A response has one advantage, or each of its parts has one. A part is a turn of a conversation or a
+line. Advantages that need a critic, a teacher or a reference policy are computed on the devices, in
+learner/advantages.py.
 """
 
 import dataclasses
@@ -29,12 +31,14 @@ class ScoredGroups:
   config: RunConfig
   groups: Sequence[Group]
   rollout: Rollout  # `groups` as arrays.
+  # Costs with limits, and their multipliers. None for other estimators.
   constraints: Constraints | None = None
-  breaks_V: np.ndarray | None = None  # Number of line breaks in each token's text.
+  # Number of line breaks in each token's text. None unless lines have rewards.
+  breaks_V: np.ndarray | None = None
 
   @property
   def reward_PG(self) -> np.ndarray:
-    """Rewards of responses."""
+    """Rewards of responses, float32."""
     return np.stack([group.reward_G for group in self.groups])
 
   @property
@@ -44,9 +48,10 @@ class ScoredGroups:
 
   @property
   def valid_PG(self) -> np.ndarray:
-    """Mask of responses in the estimator's means and deviations, bool.
+    """Mask of the responses compared by the estimator, bool.
 
-    An estimator over the whole batch also excludes masked truncated responses.
+    Responses without a verdict are excluded. With `rl.mask_truncated`, an estimator over the whole
+    batch also excludes truncated ones; an estimator over groups compares them.
     """
     c, known_PG = self.config, self.known_PG
     if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
@@ -58,26 +63,30 @@ class Advantages(NamedTuple):
   """Advantages of an iteration's groups."""
 
   response_PG: np.ndarray
-  token_BL: np.ndarray | None  # None if all tokens of a response have its advantage.
-  metrics: dict[str, float]  # Metrics of the estimator.
+  token_BL: np.ndarray | None  # None if all tokens of a response have the same advantage.
+  metrics: dict[str, float]  # Metrics of the estimator, by name.
 
 
 def compute(scored: ScoredGroups) -> Advantages:
-  """Computes advantages by the configured estimator; 0 for masked groups and responses."""
+  """Computes advantages by the configured estimator.
+
+  With dynamic sampling, groups may then have advantages of 0 (`costs.teaches`), and with
+  `rl.mask_truncated` truncated responses.
+  """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
   response_PG, token_BL, metrics = part(scored)
   if c.data.query_set.extra_rounds:
-    # Shaped rewards may differ within groups of equal scores, by response length alone.
+    # In a group of equal scores, shaped rewards may still differ, for example by response length.
     teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in scored.groups])
     response_PG = np.where(teaches_P1, response_PG, 0)
     if token_BL is not None:
       token_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), token_BL, 0)
   if c.rl.mask_truncated:
-    # Truncated responses count in their group's mean, but are not trained on.
+    # Truncated responses may be in their group's mean, but are not trained on.
     stopped_PG = rollout.stopped.reshape(response_PG.shape)
     response_PG = np.where(stopped_PG, response_PG, 0)
-    truncated_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank row has no tokens.
+    truncated_B = ~rollout.stopped & (rollout.lengths > 0)  # A blank response has no tokens.
     metrics = metrics | {"masked_responses": float(truncated_B.sum())}
   return Advantages(response_PG, token_BL, metrics)
 
@@ -90,13 +99,20 @@ def group_advantages(scored: ScoredGroups) -> Advantages:
 
 
 def constrained_advantages(scored: ScoredGroups) -> Advantages:
-  """Combines advantages of all rewards and costs, standardised within groups."""
+  """Combines advantages of all rewards and costs, standardised within groups.
+
+  It also updates the multipliers of the costs (multipliers.py).
+  """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups)
   return Advantages(advantage_PG, None, metrics)
 
 
 def constrained_batch_advantages(scored: ScoredGroups) -> Advantages:
-  """Combines advantages of all rewards and costs as GDPO, over the batch."""
+  """Combines advantages of all rewards and costs as GDPO does.
+
+  The sum of the groups' advantages is standardised over the batch (`objectives.gdpo_advantages`).
+  It also updates the multipliers of the costs (multipliers.py).
+  """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups, scored.valid_PG, _gdpo)
   return Advantages(advantage_PG, None, metrics)
 
@@ -112,7 +128,7 @@ def line_advantages(scored: ScoredGroups) -> Advantages:
   return _advantages_of_parts(scored, parts.segment_ids(scored.rollout.mask, ends_BT=ends_BL))
 
 
-# Functions by name of the estimator; other estimators use `group_advantages`.
+# Functions by name of the estimator. Estimators without an entry use `group_advantages`.
 PARTS: dict[str, Callable[[ScoredGroups], Advantages]] = dict(
   constraints=constrained_advantages,
   gdpo=constrained_batch_advantages,
@@ -130,7 +146,11 @@ def advantages(
   """Computes the advantages of responses, [P, G].
 
   Args:
-    right_from: smallest reward of a right response. None means that rewards above 0 may be right.
+    config: section `objective`, which names the estimator and its options.
+    reward_PG: rewards of responses.
+    valid_PG: mask of responses to compare.
+    right_from: option of estimators that select right responses. Rewards of at least this value are
+      right, and so are rewards above 0. None means that only the latter are right.
   """
   estimator = find_estimator(config.advantage_kind)
   options = options_of(config.name) | config.options() | dict(right_from=right_from)
@@ -143,13 +163,17 @@ def _compiled(estimator: O.Estimator) -> Callable[..., jax.Array]:
   return jax.jit(estimator.of_group)
 
 
-# Each of these is one small program, instead of many operations.
+# Each of these functions is compiled as one program.
 _gdpo = jax.jit(O.gdpo_advantages)
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 
 def _advantages_of_parts(scored: ScoredGroups, part_BL: np.ndarray) -> Advantages:
-  """Computes advantages of responses, and of their parts by the parts' numbers."""
+  """Computes advantages of responses and of their parts.
+
+  Args:
+    part_BL: number of each token's part in its response.
+  """
   c, rollout = scored.config, scored.rollout
   token_BL = part_advantages(
     rollout.rewards,
@@ -170,14 +194,18 @@ def part_advantages(
   discount: float,
   normalize: str,
 ) -> np.ndarray:
-  """Spreads the advantage of each turn or line over its masked tokens.
+  """Computes the advantages of parts, by token.
 
-  Returns float32 [B, L], 0 off the mask. A part is a turn or a line (`objectives.turn_advantages`).
+  Parts of a group with the same number are compared (`objectives.turn_advantages`). The result is
+  float32 [B, L], 0 where the mask is 0.
 
   Args:
     reward_BL: rewards of tokens; the reward of a part is the sum over its tokens.
     part_BL: number of each token's part in its trajectory, 0, 1, ...
-    mask_BL: 1 on sampled tokens; means exclude trajectories of only zeros.
+    mask_BL: 1 on sampled tokens. A trajectory of only zeros is not compared.
+    group_size: number of responses in a group.
+    discount: γ, per part, of the returns.
+    normalize: estimator of advantages within a group: "std", "none" or "leave_one_out".
   """
   row_X, column_X = np.nonzero(mask_BL > 0)
   part_X = part_BL[row_X, column_X]

@@ -1,14 +1,14 @@
 """Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
-A group is a prompt and its responses. Long responses would delay an iteration, so with
-`rl.extra_prompts` more groups may start than an iteration trains on. Sampling ends once enough
-groups are finished (`Collector._sample`).
+A group is a prompt and its responses. It is finished when all of its responses are. One long
+response would delay an iteration, so with `rl.extra_prompts` more groups may start than the
+iteration trains on, and sampling ends once enough of them are finished (`Collector._sample`).
 
-The next iteration continues unfinished groups, as partial rollouts. Each token keeps its
-log-probability and the version of its sampling weights. On resuming, the prefix is prefilled again
-under the new weights. So the behaviour policy of a partial rollout is a mixture of versions, and
-its likelihood is the product of the recorded token probabilities. GSPO's importance ratio uses this
-likelihood unchanged (arXiv:2507.18071, §5.4).
+The next iteration continues the unfinished responses, called partial rollouts, with newer weights.
+Each token keeps its log-probability and the version of the weights that sampled it. So the
+likelihood of a partial rollout under the behaviour policy is the product of the recorded token
+probabilities, over several versions. GSPO's importance ratio uses it unchanged (arXiv:2507.18071,
+§5.4). The keys and values of its tokens are computed again, by prefilling under the newer weights.
 """
 
 import collections
@@ -43,8 +43,8 @@ from gspo_jax.structs import Prompt, Rollout
 from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
-UNKNOWN = "unknown"  # Directory of the log of responses without a verdict.
-MAX_LOGGED = 100  # Maximum number of such responses in an iteration's file.
+UNKNOWN = "unknown"  # Directory of a log: responses on which the verifier failed (no verdict).
+MAX_LOGGED = 100  # Maximum number of these responses in an iteration's file.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -55,10 +55,10 @@ class Collected:
   groups: list[Group]
   rollout: Rollout  # `groups` as arrays.
   step: int  # Iteration of the updates on `groups`.
-  version: int  # Last version of the sampling weights; partial rollouts may have older tokens.
+  version: int  # Newest version of the sampling weights; partial rollouts may have older tokens.
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # By response token; None unless turns or lines have rewards.
-  usage: Usage  # Cost of all sampling in this iteration, discarded groups included.
+  usage: Usage  # Tokens and time of all sampling in this iteration, discarded groups included.
   metrics: dict[str, float]
 
   @property
@@ -72,14 +72,15 @@ class Collected:
 
 
 class Collector:
-  """Source of scored groups. Draws prompts and carries groups over between iterations.
+  """Draws prompts, and samples and scores a batch of groups for each iteration.
 
   Args:
     score: verifier of single-turn responses.
     environment: constructor of environments. None means single turns, scored by `score`.
-    writer: log of the responses without a verdict. None means that no response can lack one.
+    writer: writes the log of responses without a verdict. None if the verifier cannot fail.
     records: recorded responses for job=offline. None means that all responses are sampled.
-    shared_prompts: number of prompts in both training and held-out data.
+    signals: computes further rewards and costs (rewards/signals.py). None means none.
+    shared_prompts: number of prompts in both training and held-out data, a metric.
   """
 
   def __init__(
@@ -114,29 +115,29 @@ class Collector:
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
-    # Objects in the checkpoint, besides the groups in flight.
+    # Objects with a state in the checkpoint, which also has the groups in flight.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:
       seed = config.seed_of("rl", "recorded")
       self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
     if self._constraints:
       self._stateful["multipliers"] = self._constraints
-    # Started groups without an update: unfinished, or finished and surplus.
+    # Groups carried over to the next iteration: unfinished, or finished beyond the batch's size.
     self._in_flight: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
     self._version = 0  # Version of the engine's weights.
-    # Python ids of groups that an earlier iteration finished and did not train on.
+    # Python ids of surplus groups: carried over although finished.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration; some may be recorded.
 
-    The batch has P = `rl.prompts` groups, N of them sampled. A group is mixed if its responses have
-    different scores. Dynamic sampling adds up to `extra_rounds` rounds while fewer than N sampled
-    groups are mixed. Mixed groups are selected first, then the earliest others. With
-    `extra_rounds` the advantages of these others are set to 0, since only reward shaping
-    distinguishes their responses; costs are an exception (`costs.teaches`). With `rl.token_budget`
-    the batch may have fewer than P groups.
+    The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
+    its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
+    up to `extra_rounds`. The batch has the mixed groups, filled up with the earliest other ones.
+    With `extra_rounds`, the others have advantages of 0, since only reward shaping distinguishes
+    their responses; `costs.teaches` has an exception. With `rl.token_budget`, the batch may have
+    fewer groups.
 
     Args:
       step: number of the iteration.
@@ -176,7 +177,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens older than `rl.max_age` versions; counts them."""
+    """Restarts responses with tokens more than `rl.max_age` versions old; counts them."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -189,7 +190,7 @@ class Collector:
     return {"partial/begun_again": float(number)}
 
   def _recorded_groups(self) -> list[Group]:
-    """Returns recorded groups."""
+    """Returns the recorded groups of a batch, P - N."""
     count, c = self._config.rl.prompts - self._num_sampled, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [
@@ -200,7 +201,7 @@ class Collector:
   def _select(self, sampled: list[Group]) -> list[Group]:
     """Selects at most N groups, preferably mixed ones, in sampling order.
 
-    Smaller groups get blank responses up to `rl.group_size`.
+    Groups with fewer than `rl.group_size` responses are padded with blank ones.
     """
     c = self._config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
@@ -208,9 +209,9 @@ class Collector:
     return [filled(group, c.rl.group_size) for group in chosen]
 
   def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
-    """Orders groups: each mini-batch has its share of recorded ones.
+    """Orders groups, with recorded ones distributed evenly over mini-batches.
 
-    A mini-batch is a contiguous run of groups.
+    Mini-batches are contiguous in this order.
     """
     groups = [*on_record, *chosen]
     if not (on_record and chosen):
@@ -241,14 +242,13 @@ class Collector:
   def _sample(self, step: int, round_index: int, usage: Usage) -> list[Group]:
     """Samples until N groups are finished or the token budget is spent.
 
-    N is `rl.prompts` less the batch's recorded groups, G is `rl.group_size`. Returns the finished
-    groups, at most N and at least one per mini-batch.
+    Returns the finished groups, at most N. If the budget ends sampling, there are at least as many
+    as mini-batches.
 
-    At most G · (N − groups finished at the start) responses are in flight. When G of these have
-    ended, an extra prompt starts. If all extra prompts started at once, many short groups could
-    finish in one iteration; the groups beyond N would be trained on later, off-policy.
-
-    A call uses at most max(1, N // 2) surplus groups, the oldest first; the others wait.
+    The surplus groups of earlier iterations count as finished, at most max(1, N // 2) of them, the
+    oldest first; the others wait. At most G responses for each other group are in flight, with G =
+    `rl.group_size`. Whenever G of these have ended, an extra prompt starts. If all extra prompts
+    started at once, more short groups might finish than needed, and be trained on later.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -267,7 +267,7 @@ class Collector:
     draws = itertools.count()
 
     def start_prompts() -> None:
-      """Starts one prompt per G free places in flight, within `rl.extra_prompts`."""
+      """Starts a prompt for every G responses missing in flight, up to `rl.extra_prompts`."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
       count = min(free, N + c.rl.extra_prompts - len(waiting) - len(groups))
       if count > 0:
@@ -277,7 +277,7 @@ class Collector:
         groups.extend(new)
 
     def should_stop() -> bool:
-      """Whether the round is over; starts further prompts if not."""
+      """Whether the round is over; if not, starts further prompts."""
       finished = sum(group.finished for group in groups)
       spent = c.rl.token_budget and engine.usage.tokens >= c.rl.token_budget
       if finished >= N or (spent and finished >= c.rl.minibatches):
@@ -297,9 +297,9 @@ class Collector:
     return done
 
   def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
-    """Draws the next prompts accepted by the filter, as unsampled groups."""
+    """Draws the next prompts accepted by the filter, as groups of empty responses."""
     c, max_size = self._config, self._config.rl.group_size
-    # A prompt drawn twice in one iteration has different PRNG keys.
+    # If a prompt is drawn twice in an iteration, its seeds differ.
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
     min_size = c.schedule.group_size_min or max_size
@@ -340,7 +340,7 @@ class Collector:
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
-    """Logs responses without a verdict; raises NoVerdictError without any verdict."""
+    """Logs responses without a verdict; raises NoVerdictError if there is no verdict at all."""
     unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
       rows = [
@@ -348,7 +348,7 @@ class Collector:
           prompt_id=group.prompt.id,
           prompt=group.prompt.question,
           response=group.responses[g],
-          answer=group.prompt.answer[:1000],  # The tests of a program may take megabytes.
+          answer=group.prompt.answer[:1000],  # Tests of programs may have megabytes.
           unknown=group.unknown[g],
         )
         for group, g in unknown[:MAX_LOGGED]
@@ -361,7 +361,7 @@ class Collector:
     """Assembles the trajectories of training groups as arrays.
 
     Raises:
-      ValueError: there are more than `rl.prompts` groups, a group has not `rl.group_size`
+      ValueError: there are more than `rl.prompts` groups, a group has not exactly `rl.group_size`
         responses, or a prompt or response exceeds the configured length.
     """
     c, trajectories = self._config, trajectories_of(groups)
@@ -379,15 +379,15 @@ class Collector:
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Copies the sampling state; returns a function to JSON."""
+    """Copies the sampling state; returns a function to convert it to JSON."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._in_flight]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`, but for objects of other jobs.
+    """Restores a state of `position`; ignores objects absent in this job.
 
-    Raises ValueError like `groups.restored`.
+    Raises ValueError if a prompt is longer than `data.max_prompt_tokens`.
     """
     for name in self._stateful.keys() & state.keys():
       self._stateful[name].set_state(state[name])

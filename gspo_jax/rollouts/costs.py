@@ -1,7 +1,10 @@
-"""Costs of conversations: prices on the policy's tokens and on its tool calls.
+"""Costs of conversations: prices on sampled tokens and on tool calls.
 
-R_i = Σ_u r_iu − λ_tok · tokens_i − λ_call · calls_i. Each turn pays for its own tokens and calls,
-so the return from turn u on includes the costs of turns u, u + 1, ... only.
+R_i = Σ_u r_iu − λ_tok · tokens_i − λ_call · calls_i.
+
+λ_tok is `environment.token_cost`, and λ_call `environment.call_cost`. The costs of a turn are
+subtracted from the reward of this turn. So the return from turn u on has only the costs of turns u,
+u + 1, and so on.
 """
 
 from collections.abc import Sequence
@@ -19,22 +22,23 @@ def charge(
 ) -> np.ndarray:
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
-  Adds the figures `reward` (before costs) and `cost`. Call it once per conversation. A
-  conversation with contradictory counts of tool calls fails.
+  Call it once per conversation: it changes the trajectory's rewards, and adds the figures `reward`
+  (before costs) and `cost`. With `environment.charge=right`, only right conversations have costs. A
+  conversation fails if its environment reports another number of tool calls than was counted.
 
   Args:
-    right_from: smallest reward of right conversations. None means that their figure `correct`
-      decides.
+    right_from: smallest reward of a right conversation. None means that a conversation is right if
+      its figure `correct` is 1 or more.
 
   Returns:
-    float32 [B]: total reward less costs of each conversation. It depends on the sums of rewards,
-    tokens and calls alone, exactly, and not on their distribution over turns.
+    float32 [B]: total reward less costs of each conversation. It does not depend on how rewards,
+    tokens and calls are distributed over turns.
   """
   if not config.costs:
     return totals(trajectories)
   net_rewards = []
   for trajectory, is_right in zip(trajectories, right(trajectories, right_from), strict=True):
-    # Sums of float32 in float64 are exact: the order of rewards over turns does not matter.
+    # The sum in float64 does not depend on the distribution of rewards over turns.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
     charged = config.charge == "all" or is_right
     if charged and config.call_cost and not trajectory.failure:
@@ -44,7 +48,7 @@ def charge(
       sampled_X = np.flatnonzero(trajectory.turns >= 0)
       last_X = np.diff(trajectory.turns[sampled_X], append=-1) != 0
       ends_U, tokens_U = sampled_X[last_X], np.diff(np.flatnonzero(last_X), prepend=-1)
-      rewards = trajectory.rewards.copy()  # Copied trajectories may share the old array.
+      rewards = trajectory.rewards.copy()  # Copies of the trajectory may share the old array.
       rewards[ends_U] -= config.token_cost * tokens_U + config.call_cost * calls_U
       trajectory.columns["rewards"] = rewards
       cost = config.token_cost * int(tokens_U.sum()) + config.call_cost * int(calls_U.sum())
@@ -54,22 +58,22 @@ def charge(
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether dynamic sampling keeps a group's advantages.
+  """Whether a group has nonzero advantages under dynamic sampling (`extra_rounds`).
 
-  Advantages are kept if scores differ (`Group.mixed`). With costs, they are also kept if no
-  response with a verdict is wrong. Among equally wrong responses, advantages would only reward
-  low costs.
+  It has if the scores of its responses differ (`Group.mixed`). With costs, a group of right
+  responses has them too, and they favour lower costs. A group of wrong responses has not: its
+  advantages would favour cheap wrong responses.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
 
 def _disagreement(trajectory: Trajectory) -> str:
-  """Describes contradictory counts of tool calls. Returns "" without a contradiction."""
+  """Describes contradictory counts of tool calls; returns "" without a contradiction."""
   reported, calls = trajectory.figures["tool_calls"], sum(trajectory.calls)
   if reported == calls:
     return ""
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", and {calls} would be charged: give it an attribute tool_calls, the number of calls so far"
+    f", but {calls} were counted; give it an attribute tool_calls, the number of calls so far"
   )

@@ -1,4 +1,8 @@
-"""Groups: a prompt and its trajectories, in flight, finished or scored."""
+"""Groups: a prompt with its trajectories, which are in flight, finished or scored.
+
+A response is unknown if it has no verdict, because the verifier or environment failed on it. The
+reason is recorded. Unknown responses are excluded from statistics and updates.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,27 +19,31 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.tasks.environments import Make
 
+# Reasons of blank responses, which pad a group to its size.
 MISSING = "the recorded data has no more responses to this prompt"
 NOT_SAMPLED = "fewer responses were sampled to this prompt"
 
 
 @dataclasses.dataclass
 class Group:
-  """A prompt with its trajectories, and after scoring their rewards."""
+  """A prompt with its trajectories. After scoring, the other fields are set, too.
+
+  In names, G are the group's responses and U the turns or lines of a response.
+  """
 
   prompt: Prompt
   trajectories: list[Trajectory]
-  responses: Sequence[str] = ()
+  responses: Sequence[str] = ()  # Decoded texts.
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: correctness before reward shaping.
-  # Reasons for missing verdicts, by index of the response.
+  # Reasons for missing verdicts, by index of the unknown response.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
-  # float32 [G] by name: further rewards, and costs (rewards/signals.py).
+  # Further rewards and costs by name, float32 [G] each (rewards/signals.py).
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   # float32: the verifier's score before reward shaping. None if equal to `correct_G`.
   value_G: np.ndarray | None = None
   # Returns of each response's turns or lines, float64 [U], before reward shaping. None if
-  # advantages compare whole responses. Not saved with the group.
+  # advantages compare whole responses. Checkpoints do not have this field.
   returns: Sequence[np.ndarray] | None = None
 
   @property
@@ -54,7 +62,10 @@ class Group:
 
   @property
   def mixed(self) -> bool:
-    """Whether scores of responses (or of their turns or lines) differ, before reward shaping."""
+    """Whether the scores of responses differ, before reward shaping.
+
+    If advantages compare turns or lines, returns of the same turn or line are compared instead.
+    """
     if self.returns is None:
       value_G = self.correct_G if self.value_G is None else self.value_G
       return not alike(value_G[self.known_G])
@@ -64,7 +75,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns a dict for JSON, with rewards if the group is scored."""
+    """Returns the group as a dict for JSON; rewards are included once it is scored."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -81,7 +92,11 @@ class Group:
 
   @classmethod
   def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
-    """Restores a group from `get_state`; `make` creates its environments."""
+    """Restores a group from `get_state`.
+
+    Args:
+      make: creates the environment of each trajectory.
+    """
     state = dict(state)
     prompt = state.pop("prompt")
     info = tuple((key, value) for key, value in prompt["info"])
@@ -107,8 +122,11 @@ class Group:
   ) -> "Group":
     """Builds a scored group of `size` recorded responses.
 
-    Missing responses become blank rows, without tokens or verdict. A response is correct if its
-    reward is at least `right_from`.
+    If there are fewer, blank responses are added (`filled`).
+
+    Args:
+      decode: converts token ids to text.
+      right_from: smallest reward of a correct response.
     """
     prompt = record.prompt
     trajectories = [
@@ -123,10 +141,13 @@ class Group:
 
 
 def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NOT_SAMPLED) -> Group:
-  """Pads a scored group to `size` responses with blank rows.
+  """Pads a scored group to `size` responses with blank ones.
 
-  A blank row is the prompt alone, or padding if `prompt` is empty. It has no verdict; `reason` says
-  why.
+  A blank response has no tokens and no verdict.
+
+  Args:
+    prompt: prompt tokens of blank responses. If empty, their rows are padding.
+    reason: reason of the missing verdict.
   """
   blanks, no_tokens = range(len(group.trajectories), size), np.zeros(0, np.int32)
   rows = [recorded_turn(prompt, g, no_tokens, False, group.prompt.id) for g in blanks]
@@ -150,16 +171,17 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NO
 def restored(
   states: Iterable[Mapping[str, Any]], make: Make | None, longest_prompt: int, longest: int
 ) -> list[Group]:
-  """Restores unscored groups, and resumes their environments.
+  """Restores unscored groups, and the environments of unfinished conversations.
 
-  Responses longer than `longest` (sampled under another configuration) are truncated, and resumed.
-  Environments are on the first host; if one fails, its trajectory ends as failed.
+  Responses sampled under another configuration may be longer than `longest`. They are shortened,
+  and are unfinished again. Environments run on the first host. If one fails, its trajectory is
+  finished as failed.
 
   Args:
     states: states of the groups.
-    make: constructor of environments; None for single turns.
-    longest_prompt: `data.max_prompt_tokens`.
-    longest: `sampling.max_new_tokens`.
+    make: constructor of environments. None for single turns.
+    longest_prompt: value of `data.max_prompt_tokens`.
+    longest: value of `sampling.max_new_tokens`.
 
   Raises:
     ValueError: a prompt is longer than `longest_prompt`.
@@ -183,7 +205,7 @@ def restored(
 def require_lengths(trajectories: Sequence[Trajectory], longest_prompt: int, longest: int) -> None:
   """Raises ValueError for prompts or responses beyond the configured lengths.
 
-  Updates would use 0 for the log-probs of tokens beyond these lengths.
+  Updates compute no log-probs of tokens beyond these lengths, and would use 0 instead.
   """
   limits = (
     ("prompt", "data.max_prompt_tokens", longest_prompt),
@@ -194,14 +216,15 @@ def require_lengths(trajectories: Sequence[Trajectory], longest_prompt: int, lon
     if length > limit:
       kind = "prompt" if field == "prompt" else "response"
       raise ValueError(
-        f"a {kind} has {length} tokens, and {key}={limit}: set it to {length} at least"
+        f"a {kind} has {length} tokens, but {key}={limit}: set the key to at least {length}"
       )
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+  """Lists the trajectories of all groups."""
   return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def alike(values: np.ndarray) -> bool:
-  """Whether all values are equal up to float32 rounding; True if there are none."""
+  """Whether all values are equal up to float32 rounding; True for an empty array."""
   return not len(values) or np.ptp(values) <= advantages.ROUNDING * abs(values).max()

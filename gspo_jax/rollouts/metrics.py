@@ -1,4 +1,4 @@
-"""Metrics of groups: rewards, lengths, verifier outcomes, environments."""
+"""Metrics of groups: rewards, lengths, outcomes of the verifier, and environments."""
 
 import collections
 from collections.abc import Container, Sequence
@@ -12,9 +12,13 @@ from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Computes metrics of all samples, discarded groups included.
+  """Computes metrics of all sampled groups, including unselected ones.
 
-  Metrics of rewards are over responses with a verdict.
+  Metrics of rewards are over responses with a verdict. `groups_without_spread` is the share of
+  groups with equal rewards.
+
+  Args:
+    outcomes: number of responses by outcome of the verifier. Empty if it reports none.
   """
   trajectories = trajectories_of(groups)
   rewards = [group.reward_G[group.known_G] for group in groups]
@@ -38,7 +42,12 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
 
 
 def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """Computes the mean size of recorded supports, and the full distribution's mass on them."""
+  """Computes metrics of supports: the tokens within top-k, top-p and min-p.
+
+  `sampling/support` is the mean number of tokens in a support, and `sampling/support_mass` the mean
+  probability of a support under the full distribution. Tokens without a recorded support are
+  excluded.
+  """
   size, mass = [], []
   for trajectory in trajectories:
     if trajectory.support is not None:
@@ -52,7 +61,7 @@ def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def size_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Computes metrics of group sizes."""
+  """Computes metrics of group sizes: numbers of responses to a prompt."""
   sizes = [len(group.trajectories) for group in groups]
   return {
     "group_size/mean": float(np.mean(sizes)),
@@ -65,7 +74,14 @@ def size_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def round_metrics(
   sampled: Sequence[Group], chosen: Sequence[Group], rounds: int
 ) -> dict[str, float]:
-  """Computes metrics of dynamic sampling."""
+  """Computes metrics of dynamic sampling.
+
+  Args:
+    sampled: groups of all rounds.
+    chosen: the groups among them that are trained on. Those with equal scores are counted as
+      `dynamic_sampling/filled_groups`.
+    rounds: number of rounds.
+  """
   return {
     "dynamic_sampling/rounds": float(rounds),
     "dynamic_sampling/discarded_groups": float(len(sampled) - len(chosen)),
@@ -74,7 +90,10 @@ def round_metrics(
 
 
 def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Computes number, mean reward and mean length of recorded responses."""
+  """Computes number, mean reward and mean length of recorded responses.
+
+  Blank responses, which pad groups, are excluded.
+  """
   known_B = np.concatenate([group.known_G for group in groups])
   lengths_B = np.array([trajectory.length for trajectory in trajectories_of(groups)])
   return {
@@ -87,7 +106,8 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Computes means over conversations.
 
-  Means of the environments' figures exclude conversations with a failed environment.
+  The metrics returned by environments (`figures`) are averaged over conversations without a failure
+  of the environment.
   """
   trajectories = trajectories_of(groups)
   figures = means([x.figures for x in trajectories if not x.failure])
@@ -108,12 +128,14 @@ def partial_metrics(
   """Computes metrics of partial rollouts.
 
   These are the ages of trained tokens relative to `version`, the number of groups finished in this
-  iteration, the number of finished groups deferred to later ones, and the tokens carried over.
+  iteration, and the groups and tokens carried over.
 
   Args:
+    sampled: groups available to this iteration, all finished.
+    chosen: the groups among them that are trained on.
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
-    version: last version of the sampling weights.
+    version: newest version of the sampling weights.
   """
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)

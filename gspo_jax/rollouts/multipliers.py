@@ -1,15 +1,22 @@
-"""Several rewards and costs: each is standardised separately, and costs are kept at limits.
+"""Advantages from several rewards and costs; Lagrange multipliers keep the costs at limits.
 
-A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k), with Z the standardisation within a group. The
-sign s is 1 for an upper limit of a cost, −1 for a lower limit. After each iteration, each
-multiplier λ is updated from the mean cost of the trained responses:
+Each reward and cost is standardised within its group (Z) before they are added:
+
+  A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k)
+
+R is the main reward, R_j are further rewards, and C_k costs. The sign s_k is 1 if the limit of a
+cost is an upper one, −1 if it is a lower one. After each iteration, the multiplier λ of each cost
+is updated from the mean cost of the trained responses. It is the output of a PI controller:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
-where σ(C) is the standard deviation within groups. A measures C in this unit, so v does, too.
-arXiv:2602.05863 defines the advantages, and multipliers rising while a cost is above its limit.
-This module adds the unit of v, its bounds, and the term with `gain` (arXiv:2007.03964).
+The violation v is in units of σ(C), the standard deviation within groups, because Z divides by it.
+`rate`, `gain` and `most` are keys of the cost.
+
+The advantages are those of arXiv:2602.05863, which also lets a multiplier rise while the cost is
+above its limit. The unit of v, its bounds, and the term with `gain` (arXiv:2007.03964) are
+additions.
 """
 
 import dataclasses
@@ -22,7 +29,7 @@ from gspo_jax import objectives as O
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
-# Multipliers are arguments of the program: new values need no compilation.
+# Multipliers are arguments of the program, so it is compiled once.
 _combine = jax.jit(O.constrained_advantages)
 
 
@@ -30,11 +37,15 @@ _combine = jax.jit(O.constrained_advantages)
 class Multiplier:
   """Multiplier of one cost in the next iteration."""
 
-  sum: float  # I, the integral of violations.
+  sum: float  # I, the bounded sum of violations times `rate`.
   value: float  # Multiplier λ.
 
   def update(self, cost: CostSignal, violation: float) -> None:
-    """Updates from the last iteration's violation, in standard deviations."""
+    """Updates the multiplier after an iteration.
+
+    Args:
+      violation: sign times mean cost less limit, in standard deviations.
+    """
     v = min(max(violation, -1.0), 1.0)
     self.sum = min(max(self.sum + cost.rate * v, 0.0), cost.most)
     self.value = min(max(self.sum + cost.gain * v, 0.0), cost.most)
@@ -58,7 +69,8 @@ class Constraints:
     """Computes advantages [P, G] and metrics; then updates the multipliers.
 
     Args:
-      valid_PG: mask of counted responses. None means the responses with a verdict.
+      groups: scored groups, with their signals.
+      valid_PG: mask of responses in means and deviations. None means those with a verdict.
       combine: `objectives.constrained_advantages`, or a function of the same arguments.
     """
     c = self._config
@@ -89,11 +101,11 @@ class Constraints:
     return np.asarray(advantage_PG), row
 
   def get_state(self) -> dict[str, dict[str, float]]:
-    """Returns JSON of the multipliers."""
+    """Returns the multipliers as a dict for JSON."""
     return {name: vars(multiplier).copy() for name, multiplier in self.multipliers.items()}
 
   def set_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-    """Restores a state of `get_state`, within the configured bounds.
+    """Restores a state of `get_state`, clipped to the configured maximum.
 
     Costs absent from the state keep their initial multiplier.
     """
@@ -103,7 +115,10 @@ class Constraints:
 
 
 def deviation(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:
-  """Computes the standard deviation within groups, pooled over groups; 0 without responses."""
+  """Computes the standard deviation within groups, pooled over groups.
+
+  It is 0 if no group has two valid responses.
+  """
   value_PG, size_P1 = np.where(valid_PG, value_PG, 0.0), valid_PG.sum(1, keepdims=True)
   mean_P1 = value_PG.sum(1, keepdims=True) / np.maximum(size_P1, 1)
   squares = np.where(valid_PG, (value_PG - mean_P1) ** 2, 0.0).sum()

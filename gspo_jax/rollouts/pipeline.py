@@ -1,20 +1,22 @@
 """Collects batches ahead of the updates: asynchronous training, docs/asynchronous.md.
 
-Version i is the weights before the updates of iteration i, and `first` is the version at the start
-of the run. With `rl.lag` = L, the responses of iteration j are sampled with version
-max(first, j - L). Batch i + L starts at the beginning of iteration i, right after version i is
-published. So a batch's staleness is bounded when it starts, and no late batch is discarded. An
-update's batch depends on iteration numbers, not on time: the same seed gives the same results.
+Batch i is the training data of iteration i. Version i is the weights before the updates of
+iteration i, and `first` is the version at the start of the run. With `rl.lag` = L, batch j is
+sampled with version max(first, j - L). Sampling of batch i + L starts at the beginning of iteration
+i, when version i is published. So the age of a batch is known in advance, and no batch is discarded
+as too old. Batches depend on iteration numbers and not on time: the same seed gives the same
+results.
 
-  one mesh     the main thread collects batch i + L before the updates of iteration i: two threads
-               must not start collectives on the same devices, since each could wait for the other
-  two meshes   a worker thread collects batch i + L on `rollout_mesh`, during the updates of
-               iterations i, i + 1, ...
-  servers      a worker thread sends requests to servers. New weights reach the servers at once, and
-               responses in flight continue under them: batch j = i + L has tokens of versions i to
-               j, depending on the weights' arrival times
+There are three arrangements:
 
-A batch that depends on arrival times can be recorded (`rl.record`) and replayed (`rl.replay`).
+- One mesh: the main thread collects batch i + L before the updates of iteration i. Two threads
+  might deadlock: collectives on the same devices, started in different orders, wait for each other.
+- Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
+  iterations i, i + 1, and so on.
+- Servers: a worker thread sends requests to servers. New weights are sent to the servers as soon as
+  they are published, and responses in flight continue under them. So batch j = i + L has tokens of
+  versions i to j, and depends on the times at which weights arrive. Such batches can be recorded
+  (`rl.record`) and replayed (`rl.replay`).
 """
 
 import base64
@@ -43,14 +45,14 @@ from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, hosts, jsons, preemption
 
 POLL_S = 0.1  # Seconds between checks of preemption and servers while waiting for a batch.
-ARRAYS = "advantage_PG", "advantage_BL"
+ARRAYS = "advantage_PG", "advantage_BL"  # Fields of `Collected` saved as arrays.
 
 
 class CollectedBatch(NamedTuple):
-  """A batch collected for an iteration, and the collector's position after it."""
+  """A batch collected for an iteration, and the collector's state after it."""
 
   collected: Collected
-  position: Callable[[], dict[str, Any]]
+  position: Callable[[], dict[str, Any]]  # Result of `Collector.position`.
 
 
 class Pipeline:
@@ -61,18 +63,19 @@ class Pipeline:
       for step in ...:
         collected = sampling.next(step)
         sampling.release()
-        ...
+        ...  # Updates
         sampling.publish(params, version=step + 1)
 
-  An exception in the worker thread is raised again in `next`, `engine` or the function returned by
-  `position`.
+  An exception in the worker thread is raised again in the main thread: in `next`, in `engine`, or
+  in the function returned by `position`.
 
   Args:
+    stages: timer of the main thread's stages; `stages(name)` is a context manager.
     last: last finished iteration.
-    batches: directory of recorded batches.
-    mesh: the engine's separate mesh. None if the engine shares the trainer's mesh.
-    publish: copies the trainer's parameters to an engine with a separate mesh, in arrays unaffected
-      by later updates.
+    batches: directory in which batches are recorded.
+    mesh: mesh of the engine. None if the engine has the trainer's mesh.
+    publish: with a mesh of the engine, copies the trainer's parameters to it. Later updates must
+      not change the copy.
   """
 
   def __init__(
@@ -90,13 +93,13 @@ class Pipeline:
     self._collector, self._engine, self._stages = collector, engine, stages
     self._rl, self._last_started, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
-    # A worker thread queries servers, but the main thread loads weights into them: probing the
-    # servers with new weights needs the trainer's devices.
+    # With servers, the worker thread sends requests, but the main thread loads weights: it checks
+    # the servers' log-probs against the trainer's, which needs the trainer's devices.
     self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
-    # Batches in flight, by iteration.
+    # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
-    self._position = collector.position()  # After the last batch returned by `next`.
-    self._published: tuple[Any, int] = None, -1  # Weights and their version.
+    self._position = collector.position()  # State after the last batch returned by `next`.
+    self._published: tuple[Any, int] = None, -1  # Weights, None if already loaded; version.
     self._loaded = -1  # Version of the engine's weights; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
     if self._mesh is not None or self._loads_during_steps:
@@ -106,7 +109,7 @@ class Pipeline:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Stops the worker thread and discards its batch."""
+    """Stops the worker thread, and discards the batches in flight."""
     self._stop.set()
     if self._worker is not None:
       self._worker.shutdown(cancel_futures=True)
@@ -114,8 +117,8 @@ class Pipeline:
   def publish(self, params: Any, version: int) -> None:
     """Publishes the trainer's parameters to the sampler for all later batches.
 
-    A preemption notice interrupts loading without an exception. The next check raises Preempted,
-    after the caller has set the resume point.
+    A preemption notice interrupts loading, but raises no exception. `Preempted` is raised by the
+    next check instead, when the caller has set the resume point.
     """
     if self._worker is None or self._loads_during_steps:
       with contextlib.suppress(preemption.Preempted):
@@ -125,12 +128,15 @@ class Pipeline:
       self._published = self._copy(params), version
 
   def release(self) -> None:
-    """Frees the engine's weights if the updates need their memory."""
+    """Frees the engine's weights before updates on the same devices."""
     if self._worker is None:
       self._engine.release()
 
   def next(self, step: int) -> Collected:
-    """Returns the batch of the next iteration; starts batches up to `step + lag`."""
+    """Returns the batch of the next iteration; starts batches up to `step + lag`.
+
+    With `rl.replay`, the batch is read from a file, and nothing is sampled.
+    """
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)
     while self._last_started < min(step + self._rl.lag, self._rl.iterations):
@@ -143,7 +149,10 @@ class Pipeline:
 
   @contextlib.contextmanager
   def engine(self) -> Iterator[Engine]:
-    """Yields the engine with the last published weights, once all batches in flight are done."""
+    """Yields the engine with the last published weights, for evaluation.
+
+    It first waits for all batches in flight.
+    """
     if self._worker is None:
       yield self._engine
       return
@@ -155,15 +164,16 @@ class Pipeline:
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state; returns a function that serializes it to JSON.
+    """Snapshots the sampling state; returns a function to convert it to JSON.
 
-    The function waits for the batches in flight. Its JSON includes them, and the collector's state
-    after them.
+    The function waits for the batches in flight. Its result has these batches, and the collector's
+    state after them.
     """
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      with preemption.checked_by(lambda: None):  # A notice may be the reason for saving.
+      # A preemption notice must not interrupt this, since it may be the reason for saving.
+      with preemption.checked_by(lambda: None):
         batches = [self._wait(job) for job in jobs]
       snapshot = batches[-1].position if batches else position
       states = [get_state(collected) for collected, _ in batches]
@@ -174,8 +184,9 @@ class Pipeline:
   def set_position(self, state: Mapping[str, Any]) -> None:
     """Restores a state of `position`.
 
-    All saved batches are trained on, even if `rl.lag` is smaller now. If it is larger, `next`
-    starts additional batches. Raises ValueError if a saved batch does not fit the configuration.
+    If `rl.lag` has changed since, all saved batches are still trained on, and `next` starts the
+    batches that a larger lag needs. Raises ValueError if a saved batch does not fit the
+    configuration.
     """
     self._collector.set_position(state)
     self._position = self._collector.position()
@@ -184,7 +195,7 @@ class Pipeline:
         collected = from_state(batch, self._collector)
       except ValueError as error:
         reason = f"the checkpoint has a batch that is not trained on yet: {error}"
-        raise ValueError(f"{reason}, or begin in a new --workdir") from error
+        raise ValueError(f"{reason}, or start in a new --workdir") from error
       self._jobs.append(_finished_job(CollectedBatch(collected, self._position)))
       self._last_started += 1
 
@@ -199,7 +210,7 @@ class Pipeline:
     return CollectedBatch(collected, self._collector.position())
 
   def _collect_in_worker(self, step: int, weights: Any, version: int) -> CollectedBatch:
-    """Collects in the worker thread; records the stages' seconds and the idle time."""
+    """Collects a batch in the worker thread; adds its times to the metrics."""
     start_s, stages = time.perf_counter(), Stopwatch()
     waited = start_s - self._idle_since if self._idle_since else 0.0
     try:
@@ -209,11 +220,12 @@ class Pipeline:
           self._load(weights, version)
         batch = self._collect(step, version, stages)
     except BaseException:
-      self._stop.set()  # Later batches would differ from those of a run without the error.
+      # Without this batch, later ones would differ from those of a run without the error.
+      self._stop.set()
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # Separate names: the seconds of the trainer's stages sum to the iteration's.
+    # Names of their own, since the seconds of the main thread's stages add up to the iteration's.
     times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
     batch.collected.metrics.update(times)
     return batch
@@ -221,17 +233,20 @@ class Pipeline:
   def _check(self) -> None:
     """Raises Preempted in the worker thread once the pipeline has stopped.
 
-    Until then, the trainer handles preemption notices, and saves the batches in flight.
+    A preemption notice alone does not stop the worker thread. The main thread handles it, and saves
+    the batches in flight.
     """
     if self._stop.is_set():
       raise preemption.Preempted
 
   def _load(self, weights: Any, version: int) -> None:
+    """Loads weights on an engine with a separate mesh, unless it has this version."""
     if self._loaded != version and not self._loads_during_steps:
       self._engine.load(weights, version)
       self._loaded = version
 
   def _wait(self, job: concurrent.futures.Future) -> CollectedBatch:
+    """Waits for a batch; meanwhile checks for preemption and lost servers."""
     if self._worker is None:
       return job.result()
     with self._stages("wait_for_sampler"):
@@ -246,13 +261,17 @@ class Pipeline:
 
 
 def _finished_job(batch: CollectedBatch) -> concurrent.futures.Future:
+  """Wraps a batch as a finished job."""
   job = concurrent.futures.Future()
   job.set_result(batch)
   return job
 
 
 def write(directory: Path, collected: Collected) -> None:
-  """Writes the batch of an iteration to a file for `read`. Raises WriteError."""
+  """Writes the batch of an iteration to a file for `read`.
+
+  Raises WriteError if the file cannot be written.
+  """
   with files.writing(directory):
     directory.mkdir(exist_ok=True)
   files.write_whole(batch_file(directory, collected.step), [json.dumps(get_state(collected))])
@@ -262,7 +281,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   """Reads the recorded batch of an iteration.
 
   Raises:
-    ValueError: the file is missing, damaged, or of another configuration; the message names it.
+    ValueError: the file is missing, damaged, or does not fit the configuration.
   """
   path = batch_file(directory, step)
   try:
@@ -274,7 +293,10 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
-  """Returns a batch as JSON, without its rollout: `from_state` rebuilds it from the groups."""
+  """Returns a batch as a dict for JSON, without its rollout.
+
+  `from_state` builds the rollout from the groups again.
+  """
   file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
   np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(
@@ -288,7 +310,10 @@ def get_state(collected: Collected) -> dict[str, Any]:
 
 
 def from_state(state: Mapping[str, Any], collector: Collector) -> Collected:
-  """Restores a batch from `get_state`."""
+  """Restores a batch from `get_state`.
+
+  Raises ValueError if it does not fit the collector's configuration.
+  """
   arrays = np.load(io.BytesIO(base64.b64decode(state["arrays"])))
   groups = [Group.from_state(g, lambda p: SingleTurn(p.tokens)) for g in state["groups"]]
   return Collected(

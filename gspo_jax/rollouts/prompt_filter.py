@@ -1,8 +1,9 @@
-"""Selects prompts worth sampling, by their solve counts.
+"""Excludes prompts whose responses are always right or always wrong, since these teach nothing.
 
-The verifier's scores count, not the shaped rewards: with a bonus for short answers, the rewards of
-an all-right group differ, but it has nothing to learn from. A group without a right response but
-with unequal scores is not all wrong. Responses are right from a score of `reward.right_from`.
+A response is right if the verifier's score is at least `reward.right_from`. Shaped rewards do not
+matter here: with a bonus for short answers, they differ even if all responses of a group are right.
+A group is all right if all of its responses are. It is all wrong if no response is right and all
+scores are equal.
 """
 
 from collections.abc import Sequence
@@ -14,36 +15,39 @@ from gspo_jax.structs import Prompt
 
 
 class PromptFilter:
-  """Counts solved responses per prompt, and drops prompts with constant outcomes.
+  """Counts right responses per prompt, and drops prompts with constant outcomes.
 
-  A prompt is dropped after `drop_after` consecutive groups that are all right, or all wrong. The
-  counts start at the prompt's first use or its readmission. The state is JSON in the checkpoint, so
-  a resumed run drops the same prompts.
+  A prompt is dropped after `drop_after` consecutive groups that are all right, or all wrong. It is
+  readmitted after `readmit_after` iterations, and counted from 0 again. The state is in the
+  checkpoint, so a resumed run drops the same prompts.
 
   Args:
-    counts: whether to count even if no prompt is ever dropped.
+    config: section `data.query_set`.
+    counts: whether to count responses even if the section drops no prompts.
   """
 
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # By prompt id: number of groups, of responses and of right responses; length of the current
-    # streak of all-right (above 0) or all-wrong groups (below 0); the data row's `Prompt.content`.
+    # By prompt id, a list of: the number of groups, of responses, and of right responses; the
+    # streak; and `Prompt.content`. A streak of n is n consecutive all-right groups, and of -n as
+    # many all-wrong groups.
     self._tried: dict[str, list[Any]] = {}
-    self._dropped: dict[str, int] = {}  # Iteration of dropping by prompt id.
+    self._dropped: dict[str, int] = {}  # Iteration in which a prompt was dropped, by prompt id.
 
   def readmit(self, step: int) -> None:
-    """Readmits prompts after `readmit_after` iterations, with zeroed counts."""
+    """Readmits the prompts dropped `readmit_after` iterations ago, without their counts."""
     after = self.config.readmit_after
     for name, dropped_step in [*self._dropped.items()] if after else ():
       if step - dropped_step >= after:
         del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
+    """Whether the prompt is not dropped."""
     return self._row(prompt) not in self._dropped
 
   def _row(self, prompt: Prompt) -> str:
-    """Returns a prompt's id, and drops the counts of another data row with this id."""
+    """Returns a prompt's id; forgets counts of another data row with the same id."""
     if self._tried.get(prompt.id, ())[4:] not in ((), [], [prompt.content]):
       del self._tried[prompt.id]
       self._dropped.pop(prompt.id, None)
@@ -52,10 +56,11 @@ class PromptFilter:
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`; drops or readmits their prompts.
 
-    A group may readmit a dropped prompt by ending its streak of equal outcomes.
+    A dropped prompt may have a further group that was in flight. If this ends the streak, the
+    prompt is readmitted.
 
-    A response without a verdict does not count. Its group does not extend a streak, and ends it
-    only if the group's other responses contradict the streak.
+    Responses without a verdict are not counted. A group with one of these never extends a streak.
+    It ends a streak if its other responses have another outcome.
     """
     if not self._counts:
       return
@@ -81,12 +86,12 @@ class PromptFilter:
         self._dropped.pop(name, None)
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
-    """Returns the numbers of responses to a prompt and of right responses."""
+    """Returns the number of counted responses to a prompt, and of right ones."""
     _, responses, right, *_ = self._tried.get(self._row(prompt), (0, 0, 0, 0))
     return responses, right
 
   def metrics(self) -> dict[str, float]:
-    """Counts tried prompts, and dropped prompts by reason; empty without dropping."""
+    """Returns metrics of sampled and dropped prompts; {} if no prompts are dropped."""
     if not self.config.drop_after:
       return {}
     always = sum(self._tried[name][3] > 0 for name in self._dropped)
@@ -100,8 +105,10 @@ class PromptFilter:
     }
 
   def get_state(self) -> dict[str, Any]:
+    """Returns the counts and dropped prompts as a dict for JSON."""
     return dict(tried={k: list(v) for k, v in self._tried.items()}, dropped=dict(self._dropped))
 
   def set_state(self, state: dict[str, Any]) -> None:
+    """Restores a state of `get_state`."""
     self._tried = {name: list(counts) for name, counts in state["tried"].items()}
     self._dropped = dict(state["dropped"])

@@ -1,4 +1,4 @@
-"""The samples log: readable records of an iteration's training responses."""
+"""The samples log: one JSON object for each training response of an iteration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,16 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-TOKENS = 200_000  # Maximum number of tokens with individual entries in one log.
+TOKENS = 200_000  # Later responses of an iteration have no entries by token.
 
 
 def rollout_records(
   collected: Collected, arrays: Mapping[str, np.ndarray], tok: Tokenizer
 ) -> list[dict[str, Any]]:
-  """Returns a JSON object for each response.
+  """Returns the records of all responses with trained tokens, for JSON.
 
   Args:
+    collected: groups of the iteration.
     arrays: result of `learner.batch.sample_arrays`, in rollout order.
     tok: tokenizer of the policy.
   """
@@ -28,7 +29,7 @@ def rollout_records(
   records, token_count = [], 0
   advantages = arrays.get("advantage_B", collected.advantage_PG.reshape(-1))
   for row, used_L in enumerate(used_BL):
-    if not used_L.any():  # A recorded group may have fewer responses.
+    if not used_L.any():  # For example, a blank response of a recorded group.
       continue
     tokens = {name: x_BL[row][used_L] for name, x_BL in arrays.items() if x_BL.ndim == 2}
     advantage = tokens["advantage_BT"].mean() if "advantage_BT" in tokens else advantages[row]
@@ -36,10 +37,10 @@ def rollout_records(
     token_count += int(used_L.sum())
     ids_X = rollout.tokens[row][used_L].tolist()
     single_turn = rollout.response(row) == ids_X
-    if single_turn:  # Single turns can be read again as data (data/recorded.py).
+    if single_turn:  # The records of single turns can be training data (data/recorded.py).
       record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
     if token_count <= TOKENS:
-      # Ids are logged too, since encoding the decoded text may give other tokens.
+      # Token ids are logged, too: encoding the text again may give other tokens.
       record |= dict(response_ids=ids_X) if single_turn else {}
       record |= dict(tokens=[texts[i] for i in ids_X]) | _token_columns(tokens)
     records.append(record)
@@ -53,7 +54,12 @@ def _summary(
   advantage: float,
   tokens: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-  """Returns texts and metrics of one response; `tokens` has its token arrays [X]."""
+  """Returns texts and metrics of one response.
+
+  Args:
+    row: index of the response in the rollout.
+    tokens: arrays [X] over the response's trained tokens, by name.
+  """
   group, sample = collected.groups[row // group_size], row % group_size
   verdict = sample not in group.unknown
   record = dict(
@@ -61,7 +67,7 @@ def _summary(
     sample=sample,
     prompt=group.prompt.question,
     response=group.responses[sample],
-    answer=group.prompt.answer[:1000],  # A program's tests take megabytes.
+    answer=group.prompt.answer[:1000],  # Tests of programs may have megabytes.
     reward=float(group.reward_G[sample]) if verdict else None,
     advantage=round(advantage, 4),
     length=int(collected.rollout.lengths[row]),
@@ -94,7 +100,10 @@ def _token_columns(tokens: Mapping[str, np.ndarray]) -> dict[str, list]:
 def _segment_columns(
   log_ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
 ) -> dict[str, list]:
-  """Returns the segment of each token, and each segment's ratio and Σ |gradient|."""
+  """Returns the segment number of each token, and columns by segment.
+
+  These are the importance ratio, and the sum of |gradient| over the segment's tokens.
+  """
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U
   gradient_U = np.bincount(segment_X, abs(gradient_X))

@@ -3,9 +3,11 @@
 Each schedule is a function of the iteration and the checkpoint, so a resumed run makes the same
 choices.
 
-A batch row of an update has a bucket's length for the prompt, and the maximum response length after
-it. Buckets of `data.max_prompt_tokens` would be mostly padding for short prompts, and each bucket
-compiles a program. So a few buckets are chosen at the start, from the lengths of all prompts.
+Length buckets: a row of an update has space for a prompt, and for a response of maximum length. The
+space for the prompt is equal in all rows of an iteration, and is one of a few lengths, the buckets.
+If it were always `data.max_prompt_tokens`, rows of short prompts would be mostly padding. If it
+were the length of the longest prompt, a program would be compiled for many lengths. So up to three
+buckets are chosen at the start, from the lengths of all prompts.
 """
 
 import math
@@ -16,20 +18,25 @@ from gspo_jax.data.sources import Mixture, Prompts, Source
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import ScheduleConfig
 
-SOLVED = 0.9  # Probability of at least one right response in a group.
-SHARES = (0.5, 0.9, 1.0)  # Share of iterations with all prompts within each bucket.
+SOLVED = 0.9  # Intended probability of at least one right response in a group.
+SHARES = (0.5, 0.9, 1.0)  # Share of iterations whose prompts all fit each bucket.
 MULTIPLE = 16  # Buckets are multiples of this number of tokens.
-WORTH = 1.25  # Minimum ratio of two buckets; for less, another program is not worth compiling.
+WORTH = 1.25  # Minimum ratio of two buckets. A smaller one is not worth compiling a program.
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
-  """Returns the number of responses for a prompt.
+  """Returns the number of responses to sample for a prompt.
 
-  The prompt has had `right` right responses among `tried`.
+  It is the smallest number such that at least one response is right with probability `SOLVED`,
+  clipped to [`least`, `most`]. The probability that a response is right is estimated by Laplace's
+  rule of succession as (right + 1) / (tried + 2). For a prompt without earlier responses, the
+  result is `most`.
 
-  The result is the smallest number with at least one right response at probability SOLVED, clipped
-  to [`least`, `most`]. Each response is right with probability (right + 1) / (tried + 2), by the
-  rule of Laplace. Untried prompts have `most` responses.
+  Args:
+    tried: number of earlier responses to the prompt.
+    right: number of right ones among them.
+    least: minimum size of a group.
+    most: maximum size of a group.
   """
   if not tried:
     return most
@@ -41,7 +48,16 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
 
 
 def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int, dict[str, float]]:
-  """Reads new problems if due; returns the maximum response length and metrics."""
+  """Starts an iteration; returns its maximum response length, and metrics.
+
+  With `schedule.refresh_every`, new problems are read from growing files in some iterations.
+
+  Args:
+    s: section `schedule`.
+    prompts: source of prompts.
+    step: number of the iteration.
+    longest: value of `sampling.max_new_tokens`.
+  """
   metrics, limit = {}, s.limit(step, longest)
   if s.stages:
     metrics["sampling/max_new_tokens"] = float(limit)
@@ -53,13 +69,14 @@ def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int
 
 
 def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, ...]:
-  """Returns prompt lengths of the updates' batch rows, at most three, ascending.
+  """Returns the buckets of prompt lengths, at most three, in ascending order.
 
-  The only bucket is `data.max_prompt_tokens` if later prompts may be longer (growing files,
-  embedded tasks), and for packed rows and conversations.
+  If later prompts may be longer (growing files, embedded tasks), `data.max_prompt_tokens` is the
+  only bucket. The same holds for packed rows and conversations.
 
-  An iteration draws P = `rl.prompts` prompts. All of them are within the q-quantile of the lengths
-  with probability q^P.
+  Otherwise buckets are quantiles of the lengths of all prompts. An iteration draws P = `rl.prompts`
+  prompts, and all of these are within the q-quantile with probability q^P. So a bucket for the
+  share s of iterations (`SHARES`) is the s^(1/P)-quantile.
   """
   most = config.data.max_prompt_tokens
   parts = [p for s in sources for p in (s.sources if isinstance(s, Mixture) else (s,))]
@@ -77,8 +94,9 @@ def length_buckets(config: RunConfig, sources: Sequence[Source]) -> tuple[int, .
 
 
 def bucket_length(longest: int, buckets: Sequence[int], most: int) -> int:
-  """Returns the smallest bucket for `longest` prompt tokens.
+  """Returns the smallest bucket for a batch with prompts of at most `longest` tokens.
 
-  Returns `most` if no bucket is large enough: before a restart, data may have had longer prompts.
+  Returns `most` if no bucket is large enough. This happens if a partial rollout was started before
+  a restart, from data with longer prompts.
   """
   return next((bucket for bucket in buckets if bucket >= longest), most)

@@ -1,7 +1,10 @@
-"""Verdicts on groups, by a verifier or by environments, and further signals.
+"""Verdicts on responses, by a verifier or by environments, and further signals.
 
-Scoring runs on the first host, and the caller broadcasts its verdicts: otherwise a time limit might
-be exceeded on some hosts only.
+A verdict is the score of a response: its reward, and whether it is correct. Signals are further
+rewards and costs (rewards/signals.py). A response without a verdict is called unknown.
+
+Scoring runs on the first host, and the collector broadcasts the verdicts. If every host scored, a
+time limit might be exceeded on some hosts only, and their verdicts would differ.
 """
 
 import dataclasses
@@ -23,18 +26,21 @@ from gspo_jax.verifiers.pool import Failure
 class Verdicts:
   """Scores of B responses."""
 
-  reward: np.ndarray  # float32 [B]
+  reward: np.ndarray  # float32 [B]: shaped rewards.
   correct: np.ndarray  # float32 [B]: correctness before reward shaping.
   unknown: Mapping[int, str]  # Reason by index of a response without a verdict.
   outcomes: Mapping[str, int]  # Number of responses by the verifier's outcome.
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
-  rewards: Sequence[np.ndarray] | None = None  # By token; None if a response has one reward.
-  figures: Sequence[Mapping[str, float]] | None = None  # Metrics of conversations.
-  failures: Sequence[str] | None = None  # Failures of environments; "" without one.
-  values: np.ndarray | None = (
-    None  # float32 [B]: scores before shaping; None if `correct` has them.
-  )
-  # Returns of each response's turns or lines, before shaping. None if not compared.
+  # Reward of each token. None if each response has one reward.
+  rewards: Sequence[np.ndarray] | None = None
+  # Metrics of each conversation, from its environment. None for single turns.
+  figures: Sequence[Mapping[str, float]] | None = None
+  # Failure of each environment, "" without a failure. None for single turns.
+  failures: Sequence[str] | None = None
+  # float32 [B]: scores before reward shaping. None if they equal `correct`.
+  values: np.ndarray | None = None
+  # Returns of each response's turns or lines, before reward shaping. None if advantages compare
+  # whole responses.
   returns: Sequence[np.ndarray] | None = None
 
 
@@ -47,9 +53,9 @@ def score_conversations(
   """Collects the environments' verdicts on finished conversations, and charges costs.
 
   Args:
-    right_from: smallest reward of right conversations. None means that their figure `correct`
-      decides.
-    compares_parts: whether advantages compare turns of equal number.
+    right_from: smallest reward of a correct conversation. None means that a conversation is correct
+      if the environment's metric `correct` is 1 or more.
+    compares_parts: whether advantages compare the turns of a group with the same number.
   """
   trajectories = trajectories_of(groups)
   value_B, right_B = totals(trajectories), right(trajectories, right_from)
@@ -82,11 +88,12 @@ def score_responses(
   """Scores single-turn responses by the verifier and the signals.
 
   Args:
-    longest: length of the overlong penalty for a response at its sampling limit; other lengths are
-      shifted by as many tokens. 0 for actual lengths.
+    longest: `sampling.max_new_tokens`, if the overlong penalty ends at the length limit. If a
+      response had a lower limit, its length is increased by the difference before the penalty is
+      computed. 0 means that actual lengths are penalised.
     breaks_V: number of line breaks in each token's text, for rewards of lines.
-    signals: further rewards and costs. None means none.
-    discount: γ of the returns of lines. None if whole responses are compared.
+    signals: computes further rewards and costs. None means none.
+    discount: γ of the returns of lines. None if advantages compare whole responses.
   """
   trajectories = trajectories_of(groups)
   tokens = [trajectory.tokens for trajectory in trajectories]
@@ -116,7 +123,10 @@ def score_responses(
 
 
 def _returns(values: Sequence[np.ndarray] | None, discount: float) -> list[np.ndarray] | None:
-  """Computes the returns of turns or lines, float64 [U]."""
+  """Computes the returns of turns or lines from their rewards, float64 [U].
+
+  The return of turn u is the discounted sum of the rewards of turns u, u + 1, and so on.
+  """
   if values is None:
     return None
   returns = [np.array(value_U, np.float64) for value_U in values]
@@ -127,7 +137,10 @@ def _returns(values: Sequence[np.ndarray] | None, discount: float) -> list[np.nd
 
 
 def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
-  """Assigns rewards and verdicts to groups; ValueError for a non-finite reward."""
+  """Stores verdicts in the groups and their trajectories.
+
+  Raises ValueError if a reward is not finite.
+  """
   start = 0
   for group in groups:
     end = start + len(group.trajectories)
@@ -142,5 +155,7 @@ def assign_verdicts(groups: Sequence[Group], verdicts: Verdicts) -> None:
       if verdicts.figures is not None:
         trajectory.figures, trajectory.failure = dict(verdicts.figures[i]), verdicts.failures[i]
     if not np.isfinite(group.reward_G).all():
-      raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
+      raise ValueError(
+        f"the rewards of prompt {group.prompt.id} are {group.reward_G.tolist()}, and must be finite"
+      )
     start = end

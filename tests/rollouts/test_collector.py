@@ -328,7 +328,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt():
   nan_B = np.full(4 * G, np.nan)
   collecting._score = lambda *_: Scores(nan_B, {}, nan_B)
   engine.load(PARAMS, version=1)
-  with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
+  with pytest.raises(ValueError, match=r"rewards of prompt \d+ are .*nan.*must be finite"):
     collecting.collect(1, Stopwatch())
 
 

@@ -205,10 +205,10 @@ def test_longer_responses_are_cut_and_go_on_with_a_smaller_limit(kind):
   assert (result.rollout.ends - result.rollout.prompt_lengths).max() == limit
   assert not (result.rollout.logp[result.rollout.mask > 0] == 0).any()
   with pytest.raises(
-    ValueError, match=r"a response has \d\d tokens, and sampling.max_new_tokens=10"
+    ValueError, match=r"a response has \d\d tokens, but sampling.max_new_tokens=10"
   ):
     collecting[0].rollout(out[0].groups)
-  with pytest.raises(ValueError, match=r"a prompt has 3 tokens, and data.max_prompt_tokens=2: set"):
+  with pytest.raises(ValueError, match=r"a prompt has 3 tokens, but data.max_prompt_tokens=2: set"):
     went_on(first_run.position(), **options, data__max_prompt_tokens=2)
 
 
