@@ -39,7 +39,7 @@ def dialled(loss: str, dose: int, replay: str = "none") -> Condition:
 
 DIALLED = [dialled(loss, dose) for dose in (STRONG, 1, 5, 20, 0) for loss in ARMS]
 REPLAYED = [dialled(loss, STRONG, replay) for replay in REPLAYS for loss in ARMS]
-# The learning rate of all weights, raised until the first rollout's share is that of STRONG.
+# A higher learning rate of all weights. In a pilot both losses fell.
 CONTROLS = [
   Condition(control(loss), ARMS[loss] | {"rl_optimizer.learning_rate": CONTROL_RATE})
   for loss in ARMS
