@@ -1,6 +1,7 @@
-"""The alphabet, and the structs of a training run: prompts, rollouts, batches and states.
+"""The letters of array axes, and the structs of a run: prompts, rollouts, batches and states.
 
-One letter per axis, in array suffixes, einsum strings, the parameter table and the sharding rules:
+Each axis has one letter, in array suffixes, einsum strings, the parameter table and the sharding
+rules. `logp_BT` has shape [B, T].
 
   P  prompts in a batch                D  model width
   G  responses per prompt (group)      N  query heads
@@ -11,10 +12,10 @@ One letter per axis, in array suffixes, einsum strings, the parameter table and 
   l  layers                            k  experts per token
   r  rank of an adapter
 
-`logp_BT` is the natural-log probability of the token at position t given all earlier tokens.
-`mask_BT` is 1 on trained tokens, which the policy sampled, and 0 on prompt, padding, tool and
-environment tokens. |y_i| is the sum of sequence i's mask. A sequence with an empty mask is padding
-and contributes to no numerator and no denominator.
+`logp_BT` is the natural logarithm of the probability of the token at position t given all earlier
+tokens. `mask_BT` is 1 on trained tokens, which the policy sampled, and 0 on prompt, padding, tool
+and environment tokens. |y_i| is the sum of sequence i's mask. A sequence with a mask of zeros is
+padding, and no mean includes it.
 """
 
 import dataclasses
@@ -36,14 +37,18 @@ class Prompt:
   question: str
   answer: str
   tokens: tuple[int, ...]  # token ids of the rendered question
-  # Target of supervised fine-tuning; "": no target. Several turns: response, observation, ...
+  # Target response of supervised fine-tuning, "" without a target. For several turns, a tuple of
+  # responses and observations in turn.
   demonstration: str | tuple[str, ...] = ""
   info: tuple[tuple[str, str], ...] = ()  # further fields of the data row: rating, tolerance, ...
   thinks: bool = False  # the rendered question ends with <think>
 
   @property
   def content(self) -> str:
-    """Returns the id with a checksum of the texts, different for an edited data row."""
+    """Returns the id with a checksum of question and answer.
+
+    If a data row is edited, its content differs although its id is the same.
+    """
     return f"{self.id} {zlib.crc32(f'{self.question}{chr(0)}{self.answer}'.encode()):08x}"
 
 
@@ -54,19 +59,21 @@ class Rollout:
   tokens: np.ndarray  # int32 [B, L]: prompt, then response or conversation, right-padded
   mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
   turns: np.ndarray  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
-  logp: np.ndarray  # float32 [B, L]: log-prob under the sampling distribution, 0 off the mask
-  full_logp: np.ndarray  # float32 [B, L]: log-prob without top-k, top-p and min-p
-  version: np.ndarray  # int32 [B, L]: version of each token's sampling weights; -1 off the mask
+  # float32 [B, L]: log-prob of each sampled token, within top-k, top-p and min-p; 0 elsewhere
+  logp: np.ndarray
+  full_logp: np.ndarray  # float32 [B, L]: log-prob of the same tokens without top-k, top-p, min-p
+  version: np.ndarray  # int32 [B, L]: version of the weights that sampled each token; -1 elsewhere
   rewards: np.ndarray  # float32 [B, L]: reward of each turn, at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
   ends: np.ndarray  # int32 [B]: number of tokens before the padding
-  stopped: np.ndarray  # bool [B]: ended by a stop token; False: truncated at max_new_tokens
+  stopped: np.ndarray  # bool [B]: ended by a stop token, not truncated at max_new_tokens
   # int8 or int16 [B, L, l, k]: experts chosen by the sampler, -1 for a token without a forward pass
-  # (padding and each row's last token); None: not recorded, or a model without experts
+  # (padding and each row's last token). None if not recorded, or if the model has no experts
   routing: np.ndarray | None = None
-  # int32 [B, L, X]: each sampled token's support, the tokens kept by top-k, top-p and min-p, padded
-  # with -1. Only -1: the whole vocabulary was kept, or nothing was sampled. None: not recorded
+  # int32 [B, L, X]: support of each sampled token, padded with -1: the X token ids or fewer within
+  # top-k, top-p and min-p. Only -1 if the support is the whole vocabulary, and at other positions.
+  # None if not recorded
   support: np.ndarray | None = None
 
   def response(self, row: int) -> list[int]:
@@ -76,46 +83,50 @@ class Rollout:
 
 @flax.struct.dataclass
 class Places:
-  """Places of B sequences in packed rows (`packing.plan`)."""
+  """Places of B sequences in packed rows (`learner.packing.plan`).
+
+  A packed row has several sequences. Sequences with the same prompt may share one copy of it, the
+  trunk. Attention then reads separate rows, with a copy of the prompt for each sequence.
+  """
 
   order_B: Array  # int32: index of the sequence before packing
-  row_B: Array  # int32: packed row, numbered on each device; -1 for a sequence without tokens
+  row_B: Array  # int32: packed row, numbered from 0 on each device; -1 for no row
   start_B: Array  # int32: position of the sequence's first token in the packed row
-  # With shared prompts, `start_B` is the position of the prompt's last token. The next two fields
-  # are None if every sequence has its own prompt.
+  # If prompts are shared, `start_B` is the position of the prompt's last token instead, since the
+  # trunk is the prompt without it. Otherwise the next two fields are None.
   trunk_B: Array | None = None  # int32: position of the prompt's first token in the packed row
   path_B: Array | None = None  # int32: position of the sequence's first token in attention's row
 
 
 @flax.struct.dataclass
 class ModelInputs:
-  """Inputs of the model for B sequences, known before the trainer's first pass."""
+  """Inputs of the model for B sequences."""
 
   tokens_BT: Array  # int32
   segments_BT: Array  # int32: segment number, 0 for padding; attention stays within a segment
-  # int8 or int16, -1 for no expert: experts chosen by the sampler; None: not recorded
+  # int8 or int16: experts chosen by the sampler, -1 for none. None if not recorded
   sampler_experts_BTlk: Array | None = None
-  # int32 [B, T, X]: tokens over which log-probs are normalised (models/head.py); None: the whole
-  # vocabulary
+  # int32 [B, T, X]: token ids over which log-probs are normalised, padded with -1 (models/head.py).
+  # None for the whole vocabulary
   support_BTX: Array | None = None
-  # int32: length of the prompt shared by a group's sequences; None: nothing is shared
+  # int32: length of the prompt shared by a group's sequences. None if they may have different ones
   prompt_B: Array | None = None
-  places: Places | None = None  # None: one sequence per row
+  places: Places | None = None  # None if each row is one sequence
 
 
 @flax.struct.dataclass
 class CriticTargets:
   """Targets of a critic's loss, float32; position t is the state before token t."""
 
-  old_value_BT: Array | None = None  # critic's values before the updates; None: no critic
+  old_value_BT: Array | None = None  # critic's values before the updates. None without a critic
   return_BT: Array | None = None  # None until advantages are computed
 
 
 @flax.struct.dataclass
 class AdvantageInputs:
-  """Inputs of advantages on the devices, dropped after their computation.
+  """Inputs of advantages on the devices, dropped once these are computed.
 
-  None means an input unused by the configured estimator.
+  A field is None if the configured estimator does not need it.
   """
 
   reward_BT: Array | None = None  # float32: reward, at the last token of a response, turn or line
@@ -129,10 +140,10 @@ class AdvantageInputs:
 class MetricInputs:
   """Inputs of metrics alone; no loss uses them."""
 
-  # float32: 1 on tokens sampled by the weights before the updates; None: all tokens
+  # float32: 1 on tokens sampled by the weights before the updates. None means all tokens
   current_BT: Array | None = None
-  # int32: age in iterations of a response's oldest sampling weights, -1 without a version; None:
-  # metrics are not split by age
+  # int32: age, in iterations, of the oldest weights that sampled tokens of the response; -1 if the
+  # response has no version. None if there are no metrics by age
   age_B: Array | None = None
 
 
@@ -143,24 +154,26 @@ class TrainBatch:
   inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  # float32: old policy's log-probs, the ratio's denominator, fixed before the updates. They are the
-  # sampler's unless a pass replaces them.
+  # float32: log-probs of the old policy, the denominator of importance ratios. They do not change
+  # during an iteration's updates. They are the sampler's, unless a pass of the trainer replaces
+  # them.
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
-  ref_logp_BT: Array | None = None  # float32: reference policy's log-probs; None: not needed
-  # float32: trainer's log-probs before the updates, if `old_logp_BT` has the sampler's; None: not
-  # needed
+  ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
+  # float32: trainer's log-probs before the updates, beside the sampler's in `old_logp_BT`
+  # (objective.old_logp=behaviour). None if not needed
   own_logp_BT: Array | None = None
-  # float32: advantage of each token; None: all tokens of a response have `advantage_B`
+  # float32: advantage of each token. None if all tokens of a response have `advantage_B`
   advantage_BT: Array | None = None
-  # int32: segment number of each token. Segments have separate importance ratios in objective
-  # "segment" (sampling/parts.py). None: a response is one segment
+  # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
+  # has its own importance ratio. None if a response is one segment
   unit_BT: Array | None = None
-  # bool: the sequence's group has advantages, so the KL penalty applies; None: to all sequences
+  # bool: the KL penalty applies to the sequence, because an advantage of its group is not 0. None
+  # if the penalty applies to all sequences
   mixed_B: Array | None = None
-  # int8 or int16, -1 for no expert: experts of the old policy in the trainer; None: not needed
+  # int8 or int16: experts of the old policy in the trainer, -1 for none. None if not needed
   old_experts_BTlk: Array | None = None
-  # bool: first mini-batch of an iteration, before any update; None: unknown
+  # bool: the mini-batch is the first of its iteration, before any update. None if unknown
   first_B: Array | None = None
   critic_targets: CriticTargets = CriticTargets()
   advantage_inputs: AdvantageInputs = AdvantageInputs()
@@ -168,11 +181,11 @@ class TrainBatch:
 
   @property
   def order_B(self) -> Array | None:
-    """Returns the index of each sequence before packing; None: not packed."""
+    """Returns the index of each sequence before packing; None if not packed."""
     return self.inputs.places and self.inputs.places.order_B
 
   def with_fields(self, **fields: Any) -> "TrainBatch":
-    """Replaces fields of the batch, or of the nested struct that declares them."""
+    """Returns the batch with replaced fields, its own or those of nested structs."""
     parts = {}
     for name in ("critic_targets", "advantage_inputs", "metric_inputs"):
       part = getattr(self, name)
@@ -183,21 +196,26 @@ class TrainBatch:
 
 @flax.struct.dataclass
 class TrainState:
-  """All state changed by updates. PRNG keys derive from (seed, step) and need no state."""
+  """All arrays that updates change.
+
+  PRNG keys are not among them: they are derived from seed and step.
+  """
 
   step: Array  # int32 []: number of applied updates
   params: Any  # models.transformer.Params
   opt_state: Any  # optax state
-  skipped: Array  # int32 []: number of skipped updates, non-finite or after a stop
-  # float32 []: factor of the clip ranges (learner/adaptive_clip.py); None: fixed clip ranges
+  # int32 []: number of skipped updates: those with a non-finite loss or gradient, and with
+  # on_nonfinite=stop all later ones
+  skipped: Array
+  # float32 []: factor of the clip ranges (learner/adaptive_clip.py). None for fixed clip ranges
   clip_factor: Array | None = None
-  # Only `StateWithCritic` declares this field, so other runs' checkpoints hold no critic.
+  # Only `StateWithCritic` has this field in checkpoints.
   critic: ClassVar[None] = None
 
 
 @flax.struct.dataclass
 class CriticState:
-  """All state of a critic changed by updates."""
+  """All arrays of a critic that updates change."""
 
   params: Any  # models.head.Critic
   opt_state: Any  # optax state

@@ -1,4 +1,7 @@
-"""The RL iteration: sample, score, compute advantages, update, publish."""
+"""The RL iteration: sample, score, compute advantages, update, publish.
+
+Exact resume depends on the order of calls in `train`.
+"""
 
 import dataclasses
 import functools
@@ -44,8 +47,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   """Trains to the end of `rl.iterations` and returns the parameters.
 
   Args:
-    start_params: returns the parameters before the first iteration. The KL penalty's reference
-      policy has them, too.
+    start_params: returns the parameters before the first iteration, which are also those of the
+      KL penalty's reference policy.
 
   Raises:
     Preempted: the machine is about to stop; a checkpoint has been saved.
@@ -102,13 +105,14 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Trainer's programs of an iteration."""
+  """Programs of the trainer in an iteration."""
 
-  segments: batches.Segments | None  # None means one importance ratio per response.
+  # From a rollout to segment numbers. None means one importance ratio per response.
+  segments: batches.Segments | None
   passes: Sequence[tuple[Pass, Callable]]  # Forward passes before the updates.
-  advantages: advantages.Part
+  advantages: advantages.Part  # Fills advantages on the devices, and returns their metrics.
   update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
-  review: Callable[..., dict[str, jax.Array]]  # Arrays of the samples log.
+  review: Callable[..., dict[str, jax.Array]]  # Computes arrays of the samples log.
   schedule: Mapping[str, float]  # Hyperparameters of the optimizer.
 
 
@@ -149,9 +153,12 @@ def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
 def resume_sampling(
   sampling: Pipeline, saved: Mapping[str, Any] | None
 ) -> tuple[Totals, dict[str, Any] | None]:
-  """Resumes sampling; returns totals and the unreported metrics row.
+  """Resumes sampling; returns totals and the metrics row not reported yet.
 
-  At the start of a run this row has step 0, so metrics begin with an evaluation.
+  At the start of a run, the row has step 0, so that the model is evaluated before any update.
+
+  Args:
+    saved: JSON of the resume point. None at the start of a run.
   """
   if saved is None:
     return Totals(), dict(step=0) | Totals().metrics()
@@ -166,13 +173,18 @@ def update(
   minibatches: Sequence[TrainBatch],
   collected: Collected,
 ) -> tuple[TrainState, dict[str, Any], float]:
-  """Runs an iteration's updates; returns state, metrics row and seconds."""
+  """Runs an iteration's updates; returns state, metrics row and seconds.
+
+  Args:
+    minibatches: mini-batches of all epochs, in the order of updates.
+    collected: groups and metrics of the iteration.
+  """
   c, rollout, start_time, metrics = run.config, collected.rollout, time.perf_counter(), []
   for minibatch in minibatches:
     state, metric = programs.update(state, minibatch)
     metrics.append(metric)
     run.profiler.count("update", 1, state)
-  # The host computes metrics while the devices are busy.
+  # The updates still run on the devices while the host computes metrics.
   rate = optimizer.last_rate(programs.schedule, state.opt_state)
   row = dict(step=collected.step, learning_rate=rate)
   row |= collected.metrics | memory()
@@ -180,7 +192,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # The first batch of a run without lag may be older, if it resumes a run with lag.
+  # Without a lag, a batch may be older only if the run was resumed from one with a lag.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
@@ -189,7 +201,10 @@ def update(
 
 
 def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
-  """Adapts the clip ranges, except during the critic's warmup."""
+  """Adapts the clip ranges to the iteration's metrics.
+
+  During the critic's warmup the policy is not updated, and the ranges are unchanged.
+  """
   if row["step"] <= c.critic.warmup:
     return state
   return adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
@@ -208,7 +223,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads the frozen parameters (reference policy, teacher) by name."""
+  """Loads frozen parameters, of a reference policy or a teacher, by name."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
@@ -245,14 +260,20 @@ def finish_iteration(
 
 
 def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
-  """Raises ValueError if the metric `checkpoint.best` is due but missing."""
+  """Raises ValueError if the row should have the metric `checkpoint.best` but has not.
+
+  Args:
+    best: value of the key; "" for none.
+    row: metrics row of the iteration.
+    evaluated: whether the row has metrics of an evaluation.
+  """
   due = evaluated if best.startswith("eval/") else row["step"] > 0
   if best and due and best not in row:
     hint = did_you_mean(best, row) or ": metrics.jsonl lists the metrics"
-    raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
+    raise ValueError(f"checkpoint.best={best!r} is no metric of this run{hint}")
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
-  """Takes a snapshot of sampling and totals; returns its serializer."""
+  """Snapshots sampling and totals; returns a function to convert them to JSON."""
   sampler_position = sampling.position()
   return lambda: sampler_position() | dict(total=total.get_state())
