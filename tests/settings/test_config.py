@@ -350,7 +350,8 @@ def test_unknown_best_metric_ends_the_first_iteration():
   train.check_best("eval/accuracy", {"step": 1, "reward/mean": 0.5}, evaluated=False)
   train.check_best("reward/mean", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
   for best, step, near in ("reward/men", 1, "reward/mean"), ("eval/tool_us", 0, "eval/tool_use"):
-    with pytest.raises(ValueError, match=f"best='{best}' is no metric of this run; did you mean {near}"):
+    message = f"best='{best}' is no metric of this run; did you mean {near}"
+    with pytest.raises(ValueError, match=message):
       train.check_best(best, {"step": step, near: 0.5}, evaluated=True)
 
 
