@@ -1,4 +1,7 @@
-"""Command line: python -m gspo_jax.report RUN [OTHER ... --output=compare.html]"""
+"""Command line: python -m gspo_jax.report DIR [OTHER_DIR ... --output=compare.html]
+
+Writes the report of a run, or a comparison of several runs, as one HTML page.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from gspo_jax.system.files import WriteError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Writes DIR/report.html, or a comparison of runs to --output."""
+  """Writes a report, and prints its path."""
   parser = Parser(
     prog="python -m gspo_jax.report",
     description="Writes the report of a run, or of several to compare them, as one HTML page.",
@@ -24,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
   )
   parser.add_argument(
-    "--max_rollouts", type=int, default=10_000, help="largest number of responses on the page"
+    "--max_rollouts", type=int, default=10_000, help="maximum number of responses on the page"
   )
   parser.add_argument(
     "--output", help="output file, by default DIR/report.html; required for several runs"
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   options = parser.parse_args(arguments)
   for workdir in options.workdirs:
     if not (Path(workdir) / "metrics.jsonl").exists():
-      parser.error(f"{workdir} holds no metrics.jsonl: is it the directory of a run?")
+      parser.error(f"{workdir} has no metrics.jsonl: name the directory of a run")
   try:
     path = write_report(*options.workdirs, output=options.output, max_rollouts=options.max_rollouts)
   except (ValueError, WriteError) as error:

@@ -1,4 +1,9 @@
-"""Charts of a report with their curves, from the metrics in the runs."""
+"""Builds the charts of a report, as JSON values, from the metrics of its runs.
+
+`figures.py` declares the charts: a Section has Figures, and a Figure has Lines. A section's dict
+has `figures`, a chart's dict `series` (its curves). A curve has steps `x`, values `y`, and `low`
+and `high` if it has a band.
+"""
 
 import itertools
 import math
@@ -16,30 +21,30 @@ from gspo_jax.report.figures import (
 )
 from gspo_jax.runs.metrics import Row
 
-ByPhase = Mapping[str, Sequence[Row]]
-Table = Mapping[str, Mapping[int, float | None]]  # {metric: {step: value}}
+ByPhase = Mapping[str, Sequence[Row]]  # Rows of metrics by phase: {phase: [row, ...]}.
+Table = Mapping[str, Mapping[int, float | None]]  # Columns of metrics: {metric: {step: value}}.
 
-# With these limits the page opens quickly; more detail would not be visible.
+# With these limits the page opens quickly. More detail would not be visible.
 MAX_POINTS = 800  # Points per curve, in a chart with up to four curves.
 MAX_CELLS = 16_000  # Cells of a heat map.
-MIN_LOG_RATIO = 100  # Ratio of the largest value to small ones that asks for a logarithmic axis.
-CUT_RATIO = 2.5  # A bar above this multiple of the usual size is cut off.
-INTERVAL = re.compile(r"eval/.+/(low|high)")  # Bounds of a metric's interval.
+MIN_LOG_RATIO = 100  # Minimum ratio of large to small values for a logarithmic axis.
+CUT_RATIO = 2.5  # Bars above this multiple of the 90th percentile are cut off.
+INTERVAL = re.compile(r"eval/.+/(low|high)")  # Metrics that bound an interval of another metric.
 SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")  # In percent.
 VALUES = ("y", "low", "high")  # Fields of a curve with values.
-# Relative difference up to which a metric counts as constant, near float32's precision.
+# A metric counts as constant up to this relative difference, near float32's precision.
 SAME = 1e-6
 
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
-  """Returns the charts with metrics in the runs.
+  """Returns the sections of the page with charts of all metrics.
 
-  A metric without a chart gets one at the end of the section whose `rest` matches it, or under
-  "Other metrics".
+  A metric without a declared chart gets one at the end of the section whose `rest` matches it, or
+  in the section "Other metrics".
 
   Args:
     runs: rows of each run by phase.
-    ratio_marks: values to mark in charts of the ratio, with their labels.
+    ratio_marks: values to mark in charts with unit="ratio", with their labels.
   """
   figures = [figure for section in SECTIONS for figure in section.figures]
   runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
@@ -61,7 +66,7 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
 
 
 def _columns(rows: Sequence[Row]) -> Table:
-  """Transposes rows to columns, once for all charts."""
+  """Transposes rows of metrics to columns."""
   table: dict[str, dict[int, float | None]] = {}
   for row in rows:
     for key, value in row.items():
@@ -70,21 +75,24 @@ def _columns(rows: Sequence[Row]) -> Table:
 
 
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
-  """Returns a chart for each metric in no other chart."""
+  """Returns a chart for each metric without a declared chart.
+
+  drawn: phase and metric of each curve in a declared chart.
+  """
   lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
   bands = {edge for line in lines for edge in (line.low, line.high)}
   names = {key for run in runs for table in run.values() for key in table}
-  ends = {key for key in names if INTERVAL.fullmatch(key) and key.rsplit("/", 1)[0] in names}
+  bounds = {key for key in names if INTERVAL.fullmatch(key) and key.rsplit("/", 1)[0] in names}
 
   def figure(key: str, phase: str, color: str) -> Figure:
-    interval = (f"{key}/low", f"{key}/high") if f"{key}/low" in ends else ("", "")
+    interval = (f"{key}/low", f"{key}/high") if f"{key}/low" in bounds else ("", "")
     unit = "percent" if SHARE.fullmatch(key) else "number"
     return Figure(key, "", (Line(key, "", color, *interval),), (phase,), unit, zero=False)
 
   return [
     figure(key, phase, color)
     for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
-    for key in sorted({key for run in runs for key in run[phase]} - bands - ends)
+    for key in sorted({key for run in runs for key in run[phase]} - bands - bounds)
     if (phase, key) not in drawn and key not in ("phase", "step")
     if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
     if not UNDRAWN.fullmatch(key)
@@ -92,9 +100,9 @@ def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -
 
 
 def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
-  """Builds a chart for all runs, stacks and heat maps per run.
+  """Builds the charts of a figure: [] if no run has its metrics.
 
-  Returns [] without curves.
+  All runs share a chart of curves; stacks and heat maps are one per run.
   """
   series = [
     curve | {"run": i}
@@ -110,7 +118,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    # The axis must reach the sum of a step's bars, or the largest cell of a heat map.
+    # A stack's axis is for the sums of bars at each step, a heat map's colours for its cells.
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
@@ -124,8 +132,8 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   if len(parts) > 1 or any(line.color == "stage" for line in figure.lines):
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))
   if any(line.color == "stage" for line in figure.lines):
-    common["labels"].sort(key=stage_order)  # Phases have different stages.
-  if len(parts) > 1:  # The charts are side by side, with the same axis and colours.
+    common["labels"].sort(key=stage_order)
+  if len(parts) > 1:  # The runs' charts are side by side.
     common["wide"] = False
   return [
     common
@@ -136,17 +144,24 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
 
 
 def _usual_top(sizes: Sequence[float]) -> float:
-  """Returns the largest size without outliers, such as steps with compilation."""
+  """Returns the largest size except outliers, such as steps with compilation.
+
+  Outliers exceed CUT_RATIO times the 90th percentile.
+  """
   ordered = sorted(sizes) or [0.0]
   usual = ordered[int(0.9 * (len(ordered) - 1))]
   return max(v for v in ordered if v <= CUT_RATIO * usual) if usual > 0 else ordered[-1]
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Marks curves with a single value in every run as `constant`.
+  """Sets `constant` and `count` of curves with one value.
 
-  The page shows them as a line of text. In stacked bars only zeros count: other values are part of
-  a sum.
+  The page prints a metric with one value in all runs as a line of text. In stacked bars only zeros
+  are constants, since other values add to a sum.
+
+  Args:
+    series: curves of a chart, changed in place.
+    kind: the chart's `kind`.
   """
 
   def is_constant(curve: Row) -> bool:
@@ -164,9 +179,10 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
 
 
 def wants_log(series: Sequence[Row]) -> bool:
-  """Whether a linear axis would show most values as 0.
+  """Whether a linear axis would hide the smaller values of these curves.
 
-  No value is negative, few are 0, and the largest is a hundred times one of the smallest.
+  So it is if no value is negative, at most a fifth are 0, and the largest is MIN_LOG_RATIO times
+  the fifth percentile of the positive ones.
   """
   values = sorted(v for s in series if "constant" not in s for v in _all_values(s))
   positive = [v for v in values if v > 0]
@@ -178,14 +194,15 @@ def wants_log(series: Sequence[Row]) -> bool:
 def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterable[Row]:
   """Yields the curves of a figure for one phase of a run.
 
-  runs: number of runs, which share the limits of the page.
+  table: metrics of this phase and run.
+  runs: number of runs on the page, which share its limits.
   """
   lines = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
   limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
   limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
     limit = MAX_CELLS // runs // max(60, len(lines))
-  # A value missing from a stack is 0: the stage did not run. Elsewhere it was not measured.
+  # In a stack a missing value is 0, since the stage did not run. Elsewhere it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
   common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
@@ -207,7 +224,10 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
 def _values(
   table: Table, key: str, steps: Sequence[int], missing: float | None = None
 ) -> list[float | None]:
-  """Returns a metric's values at these steps; None if not finite."""
+  """Returns a metric's values at these steps; None for non-finite values.
+
+  missing: value for steps without the metric.
+  """
   values = [table.get(key, {}).get(step, missing) for step in steps]
   return [v if v is not None and math.isfinite(v) else None for v in values]
 
@@ -218,7 +238,7 @@ def _all_values(curve: Row) -> list[float]:
 
 
 def _round_values(curve: Row) -> Row:
-  """Rounds a curve to the digits visible in a chart."""
+  """Rounds the values of a curve to seven digits."""
   return curve | {
     name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
     for name in VALUES
@@ -227,8 +247,8 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns a pattern's metrics, with the text matched by the braces."""
-  if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # A name, perhaps with braces.
+  """Returns the metrics of a `Line.key`, each with the braces' text."""
+  if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
@@ -237,7 +257,10 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def thin(curve: Row, limit: int) -> Row:
-  """Averages neighbouring points to at most `limit`; bands keep their extremes."""
+  """Pools neighbouring points of a curve to at most `limit` points.
+
+  Pooled values are means, pooled steps the last ones, and pooled bands the extremes.
+  """
   count = len(curve["x"])
   if count <= limit:
     return curve

@@ -1,6 +1,7 @@
-"""Content of a report as JSON values: answers, warnings, differences, charts.
+"""Builds the content of a report except its responses, as JSON values.
 
-A report shows one run or compares several: the curves of a metric then share one chart.
+A report shows one run, or compares several in common charts. For each run it has answers
+(`overview`), warnings and settings; for several runs, their differences too.
 """
 
 import dataclasses
@@ -19,25 +20,25 @@ from gspo_jax.runs.metrics import Row
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A run's directory, without its responses."""
+  """A run as stored in its directory, without its responses."""
 
-  name: str
-  rows: Sequence[Row]
-  config: Mapping[str, Any]
+  name: str  # Name on the page.
+  rows: Sequence[Row]  # Rows of metrics.jsonl.
+  config: Mapping[str, Any]  # Content of config.json.
 
   @property
   def flat(self) -> Row:
-    """Settings by dotted key."""
+    """Settings by dotted key, without provenance."""
     return {k: v for k, v in flatten(self.config) if not k.startswith("provenance.")}
 
   @property
   def provenance(self) -> Row:
-    """Versions of code and packages, and the command."""
+    """Versions of code and packages, the command and its date, by dotted key."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
 def describe(runs: Sequence[Run]) -> Row:
-  """Returns everything on the page except the responses."""
+  """Returns the content of the page except the responses."""
   by_phases = [
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
@@ -49,7 +50,8 @@ def describe(runs: Sequence[Run]) -> Row:
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
   steps = {phase: [row["step"] for rows in by_phases for row in rows[phase]] for phase in titles}
   sections = build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]])
-  places = {  # Views and sections of curves.
+  # View and section of each curve.
+  places = {
     (series["phase"], series["key"]): {"view": section["view"], "section": section["title"]}
     for section in sections
     for figure in section["figures"]
@@ -70,7 +72,7 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      # Command and date differ between any two runs.
+      # Command and date differ between any two runs, so they are left out.
       "code": differences([{**run.provenance, "command": None, "date": None} for run in runs]),
     },
     "sections": sections,
@@ -78,16 +80,18 @@ def describe(runs: Sequence[Run]) -> Row:
 
 
 def _loss_title(run: Run) -> str:
-  """Returns the loss's title, such as GSPO-TOKEN or my_loss."""
+  """Returns the loss's title: GSPO-TOKEN for "gspo_token", my_loss for "my_module:my_loss"."""
   name = str(run.flat.get("objective.name", "rl"))
   return name.partition(":")[2] or name.upper().replace("_", "-")
 
 
 def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], Row]) -> Row:
-  """Returns one run's part of the page, without its charts.
+  """Returns the content of the page about one run, without charts.
 
   Args:
-    places: view and section of each curve, by phase and metric.
+    run: the run.
+    by_phase: its rows by phase.
+    places: view and section of each curve, by phase and metric, for links from warnings.
   """
   alarms = [
     alarm | {"place": places.get((alarm["phase"], alarm["metric"]))} for alarm in warnings(by_phase)
@@ -109,7 +113,7 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
-  """Yields each alarm with its first and last step, in order."""
+  """Yields each alarm's periods, from first to last step, with its texts."""
   for phase, rows in by_phase.items():
     spans = []
     for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
@@ -123,16 +127,20 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """Returns the keys with different values, and the values; None if missing."""
+  """Returns the keys with different values in the runs, and these values.
+
+  Values are texts; None for a run without the key.
+  """
   keys = dict.fromkeys(key for run in runs for key in run)
   rows = [(key, [as_text(run[key]) if key in run else None for run in runs]) for key in keys]
   return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """Returns the configured clip bounds, to mark in charts of the ratio.
+  """Returns the configured clip bounds, to mark them in charts.
 
-  GMPO clips log-ratios of tokens and DPPO a divergence: they have no such bounds.
+  They are bounds of the importance ratio. So there are none for GMPO, which clips log-ratios of
+  tokens, and for DPPO, which clips a divergence.
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []
@@ -153,7 +161,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
       yield f"{prefix}{key}", value
 
 
-SUMMARY = {  # Settings in a run's summary.
+SUMMARY = {  # Formats of the settings in a run's summary, by key.
   "objective.name": "{}",
   "objective.clip_low": "clip −{}",
   "objective.clip_high": "+{}",
@@ -163,7 +171,7 @@ SUMMARY = {  # Settings in a run's summary.
   "rl_optimizer.learning_rate": "learning rate {}",
   "seed": "seed {}",
 }
-COLD_START = {  # Settings in the summary of a run with job=sft.
+COLD_START = {  # Formats of the settings in the summary of a run with job=sft.
   "sft.steps": "at most {} updates",
   "sft.batch": "{} demonstrations each",
   "sft.target_loss": "target loss {}",
@@ -173,7 +181,7 @@ COLD_START = {  # Settings in the summary of a run with job=sft.
 
 
 def summarize(run: Run) -> list[str]:
-  """Returns the settings of SUMMARY or COLD_START, and the commit, as texts."""
+  """Returns texts on a run's main settings, and its commit."""
   flat, code = run.flat, run.provenance
   texts = []
   for key, text in (COLD_START if flat.get("job") == "sft" else SUMMARY).items():

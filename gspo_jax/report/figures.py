@@ -1,4 +1,7 @@
-"""Charts of a report and their metrics, in the order of the page."""
+"""Declares the charts of a report, in the order of the page, and the metrics that they draw.
+
+Titles, notes and labels are printed on the page. Names of metrics are explained in docs/metrics.md.
+"""
 
 import dataclasses
 import re
@@ -9,58 +12,62 @@ from collections.abc import Mapping
 class Line:
   """One curve: a metric, optionally with a band between two other metrics."""
 
-  key: str  # `{i}` matches any index, `{name}` any name: one curve each.
-  label: str
-  color: str  # A colour of the template; `sequence`: shades; `cycle`: in turn; `stage`: by name.
-  low: str = ""
-  high: str = ""
+  key: str  # Name of the metric. `{i}` matches any number, `{name}` any word: a curve for each.
+  label: str  # Printed name, which may have the same braces.
+  # A colour of static/style.css. For several curves `sequence` (shades of one colour), `cycle` (the
+  # colours in turn) or `stage` (the colours of STAGE_COLORS).
+  color: str
+  low: str = ""  # Metric of the band's lower edge; "" for no band.
+  high: str = ""  # Metric of the band's upper edge.
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """One chart. Curves without a metric in the run are dropped, and so are empty charts."""
+  """One chart.
+
+  The page omits curves of metrics that a run does not have, and charts without curves.
+  """
 
   title: str
-  note: str
+  note: str  # Printed below the title.
   lines: tuple[Line, ...]
-  phases: tuple[str, ...] = ("rl",)
+  phases: tuple[str, ...] = ("rl",)  # Phases of a run whose metrics it shows.
   unit: str = "number"  # Format of values: number, percent, seconds or ratio.
-  kind: str = "line"  # "line", "stack", or "heat": a row of colours for each curve.
-  zero: bool = True  # The axis includes 0.
-  wide: bool = False
-  overview: bool = False  # The overview shows this chart too.
-  log: bool = True  # A log scale is allowed if the values suggest it.
+  kind: str = "line"  # "line", "stack" (bars), or "heat" (a row of colours for each curve).
+  zero: bool = True  # Whether the axis always includes 0.
+  wide: bool = False  # Whether the chart spans two columns of the page.
+  overview: bool = False  # Whether the view "overview" shows this chart too.
+  log: bool = True  # Whether a log scale is allowed; it is used if `curves.wants_log`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A heading and its charts, in one of the views.
+  """A heading and its charts, in one of the page's views."""
 
-  Metrics without a chart that match `rest` get a chart each at the end.
-  """
-
-  view: str
+  view: str  # A key of VIEWS.
   title: str
-  note: str
+  note: str  # Printed below the title.
   figures: tuple[Figure, ...]
+  # Regular expression of further metrics. Those without a chart get one each, at the end.
   rest: str = ""
 
 
-# The views of a page in order; it opens with the first.
+# The views (tabs) of a page in their order. A page opens with the first.
 VIEWS = {
   "overview": "Overview", "responses": "Responses", "learning": "Learning",
   "ratio": "Ratio and clipping", "router": "Router", "speed": "Speed and memory", "other": "More",
 }  # fmt: skip
 BOTH = ("sft", "rl")
-HELD_OUT = ("rl", "eval")  # Phases with evaluations: during training, or alone.
-# Stages of a step in their order; others follow by name.
+# Phases with evaluations: during training, or in a run that only evaluates.
+HELD_OUT = ("rl", "eval")
+# Stages of a step in the order of a bar, from metrics time/STAGE. Other stages follow by name.
 STAGES = (
   *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
   *("save", "report", "restart", "wait"),
 )
 
 
-# Colours are the same in all charts, and different for neighbours in a bar.
+# A stage has the same colour in all charts. Neighbours in a bar have different ones.
 STAGE_COLORS = dict(
   compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
   update="violet", publish="green", evaluate="blue", save="teal", report="amber",
@@ -69,25 +76,33 @@ STAGE_COLORS = dict(
 
 
 def stage_order(stage: str) -> tuple[int, str]:
-  """Returns the sort key of a stage."""
+  """Returns a sort key for stages: the order of STAGES, then names."""
   return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
 
+# Labels and colours of the verifier's outcomes.
 OUTCOMES = {
   "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# One curve per mini-batch and layer is too many for the page; a time of day is no curve.
+# Metrics without a chart: volatility has too many curves, one per mini-batch and layer, and the
+# time of day is no curve.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 
 def _chart(
   title: str, note: str, lines: Mapping[str, str] | str, band: tuple[str, str] = ("", ""), **options
 ) -> Figure:
-  """Builds a chart of one metric, or of `{metric: "label color"}`.
+  """Builds a chart.
 
-  band: metrics of the lower and upper edge of the first curve's band; "" for no band.
+  Args:
+    title: title of the chart.
+    note: text below the title.
+    lines: the metric of a single curve, or label and colour of each curve, "LABEL COLOR", by
+      metric.
+    band: metrics of the lower and upper edge of the first curve's band; "" for no band.
+    **options: other fields of Figure.
   """
   if isinstance(lines, str):
     color = "amber" if options.get("phases") == ("sft",) else "blue"
@@ -99,18 +114,21 @@ def _chart(
 
 
 def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:
+  """Builds a chart with a curve for each mini-batch."""
   line = {f"minibatch/{{i}}/{key}": "mini-batch {i} sequence"}
   return _chart(f"{title} by mini-batch", note, line, **options)
 
 
 def _by_length(title: str, note: str, key: str, **options) -> Figure:
+  """Builds a chart with a curve for each class of response lengths."""
   line = {f"by_length/{key}/le_{{i}}": "to {i} tokens sequence"}
   return _chart(f"{title} by length", note, line, **options)
 
 
 def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
-  places = dict(first="blue", middle="violet", last="orange")
-  thirds = {f"segment/{key}/{place}": f"{place} {color}" for place, color in places.items()}
+  """Builds two charts: by third of the response, and by segment."""
+  positions = dict(first="blue", middle="violet", last="orange")
+  thirds = {f"segment/{key}/{third}": f"{third} {color}" for third, color in positions.items()}
   line = {f"segment/{key}/{{i}}": "number {i} sequence"}
   return (
     _chart(f"{title} by third", note, thirds, **options),
@@ -127,7 +145,7 @@ SECTIONS = (
     "learning", "Learning", "",
     _chart(
       "Held-out accuracy",
-      "mean over the problems, 95% interval",
+      "mean over the problems, with the 95% interval",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True, overview=True, log=False,
@@ -141,8 +159,8 @@ SECTIONS = (
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
-      "responses cut at the limit, or without a verdict after a failure of the verifier; groups of"
-      " equal rewards, so without advantage",
+      "shares of responses truncated at the token limit, of responses without a verdict since the"
+      " verifier failed, and of groups with equal rewards, so without advantages",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
@@ -153,13 +171,14 @@ SECTIONS = (
              unit="percent", kind="stack")
       for suffix, prefix in (("", ""), (", held out", "eval/"))),
     _chart("Conversations",
-           "figures of environments, by name; mean over the conversations of a rollout",
+           "metrics of the environment, means over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
     _chart("Tool calls", "mean per conversation",
            {"environment/tool_calls": "rollouts blue", "eval/tool_calls": "held out orange"},
            phases=HELD_OUT, log=False),
-    _by_length("Reward", "mean over responses of so many tokens", "reward", log=False),
-    _by_length("Responses", "share of the responses", "responses", unit="percent", log=False),
+    _by_length("Reward", "mean over the responses of a length", "reward", log=False),
+    _by_length("Responses", "share of the responses of a length", "responses", unit="percent",
+               log=False),
     rest="(eval|verifier)/.+",
   ),
   _section(
@@ -167,25 +186,27 @@ SECTIONS = (
     _chart("Gradient norm", "before clipping", "grad_norm", overview=True),
     _chart("Loss", "the negated objective", "loss", zero=False),
     _by_minibatch("Loss", "", "loss", zero=False),
-    _chart("Advantage", "before the updates, with the band from smallest to largest",
+    _chart("Advantage", "before the updates, with a band from smallest to largest",
            {"advantage/mean": "mean blue", "advantage/std": "std grey"},
            ("advantage/min", "advantage/max"), log=False),
     _chart("Learning rate", "", "learning_rate", log=False),
-    _chart("Skipped updates", "number since the start", "updates_skipped", phases=BOTH),
+    _chart("Skipped updates", "number since the start, for a non-finite loss or gradient",
+           "updates_skipped", phases=BOTH),
   ),
   _section(
-    "learning", "Critic", "The value function, trained along with the policy.",
+    "learning", "Critic", "The value function, trained beside the policy.",
     _chart("Explained variance", "of the returns: 1 for a perfect critic, 0 for a constant one",
            "value/explained_variance", log=False),
     _chart("Values and returns", "means over the tokens of the updates",
            {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
-    _chart("Value loss", "of the updates", "value/loss"),
+    _chart("Value loss", "mean over the updates", "value/loss"),
     _chart("Gradient norm of the critic", "before clipping", "value/grad_norm"),
     rest="(value|return)/.+",
   ),
   _section(
-    "learning", "Distillation", "Distance of the policy from its teacher, on its own responses.",
-    _chart("Reverse KL divergence", "an estimate, nats per token, before the updates",
+    "learning", "Distillation",
+    "Distance of the policy from its teacher, on the policy's responses.",
+    _chart("Reverse KL divergence", "estimated before the updates, nats per token",
            "distillation/reverse_kl", log=False),
     rest="distillation/.+",
   ),
@@ -202,16 +223,18 @@ SECTIONS = (
   _section(
     "ratio", "Ratio",
     "Distance of the policy from the sampling policy.",
-    _chart("Importance ratio", "mean, with the band from smallest to largest",
+    _chart("Importance ratio", "mean, with a band from smallest to largest",
            {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False,
            wide=True),
     _chart("Deviation of the ratio", "over all mini-batches",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
     _by_minibatch("Ratio std", "of each update", "ratio/std"),
-    _by_length("Std of log s", "the mean log-ratio of a response, over responses of so many tokens",
+    _by_length("Std of log s",
+               "standard deviation, over the responses of a length, of a response's mean log-ratio",
                "log_ratio_std"),
-    _chart("Effective length", "number of tokens that carry the log-ratio of a response",
+    _chart("Effective length",
+           "(Σ |log w|)² / Σ (log w)² over a response's tokens: how many carry its log-ratio",
            "ratio/effective_length"),
   ),
   _section(
@@ -226,16 +249,20 @@ SECTIONS = (
     *(_by_minibatch(f"Tokens clipped {side}", f"A {sign} 0; share of each update",
                     f"clip_fraction/token/{side}", unit="percent")
       for side, sign in (("high", ">"), ("low", "<"), ("dual", "<"))),
-    _by_length("Clipped tokens", "share of the tokens", "clip_fraction", unit="percent"),
-    _chart("Clip range", "the smaller distance of a bound from 1", "clip_range"),
+    _by_length("Clipped tokens", "share of the tokens of responses of a length", "clip_fraction",
+               unit="percent"),
+    _chart("Clip range", "distance of the nearer clip bound from a ratio of 1", "clip_range"),
     rest="(clip_fraction|ratio)/.+",
   ),
   _section(
-    "ratio", "Segments", "Parts with separate ratios, by their place in the response.",
-    *_by_segment("Clipped segments", "share of the segments in this place", "clip_fraction",
+    "ratio", "Segments",
+    "Parts of a response, each with its own importance ratio, by position in the response.",
+    *_by_segment("Clipped segments", "share of the segments at a position", "clip_fraction",
                  unit="percent"),
-    *_by_segment("Gradient of segments", "sum over the tokens of |∂ loss/∂ log π|", "gradient"),
-    *_by_segment("Std of segments' ratios", "over the segments in this place", "ratio_std"),
+    *_by_segment("Gradient of segments",
+                 "sum of |∂ loss/∂ log π| over a segment's tokens, mean over the segments",
+                 "gradient"),
+    *_by_segment("Std of segments' ratios", "over the segments at a position", "ratio_std"),
     _chart("Segments", "mean number per response, and mean length",
            {"segment/count": "segments blue", "segment/length": "tokens orange"}),
   ),
@@ -248,8 +275,9 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Sampler against trainer",
-    "The same tokens and weights in both, before the first update: rounding, not learning.",
-    _chart("Sampler against trainer", "|difference| of their log-probabilities of the same tokens",
+    "Log-probabilities of the same tokens with the same weights, before the first update. They"
+    " differ by rounding, not by learning.",
+    _chart("Sampler against trainer", "|difference| of the two log-probabilities",
            {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
             "mismatch/abs/max": "largest orange"}),
     _chart("Tail of ratios", "share of tokens with a ratio above 2 or below 1/2",
@@ -268,9 +296,9 @@ SECTIONS = (
   ),
   _section(
     "router", "Volatility",
-    "Share of a token's experts changed since the rollout: the paper's diagnosis of experts under"
-    " reinforcement learning.",
-    _chart("Volatility by layer", "a row per layer of experts, over all mini-batches",
+    "Share of a token's experts that changed since the rollout. The GSPO paper explains unstable"
+    " training of mixture-of-experts models by it.",
+    _chart("Volatility by layer", "a row per layer with experts, over all mini-batches",
            {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent", kind="heat",
            wide=True),
     _chart("Volatility", "over all mini-batches",
@@ -292,9 +320,9 @@ SECTIONS = (
   ),
   _section(
     "router", "Replay",
-    "Agreement of the trainer's experts with the sampler's. Under replay the volatility above is of"
-    " the router's free choice.",
-    _chart("Sampler to trainer", "share of different experts, with the same weights",
+    "Agreement of the trainer's experts with the sampler's. With replay, the volatility above"
+    " compares replayed experts with those that the router would choose itself.",
+    _chart("Sampler to trainer", "share of a token's experts that differ with the same weights",
            "router/volatility/sampler", unit="percent"),
     rest="router/.+",
   ),
@@ -305,20 +333,21 @@ SECTIONS = (
     _chart("Time of the cold start", "seconds between two rows of metrics",
            {"time/{name}": "{name} stage"}, unit="seconds", kind="stack", phases=("sft",),
            overview=True),
-    _chart("Goodput", "wall time since the start by stage, over restarts",
+    _chart("Goodput", "share of the wall time since the first start, by stage",
            {"goodput/{name}": "{name} stage"}, unit="percent", kind="stack", phases=BOTH,
            log=False),
     _chart("Useful time", "share of the wall time in sampling, scoring, passes and updates",
            "goodput", unit="percent", phases=BOTH, zero=False, log=False),
-    _chart("Wall time", "seconds since the start, over restarts", "wall/seconds", unit="seconds",
-           phases=BOTH, log=False),
-    _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
-    _chart("Beside the updates", "seconds per batch of a sampler on separate devices",
+    _chart("Wall time", "seconds since the first start, with pauses between restarts",
+           "wall/seconds", unit="seconds", phases=BOTH, log=False),
+    _chart("Within sampling", "seconds per step, by part of the sampling",
+           {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
+    _chart("Beside the updates", "seconds per batch, of a sampler on separate devices",
            {"time/sampler/{name}": "{name} stage"}, unit="seconds", kind="stack"),
     _chart("Throughput", "tokens per second, of an iteration and of decoding alone",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
-    _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
-           unit="seconds", phases=BOTH),
+    _chart("Checkpoint", "seconds until it is on disk; training continues meanwhile",
+           "checkpoint/seconds", unit="seconds", phases=BOTH),
     rest="(time|wall)/.+",
   ),
   _section(
@@ -329,7 +358,7 @@ SECTIONS = (
            "flops_per_second/update"),
     _chart("Peak memory", "GiB, since the start",
            {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
-    _chart("Padding", "share of positions without a token, in the updates", "padding",
+    _chart("Padding", "share of the updates' positions without a token", "padding",
            unit="percent", log=False),
     _chart("Tokens so far", "sampled since the first iteration", "total/tokens", log=False),
     _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",
@@ -338,7 +367,8 @@ SECTIONS = (
   ),
   _section(
     "speed", "Sampler and engine", "",
-    _chart("Slots and prefill", "share of useful positions",
+    _chart("Slots and prefill",
+           "share of decoding slots in use, and of prefilled positions with a token",
            {"sampling/slot_utilisation": "slots blue",
             "sampling/prefill_utilisation": "prefill teal"}, unit="percent", log=False),
     rest="(sampling|engine)(/.+)?",

@@ -1,4 +1,10 @@
-"""Answers at the top of a report: is the run learning, healthy and fast? With reasons."""
+"""Answers at the top of a report: is the run learning, healthy and fast?
+
+An answer has a `state`: "good", "bad", "open" (unknown yet) or "plain" (neutral). Its other fields
+are the text `answer`, the reason `because`, and `facts`, which are printed below. A fact has a
+`label` and a `value`: a number in its `unit`, or a text. It may also have an initial value,
+`before`, and a `note`.
+"""
 
 import itertools
 import math
@@ -12,16 +18,19 @@ from gspo_jax.report.figures import stage_order
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import clock_text
 
-Rows = Sequence[Row]
+Rows = Sequence[Row]  # Rows of metrics, in the order of steps.
 
-SIGNIFICANT = 2.0  # Number of standard errors of a significant change of the reward.
+SIGNIFICANT = 2.0  # A change of the reward counts above this number of standard errors.
 ACCURACY = re.compile(r"eval/(.+/)?accuracy")
 
 
 def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row]:
-  """Answers three questions about a run, with reasons and figures.
+  """Answers three questions about a run.
 
-  A figure has a `value`, a number in its `unit` or a text, and `before`, its initial value.
+  Args:
+    by_phase: rows of metrics by phase of the run.
+    alarms: alarms of the run, from `data.warnings`.
+    flat: settings by dotted key.
   """
   return [
     {"question": "Is it learning?", **_learning(by_phase, flat)},
@@ -31,7 +40,10 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
-  """Answers by accuracy, else reward, or the cold start's loss."""
+  """Answers by the accuracy on held-out problems, else by reward or loss.
+
+  A run that only evaluates has a neutral answer; a run of job=sft is answered by its loss.
+  """
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
   measured = [row for row in evaluated if row.get("eval/accuracy") is not None]
@@ -72,7 +84,10 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
 
 
 def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
-  """Returns "avg@4" for four samples per problem; "avg@k" for an unknown number."""
+  """Returns the name of a mean accuracy, e.g. "avg@4" with four samples per problem.
+
+  Returns "avg@k" if the number of samples is unknown.
+  """
   benchmark = _benchmark(key)
   k = flat.get(f"eval.benchmarks.{benchmark}.samples" if benchmark else "eval.samples", "k")
   return f"avg@{k}"
@@ -81,8 +96,10 @@ def average(flat: Mapping[str, Any], key: str = "eval/accuracy") -> str:
 def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
   """Returns state, answer and reason, by first, best and last evaluation.
 
-  Accuracies differ if their intervals do not overlap. Returns None if fewer than two evaluations
-  have intervals.
+  Two accuracies differ if their 95% intervals do not overlap. Returns None if fewer than two
+  evaluations have intervals.
+
+  key: metric of the accuracy, of the held-out problems or of a benchmark.
   """
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
   if len(measured) < 2:
@@ -106,15 +123,18 @@ def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, s
 
 
 def _benchmark(key: str) -> str:
-  """Returns the benchmark of an accuracy; "" for the held-out problems."""
+  """Returns the benchmark of an accuracy's key; "" for the held-out problems."""
   return key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
 
 
 def assess_reward(rows: Rows) -> tuple[str, str, str]:
-  """Returns state, answer and reason, by the tenths' mean rewards.
+  """Returns state, answer and reason, by the first and last rewards.
 
-  The scatter of one iteration is the larger of two estimates: differences of neighbours, hardly
-  affected by a trend, and the variances within the two tenths, right for correlated neighbours too.
+  The reward changed if its means over the first and the last tenth of the iterations (at least two)
+  differ by more than SIGNIFICANT standard errors. The standard deviation of an iteration's reward
+  is the larger of two estimates. One is from differences between successive iterations, which a
+  trend hardly affects. The other is from the variances within the two tenths, which is right for
+  correlated iterations too.
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
@@ -122,9 +142,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
   count = max(2, len(rewards) // 10)
   tenths = rewards[:count], rewards[-count:]
   first, last = map(statistics.fmean, tenths)
-  scatter = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / 2)
-  scatter = max(scatter, math.sqrt(statistics.fmean(map(statistics.variance, tenths))))
-  error = scatter * math.sqrt(2 / count)
+  std = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / 2)
+  std = max(std, math.sqrt(statistics.fmean(map(statistics.variance, tenths))))
+  error = std * math.sqrt(2 / count)
   text = f"training reward: {first:.3g} at first, {last:.3g} at the end, ± {error:.2g}"
   if abs(last - first) <= SIGNIFICANT * error:
     return "open", "Not shown yet", text
@@ -132,7 +152,11 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 
 
 def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
-  """Returns state, answer and reason, by the (held-out) loss."""
+  """Returns state, answer and reason of a cold start.
+
+  The loss is that on held-out demonstrations, or the training loss without any. It is assessed like
+  a reward, then compared with `sft.target_loss`.
+  """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
   state, text, because = assess_reward([{"reward/mean": -v} for v in values])
@@ -149,20 +173,25 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
-  """Answers by alarms, skipped updates, dropped tokens and gradients."""
+  """Answers by alarms, skipped updates, dropped tokens and gradients.
+
+  The answer is "No" if an alarm is on in the last tenth of the rows, or training fails otherwise.
+  """
   rows = by_phase["rl"]
-  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # Step 0: evaluation alone.
+  # Step 0 has an evaluation but no update.
+  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]
   counts = [row.get("updates_skipped") or 0 for row in trained]  # Totals since start or resume.
   skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
   dropped = max(_finite(trained, "router/dropped_tokens"), default=0)
-  broken = [  # A skipped update does no harm, whatever its figures.
+  # Steps with a non-finite loss or gradient that was not skipped.
+  broken = [
     row["step"]
     for row, count in zip(trained, skipped)
     if not count and any(k in row and not _finite([row], k) for k in ("loss", "grad_norm"))
   ]
   norms = _finite(trained, "grad_norm")
   idle = len(norms) * (not any(norms))
-  last = trained[-max(1, len(trained) // 10) :]  # The last tenth.
+  last = trained[-max(1, len(trained) // 10) :]  # Rows of the last tenth.
   recent = dict.fromkeys(
     alarm["name"]
     for alarm in alarms
@@ -198,10 +227,13 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 
 
 def _fast(by_phase: ByPhase) -> Row:
-  """Answers with the seconds of an iteration, or SFT update."""
+  """Answers with the seconds of an iteration, or of an SFT update.
+
+  They are medians over the second half of the rows, since the first iterations compile.
+  """
   rows = by_phase["rl"] or by_phase["sft"]
   times = [(step, stages) for step, stages, _ in _stage_times(rows)]
-  # Step 0 is an evaluation alone; rows of the cold start have several updates.
+  # Step 0 has an evaluation alone. A row of the cold start covers several updates.
   count, name = (1, "iteration") if by_phase["rl"] else (_updates_per_row(rows), "update")
   timed = [{k: s / count for k, s in stages.items()} for step, stages in times if step > 0]
   typical = _medians(_second_half(timed))
@@ -226,25 +258,27 @@ def _fast(by_phase: ByPhase) -> Row:
   facts += [_fact("Goodput", share, "percent") for share in _finite(rows, "goodput")[-1:]]
   total = sum(sum(stages.values()) for step, stages in times if step > 0)
   facts.append(_fact("Time in stages", clock_text(total)))
-  because = f"{longest} takes {typical[longest]:.3g} s of it; medians of the second half"
+  because = f"{typical[longest]:.3g} s for {longest}; medians over the second half of the run"
   return {
     "state": "plain", "answer": f"{seconds:.3g} s an {name}", "because": because, "facts": facts,
   }  # fmt: skip
 
 
 def _updates_per_row(rows: Rows) -> float:
-  """Returns the usual number of updates between SFT rows."""
+  """Returns the median number of SFT updates between two rows of metrics."""
   steps = [row["step"] for row in rows]
   return statistics.median([b - a for a, b in itertools.pairwise([0, *steps])]) if rows else 1
 
 
 def timeline(rows: Rows) -> list[Row]:
-  """Returns stage times of a typical, the last and the slowest iteration.
+  """Returns the times of a typical, the last and the slowest iteration.
 
-  A typical iteration has medians over the second half. Stages are in order, with their parts.
+  The typical one has the median time of each stage over the second half of the run. The slowest is
+  omitted if it is the last one. An iteration's stages are in the order of a step, each with the
+  times of its parts.
   """
   timed = _stage_times(rows)
-  timed = [times for times in timed if times[0] > 0] or timed  # Step 0: evaluation alone.
+  timed = [times for times in timed if times[0] > 0] or timed  # Step 0 has an evaluation alone.
   if not timed:
     return []
   _, *later = zip(*_second_half(timed))
@@ -275,7 +309,10 @@ def timeline(rows: Rows) -> list[Row]:
 
 
 def _stage_times(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
-  """Returns (step, seconds by stage, seconds by part) of rows with times."""
+  """Returns (step, seconds by stage, seconds by part) of each row with times.
+
+  The names of parts begin with the stage: "sample/decode".
+  """
   timed = []
   for row in rows:
     times = {k[5:]: v for k, v in row.items() if k.startswith("time/") and v is not None}
@@ -286,7 +323,7 @@ def _stage_times(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, floa
 
 
 def _second_half(items: Sequence[Any]) -> Sequence[Any]:
-  """Returns the second half: the first iterations compile."""
+  """Returns the second half of a run: its first iterations compile."""
   return items[len(items) // 2 :]
 
 
@@ -297,22 +334,30 @@ def _medians(iterations: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _count(number: float, noun: str) -> str:
+  """Formats a number with its noun, e.g. "2 alarms"."""
   return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def _fact(label: str, value: float | str, unit: str = "number", note: str = "") -> Row:
+  """Returns a fact; see the module's docstring."""
   return {"label": label, "value": value, "unit": unit} | ({"note": note} if note else {})
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns a figure of the last value, the first as `before`."""
+  """Returns a fact with the last value; [] without values.
+
+  The first value is `before`, if there are several.
+  """
   if len(values) < 2:
     return [_fact(label, value, unit) for value in values]
   return [_fact(label, values[-1], unit) | {"before": values[0]}]
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns a figure of the last tenth, the first as `before`."""
+  """Returns a fact with a metric's mean over the last tenth.
+
+  The mean over the first tenth is `before`.
+  """
   values = _finite(rows, key)
   count = max(1, len(values) // 10)
   tenths = (values[:count], values[-count:]) if len(values) > 1 else (values,) * len(values)
@@ -320,4 +365,5 @@ def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
 
 
 def _finite(rows: Rows, key: str) -> list[float]:
+  """Returns a metric's finite values."""
   return [v for row in rows if (v := row.get(key)) is not None and math.isfinite(v)]

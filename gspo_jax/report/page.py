@@ -1,9 +1,9 @@
-"""One self-contained HTML page of a run: its curves and logged responses.
+"""Writes the report of a run: one HTML page with its curves and logged responses.
 
-`python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl`
-under DIR and writes DIR/report.html, which opens without a network. With several directories the
-page compares their runs. Charts and tables come from `data.py` and `figures.py`, responses from
-`rollouts.py`, and HTML, CSS and JavaScript from `static/`.
+`python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl` in the
+run's directory DIR, and writes DIR/report.html. The page needs no network and no other files. With
+several directories it compares their runs. Its charts and tables are built in `data.py`, its
+responses in `rollouts.py`; HTML, CSS and JavaScript are in `static/`.
 """
 
 import html
@@ -23,18 +23,18 @@ from gspo_jax.runs import metrics, provenance
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.files import write_whole
 
-MAX_RUNS = 8  # More colours are hard to tell apart.
-EVERY_S = 30.0  # Smallest seconds between two updates of a running report.
-PAUSE = 50  # Smallest ratio of the seconds between updates to the seconds of writing.
+MAX_RUNS = 8  # The colours of more runs would be hard to distinguish.
+EVERY_S = 30.0  # Minimum seconds between two updates of the report during a run.
+PAUSE = 50  # Minimum seconds between updates, as a multiple of the seconds that an update takes.
 
 
 class RunningReport:
-  """A run's report.html, kept up to date from the first step at little cost.
+  """Keeps the report.html of a run up to date while it trains.
 
   Args:
     workdir: directory of the run.
-    active: whether this process writes; True on one process only.
-    clock: function for the time in seconds.
+    active: whether this process writes the report. It must be True for a single process of a run.
+    clock: function that returns the time in seconds.
   """
 
   def __init__(
@@ -48,7 +48,12 @@ class RunningReport:
   def update(
     self, stages: Callable[[str], AbstractContextManager[None]], force: bool = False
   ) -> None:
-    """Writes the report if it is due or `force`; the stage is `report`."""
+    """Writes the report if it is due.
+
+    Args:
+      stages: function from a stage's name to a context manager, which measures the stage's time.
+      force: whether to write a report that is not due too.
+    """
     start = self._clock()
     if not self._active or (start < self._due and not force):
       return
@@ -64,15 +69,19 @@ def write_report(
   """Writes the report of one or several runs atomically; returns its path.
 
   Args:
+    *workdirs: directories of the runs.
     output: path of the report. None means DIR/report.html, for one run only.
     max_rollouts: maximum number of responses on the page.
 
   Raises:
     ValueError: too many runs, a repeated run, several runs without `output`, or a malformed file.
+    WriteError: the report cannot be written.
   """
   folders = [Path(workdir) for workdir in workdirs]
   if len(folders) > MAX_RUNS:
-    raise ValueError(f"{len(folders)} runs are too many for one page: at most {MAX_RUNS}")
+    raise ValueError(
+      f"{len(folders)} runs are too many for one page: name at most {MAX_RUNS} directories"
+    )
   if len(folders) > 1 and output is None:
     raise ValueError(
       "a report of several runs needs a path: set --output, e.g. --output=compare.html"
@@ -88,10 +97,10 @@ def write_report(
 
 
 def read_metrics(path: Path) -> list[Row]:
-  """Reads metrics.jsonl.
+  """Reads the rows of metrics.jsonl.
 
   Raises:
-    ValueError: a row has an unknown phase, or a value is not a number; the message names both.
+    ValueError: a row has an unknown phase, or a value is not a number.
   """
   rows = metrics.read_rows(path)
   for row in rows:
@@ -99,21 +108,25 @@ def read_metrics(path: Path) -> list[Row]:
     if row.get("phase") not in metrics.PHASES:
       phases = ", ".join(metrics.PHASES)
       raise ValueError(
-        f"{location} has phase={row.get('phase')!r:.40}, not one of {phases}: remove it"
+        f"{location} has phase={row.get('phase')!r:.40}, not one of {phases}: remove the row"
       )
     for name, value in row.items():
       if name != "phase" and not isinstance(value, int | float | None):
-        raise ValueError(f"{location} has {name}={value!r:.40}, which is no number: remove it")
+        raise ValueError(f"{location} has {name}={value!r:.40}, which is no number: remove the row")
   return rows
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """Returns each directory's name, with parent directories until it is unique."""
+  """Returns unique names of the directories, with as few parts as possible.
+
+  Raises:
+    ValueError: a directory is repeated.
+  """
   parts = [folder.resolve().parts for folder in folders]
   names = []
   for folder, path in zip(folders, parts):
     if parts.count(path) > 1:
-      raise ValueError(f"{folder} is given twice")
+      raise ValueError(f"{folder} is named twice: name each directory once")
     ends = (path[-count:] for count in itertools.count(1))
     name = next(end for end in ends if sum(p[-len(end) :] == end for p in parts) == 1)
     names.append("/".join(name).replace("//", "/"))
@@ -121,7 +134,10 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def render(report: Row, rollouts: Row) -> str:
-  """Fills the page's template, in one pass: inserted data may contain `{{name}}` itself."""
+  """Fills the page's template with data and scripts, and returns the HTML text.
+
+  A single pass inserts all values, since inserted data may contain `{{name}}` too.
+  """
   folder = Path(__file__).parent / "static"
   values = {path.stem: path.read_text("utf-8") for path in folder.glob("*.js")}
   values |= {

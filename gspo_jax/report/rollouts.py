@@ -1,4 +1,8 @@
-"""Responses of a report: grouped by prompt and shortened, with log-ratios of their tokens."""
+"""Reads the logged responses of runs for a report, as JSON values.
+
+Responses are grouped by prompt, and long ones are shortened. The page colours the tokens of a
+response by their log-ratio, log π_new − log π_old, so these responses also have their tokens.
+"""
 
 import itertools
 import math
@@ -14,11 +18,13 @@ from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
 
 # With these limits the page opens quickly; nobody would read more.
-MAX_CHARACTERS = 4000  # Length of one response.
+MAX_CHARACTERS = 4000  # Characters of one response.
 MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
-POLICY = "policy"  # Role of the policy's turns (sampling/transcript.py).
+POLICY = "policy"  # Role of the policy's turns in a record (sampling/transcript.py).
 
-REQUIRED_FIELDS = dict(prompt_id=str | int, prompt=str, response=str)  # Fields of every response.
+# A record is one logged response, a line of rollouts/*.jsonl. It must have these fields.
+REQUIRED_FIELDS = dict(prompt_id=str | int, prompt=str, response=str)
+# Fields of a record that are copied to the page.
 SAMPLE_FIELDS = (
   "sample", "reward", "advantage", "length", "truncated", "stop_reason", "ratio", "clipped",
 )  # fmt: skip
@@ -27,12 +33,16 @@ SAMPLE_FIELDS = (
 def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOKENS) -> Row:
   """Reads at most `limit` responses, spread evenly over the files.
 
-  Returns their number, groups of responses to one prompt, and the encoding of log-ratios.
+  Returns the content of the page: the number of all logged responses (`total`), groups of responses
+  to one prompt (`groups`), and the encoding of log-ratios (`colors`).
 
   Args:
-    folders: folder of each run; runs share the limits equally.
+    folders: the folder "rollouts" of each run. Runs share the limits equally.
     limit: maximum number of responses.
     max_tokens: maximum number of tokens with a log-ratio.
+
+  Raises:
+    ValueError: a response lacks one of REQUIRED_FIELDS.
   """
   count = len(folders)
   runs = [_read_run(f, max(1, limit // count), max_tokens // count) for f in folders]
@@ -47,17 +57,20 @@ def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOK
 
 
 def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
-  """Reads a run's responses; the newest have colours for tokens."""
+  """Reads a run's responses. The newest ones have log-ratios, up to `max_tokens`.
+
+  Returns the number of logged responses, of those with log-ratios on file (`known`), and groups.
+  """
 
   def order(path: Path) -> tuple:
     phase, _, step = path.stem.rpartition("_")
     return phase != "sft", int(step) if step.isdigit() else -1, phase
 
-  paths = sorted(folder.glob("*.jsonl"), key=order)  # Empty without a folder.
+  paths = sorted(folder.glob("*.jsonl"), key=order)  # Empty if the folder does not exist.
   total = sum(path.read_bytes().count(b"\n") for path in paths)
-  selected = _spread(paths, limit)  # Each file has at least one response on the page.
+  selected = _spread(paths, limit)  # Each selected file has at least one response on the page.
   groups, measured, budget = [], 0, max_tokens
-  for path in reversed(selected):  # The newest files spend the budget of tokens first.
+  for path in reversed(selected):  # From the newest file to the oldest.
     file_groups, file_limit = _group(metrics.read_rows(path), path), max(1, limit // len(selected))
     size = max((len(group["samples"]) for group in file_groups), default=1)
     for group in _spread(file_groups, max(1, file_limit // size)):
@@ -65,7 +78,7 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
       for record in group["samples"][:file_limit]:
         measured += _has_ratios(record)
         sample = _color(record) if budget > 0 and _has_ratios(record) else None
-        # Once the budget is exceeded, older responses have no colours, even short ones.
+        # Once the budget is exceeded, no older response has log-ratios, even a short one.
         budget = budget - len(sample["log_ratio"]) if sample else budget
         samples.append(sample if sample and budget >= 0 else _plain(record))
       groups.append(group | {"samples": samples})
@@ -73,10 +86,10 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
-  """Groups responses by prompt.
+  """Groups the responses of a file by step and prompt.
 
   Raises:
-    ValueError: a response lacks one of REQUIRED_FIELDS; the message names both.
+    ValueError: a response lacks one of REQUIRED_FIELDS.
   """
   phase = path.stem.rpartition("_")[0]
   groups: dict[tuple, Row] = {}
@@ -85,7 +98,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
       if not isinstance(record.get(name), kind):
         raise ValueError(
           f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is no text: "
-          "remove its line"
+          "remove this response's line"
         )
     step, name, held_out = record["step"], record["prompt_id"], bool(record.get("eval"))
     if (step, name, held_out) not in groups:
@@ -95,13 +108,14 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
         "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
     group = groups[step, name, held_out]
+    # The group has its first response's rendered prompt, the others only a different one.
     same = _rendered(record) == group["rendered"]
     group["samples"].append(record | {"rendered_prompt": ""} if same else record)
   return list(groups.values())
 
 
 def _rendered(record: Row) -> str:
-  """Returns the rendered prompt; "" without a template."""
+  """Returns the rendered prompt; "" if equal to the prompt or not logged."""
   text = as_text(record.get("rendered_prompt", ""))
   return "" if text == record["prompt"] else _shorten(text)
 
@@ -114,6 +128,7 @@ def _spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _has_ratios(record: Row) -> bool:
+  """Whether a record has tokens and a log-ratio for each."""
   tokens, ratios = record.get("tokens"), record.get("log_ratio")
   if not isinstance(tokens, list) or not isinstance(ratios, list) or not tokens:
     return False
@@ -121,7 +136,7 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """Returns a record's fields for the page, without tokens."""
+  """Returns a record's fields for the page, without tokens and log-ratios."""
   fields = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in fields if isinstance(v, str) or _finite(v)}
   if rendered := _rendered(record):
@@ -134,7 +149,7 @@ def _plain(record: Row) -> Row:
 def _turns(record: Row) -> list[Row]:
   """Returns the turns of a conversation; [] if missing or malformed.
 
-  Adds the text for the page as `shown`. In a long conversation the middle of each turn is cut out.
+  `shown` is a turn's text for the page. If the conversation is long, it lacks the turn's middle.
   """
   turns = record.get("turns")
   types = dict(role=str, text=str, length=int)
@@ -143,21 +158,23 @@ def _turns(record: Row) -> list[Row]:
     for turn in turns
   ):
     return []
-  sampled = sum(turn["length"] for turn in turns if turn["role"] == POLICY)
-  if isinstance(record.get("tokens"), list) and len(record["tokens"]) != sampled:
+  tokens = sum(turn["length"] for turn in turns if turn["role"] == POLICY)
+  if isinstance(record.get("tokens"), list) and len(record["tokens"]) != tokens:
     return []
-  whole = sum(len(turn["text"]) for turn in turns) <= MAX_CHARACTERS
-  limit = MAX_CHARACTERS if whole else MAX_CHARACTERS // len(turns)
+  short = sum(len(turn["text"]) for turn in turns) <= MAX_CHARACTERS
+  limit = MAX_CHARACTERS if short else MAX_CHARACTERS // len(turns)
   return [turn | {"shown": _shorten(turn["text"], limit)} for turn in turns]
 
 
 def _color(record: Row) -> Row:
-  """Returns the fields for the page with tokens and their log-ratios.
+  """Returns a record's fields for the page, with tokens and log-ratios.
 
-  Adds `clipped_tokens` (1 for clipped) if any token was clipped, and each token's segment with the
-  figures of segments if there are segments. Observations are among the tokens, at the indices
-  `observations`. The text of the response or turns is omitted if it is the tokens' text. It is not
-  if a token is one byte of a character, or a special token dropped in decoding.
+  Optional fields are `clipped_tokens` (1 for a clipped token), and `segments` (the number of each
+  token's segment) with `segment_figures` (ratio and gradient of each segment). The environment's
+  turns are inserted as tokens without log-ratio, at the indices `observations`.
+
+  The text of the response or turns is omitted if the tokens' texts add to it. They do not if a
+  character is split into several tokens, or decoding drops a special token.
   """
   tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
@@ -170,22 +187,26 @@ def _color(record: Row) -> Row:
   else:
     text = visible(record["response"])
   same_text = "".join(tokens) == text
-  tokens, ratios, clipped, segments, observed = _cut(*columns)
+  tokens, ratios, clipped, segments, observations = _cut(*columns)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if shown := {*segments} - {None}:
     pairs = {i: (record["segment_ratio"][i], record["segment_gradient"][i]) for i in sorted(shown)}
     colored |= {"segments": segments, "segment_figures": pairs}
   if any(clipped):
     colored["clipped_tokens"] = clipped
-  if any(observed):
-    colored["observations"] = [i for i, flag in enumerate(observed) if flag]
+  if any(observations):
+    colored["observations"] = [i for i, flag in enumerate(observations) if flag]
   if same_text:
     del colored["turns" if turns else "response"]
   return colored
 
 
 def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
-  """Inserts observations as tokens without ratios."""
+  """Inserts each turn of the environment as one token without log-ratio.
+
+  columns: a value per sampled token: tokens, log-ratios, clipped, segments, and whether it is an
+    observation.
+  """
   spans, position = [], 0
   for turn in turns:
     end = position + turn["length"]
@@ -198,7 +219,10 @@ def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
-  """Returns each token's segment number; None if missing or malformed."""
+  """Returns each token's segment number; Nones if missing or malformed.
+
+  count: number of tokens.
+  """
   fields = [record.get(name) for name in ("segments", "segment_ratio", "segment_gradient")]
   if all(isinstance(field, list) for field in fields):
     numbers, ratios, gradients = fields
@@ -212,7 +236,7 @@ def _segments(record: Row, count: int) -> list[int | None]:
 def _cut(tokens: list[str], *columns: list) -> list[list]:
   """Replaces the middle of a long response by a mark.
 
-  The mark was not sampled and has no ratio.
+  columns: further values per token. The mark has None in each.
   """
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
@@ -225,13 +249,14 @@ def _cut(tokens: list[str], *columns: list) -> list[list]:
 
 
 def _quantize(samples: Iterable[Row]) -> Row:
-  """Replaces log-ratios by whole multiples of a `unit`.
+  """Replaces log-ratios by whole multiples of a `unit`, for a smaller page.
 
-  Returns the unit, the `scale` at the end of the colours, and whether any token is `clipped`.
+  Returns the unit, the log-ratio with the strongest colour (`scale`), the number of responses with
+  log-ratios (`colored`), and whether any of these have `clipped` tokens or `segments`.
   """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
-  # With the largest ratio as the scale, a few outliers would leave other tokens without colour.
+  # A scale of the largest log-ratio, often an outlier, would leave other tokens almost colourless.
   scale = float(np.quantile(sizes, 0.98) or max(sizes)) or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
@@ -245,6 +270,7 @@ def _quantize(samples: Iterable[Row]) -> Row:
 
 
 def _finite(value: Any) -> bool:
+  """Whether a value is a finite number."""
   return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -258,5 +284,5 @@ def _shorten(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 
 def _gap(characters: int) -> str:
-  """Returns the mark in place of characters cut out."""
+  """Returns the mark in place of omitted characters."""
   return f"\n… {characters:,} characters left out …\n"

@@ -284,7 +284,7 @@ def test_a_comparison_lists_what_differs_and_joins_the_curves():
 def test_runs_are_named_by_what_tells_their_directories_apart(tmp_path):
   folders = [tmp_path / name for name in ("x/run", "y/run", "other", "z/y/run")]
   assert unique_names(folders) == ["x/run", f"{tmp_path.name}/y/run", "other", "z/y/run"]
-  with pytest.raises(ValueError, match="given twice"):
+  with pytest.raises(ValueError, match="named twice"):
     unique_names([tmp_path, tmp_path / "x" / ".."])
 
 
@@ -331,10 +331,10 @@ def test_command_line(workdir, tmp_path, capsys):
   assert capsys.readouterr().out.strip() == str(output)
   assert [run["name"] for run in embedded(output)["runs"]] == [workdir.name, "second"]
   for arguments, message in (
-    ([str(tmp_path / "nowhere")], "holds no metrics.jsonl"),
+    ([str(tmp_path / "nowhere")], "has no metrics.jsonl"),
     ([runs[0], f"--output={tmp_path}/file/page.html"], "cannot be written: Not a directory"),
     (runs, "--output=compare.html"),
-    ([runs[0], runs[0], f"--output={output}"], "given twice"),
+    ([runs[0], runs[0], f"--output={output}"], "named twice"),
     ([*runs * 5, f"--output={output}"], "at most 8"),
   ):
     with pytest.raises(SystemExit):
