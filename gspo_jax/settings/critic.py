@@ -50,9 +50,10 @@ class CriticConfig:
     return self.warmup_iterations if self.name != "none" else 0
 
   def hyperparameters(self, updates: int) -> dict[str, float]:
-    """Arguments of compiled programs, without options of 0.
+    """Returns arguments of compiled programs, without options of 0.
 
-    updates: number of updates per iteration.
+    Args:
+      updates: number of updates per iteration.
     """
     values = dict(discount=self.discount, trace=self.trace, warmup=float(self.warmup * updates))
     options = dict(clip=self.clip, trunk_coef=self.trunk_coef, kl_coef=self.kl_coef)
@@ -60,7 +61,7 @@ class CriticConfig:
 
   @property
   def static(self) -> "CriticConfig":
-    """Section for compiled programs: hyperparameters other than 0 become 1."""
+    """The section with 1 for hyperparameters other than 0. Compiled programs have it as a constant."""
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
     return dataclasses.replace(self, **ones, warmup_iterations=0)
 
@@ -91,6 +92,6 @@ class DistillationConfig:
     return self.enabled and self.reward_weight == 0
 
   def hyperparameters(self) -> dict[str, float]:
-    """Arguments of the compiled program."""
+    """Returns arguments of the compiled program."""
     names = ("coef", "discount", "reward_weight")
     return {name: getattr(self, name) for name in names}

@@ -83,7 +83,7 @@ class OfflineConfig:
   """Recorded responses, the training data of job=offline. docs/data.md"""
 
   data: str = key(
-    "", "files with commas: samples logs (RUN/rollouts/rl_*.jsonl), or others of their format"
+    "", "files, separated by commas: rollouts/rl_*.jsonl of a run, or others of this format"
   )
   fresh: FractionBelowOne = key(0.0, "share of prompts with newly sampled responses")
 
@@ -93,7 +93,7 @@ class OfflineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QuerySetConfig:
-  """Removal and return of prompts during training."""
+  """Prompts that training drops, readmits or samples again."""
 
   drop_after: NonNegativeInt = key(
     0, "consecutive groups, all right or all wrong, before their prompt is dropped; 0: never"
@@ -143,7 +143,7 @@ class DataConfig:
     0.5, "embedded tasks: probability of a forgotten carry in a demonstration"
   )
   skipped_work: Fraction = key(
-    0.0, "arithmetic: share of demonstrations without the work, of the answer alone"
+    0.0, "arithmetic: share of demonstrations with the answer alone, without the work"
   )
   checks: Fraction = key(0.0, "calculator: probability of a repeated call in a demonstration")
   query_set: QuerySetConfig = QuerySetConfig()

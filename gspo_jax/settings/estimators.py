@@ -1,13 +1,13 @@
-"""Checks of the estimator of advantages against the loss and the other sections.
+"""Checks that the estimator of advantages fits the loss and the other sections.
 
-Both sides are declarations: the estimator's (objectives/estimators.py) and the loss's
+They compare the declarations of the estimator (objectives/estimators.py) and of the loss
 (objectives/terms.py).
 """
 
 from gspo_jax import objectives as O
 from gspo_jax.settings.run import RunConfig
 
-REMEDIES = {  # Setting for each of an estimator's needs.
+REMEDIES = {  # The setting that provides each need of an estimator.
   "teacher": "distillation.teacher",
   "signals": "an entry of constraints",
   "critic": "critic.name=head or model",
@@ -15,7 +15,7 @@ REMEDIES = {  # Setting for each of an estimator's needs.
   "turns": "environment.name",
   "lines": "reward.per_line=True",
 }
-# Unit with a separate advantage, by source.
+# Unit of text with a separate advantage, by source of advantages.
 UNITS = dict(signals="response", reference="response", critic="token", turns="turn", lines="line")
 
 
@@ -31,11 +31,11 @@ def check(c: RunConfig) -> None:
   if missing:
     raise ValueError(f"objective.advantage={estimator.name!r} needs {', '.join(missing)}")
   if c.rl.group_size == 1 and c.needs_group:
-    raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
+    raise ValueError("rl.group_size=1: advantages are relative to a group; set it to at least 2")
   if not (estimator.by_response or loss.by_token):
     raise ValueError(
       f"{source} gives each token an advantage, and objective.name={name!r} takes one per "
-      f"response; set it to one of {token_losses}"
+      f"response; set objective.name to one of {token_losses}"
     )
   if not estimator.of_rewards and kind != loss.advantage:
     raise ValueError(
@@ -69,6 +69,6 @@ def _check_sources(c: RunConfig) -> None:
       )
     first, second = (name for name in sources if name in estimator.needs or name == source)
     raise ValueError(
-      f"{sources[first]}, {sources[second]}: both compute advantages, and the latter one for each "
-      f"{UNITS[second]}; leave out one of them"
+      f"{sources[first]}, {sources[second]}: both compute advantages, the second one for each "
+      f"{UNITS[second]}; remove one of them"
     )

@@ -57,7 +57,7 @@ class EvalConfig:
         raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 
   def figures(self) -> list[str]:
-    """Names of an evaluation's metrics, without additions by verifiers and environments."""
+    """Returns names of an evaluation's metrics. Verifiers and environments may add others."""
     metrics = []
     for name, benchmark in [("", None), *self.benchmarks.items()]:
       names = ["accuracy", *(f"pass@{k}" for k in benchmark.pass_at)] if benchmark else ["accuracy"]

@@ -50,11 +50,13 @@ KINDS = dict(
 
 # Meanings and units of all options.
 MEANINGS = dict(
-  clip_low="distance of ratios below 1; gmpo: of log-ratios; dppo: of divergences",
-  clip_high="distance above 1, as clip_low",
+  clip_low="lower bound of ratios is 1 - clip_low; gmpo: of log-ratios, -clip_low; dppo: largest "
+  "divergence of ratios below 1",
+  clip_high="upper bound of ratios is 1 + clip_high; gmpo: of log-ratios, clip_high; dppo: largest "
+  "divergence of ratios above 1",
   dual_clip="for Â < 0: lower bound of the objective, as a multiple of Â",
-  aggregate="sequence: mean of responses' means | token: mean of tokens | constant: sum over a "
-  "constant",
+  aggregate="sequence: mean of responses' means | token: mean of tokens | constant: sum "
+  "divided by a constant",
   divergence="dppo: binary tv or kl of the sampled token against all others",
   entropy_coef="factor of an entropy bonus",
   kl="estimator of the divergence from the reference; k3_weighted: for older policies' responses",
@@ -68,7 +70,7 @@ MEANINGS = dict(
   beta="reward per log-ratio; spo: ratio to the reference; opmd: to the old policy",
   soft_value="spo: soft value Q̂_0 of every prompt; unset: estimated per group",
   clip_length="tokens of a response with exactly clip_low and clip_high",
-  clip_exponent="exponent of (clip_length / tokens), a factor of the ranges; 0: equal ranges",
+  clip_exponent="exponent of clip_length / tokens, which multiplies the ranges; 0: equal ranges",
   length_exponent="exponent of the length in the denominator of log-ratios; 1: the paper's mean",
   segment_unit="segment: unit with one ratio",
   segment_tokens="tokens of a segment, for segment_unit=tokens",
@@ -76,8 +78,8 @@ MEANINGS = dict(
 )
 
 
-# Options passed to compiled programs as arguments. An option of 0 is static: its term is omitted.
-# A user's loss has the shared ones alone.
+# Options that compiled programs take as arguments. An option of 0 is a constant instead, so that
+# its term is omitted. Of a user's loss, only the shared options are arguments.
 SHARED_DYNAMIC = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
 DYNAMIC = (
   *SHARED_DYNAMIC,
@@ -85,9 +87,9 @@ DYNAMIC = (
   *("tau_pos", "tau_neg", "beta", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 )
 
-# Arguments of a loss besides its options; the update computes them.
+# Arguments of a loss that the update computes; its other arguments are options.
 COMPUTED = ("max_length", "segment_BT", "ref_logp_BT", "sampler_logp_BT", "entropy_BT", "weight")
-# Arguments of an estimator besides its options.
+# Arguments of an estimator that are not options.
 ESTIMATOR_INPUTS = ("valid_PG", "right_from")
 # Types of user functions' options without an annotated range.
 _USER_KINDS = {
@@ -102,7 +104,7 @@ _USER_KINDS = {
 def find_loss(name: str) -> O.PolicyLoss:
   """Returns a loss by its name, or a user's by `package.module:function`.
 
-  A function without the decorator `objectives.policy_loss` is declared by it.
+  If the function lacks the decorator `objectives.policy_loss`, it is applied with its defaults.
 
   Raises:
     ValueError: the function cannot be imported, or takes an argument unknown to the update.
@@ -114,9 +116,9 @@ def find_loss(name: str) -> O.PolicyLoss:
   parameters = [*_parameters(function, label).values()]
   if len(parameters) < 4 or any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:4]):
     raise ValueError(
-      f"{label}: {function.__name__} takes logp_BT, old_logp_BT, advantage_B or "
-      f"advantage_BT, and mask_BT, in this order, and then options; it has "
-      f"{', '.join(p.name for p in parameters) or 'no arguments'}"
+      f"{label}: the first arguments of {function.__name__} must be logp_BT, old_logp_BT, "
+      "advantage_B or advantage_BT, and mask_BT, in this order; its arguments are "
+      f"{', '.join(p.name for p in parameters) or 'none'}"
     )
   loss = function if hasattr(function, "undivided") else O.policy_loss()(function)
   for p in parameters[4:]:
@@ -125,8 +127,8 @@ def find_loss(name: str) -> O.PolicyLoss:
       (missing or p.name.endswith("_BT")) and p.name not in COMPUTED and p.kind is not p.VAR_KEYWORD
     ):
       raise ValueError(
-        f"{label}: argument {p.name} is no array of an update ({', '.join(COMPUTED)}), and "
-        "without a default it is no option; add one, or remove it"
+        f"{label}: argument {p.name} is neither computed by the update ({', '.join(COMPUTED)}) nor "
+        "an option, since it has no default; add a default, or remove the argument"
       )
   return loss
 
@@ -193,8 +195,8 @@ def _option_kinds(function: Callable, options: Mapping[str, Any], label: str) ->
   kinds = {name: _kind(hints.get(name), value) for name, value in options.items()}
   for name in [name for name, kind in kinds.items() if kind is None]:
     raise ValueError(
-      f"{label}: {name}={options[name]!r} is no option: its default is a number, a text, True or "
-      "False, a tuple of these, or None with an annotation like float | None"
+      f"{label}: {name}={options[name]!r} cannot be an option: a default must be a number, a text, "
+      "True or False, a tuple of these, or None with an annotation like float | None"
     )
   return kinds
 
@@ -225,7 +227,8 @@ def options_of(name: str, advantage: str | None = None) -> Mapping[str, Any]:
   `max_length` is not among them: the key `sampling.max_new_tokens` sets it.
 
   Args:
-    advantage: name of the estimator; a user's estimator adds its options.
+    name: name of the loss.
+    advantage: name of the estimator; a user's estimator adds its options. None adds none.
   """
   loss = find_loss(name)
   options = {key: default for key, default in loss.options.items() if key != "max_length"}

@@ -26,7 +26,7 @@ Theta = Annotated[float, Range(1, 1e12)]
 
 
 class Kind(NamedTuple):
-  """Kind of a layer: the properties in which layers of a model differ."""
+  """Kind of a layer: the properties that can differ between layers of a model."""
 
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.
@@ -143,7 +143,7 @@ class ModelConfig:
     return Kind(self.is_moe(layer), self.is_local(layer), rotary)
 
   def runs(self) -> list[tuple[Kind, int]]:
-    """Pairs of kind and number of consecutive layers; each is one scan."""
+    """Returns (kind, number) of consecutive layers of one kind. Each run of layers is one scan."""
     runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
       kind = self.kind(layer)
@@ -155,7 +155,10 @@ class ModelConfig:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-  """Builds a model's configuration from a run's JSON; absent keys have defaults."""
+  """Builds a model's configuration from JSON, as in config.json of a run.
+
+  Absent keys have their defaults. Raises TypeError or ValueError for other keys and invalid values.
+  """
   kinds = ranges.kinds(ModelConfig)
 
   def convert(name: str, value: Any) -> Any:
@@ -232,8 +235,8 @@ def _published() -> dict[str, ModelConfig]:
 
   Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai.
 
-  The April 2025 models share a shape and rope_theta 1e6 with their Base. Those of July 2025
-  ("2507") have a larger rope_theta, different between them, and an eightfold context.
+  Qwen3 models of April 2025 have the shape and rope_theta, 1e6, of their Base models. Those of July
+  2025 ("2507") have a larger rope_theta, which depends on the model, and an eightfold context.
   """
   moe = dict(num_experts=128, experts_per_token=8)
   base = {

@@ -35,7 +35,7 @@ class AdaptiveClipConfig:
 
   target: FractionBelowOne = key(0.0, "share of clipped tokens; 0: fixed ranges")
   gain: PositiveFloat = key(
-    1.0, "change of the log range per iteration, over the clipped share less the target"
+    1.0, "change of the log range per iteration, per unit of (clipped share - target)"
   )
 
 
@@ -56,7 +56,9 @@ class CorrectionConfig:
   name: Literal["none", "truncated", "masked"] = key(
     "none", "truncated: TIS | masked: MIS, and IcePop at level token"
   )
-  level: Literal["token", "sequence", "geometric"] | None = key(None, "unit with one weight")
+  level: Literal["token", "sequence", "geometric"] | None = key(
+    None, "unit of text with one weight"
+  )
   cap: PositiveFloat | None = key(None, "truncated: upper bound of weights")
   low: NonNegativeFloat | None = key(None, "masked: smaller weights become 0")
   high: NonNegativeFloat | None = key(None, "masked: larger weights become 0")
@@ -76,10 +78,12 @@ class ObjectiveConfig:
     "and a pass measures the mismatch with the trainer, for external engines",
   )
   load_balance_coef: NonNegativeFloat = key(
-    0.0, "factor of the router's auxiliary loss; in RL 0: without advantages Adam follows it alone"
+    0.0,
+    "factor of the router's auxiliary loss; 0 in RL, where Adam would follow this loss alone if "
+    "all advantages are 0",
   )
   replay: Literal["none", "R2", "R3"] = key(
-    "none", "Routing Replay: R2: experts of the recomputation | R3: experts of the sampler"
+    "none", "Routing Replay: R2: experts of the pass for old log-probs | R3: experts of the sampler"
   )
   volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
   advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
@@ -113,8 +117,8 @@ class ObjectiveConfig:
       ),
       (
         ends is not None and (self.segment_unit != "step" or not all(ends) or not ends),
-        "{segment_delimiters}, {segment_unit}: delimiters need segment_unit='step', and none is "
-        "empty",
+        "{segment_delimiters}, {segment_unit}: delimiters need segment_unit='step', and none may "
+        "be empty",
       ),
       (
         self.clip_exponent and self.clip_length is None,
@@ -159,12 +163,12 @@ class ObjectiveConfig:
       ),
       (
         self.old_logp == "sampler",
-        "{correction.name} weighs by the trainer's old log-probs less the sampler's, and "
-        "{old_logp} takes them to be equal: set old_logp to recompute",
+        "{correction.name} weights tokens by the difference between old log-probs of trainer and "
+        "sampler, and {old_logp} assumes that both are equal: set old_logp to recompute",
       ),
       (
         self.old_logp == "behaviour" and correction.name == "truncated",
-        "{correction.name} multiplies by a weight, which ratios of {old_logp} already contain: set "
+        "{correction.name} multiplies by a weight that ratios with {old_logp} already contain: set "
         "correction.name to masked or none, or old_logp to recompute",
       ),
     ]
@@ -176,7 +180,7 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    """Name of the estimator of a group's rewards, by default the loss's."""
+    """Name of the estimator from a group's rewards. By default, the loss's published one."""
     named = find_estimator(self.advantage) if self.advantage else None
     return named.name if named is not None and named.of_group else self.loss.advantage
 
@@ -203,7 +207,10 @@ class ObjectiveConfig:
     return min((side for side in sides if side), default=0.0)
 
   def hyperparameters(self) -> dict[str, Any]:
-    """Arguments of compiled programs, shared by configurations of equal `static`."""
+    """Returns arguments of compiled programs.
+
+    Configurations with equal `static` share a compiled program.
+    """
     c, names = self.correction, DYNAMIC if self.name in LOSSES else SHARED_DYNAMIC
     values = {k: v for k, v in self.options().items() if v and k in names}
     values |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
@@ -213,14 +220,17 @@ class ObjectiveConfig:
 
   @property
   def static(self) -> "ObjectiveConfig":
-    """Section for compiled programs: hyperparameters become 1 (dual_clip: 2)."""
+    """The section with 1 for all hyperparameters.
+
+    Compiled programs have it as a constant. `dual_clip` becomes 2, since it must be above 1.
+    """
     ones = dict.fromkeys(self.hyperparameters(), 1.0)
     ones.pop("clip_range", None)
     if "dual_clip" in ones:
       ones["dual_clip"] = 2.0
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    # Adaptive ranges move between updates; advantages are computed before them.
+    # The update program takes adapted ranges as arguments, and finished advantages.
     fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
     return dataclasses.replace(self, **ones, correction=correction, **fixed)
 
@@ -230,7 +240,7 @@ class ObjectiveConfig:
 
 
 def section_kind(values: Any) -> type[ObjectiveConfig]:
-  """Returns ObjectiveConfig, with fields for options of a user's loss and estimator."""
+  """Returns ObjectiveConfig. A subclass has fields for options of a user's functions."""
   names = (
     [values.get(name) for name in ("name", "advantage")] if isinstance(values, Mapping) else []
   )
@@ -254,8 +264,8 @@ def _section_kind(loss: str | None, advantage: str | None) -> type[ObjectiveConf
 def fill_unset(section: Mapping[str, Any]) -> dict[str, Any]:
   """Fills unset keys of the section `objective`, and removes `tuned`.
 
-  An unset option has the value of its loss in `tuned` (a mapping from loss to options), else the
-  published default. So a loss set by a flag has its own ranges.
+  `tuned` maps losses to values of their options. An unset option takes its value in `tuned` for the
+  configured loss, else its published default. So a loss set by a flag has suitable clip ranges.
   """
   section = dict(section)
   tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")
@@ -265,7 +275,7 @@ def fill_unset(section: Mapping[str, Any]) -> dict[str, Any]:
   estimator = section.get("advantage") or find_loss(name).advantage
   defaults, options = dict(advantage=estimator) | options_of(name, estimator), tuned.get(name, {})
   divergence = section.get("divergence") or options.get("divergence")
-  if name == "dppo" and divergence == "kl":  # KL has another threshold.
+  if name == "dppo" and divergence == "kl":  # Thresholds of KL differ from those of TV.
     defaults |= dict(clip_low=0.05, clip_high=0.05)
   section = _filled(section, defaults | dict(options))
   if isinstance(correction, Mapping):

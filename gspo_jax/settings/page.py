@@ -37,7 +37,9 @@ class Key(NamedTuple):
 def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, list[Key]]]:
   """Yields path, values and keys of each section. Entries of a mapping have the name NAME.
 
-  section: a configuration, None for RunConfig().
+  Args:
+    section: a configuration; None for the defaults, RunConfig().
+    path: path of the section, with a dot at the end; "" for the top level.
   """
   section = RunConfig() if section is None else section
   keys, inner = [], []
@@ -55,12 +57,12 @@ def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, li
 
 
 def by_name() -> dict[str, Key]:
-  """All keys, by dotted name."""
+  """Returns all keys, by dotted name."""
   return {key.name: key for _, _, keys in sections() for key in keys}
 
 
 def page() -> str:
-  """Writes the text of docs/keys.md."""
+  """Returns the text of docs/keys.md."""
   lines = [HEAD]
   for path, section, keys in sections():
     about = " ".join((type(section).__doc__ or "").split())

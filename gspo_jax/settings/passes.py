@@ -16,7 +16,7 @@ TRAINED = ("policy", "critic")  # Parameters changed by updates.
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """A pass, with its parameters and the fields that it computes."""
+  """A pass: the parameters that it reads and the fields that it fills."""
 
   name: str
   reads: tuple[str, ...]  # Names of parameters.
@@ -44,9 +44,10 @@ def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
 
 
 def describe_old_policy(c: RunConfig) -> str:
-  """Describes the old policy of importance ratios, "" if it is unambiguous.
+  """Describes the old policy of importance ratios; "" if it is unambiguous.
 
-  With lag or carried-over responses, the sampler's weights are older than those before the updates.
+  With lag or carried-over responses there are two candidates: the policy that sampled, and the newer one
+  before the updates.
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
@@ -59,7 +60,7 @@ def describe_old_policy(c: RunConfig) -> str:
 
 
 def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
-  """Describes the sampler's types; "" if all are the trainer's.
+  """Describes the sampler's dtypes; "" if they are equal to the trainer's.
 
   Args:
     engine: values of section `engine`, as in config.json.
@@ -72,9 +73,13 @@ def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
 
 
 def frozen_models(c: RunConfig, teacher: ModelConfig | None) -> dict[str, ModelConfig]:
-  """Configurations of models with frozen parameters, by the parameters' names in passes.
+  """Returns configurations of models with frozen parameters.
 
-  teacher: None excludes the teacher.
+  The keys are the names of the parameters in `Pass.reads`.
+
+  Args:
+    c: configuration of the run.
+    teacher: configuration of the teacher; None to exclude the teacher.
   """
   models = dict(policy=c.model, teacher=teacher)
   read = {

@@ -45,10 +45,10 @@ def required(meaning: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers from `low` to `high` except `excluded`; `also` is permitted outside the range.
+  """Numbers from `low` to `high`, without `excluded`. `also` is one more permitted number.
 
-  Floats must lie in the range as they are, and after rounding to float32, their dtype on devices.
-  `reason` is added to error messages.
+  A float must be in the range before and after rounding to float32, its dtype on devices. `reason`
+  is added to error messages.
   """
 
   low: float
@@ -105,16 +105,18 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def check(section: Any, name: str) -> None:
-  """Raises ValueError if a field does not fit its type.
+  """Raises ValueError if a field's value does not fit the field's type.
 
-  name: name of the section, the prefix of its keys in messages.
+  Args:
+    section: a section, as a dataclass.
+    name: path of the section, for error messages.
   """
   for field, kind in kinds(type(section)).items():
     check_value(kind, getattr(section, field), f"{name}.{field}")
 
 
 def check_value(kind: Any, value: Any, key: str) -> None:
-  """Raises ValueError if a value does not fit its type."""
+  """Raises ValueError, naming the key, if a value does not fit its type."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is tuple:
     for entry in value:
@@ -138,7 +140,10 @@ def check_value(kind: Any, value: Any, key: str) -> None:
 def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
   """Raises ValueError with the message of the first true condition.
 
-  path: path of the section, the prefix of its keys in messages.
+  Args:
+    section: a section, as a dataclass.
+    path: path of the section, for `fill`.
+    wrong: pairs of condition and message.
   """
   for condition, message in wrong:
     if condition:
@@ -148,8 +153,12 @@ def refuse(section: Any, path: str, wrong: Iterable[tuple[Any, str]]) -> None:
 def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) -> str:
   """Fills a message: {key} becomes `path.key=value`, {key:} the value.
 
-  others: path and object by name. A key that begins with a name is looked up in its object:
-  {x.limit} is `limit` of the object `x`.
+  Args:
+    section: object of the keys.
+    path: path of the section; "" for the whole configuration.
+    message: text with keys in braces.
+    others: (path, object) by name. A key that begins with such a name is looked up in the object:
+      with `x=(path, entry)`, {x.limit} becomes `path.limit=value`.
   """
 
   def text(match: re.Match[str]) -> str:
@@ -202,7 +211,7 @@ def kinds(section: type) -> dict[str, Any]:
 
 
 def plain(kind: Any) -> type:
-  """Python type of values: str for words, X for `X | None`."""
+  """Returns the Python type of values. It is str for a Literal, and X for `X | None`."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if _optional(origin) or origin is Annotated:
     return plain(arguments[0])

@@ -1,4 +1,4 @@
-"""Builds configurations from nested dicts."""
+"""Builds configurations from nested dicts, and reports unknown keys and invalid values."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from gspo_jax.settings.run import RunConfig
 
 FLOAT_MAX = sys.float_info.max
 
-# Our keys by their names in TRL (GRPOConfig) and verl.
+# Keys of this package by their names in TRL (GRPOConfig) and verl, for error messages.
 OTHER_NAMES = dict(
   adv_estimator="objective.advantage",
   batch_size="rl.prompts",
@@ -102,7 +102,7 @@ def fill_lengths(config: RunConfig) -> RunConfig:
 
 
 def kind_of(key: str) -> Any:
-  """Declared type of a dotted key; None for an unknown key."""
+  """Returns the declared type of a dotted key; None for an unknown key."""
   if key.startswith("objective.tuned."):  # objective.tuned.LOSS.OPTION: the type of the option.
     key = f"objective.{key.rpartition('.')[2]}"
   kind = RunConfig
@@ -117,11 +117,13 @@ def kind_of(key: str) -> Any:
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
-  Suggested are our key for another library's name, a similar key of the section, or keys of this
-  name in other sections.
+  The suggestion is the key of the same meaning if the name is another library's, else a similar key
+  of the section, else keys of this name in other sections.
 
-  path: path of the key's section and a dot, or "".
-  keys: keys of the section.
+  Args:
+    path: path of the key's section, with a dot at the end; "" for the top level.
+    key: the unknown key.
+    keys: keys of the section.
   """
   elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == key]
   near = [path + name for name in difflib.get_close_matches(key, keys, n=1)]
@@ -142,7 +144,13 @@ def _dotted(section: type, path: str = "") -> Iterator[str]:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
-  """Builds a section, recursively; `path` prefixes its keys in messages."""
+  """Builds a section and the sections in it.
+
+  Args:
+    cls: dataclass of the section.
+    values: values by key.
+    path: path of the section for error messages, with a dot at the end; "" for the top level.
+  """
   cls = section_kind(values) if cls is ObjectiveConfig else cls
   kinds = ranges.kinds(cls)
   key = path.rstrip(".")

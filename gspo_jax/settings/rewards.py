@@ -101,8 +101,9 @@ class RewardConfig:
     )
 
 
-# Signals without a verifier: number of tokens; 1 if truncated; position in the overlong buffer,
-# between 0 and 1; 1 if the response has the format, the text or the token.
+# Signals that need no verifier. In this order, their numbers are: the tokens of the response; 1 if
+# it is truncated; its position in the overlong buffer, from 0 to 1; 1 if it has the required
+# format, the text or the token, else 0.
 RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
 
@@ -135,10 +136,14 @@ class CostSignal:
   limit: Number = key(0.0, "bound of an iteration's mean, in the signal's units")
   initial: NonNegativeFloat = key(0.0, "initial multiplier")
   rate: NonNegativeFloat = key(
-    0.2, "change of the multiplier, per iteration and standard deviation off the limit; 0: fixed"
+    0.2,
+    "change of the multiplier in an iteration with a mean one standard deviation beyond the limit; "
+    "0: fixed",
   )
   gain: NonNegativeFloat = key(
-    2.0, "proportional term per standard deviation, against overshooting; 0: dual ascent alone"
+    2.0,
+    "proportional term of the multiplier, per standard deviation beyond the limit, against "
+    "overshooting; 0: dual ascent alone",
   )
   most: PositiveFloat = key(10.0, "largest multiplier")
 
@@ -168,7 +173,10 @@ class ConstraintConfig:
       path = f"constraints.{kind}.{name}"
       ranges.check(entry, path)
       if not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise ValueError(f"{path}: a name is letters, digits and underscores, as in metrics")
+        raise ValueError(
+          f"{path}: the name becomes part of metrics, so it must be a letter and then letters, "
+          "digits and underscores"
+        )
       is_cost = isinstance(entry, CostSignal)
       switch = "bound" if is_cost else "weight"
       wrong = [
@@ -197,7 +205,7 @@ class ConstraintConfig:
       ),
       (
         self.enabled and not (self.reward_weight or self.active_rewards),
-        "{reward_weight}: no reward is left; set it above 0, or the weight of a further reward",
+        "{reward_weight}: all rewards have weight 0; set this weight, or that of a further reward",
       ),
     ]
     ranges.refuse(self, "constraints", wrong)
@@ -246,7 +254,7 @@ def _active(signal: RewardSignal | CostSignal) -> bool:
 
 
 def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """Section `reward` for another verifier, without additions and noise."""
+  """Returns the section `reward` with another verifier. Additions to rewards and noise are off."""
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0
   return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)

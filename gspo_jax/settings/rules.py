@@ -45,7 +45,8 @@ class DataFacts:
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
   # Share of the answers that fit into a response, by the key of their data (data.train).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Frequent gold words.
+  # Most frequent gold answer, by the key of its data, if it is a word.
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
   memory_mb: int = 2**30  # Memory of this machine.
@@ -62,7 +63,11 @@ class Rule(NamedTuple):
 
 
 class EntryRule(NamedTuple):
-  """Rule for each entry, by its path. In the message {x.limit} is a field of the entry."""
+  """Rule about each entry of a mapping, such as the costs of `constraints`.
+
+  In the message, {x.limit} is `PATH.limit=VALUE` with the entry's path and field, {x:} the entry
+  and {path:} the path alone.
+  """
 
   message: str
   entries: Callable[[RunConfig], Mapping[str, Any]]
@@ -71,7 +76,7 @@ class EntryRule(NamedTuple):
 
 
 class DataRule(NamedTuple):
-  """Rule that depends on data or machine; {facts.prompts:} is a fact."""
+  """Rule that depends on data or machine. In the message, {facts.prompts:} is a fact's value."""
 
   message: str
   wrong: Callable[[RunConfig, DataFacts], bool]
@@ -79,10 +84,10 @@ class DataRule(NamedTuple):
 
 
 class Unused(NamedTuple):
-  """Keys ignored or forbidden while `off` is true. A section stands for all of its keys."""
+  """Keys that must have their defaults while `off` is true: they are ignored or forbidden then."""
 
-  keys: str
-  message: str  # Follows `key=value`.
+  keys: str  # Keys separated by spaces. A section means all of its keys.
+  message: str  # The error is `KEY=VALUE message; remedy`.
   off: Callable[[RunConfig], bool]
   shown_by: str
 
@@ -93,7 +98,7 @@ def tasks(spec: str) -> list[str]:
 
 
 def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
-  """Maps keys of scored data to the data and their verifier or environment."""
+  """Maps keys of scored data to (data, verifier or environment)."""
   default = c.environment.name or c.reward.name
   sources = {key: (b.data, b.reward or default) for name, b, key in c.benchmarks() if name}
   if c.job != "sft":
@@ -120,13 +125,13 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 
 def _closest_figure(c: RunConfig) -> dict[str, str]:
-  """Maps the evaluation metric with the most similar name to checkpoint.best."""
+  """Maps the metric with the most similar name to `checkpoint.best`."""
   best, figures = c.checkpoint.best, c.eval.figures()
   return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
 
 
 def _is_no_figure(c: RunConfig, best: str) -> bool:
-  """Whether `best` is no known metric. Environments may add metrics of evaluations."""
+  """Whether `best` is an unknown metric of evaluations. (Environments may add metrics.)"""
   unknown = best not in c.eval.figures() and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
 
@@ -177,7 +182,7 @@ def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
 
 
 def _mixes_up_clip_ranges(c: RunConfig) -> bool:
-  """Whether ratios of responses have a clip range usual for tokens, or the reverse."""
+  """Whether ratios of responses have a clip range of tokens, or the reverse."""
   widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
@@ -214,10 +219,11 @@ UNUSED = (
     "docs/running.md: a run that ends without its profile"),
   Unused("profile.stage profile.steps", "has no effect, since {profile.iteration}",
     lambda c: not c.profile.iteration, "docs/running.md: a run that ends without its profile"),
-  Unused("profile.steps", "counts the steps of sample or update alone",
+  Unused("profile.steps", "has no effect, since {profile.stage} traces the whole iteration",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
-    "has no effect with {job} and {offline.fresh}: no training samples", lambda c: not c.samples,
+    "has no effect with {job} and {offline.fresh}: no responses are sampled for training",
+    lambda c: not c.samples,
     "test_pipeline"),
   Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
@@ -225,7 +231,8 @@ UNUSED = (
     "data.query_set.extra_rounds distillation.teacher",
     "cannot be used with {job}: recorded responses are single turns with one reward, without "
     "log-probs, experts or versions of a sampler", lambda c: c.job == "offline", "test_offline"),
-  Unused("rl.max_age", "has no effect, since nothing is carried over", lambda c: not c.rl.partial,
+  Unused("rl.max_age", "has no effect: no responses are carried over, since {rl.extra_prompts} "
+    "and {rl.token_budget}", lambda c: not c.rl.partial,
     "test_partial_rollouts"),
   Unused("schedule", "has no effect with {job}, only with RL", lambda c: "rl" not in c.job,
     "test_schedules"),
@@ -287,8 +294,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "process and the local engine; set rollout_mesh.fsdp to 0", lambda c: c.rollout_mesh.fsdp != 0
     and (c.distributed or c.engine.name == "server"), "test_pipeline"),
   # Verifiers and data.
-  EntryRule("{path:}: its verifier accepts no response to a task ({x:}): name the task's verifier",
-    _sources, _is_never_right, "CHANGELOG: rewards of 0"),
+  EntryRule("{path:}: with (data, verifier) = {x:} every response to a task is wrong; set the "
+    "task's verifier", _sources, _is_never_right, "CHANGELOG: rewards of 0"),
   Rule("{sampling.stop_strings}: an empty text ends every turn at once; leave it out",
     lambda c: "" in c.sampling.stop_strings, "CHANGELOG: responses of no token"),
   # Evaluations and checkpoints.
@@ -298,11 +305,11 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "equal; set eval.samples (and those of benchmarks) to 1, or change these keys",
     lambda c: c.job != "sft" and _is_greedy(c, c.eval)
     and any(b.samples > 1 for _, b, _ in c.benchmarks()), "CHANGELOG: sampled several times"),
-  Rule("{engine.server.directory}, {checkpoint.directory}: old weights for servers are deleted, "
-    "and checkpoints must stay; name two directories", lambda c: bool(c.checkpoint.directory)
+  Rule("{engine.server.directory}, {checkpoint.directory}: these must differ, since old weights "
+    "for servers are deleted; set another directory", lambda c: bool(c.checkpoint.directory)
     and c.engine.server.directory == c.checkpoint.directory, "CHANGELOG: one directory for both"),
-  EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; name a directory "
-    "elsewhere", _weight_paths, lambda c, path: bool(c.checkpoint.directory)
+  EntryRule("{checkpoint.directory} lies in {x}, beside other checkpoints; set a directory "
+    "outside it", _weight_paths, lambda c, path: bool(c.checkpoint.directory)
     and Path(c.checkpoint.directory).is_relative_to(path), "CHANGELOG: checkpoints of two runs"),
   # Objectives.
   Rule("{objective.adaptive_clip.target}: with one update per iteration the ratio is 1 and nothing "
@@ -339,7 +346,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "raise max_new_tokens, or lower the last stage",
     lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
   Rule("{schedule.new_tokens}: the overlong punishment is largest at each stage's limit, and "
-    "{reward.overlong_buffer} exceeds one of {schedule.shortest:}; lower overlong_buffer",
+    "{reward.overlong_buffer} exceeds the lowest limit, {schedule.shortest:}; lower "
+    "overlong_buffer",
     lambda c: c.reward.overlong_weight > 0 and c.overlong_at_limit
     and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
   Rule("{schedule.group_size_min}: advantages compare responses of a group; set it to at least 2, "
@@ -353,7 +361,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "{reward.overlong_max}", _active,
     lambda c, x: x.signal == "overlong" and bool(c.reward.buffer_error), "test_composition"),
   EntryRule("{x.signal} has a fixed buffer, and {schedule.new_tokens} changes the limit; leave "
-    "new_tokens empty, or take signal=truncated", _active,
+    "new_tokens empty, or set the signal to truncated", _active,
     lambda c, x: x.signal == "overlong" and bool(c.schedule.new_tokens), "test_multipliers"),
   EntryRule("{x.signal} needs reward.format=think or think_answer", _active,
     lambda c, x: x.signal == "format" and c.reward.format == "none", "test_multipliers"),
@@ -368,8 +376,8 @@ INVALID: tuple[Rule | EntryRule, ...] = (
 INVALID_RL: tuple[Rule | EntryRule, ...] = (  # Of jobs with RL or recorded responses.
   Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:} of them; set it to 0",
     lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
-  Rule("{critic.warmup_iterations}, {rl.lag} leave all of {rl.iterations} to samples of the "
-    "initial policy; lower them",
+  Rule("{critic.warmup_iterations}, {rl.lag}, {rl.iterations}: all responses would be samples of "
+    "the initial policy; lower the warm-up and the lag below the iterations",
     lambda c: max(c.critic.warmup, c.rl.lag) >= c.rl.iterations, "test_critic: all warm-up"),
   # No signal.
   Rule("{sampling.temperature}, {sampling.top_k}, {sampling.top_p}: greedy responses of a group "
@@ -379,12 +387,12 @@ INVALID_RL: tuple[Rule | EntryRule, ...] = (  # Of jobs with RL or recorded resp
     f"candidates of each token, and at most {MAX_CANDIDATES} are recorded; set sampling.top_k "
     f"between 2 and {MAX_CANDIDATES} too, or set top_p=1 and min_p=0 (evaluation has its own keys)",
     lambda c: not c.sampling.untruncated and not 0 < c.sampling.top_k <= MAX_CANDIDATES,
-    "test_truncated_sampling: ratios off by the mass left out"),
+    "test_truncated_sampling: ratios off by the excluded probability"),
   Rule("{sampling.top_k}, {sampling.top_p}, {sampling.min_p}: {engine.name} keeps no record of a "
     "token's candidates; set top_k=0, top_p=1 and min_p=0",
     lambda c: not c.sampling.untruncated and c.engine.name != "local", "test_truncated_sampling"),
-  Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
-    "right ones; lower them to a sum below 1",
+  Rule("{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded at least as "
+    "often as right ones; lower these shares to a sum below 1",
     lambda c: c.reward.false_positive + c.reward.false_negative >= 1, "CHANGELOG: no signal"),
   Rule("{reward.overlong_max}, {reward.overlong_buffer}: no response of {sampling.max_new_tokens} "
     "is long enough to be punished; lower overlong_max", lambda c: c.reward.overlong_weight > 0
@@ -417,22 +425,24 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     "pretrained weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
   Rule("{reward.name}: demonstrations of arithmetic show their work before the answer, and this "
-    "verifier does not skip it", lambda c: "sft" in c.job and not c.environment.name
+    "verifier does not skip the work; set reward.name=arithmetic",
+    lambda c: "sft" in c.job and not c.environment.name
     and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
     "CHANGELOG: rewards of 0"),
   EntryRule("{x.warmup_steps}: the learning rate still rises at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
-  EntryRule("{x.learning_rate}: Adam changes each weight by about this rate", _optimizers,
-    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
+  EntryRule("{x.learning_rate}: Adam changes each weight by about this much per update",
+    _optimizers, lambda c, x: not 1e-9 <= x.learning_rate <= 0.1,
+    "CHANGELOG: a sign of an exponent forgotten"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
   Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
     "iterations than max_age allows, and is restarted before it finishes", _never_finishes,
     "test_partial_rollouts: long responses begun again"),
-  Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut responses "
-    "off sooner than training", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
+  Rule("{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations truncate "
+    "responses sooner than training", lambda c: c.eval.max_new_tokens < c.sampling.max_new_tokens,
     "CHANGELOG: accuracy falls as responses grow"),
   Rule("{rollout_mesh.fsdp}, {rl.lag}: sampler and trainer have separate devices, and wait for "
     "each other", lambda c: c.samples and c.rollout_mesh.enabled and not c.rl.lag,
@@ -475,11 +485,11 @@ DATA_WARNINGS = (
     "{facts.recorded:}): an iteration repeats prompts", lambda c, facts: c.has_iterations
     and 0 < (facts.prompts or facts.recorded) < c.rl.prompts, "CHANGELOG: small files"),
   DataRule("{sft.batch} is more than the {facts.demonstrations:} demonstrations: an update repeats "
-    "some", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
+    "some of them", lambda c, facts: 0 < facts.demonstrations < c.sft.batch, "CHANGELOG"),
   DataRule("{reward.workers} × {reward.memory_mb} are more than this machine's memory of "
-    "{facts.memory_mb:} MB", lambda c, facts: c.reward.name == "code"
+    "{facts.memory_mb:} MB; lower one of them", lambda c, facts: c.reward.name == "code"
     and max(1, c.reward.workers) * c.reward.memory_mb > facts.memory_mb, "CHANGELOG"),
-  DataRule("{distributed}: this is the only process",
+  DataRule("{distributed}: this is the only process; start the command on every host",
     lambda c, facts: c.distributed and facts.processes == 1, "docs/running.md: two alone"),
   DataRule("{tokenizer}, {weights}: these weights have their own tokenizer; leave tokenizer empty",
     lambda c, facts: c.tokenizer == "bytes" and facts.has_tokenizer, "CHANGELOG: rewards of 0"),
@@ -533,7 +543,7 @@ def _broken(
 
 
 def _changed(c: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-  """Yields name, value and default of each changed key."""
+  """Yields (name, value, default) of each key without its default value."""
   defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(c)})
   for name in keys:
     value, default = ranges.look_up(c, name), ranges.look_up(defaults, name)

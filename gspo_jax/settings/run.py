@@ -34,7 +34,7 @@ class RunConfig:
   hyperparameters, a toy model and problems of addition."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
-    "rl", "cold start and RL, either of them, RL on recorded responses, or evaluation"
+    "rl", "cold start and RL | one of the two | offline: RL on recorded responses | evaluation"
   )
   seed: ranges.Seed = key(0, "seed of all random numbers")
   distributed: bool = key(False, "several hosts: call jax.distributed.initialize")
@@ -42,7 +42,7 @@ class RunConfig:
     "same", "same: refuse a workdir of another configuration | force: resume it"
   )
   on_nonfinite: Literal["stop", "skip"] = key(
-    "stop", "NaN or infinity in an update: stop the run | skip up to seven updates in a row"
+    "stop", "on NaN or infinity in an update: stop the run | skip up to seven updates in a row"
   )
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
@@ -100,7 +100,7 @@ class RunConfig:
 
   @property
   def sampled_share(self) -> float:
-    """Share of prompts with sampled responses; others have recorded ones."""
+    """Share of prompts with sampled responses. The others have recorded responses."""
     return self.offline.fresh if self.job == "offline" else 1.0
 
   @property
@@ -130,7 +130,7 @@ class RunConfig:
 
   @property
   def advantage_sources(self) -> dict[str, str]:
-    """Sources of advantages besides a group's rewards, with their keys."""
+    """Sources of advantages besides a group's rewards, each with `KEY=VALUE` for messages."""
     sources, rl = {}, self.has_iterations
     if rl and self.distillation.enabled:
       sources["teacher"] = f"distillation.teacher={self.distillation.teacher!r}"
@@ -148,14 +148,19 @@ class RunConfig:
 
   @property
   def estimator(self) -> O.Estimator:
-    """Estimator named by `objective.advantage`, else the first with its needs met."""
+    """Estimator of advantages.
+
+    If `objective.advantage` names one that does not use a group's rewards alone, it is that one.
+    Otherwise it is the first whose needs are met by `advantage_sources`, or else the estimator of a
+    group's rewards named by `objective.advantage`.
+    """
     name = self.objective.advantage
     named = find_estimator(name) if name else None
     return named if named and named.of_group is None else self._first_estimator()
 
   @property
   def estimator_of_rewards(self) -> O.Estimator:
-    """Estimator of the advantages from rewards, computed on the host."""
+    """Estimator of the host's part of advantages, from rewards."""
     return self._first_estimator(host=True) if self.estimator.on_devices else self.estimator
 
   def _first_estimator(self, host: bool = False) -> O.Estimator:
@@ -169,7 +174,7 @@ class RunConfig:
 
   @property
   def compares_parts(self) -> bool:
-    """Whether advantages compare turns or lines, not whole responses."""
+    """Whether advantages compare turns or lines instead of whole responses."""
     return self.estimator.parts and self.objective.loss.by_token
 
   @property

@@ -62,8 +62,8 @@ class ScheduleConfig:
     stages = [_STAGE.fullmatch(part) for part in self.new_tokens.split(",")]
     if not all(stages):
       raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r} is no list of iteration:tokens, separated by "
-        "commas, as 1:2048,50:4096"
+        f"schedule.new_tokens={self.new_tokens!r} must be a list of iteration:tokens, separated by "
+        "commas, as in 1:2048,50:4096"
       )
     return [(int(stage[1]), int(stage[2])) for stage in stages if stage]
 
@@ -78,7 +78,7 @@ class ScheduleConfig:
     return self.stages[-1][1] if self.stages else 0
 
   def limit(self, step: int, longest: int) -> int:
-    """Length limit of an iteration, `longest` without stages."""
+    """Returns the length limit of an iteration; `longest` without stages."""
     stages = self.stages
     if not stages:
       return longest
@@ -99,7 +99,7 @@ class SftConfig:
   max_tokens: NonNegativeInt = key(0, "0: data.max_prompt_tokens + sampling.max_new_tokens")
   log_every: PositiveInt = key(10, "updates between rows of metrics.jsonl")
   load_balance_coef: NonNegativeFloat = key(
-    0.0, "router auxiliary loss, against collapse of experts from scratch"
+    0.0, "factor of the router's auxiliary loss, against unused experts in training from scratch"
   )
 
 
@@ -107,14 +107,14 @@ class SftConfig:
 class RLConfig:
   """Iterations: rollout batches and their updates."""
 
-  iterations: PositiveInt = key(300, "rollout batches")
+  iterations: PositiveInt = key(300, "number of rollout batches")
   prompts: PositiveInt = key(64, "P, per rollout batch; a multiple of minibatches")
   group_size: Annotated[int, Range(1, 65_536)] = key(8, "G, responses per prompt")
-  lag: Annotated[int, Range(0, 1000)] = key(0, "iterations of sampling ahead of updates")
+  lag: Annotated[int, Range(0, 1000)] = key(0, "iterations by which sampling is ahead of updates")
   record: bool = key(False, "write each training batch to WORKDIR/batches")
   replay: str = key("", 'WORKDIR/batches of a recorded run, to train on; "": sample')
   extra_prompts: NonNegativeInt = key(
-    0, "prompts started beyond rl.prompts in free slots, and carried over"
+    0, "prompts beyond rl.prompts, started in free slots; unfinished ones are carried over"
   )
   token_budget: Annotated[int, Range(0, INT32)] = key(
     0, "tokens sampled per iteration; unfinished responses are carried over; 0: no budget"
@@ -148,7 +148,7 @@ class RLConfig:
 
   @property
   def ages(self) -> int:
-    """Number of possible ages of sampling weights; 0 without lag."""
+    """Number of possible ages of a token's sampling weights; 0 without lag."""
     return self.lag + 1 + self.partial if self.lag else 0
 
 
@@ -190,7 +190,8 @@ class OptimizerConfig:
     0.95, "β₂: decay of the mean of squared gradients; in RL they change quickly"
   )
   weight_decay: NonNegativeFloat = key(
-    0.0, "decoupled weight decay, except for norms and biases; 0: RL changes weights little"
+    0.0,
+    "decoupled weight decay, except for norms and biases; by default 0, since RL changes weights little",
   )
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
   router_rate: NonNegativeFloat = key(
@@ -210,7 +211,7 @@ class CheckpointConfig:
   )
   every: PositiveInt = key(20, "iterations (rl) or updates (sft) between checkpoints")
   every_minutes: NonNegativeFloat = key(
-    30.0, "minutes until a further checkpoint, at the end of a step; 0: by steps alone"
+    30.0, "minutes between checkpoints at most, at the end of a step; 0: by steps alone"
   )
   keep: PositiveInt = key(2, "number of newest checkpoints to keep")
   keep_every: NonNegativeInt = key(0, "keep checkpoints of multiples of this step too; 0: none")
@@ -243,13 +244,13 @@ class AlarmConfig:
     0.03, "lower bound in nats per token, against collapse of the policy"
   )
   ratio: NonNegativeFloat = key(
-    0.005, "upper bound of mean |importance ratio - 1|, against divergence"
+    0.005, "upper bound of the mean |importance ratio - 1|, against divergence"
   )
   mismatch: NonNegativeFloat = key(
     1.0, "upper bound of the mismatch of sampler and trainer, as a multiple of the clip range"
   )
   reward: NonNegativeFloat = key(
-    0.2, "largest decrease of the mean below its maximum, as a share of the range of rewards"
+    0.2, "largest fall of the mean reward below its maximum, as a share of the range of rewards"
   )
   unknown: Fraction = key(
     0.01, "upper bound of the share of responses without a verdict, which updates mask"

@@ -105,7 +105,7 @@ def test_an_estimator_of_rewards():
     (dict(name="own_losses:branches"), "TracerBoolConversionError"),
     (dict(name="own_losses:unmasked"), "outside mask_BT"),
     (dict(name="own_losses:plain_metric"), "metric 'x' as an array"),
-    (dict(name="own_losses:critic"), "value_BT is no array of an update"),
+    (dict(name="own_losses:critic"), "value_BT is neither computed by the update"),
     (dict(name="own_losses:soft_clip_los"), "did you mean soft_clip_loss"),
     (dict(name="no_such_module:loss"), "No module named 'no_such_module'"),
     (dict(name=NAME, width="wide"), "objective.width='wide' must be a number"),
