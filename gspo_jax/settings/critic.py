@@ -61,7 +61,7 @@ class CriticConfig:
 
   @property
   def static(self) -> "CriticConfig":
-    """The section with 1 for hyperparameters other than 0. Compiled programs have it as a constant."""
+    """The section with 1 for hyperparameters other than 0, a constant of compiled programs."""
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
     return dataclasses.replace(self, **ones, warmup_iterations=0)
 

@@ -57,7 +57,7 @@ class CorrectionConfig:
     "none", "truncated: TIS | masked: MIS, and IcePop at level token"
   )
   level: Literal["token", "sequence", "geometric"] | None = key(
-    None, "unit of text with one weight"
+    None, "one weight per token | per response: product of ratios | per response: geometric mean"
   )
   cap: PositiveFloat | None = key(None, "truncated: upper bound of weights")
   low: NonNegativeFloat | None = key(None, "masked: smaller weights become 0")

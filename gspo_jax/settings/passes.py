@@ -46,8 +46,8 @@ def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
 def describe_old_policy(c: RunConfig) -> str:
   """Describes the old policy of importance ratios; "" if it is unambiguous.
 
-  With lag or carried-over responses there are two candidates: the policy that sampled, and the newer one
-  before the updates.
+  With lag or carried-over responses there are two candidates: the policy that sampled, and the
+  newer one before the updates.
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""

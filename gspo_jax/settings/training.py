@@ -191,7 +191,7 @@ class OptimizerConfig:
   )
   weight_decay: NonNegativeFloat = key(
     0.0,
-    "decoupled weight decay, except for norms and biases; by default 0, since RL changes weights little",
+    "decoupled weight decay, except for norms and biases; small changes by RL need none",
   )
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
   router_rate: NonNegativeFloat = key(
