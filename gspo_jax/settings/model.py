@@ -155,10 +155,7 @@ class ModelConfig:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-  """Builds a model's configuration from JSON, as in config.json of a run.
-
-  Absent keys have their defaults. Raises TypeError or ValueError for other keys and invalid values.
-  """
+  """Builds a model's configuration from a run's config.json. Absent keys have defaults."""
   kinds = ranges.kinds(ModelConfig)
 
   def convert(name: str, value: Any) -> Any:

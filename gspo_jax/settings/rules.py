@@ -45,8 +45,7 @@ class DataFacts:
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
   # Share of the answers that fit into a response, by the key of their data (data.train).
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  # Most frequent gold answer, by the key of its data, if it is a word.
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Frequent gold words.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
   shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
   memory_mb: int = 2**30  # Memory of this machine.
@@ -63,11 +62,7 @@ class Rule(NamedTuple):
 
 
 class EntryRule(NamedTuple):
-  """Rule about each entry of a mapping, such as the costs of `constraints`.
-
-  In the message, {x.limit} is `PATH.limit=VALUE` with the entry's path and field, {x:} the entry
-  and {path:} the path alone.
-  """
+  """Rule for each entry of a mapping. {x.limit} is the field of an entry, {path:} its path."""
 
   message: str
   entries: Callable[[RunConfig], Mapping[str, Any]]
@@ -222,8 +217,7 @@ UNUSED = (
   Unused("profile.steps", "has no effect, since {profile.stage} traces the whole iteration",
     lambda c: c.profile.stage == "all", "CHANGELOG: a profile of a whole iteration"),
   Unused("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
-    "has no effect with {job} and {offline.fresh}: no responses are sampled for training",
-    lambda c: not c.samples,
+    "has no effect with {job} and {offline.fresh}: nothing is sampled", lambda c: not c.samples,
     "test_pipeline"),
   Unused("offline", "has no effect, since {job}", lambda c: c.job != "offline", "test_offline"),
   Unused("objective.correction.name objective.off_policy_threshold objective.volatility "
@@ -231,8 +225,7 @@ UNUSED = (
     "data.query_set.extra_rounds distillation.teacher",
     "cannot be used with {job}: recorded responses are single turns with one reward, without "
     "log-probs, experts or versions of a sampler", lambda c: c.job == "offline", "test_offline"),
-  Unused("rl.max_age", "has no effect: no responses are carried over, since {rl.extra_prompts} "
-    "and {rl.token_budget}", lambda c: not c.rl.partial,
+  Unused("rl.max_age", "has no effect: no responses are carried over", lambda c: not c.rl.partial,
     "test_partial_rollouts"),
   Unused("schedule", "has no effect with {job}, only with RL", lambda c: "rl" not in c.job,
     "test_schedules"),
@@ -346,8 +339,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     "raise max_new_tokens, or lower the last stage",
     lambda c: c.schedule.longest > c.sampling.max_new_tokens, "test_schedules"),
   Rule("{schedule.new_tokens}: the overlong punishment is largest at each stage's limit, and "
-    "{reward.overlong_buffer} exceeds the lowest limit, {schedule.shortest:}; lower "
-    "overlong_buffer",
+    "{reward.overlong_buffer} exceeds the lowest limit, {schedule.shortest:}; lower it",
     lambda c: c.reward.overlong_weight > 0 and c.overlong_at_limit
     and 0 < c.schedule.shortest < c.reward.overlong_buffer, "test_composition"),
   Rule("{schedule.group_size_min}: advantages compare responses of a group; set it to at least 2, "
@@ -425,16 +417,14 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     "pretrained weights", lambda c: c.weights == "random"
     and c.job in ("rl", "offline", "eval"), "test_rehearse: rewards of 0"),
   Rule("{reward.name}: demonstrations of arithmetic show their work before the answer, and this "
-    "verifier does not skip the work; set reward.name=arithmetic",
-    lambda c: "sft" in c.job and not c.environment.name
-    and c.reward.name in ("math", "string") and "arithmetic" in tasks(c.data.train),
-    "CHANGELOG: rewards of 0"),
+    "verifier does not skip it; set reward.name=arithmetic", lambda c: "sft" in c.job
+    and not c.environment.name and c.reward.name in ("math", "string")
+    and "arithmetic" in tasks(c.data.train), "CHANGELOG: rewards of 0"),
   EntryRule("{x.warmup_steps}: the learning rate still rises at the last update",
     _optimizers, lambda c, x: x.warmup_steps not in (0, 10) and x.warmup_steps >= _updates(c, x),
     "CHANGELOG: a long run's file, shortened"),
-  EntryRule("{x.learning_rate}: Adam changes each weight by about this much per update",
-    _optimizers, lambda c, x: not 1e-9 <= x.learning_rate <= 0.1,
-    "CHANGELOG: a sign of an exponent forgotten"),
+  EntryRule("{x.learning_rate}: Adam changes each weight by about this much", _optimizers,
+    lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
 )
 
 WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
