@@ -24,7 +24,7 @@ def nonfinite(arrays: Sequence[Any], dtypes: Sequence[Any] | None = None) -> lis
 
 
 def describe(name: str, count: int, dtype: Any) -> str:
-  """Describes the NaN and infinite values of a tensor, in an error message.
+  """Describes the NaN and infinite values of a tensor.
 
   name: name of the tensor.
   count: number of these values.

@@ -53,10 +53,10 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Computes combine(x, weight), a sum or product, for a weight common to all tokens.
+  """Computes combine(x, weight), a sum or product, with gradients in float32.
 
-  It runs in float32 and is rounded to x's dtype. A single sum or product gives the same result in
-  bfloat16. But the weight's gradient is a sum over all tokens, and must add up in float32.
+  The weight is common to all tokens, so its gradient is a sum over them, which must not add up in
+  bfloat16. The result is computed in float32 too and rounded to x's dtype, which changes nothing.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)

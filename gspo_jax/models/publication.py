@@ -62,7 +62,7 @@ def _map_weights(function: Callable, params: Any, *trees: Any) -> Any:
 
 
 def _convert(x: jax.Array | lora.Adapted, dtype: Any) -> Any:
-  """Merges an adapter, and casts the array; for `Int8` rounds it to eight bits."""
+  """Merges an adapter, and casts or quantises the result."""
   x = lora.dithered(x)
   return quantise(x, dtype.inputs) if is_int8(dtype) else x.astype(dtype)
 

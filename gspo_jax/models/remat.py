@@ -74,7 +74,7 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
 
 
 def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
-  """Returns the bytes saved per token and device by all layers, without their inputs."""
+  """Returns bytes saved per token and device, without layers' inputs."""
   heads = config.num_heads * config.head_dim  # Numbers of a token's queries.
   keys_values = 2 * config.num_kv_heads * config.head_dim
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))

@@ -92,7 +92,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Returns the numbers of all parameters, and of parameters used for one token."""
+  """Counts parameters: all, and the ones used for one token."""
   weights = jax.tree.leaves(table(config))
   total = sum(math.prod(w.shape) for w in weights)
   by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)

@@ -72,7 +72,7 @@ def choose(
 def lacks(
   implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
 ) -> str:
-  """Describes the first feature of the arguments, as in `choose`, without support; or ""."""
+  """Describes the first unsupported feature, or returns ""."""
   scores = scores or Scores(1.0)
   window, cap = scores.window, scores.cap
   if implementation == "splash" and window and gaps:  # Its window counts padding as positions.
@@ -378,7 +378,7 @@ def _splash_kernel(
 def attend_cudnn(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends with cuDNN's flash attention if each row is one segment, then padding.
+  """Attends with cuDNN's flash attention, for unpacked rows.
 
   Such rows need a causal mask only: no token sees the padding after it. Other rows, such as packed
   ones, would need a mask of [T, T] values. A batch with any of them runs `blockwise` instead,

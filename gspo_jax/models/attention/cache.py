@@ -39,7 +39,7 @@ class Cache:
 
   @property
   def dtype(self) -> Any:
-    """Returns the dtype of keys and values, bfloat16 for its bits in uint16."""
+    """Dtype of keys and values, also if stored as bits."""
     stored = self.v_lBKSH[0].dtype
     return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 

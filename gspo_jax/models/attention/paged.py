@@ -200,7 +200,7 @@ def _kernel(
 
 
 def _tile_of(buffer, slot):
-  """Returns the first slot of a slot's hardware tile, and the tile as a slice."""
+  """Returns first slot and slice of a slot's hardware tile."""
   size = tile(buffer.dtype)
   first = pl.multiple_of(slot // size * size, size)
   return first, pl.ds(first, size)

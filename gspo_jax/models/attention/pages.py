@@ -107,7 +107,7 @@ def no_pages(rows: int, width: int) -> jax.Array:
 
 
 def free(cache: Pages, *tables: jax.Array) -> jax.Array:
-  """Finds the free pages: neither in the cache's table nor in `tables`, bool [p]."""
+  """Finds pages in no table of the cache or `tables`, bool [p]."""
   used = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
   page_p = jnp.arange(cache.kv_lpK2SH[0].shape[1])
   return ~(used[:, None] == page_p[None]).any(0)
@@ -157,10 +157,10 @@ def insert(
 
 
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
-  """Starts a row after a prefix, such as a prompt; returns the cache.
+  """Starts a row after a prefix, such as a prompt.
 
   The row shares the prefix's full pages. Its next tokens are written to the free page `page`, which
-  begins as a copy of the prefix's last, partly filled page.
+  begins as a copy of the prefix's last, partly filled page. Returns the cache.
 
   Args:
     row: index of the row.

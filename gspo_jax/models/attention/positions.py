@@ -78,7 +78,7 @@ def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   half = len(wave_h)
 
   def index(turns: float) -> float:
-    """Solves for the index of the wave with `turns` turns in the original context."""
+    """Returns the index of the wave with so many turns."""
     return half * math.log(rope.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
   low, high = index(rope.beta_fast), index(rope.beta_slow)

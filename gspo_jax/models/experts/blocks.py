@@ -240,9 +240,10 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
-  """Returns C, slightly above the mean load, and R ≤ C, the rows of a block.
+  """Returns C, and R ≤ C, the rows of a block.
 
-  R is at most 64 on CPU and 256 elsewhere: larger blocks keep a GPU busy.
+  C is slightly above the mean load. R is at most 64 on CPU and 256 elsewhere: larger blocks keep a
+  GPU busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
   C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))

@@ -83,7 +83,7 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
 
 
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
-  """Gathers x [X, D], gate weights and experts [X, k] over the mesh axes `over`.
+  """Gathers tokens over the mesh axes `over`.
 
   Their bits are packed in one array, since the time of small collectives is that of their number.
   For use inside `shard_map`.

@@ -52,7 +52,7 @@ def separate(w: ExpertWeights) -> GroupedWeights:
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
-  """Copies gate and up into one matrix: a product with it reads the rows once."""
+  """Joins gate and up, so products read rows once."""
   w = separate(w)
   gate_up, biases = ((jnp.concatenate(x, axis=-1),) if x else () for x in (w.gate_up, w.biases))
   return w.replace(gate_up=gate_up, biases=biases)

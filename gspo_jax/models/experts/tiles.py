@@ -24,8 +24,9 @@ def product_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns the tiles with the fewest bytes for grouped products, and these bytes.
+  """Returns tiles of grouped products, and their bytes.
 
+  The tiles are those with the fewest bytes.
   A product is [rows, inner] @ [inner, outer], with another matrix for each group of rows.
 
   Args:
@@ -61,7 +62,7 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """Returns the tiles with the fewest bytes for sums of outer products, and these bytes.
+  """Returns tiles of sums of outer products, and their bytes.
 
   A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group.
 
@@ -103,7 +104,10 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Returns the maximum number of pairs of a row tile and a group in it."""
+  """Returns the maximum number of tiles of groups.
+
+  A tile of rows with two groups counts twice.
+  """
   return -(-rows // tm) + groups - 1
 
 

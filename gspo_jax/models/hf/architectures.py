@@ -1,4 +1,4 @@
-"""Architectures of Hugging Face, looked up in the families of models."""
+"""The supported architectures of Hugging Face: model_types of config.json, from all families."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,14 @@ from gspo_jax.models.families.lookup import FAMILIES, names, relatives
 
 __all__ = ["ARCHITECTURES", "FAMILY_OF", "OUTER", "language_model", "names", "relatives"]
 
+# model_type -> Architecture.
 ARCHITECTURES = {key: value for f in FAMILIES.values() for key, value in f.architectures.items()}
-# The model_type of an outer model -> that of the language model in its text_config.
+# model_type of an outer model, such as "gemma3" -> model_type of the language model inside it.
 OUTER = {a.outer: key for key, a in reversed(ARCHITECTURES.items()) if a.outer}
+# model_type -> name of the family.
 FAMILY_OF = {key: name for name, f in FAMILIES.items() for key in f.architectures}
 
-# Keys of any architecture that would change the computation, with their neutral values.
+# Keys of any architecture with a single supported value. Other values would change logits.
 FIXED = dict(
   use_sliding_window=False,
   use_bidirectional_attention=False,
@@ -22,7 +24,7 @@ FIXED = dict(
   partial_rotary_factor=1.0,
   quantization_config=None,
 )
-# Keys of any architecture that change no logits, or are read with others.
+# Keys of any architecture without effect on logits, and keys that `config` and `ropes` read.
 WITHOUT_EFFECT = frozenset(
   """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id dtype
   eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
@@ -34,7 +36,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns config.json of the language model in `raw`. That may be all of it."""
+  """Returns the language model's part of a config.json, perhaps all."""
   if raw.get("model_type") not in OUTER:
     return dict(raw)
   text = raw.get("text_config")
@@ -44,10 +46,11 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
   return dict(model_type=OUTER[raw["model_type"]]) | text | shared
 
 
-# Experts in memory in transformers 5, and in its files on request (save_original_format=False): one
-# tensor per layer, gate and up as the halves of one axis, "2".
+# Names and axes of fused experts: one tensor for all experts of a layer, with gate and up as the
+# halves "2" of one axis. transformers 5 has them in memory, and writes them to files on request
+# (save_original_format=False).
 FUSED = {
-  "Moe.router": NAMES["Moe.router"],  # Mixtral's has this name too.
+  "Moe.router": NAMES["Moe.router"],  # Beside fused experts, Mixtral's router has this name, too.
   "Moe.gate": (LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.up": (LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.down": (LAYER + "mlp.experts.down_proj", "E D F"),

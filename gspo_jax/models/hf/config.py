@@ -1,4 +1,8 @@
-"""config.json <-> ModelConfig, for supported architectures of Hugging Face."""
+"""Conversion of config.json to ModelConfig and back.
+
+An architecture is a model_type of config.json, such as "qwen3_moe". The families of models declare
+the supported ones (`families.declaration.Architecture`).
+"""
 
 import dataclasses
 import difflib
@@ -26,7 +30,10 @@ from gspo_jax.system import hub, jsons
 
 
 def _types_of(section: type, path: str = "") -> dict[str, type]:
-  """Returns the types of a section's fields, dotted in groups."""
+  """Returns the types of a section's fields.
+
+  A field of a group is named "group.field".
+  """
   types = {}
   for field, kind in ranges.kinds(section).items():
     group = dataclasses.is_dataclass(kind)
@@ -38,11 +45,11 @@ TYPES = _types_of(ModelConfig)
 
 
 class CheckpointError(ValueError):
-  """A directory without exactly one supported model."""
+  """A directory of Hugging Face's layout without a complete, supported model."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """Reads a JSON object; errors name the file."""
+  """Reads a JSON object. Raises FileNotFoundError or CheckpointError, naming the file."""
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
   try:
@@ -52,15 +59,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:
-  """Reads hyper-parameters from config.json, as published or written by transformers 5.
+  """Reads hyperparameters from config.json, as published or written by transformers 5.
 
   Args:
-    directory: a path, `gs://` too, or a repository of the Hugging Face hub.
+    directory: a local path, a path of a bucket (gs://...), or a repository of the Hugging Face hub.
 
   Raises:
-    FileNotFoundError: no config.json.
-    CheckpointError: a missing key, a value of the wrong type, or an unsupported value.
-    ValueError: a repository that cannot be read.
+    FileNotFoundError: there is no config.json.
+    CheckpointError: a key is missing, or a value has the wrong type or is not supported.
+    ValueError: the repository cannot be read.
   """
   path = hub.directory(os.fspath(directory)) / "config.json"
   raw = read_json(path)
@@ -69,10 +76,11 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
   except ValueError as error:
     raise CheckpointError(f"{path}: {error}") from error
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-    raise CheckpointError(f"{path}: a key is of another type than it should be: {error}") from error
+    raise CheckpointError(f"{path}: the value of a key has a wrong type: {error}") from error
 
 
 def _from_hf(raw: dict[str, Any]) -> ModelConfig:
+  """Converts the content of config.json; ValueError names a missing or unsupported key."""
   model_type = raw.get("model_type")
   architecture = ARCHITECTURES.get(model_type)
   if architecture is None:
@@ -85,7 +93,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   for key, value in _unsupported(raw, architecture).items():
     raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   heads = raw.get("num_attention_heads", architecture.defaults.get("num_attention_heads"))
-  # transformers' meaning of null.
+  # In these keys, transformers gives null the following meanings.
   null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
   null |= dict(sliding_window=0, clip_qkv=0.0)
   raw = {key: null.get(key) if value is None else value for key, value in raw.items()}
@@ -111,14 +119,17 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-  """Returns keys with another than their only value, and this value."""
+  """Returns keys with an unsupported value, and the supported ones."""
   fixed = (FIXED | dict(architecture.fixed)).items()
   declared = {*architecture.fields.values()}
   return {k: v for k, v in fixed if raw.get(k) not in (None, v) and k not in declared}
 
 
 def _nearest(raw: Mapping[str, Any]) -> str:
-  """Returns advice for an unknown model_type: the nearest one, and its differing keys."""
+  """Returns advice for an unknown model_type.
+
+  It names the nearest architecture: the one that supports all but the fewest keys of `raw`.
+  """
   wrong, near = str(raw.get("model_type")), []
   close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)
   for name, architecture in ARCHITECTURES.items():
@@ -135,13 +146,14 @@ def _nearest(raw: Mapping[str, Any]) -> str:
     return f"; the nearest is {close[0]}" if close else ""
   *_, name, different = min(near, key=lambda entry: entry[:2])
   if not different:
-    return f"; its other keys are those of {name}: if it is one by another name, set this key to it"
+    return f"; its other keys are those of {name}: if the model is one, set model_type to {name!r}"
   listed = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in different[:4])
-  return f"; the nearest is {name}, but for {listed}{' and more' if different[4:] else ''}"
+  more = " and more" if different[4:] else ""
+  return f"; the nearest is {name}, without support for {listed}{more}"
 
 
 def _grouped(values: dict[str, Any]) -> ModelConfig:
-  """Builds a model from fields, dotted in groups."""
+  """Builds a configuration from fields, such as "rope.rule"."""
   flat = {field: value for field, value in values.items() if "." not in field}
   for group in _GROUPS:
     changes = {
@@ -153,16 +165,19 @@ def _grouped(values: dict[str, Any]) -> ModelConfig:
   return ModelConfig(**flat)
 
 
-# Fields with a reader of their own: `_windows`, `ropes.read`.
+# Fields that `_windows` and `ropes.read` read.
 _ELSEWHERE = ("sliding_window", "sliding_window_pattern", "rope.query_beta")
 _GROUPS = ("rope", "router", "scores", "multipliers")
 
 
 def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
-  """Returns fields of sliding windows, by pattern if there is one."""
+  """Reads the fields of sliding windows: width and local layers.
+
+  If every n-th layer is global, n is the pattern; otherwise local layers are listed.
+  """
   types = raw.get("layer_types")
   if types is not None and (len(types) != layers or not {*types} <= {LOCAL, GLOBAL}):
-    raise ValueError(f"layer_types={types}: {layers} layers are {LOCAL} or {GLOBAL}")
+    raise ValueError(f"layer_types={types}: its {layers} entries must be {LOCAL} or {GLOBAL}")
   if architecture.pattern is None:
     if types is not None and LOCAL in types:
       raise ValueError(f"layer_types={types} is not supported, only {GLOBAL}")
@@ -183,26 +198,29 @@ def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> di
 
 
 def _types(layers: Iterable[int], is_local: Callable[[int], bool]) -> list[str]:
+  """Returns layer_types of config.json for layers."""
   return [LOCAL if is_local(layer) else GLOBAL for layer in layers]
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-  """Returns the kind of attention of each layer, in words of config.json."""
+  """Returns layer_types of config.json: whether each layer has a sliding window."""
   return _types(range(config.num_layers), config.is_local)
 
 
 def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
+  """Returns a key's value; ValueError if missing or of another type."""
   value = raw.get(key)
   if value is None:
-    raise ValueError(f"no {key}")
+    raise ValueError(f"the key {key} is missing")
   return jsons.typed(key, value, kind)
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """Returns config.json in published form, readable by transformers 4 and 5.
+  """Returns the content of config.json, readable by transformers 4 and 5.
 
-  Raises:
-    ValueError: no supported architecture has this combination of features.
+  dtype: value of torch_dtype.
+
+  Raises ValueError if no supported architecture has this combination of features.
   """
   config = published(config)
   for model_type, content in _candidates(config, dtype):
@@ -220,23 +238,26 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def published(config: ModelConfig) -> ModelConfig:
-  """Returns the model under the family of its published files.
+  """Returns the same model, renamed for its files.
 
-  Families with equal layers take each other's configurations: Qwen3 without q/k norms is a Llama.
+  The new family is the first one whose files can describe the model.
+  Families with equal layers may exchange models: a Qwen3 without q/k norms is a Llama in files.
+  Without any such family the configuration is returned unchanged.
   """
   scaled = dataclasses.replace(
     config, query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_dim
   )
   for family in relatives(config.family):
-    for like in (scaled, config):  # Hugging Face's Gemma divides by the scale.
-      renamed = dataclasses.replace(like, family=family)
+    # Gemma's files name query_pre_attn_scalar; those of other architectures have no such key.
+    for candidate in (scaled, config):
+      renamed = dataclasses.replace(candidate, family=family)
       if any(_candidates(renamed, "float32")):
         return renamed
   return config
 
 
 def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields config.json for each architecture with all features."""
+  """Yields (model_type, config.json) for each of the family's architectures with all features."""
   for model_type, architecture in ARCHITECTURES.items():
     if FAMILY_OF[model_type] != config.family:
       continue
@@ -249,17 +270,18 @@ def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str
       yield model_type, content
 
 
-# Numbers with null for none.
+# Keys whose value 0 is null in files.
 _OFF = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")
 
 
 def _write(
   config: ModelConfig, model_type: str, architecture: Architecture, dtype: str
 ) -> dict[str, Any]:
+  """Returns config.json for an architecture, possibly without some features of the model."""
   values = {key: ranges.look_up(config, field) for field, key in architecture.fields.items()}
   values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
   values.pop(ropes.BETA, None)
-  if architecture.pattern == 0:  # With layer_types, transformers takes a Mistral for another.
+  if architecture.pattern == 0:  # transformers reads a Mistral with layer_types as another model.
     values["sliding_window"] = config.sliding_window or None
   elif architecture.pattern:
     values["layer_types"] = layer_types(config)

@@ -1,10 +1,11 @@
-"""Hugging Face directories: config.json and safetensors <-> ModelConfig and Params.
+"""Loads and saves Hugging Face directories: config.json and safetensors.
 
-One table has the layout of each parameter in the files, for both `load` and `save`. Both stream:
-`load` copies slices of memory-mapped files straight into each device's part of a parameter, `save`
-writes one tensor after the other.
+One table has the layout of each parameter in the files, for both `load` and `save`. Both stream.
+`load` copies slices of memory-mapped files to the devices, one shard of one parameter after the
+other. `save` writes one tensor after the other.
 
-The architectures are those of `models/families`, as published and as written by transformers 5.
+Architectures are those of `models/families`, as published and as written by transformers 5. A box
+is a part of a parameter: a range of indices for each letter of its axes.
 """
 
 import collections
@@ -42,9 +43,9 @@ from gspo_jax.system import hosts, hub
 from gspo_jax.system.transfer import Transfer
 
 _SAVED = ("float32", "bfloat16", "float16")
-_PARTIAL = ".partial"  # Suffix of incomplete files.
-_READ = 2**24  # Elements copied at once: bounds host memory beside the parameter.
-_ALIGN = 64  # Bytes; JAX on CPU adopts such a buffer instead of copying it.
+_PARTIAL = ".partial"  # Suffix of files under construction.
+_READ = 2**24  # Elements copied at once, to bound host memory beside that of the shard.
+_ALIGN = 64  # Alignment in bytes with which JAX on CPU adopts a buffer instead of copying it.
 
 
 def load(
@@ -54,27 +55,27 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   rules: sharding.Rules = sharding.TRAIN,
 ) -> tuple[transformer.Params, ModelConfig]:
-  """Loads parameters and hyper-parameters of a Hugging Face directory.
+  """Loads parameters and hyperparameters of a Hugging Face directory.
 
-  Every tensor in the files is used exactly once and every parameter filled exactly once. With tied
-  embeddings the files may have the embedding or `lm_head.weight`, or both if they are equal
-  (transformers unties two different ones with a warning; here that is an error).
+  Every tensor in the files is used exactly once, and every parameter is filled exactly once. With
+  tied embeddings the files may have the embedding or `lm_head.weight`, or both if they are equal.
+  (If they differ, transformers warns and unties them; here this is an error.)
 
   Args:
-    directory: config.json, and model.safetensors or shards with model.safetensors.index.json: a
-      path, `gs://` too, or a repository of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
-    dtype: dtype of the parameters, or a tree of dtypes; the files may have float64, float32,
-      float16 or bfloat16.
-    mesh: mesh of the parameters, sharded by `rules`. Each host opens only the files for its own
-      devices, and reads only a part of a bucket or the hub (`_reading`). None loads plain arrays on
-      the default device.
-    rules: letters -> mesh axes.
+    directory: directory of config.json, and of model.safetensors or of several files with
+      model.safetensors.index.json. It is a local path, a path of a bucket (gs://...), or a
+      repository of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
+    dtype: dtype of the parameters, or a tree of dtypes. Files may have float64, float32, float16,
+      bfloat16 or MXFP4.
+    mesh: mesh of the parameters. Each host reads only the values of its own devices; remote files
+      are divided among hosts (`_reading`). None loads arrays to the default device.
+    rules: sharding rules, letters -> mesh axes.
 
   Raises:
-    FileNotFoundError: no config.json, or no safetensors file.
-    CheckpointError: missing, superfluous, misshapen or quantised tensors; values that are NaN or
-      infinite; an unsupported model.
-    ValueError: the mesh does not divide a parameter, or a repository cannot be read.
+    FileNotFoundError: there is no config.json, or no safetensors file.
+    CheckpointError: the model is not supported; tensors are missing, superfluous, of another shape
+      or an unsupported type; or a value is NaN or infinite.
+    ValueError: the mesh does not divide a parameter, or the repository cannot be read.
   """
   name = hub.pinned(os.fspath(directory))
   config, files, leaves, shapes, twin = _plan(name)
@@ -83,7 +84,7 @@ def load(
     layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
     if files.remote:
       reading = [_reading(leaf, mesh) for leaf in leaves]
-  # All headers first: a wrong shape in the last file must not cost reading the others.
+  # All headers are checked first, so no values are read in vain if the last file is wrong.
   needed = files.in_files(_needed(leaves, reading, twin))
   files.check_headers(needed, shapes)
   files.fetch(needed)
@@ -106,10 +107,9 @@ def load(
 
 
 def check(directory: str | os.PathLike) -> ModelConfig:
-  """Checks all headers of a Hugging Face directory; returns its hyper-parameters.
+  """Checks all headers of a Hugging Face directory; returns its hyperparameters.
 
-  Raises:
-    FileNotFoundError, CheckpointError, ValueError: as `load`.
+  Raises FileNotFoundError, CheckpointError and ValueError as `load`; values are not read.
   """
   config, files, _, shapes, _ = _plan(hub.pinned(os.fspath(directory)))
   files.check_headers(shapes, shapes)
@@ -119,7 +119,11 @@ def check(directory: str | os.PathLike) -> ModelConfig:
 def _plan(
   name: str,
 ) -> tuple[ModelConfig, hf_files.Files, list[Leaf], dict[str, tuple[int, ...]], str | None]:
-  """Returns hyper-parameters, files, parameters, tensor shapes, and a tied copy's name."""
+  """Compares config.json with the names of tensors.
+
+  Returns hyperparameters, files, the parameters with their tensors, shapes of the tensors, and the
+  name of the head's tensor if the files have it beside a tied embedding, else None.
+  """
   config = load_config(name)
   files = hf_files.Files(name)
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
@@ -131,7 +135,7 @@ def _plan(
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
   if config.tie_word_embeddings and head in files.file_of:
     if embed in files.file_of:
-      twin = head  # Second copy of a tied embedding.
+      twin = head
     else:
       names = names | {"embed": names["head"]}
   names = mxfp4.names_in(files.file_of, names)
@@ -147,7 +151,10 @@ def _plan(
 
 
 def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
-  """Yields this process's parts of a parameter, with their devices."""
+  """Yields the boxes of this process's devices, and their devices.
+
+  target: sharding of the parameter.
+  """
   devices_of: dict[tuple, list] = {}
   for device, index in target.addressable_devices_indices_map(leaf.shape).items():
     part = tuple(range(*s.indices(size)) for s, size in zip(index, leaf.shape))
@@ -157,23 +164,27 @@ def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
 
 
 def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarray]) -> jax.Array:
-  """Reads a parameter by parts into a layout. None means one device."""
+  """Reads a parameter shard by shard into a layout.
+
+  layout: sharding. None means the default device.
+  read: returns the values of a box.
+  """
   if layout is None:
     return jax.block_until_ready(jax.device_put(read(whole(leaf))))
   parts = []
   for box, devices in _boxes(leaf, layout):
     values = read(box)
-    # Waiting keeps host memory at one part; several devices may have copies of it.
+    # Waiting for the copies, to several devices perhaps, keeps host memory at one shard.
     parts += jax.block_until_ready([jax.device_put(values, device) for device in devices])
   return jax.make_array_from_single_device_arrays(leaf.shape, layout, parts)
 
 
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns a layout for reading a remote parameter in many parts.
+  """Returns a sharding for reading a remote parameter.
 
-  A part has whole tensors or rows, so it is one range of a file; the parameter's sizes limit the
-  number of parts. Hosts read different bytes, and the links between devices, faster than a bucket,
-  redistribute them.
+  Hosts then read different bytes, and the devices exchange them afterwards, over links faster than
+  a bucket's. Only the stacked axes and the first axis of tensors are split, so that each shard of a
+  tensor is one range of a file. If these axes give too few shards, several devices read the same.
   """
   parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.axes[0][0]):
@@ -186,7 +197,7 @@ def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int]:
-  """Returns the elements read by this process, by tensor."""
+  """Counts the elements to be read by this process, by tensor."""
   needed: dict[str, int] = collections.Counter()
   for leaf, target in zip(leaves, layout):
     first = leaf.axes[0][0]
@@ -207,13 +218,18 @@ def read(
   twin: str | None = None,
   transfer: Transfer | None = None,
 ) -> np.ndarray:
-  """Reads a part of a parameter: transposes, splits axes, stacks and casts."""
+  """Reads a box of a parameter, stacked, transposed and cast.
+
+  twin: name of another tensor, whose values must be equal. None without one.
+  transfer: counts the bytes read. None counts nothing.
+  """
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
   first = leaf.axes[0][0]
   row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
   step = max(1, _READ // row)
 
   def copy(position: tuple[int, ...], start: int) -> None:
+    """Copies `step` rows of one tensor."""
     index = tuple(p - box[x].start for x, p in zip(leaf.stacked, position))
     target, name = out[index].transpose(leaf.order), leaf.tensor(position)
     rows = box[first][start : start + step]
@@ -221,8 +237,8 @@ def read(
     data = _slice(files, leaf, name, part)
     if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
       raise CheckpointError(
-        f"{files.file_of[twin]}: tie_word_embeddings is true, but {twin} differs from {name}; "
-        "set it to false in config.json to keep both"
+        f"{files.file_of[twin]}: tie_word_embeddings is true, but {twin} differs from {name}: set "
+        "tie_word_embeddings to false in config.json to load both"
       )
     target[start : start + len(rows)] = data
     if transfer:
@@ -234,7 +250,10 @@ def read(
 
 
 def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range]) -> np.ndarray:
-  """Reads the `part` of one tensor and splits merged axes."""
+  """Reads a box of one tensor, with merged axes split.
+
+  part: box; on the axis "2", the half of a shared tensor.
+  """
   outer, inner, shape = [], [], []
   for first, *merged in leaf.axes:
     sizes = [leaf.sizes[x] for x in merged]
@@ -247,6 +266,7 @@ def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range])
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Allocates an array, aligned to `_ALIGN` bytes."""
   size = math.prod(shape) * dtype.itemsize
   buffer = np.empty(size + _ALIGN, np.uint8)
   start = -buffer.ctypes.data % _ALIGN
@@ -265,26 +285,27 @@ def save(
 ) -> None:
   """Writes config.json and safetensors for transformers' `from_pretrained`.
 
-  Names and shapes equal published checkpoints, one tensor per expert. Every process calls this and
-  the first one writes. The caller copies the tokenizer's files. An earlier save in the same
-  directory is replaced when the new files are complete. Adapters are merged in float32; sums in
-  bfloat16 are dithered as in training.
+  Names and shapes are those of published checkpoints, with one tensor per expert. All processes
+  must call this; the first one writes. The tokenizer's files are the caller's. An earlier save in
+  the directory is replaced when the new files are complete. Adapters are merged; in bfloat16 the
+  sums are dithered as in training.
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
-    shard_size_bytes: maximum size of a file; several files have model.safetensors.index.json.
+    shard_size_bytes: maximum size of a file.
     more: further keys of config.json, without effect on the model. None adds none.
-    like: directory of this language model with further parts, which are written too; "" for none.
+    like: directory with this language model and other parts, such as a vision encoder (`nested`),
+      to be copied. "" for none.
 
   Raises:
-    ValueError: parameters do not match `model_config`, or no Hugging Face architecture has this
-      combination of features; or a value is NaN or infinite, in `dtype` too.
+    ValueError: the parameters do not match `model_config`, no architecture of Hugging Face has its
+      features, or a value is NaN or infinite in `dtype`.
   """
   directory = Path(directory)
   model_config = hf_config.published(model_config)
   names, other_model = architectures.names(model_config), nested.Other(like)
   if other_model.names and load_config(like) != model_config:
-    raise ValueError(f"{like} holds another model than model_config")
+    raise ValueError(f"like={like!r} has another language model than model_config")
   leaves = leaves_of(transformer.table(model_config), other_model.rename(names))
   arrays = _check_shapes(_merge(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
@@ -299,7 +320,7 @@ def save(
   ]
   parts = hf_files.shards(entries + other_model.entries, shard_size_bytes)
   tensors = itertools.chain(tensors_of(leaves, arrays, plan), other_model.tensors())
-  writes = jax.process_index() == 0  # The others take part in gathering.
+  writes = jax.process_index() == 0  # The others only help to gather arrays.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   for name, entries in parts.items():
@@ -309,11 +330,11 @@ def save(
     hf_files.finish(directory, parts, _PARTIAL)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("hf.save")  # Readers wait for complete files.
+    multihost_utils.sync_global_devices("hf.save")  # No process returns before files are complete.
 
 
 def _merge(params: transformer.Params, dtype: Any) -> transformer.Params:
-  """Merges adapters; in float32 the sum is exact."""
+  """Merges adapters: with rounding as in training, except for float32 files."""
   if dtype is not None and jnp.dtype(dtype) == jnp.float32:
     return lora.merged(params, jnp.float32)
   return lora.materialize(params, None if dtype is None else jnp.dtype(dtype))
@@ -324,11 +345,11 @@ def _check_shapes(params: transformer.Params, config: ModelConfig) -> list[jax.A
   table = transformer.table(config)
   if jax.tree.structure(params) != jax.tree.structure(table):
     raise ValueError(
-      "these are not the parameters of this model_config: they differ in layers, biases, qk-norm "
-      "or a tied head"
+      "these are not the parameters of this model_config: they differ in layers, experts, biases, "
+      "norms of queries and keys, or a tied head"
     )
   for (path, array), w in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(table)):
     if array.shape != w.shape:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
-      raise ValueError(f"params.{name} has shape {array.shape}, model_config asks for {w.shape}")
+      raise ValueError(f"params.{name} has shape {array.shape}, but model_config needs {w.shape}")
   return jax.tree.leaves(params)

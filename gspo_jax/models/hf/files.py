@@ -1,4 +1,7 @@
-"""Safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed."""
+"""Safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed.
+
+A directory is local, in a bucket (gs://...), or a repository of the Hugging Face hub.
+"""
 
 import collections
 import concurrent.futures
@@ -20,29 +23,36 @@ from gspo_jax.models.hf.ranges import DTYPES, RangedFile
 from gspo_jax.system import hub
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-IGNORED = ".rotary_emb.inv_freq"  # A constant in old Llama checkpoints.
+IGNORED = ".rotary_emb.inv_freq"  # Name's end of a constant in old Llama checkpoints.
 _FLOATS = [tag for tag in DTYPES if tag != "U8"]
-_TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}
+_TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}  # NumPy's -> safetensors' name.
 
-AT_ONCE = 16  # Concurrent range requests.
+AT_ONCE = 16  # Maximum number of concurrent reads of remote files.
 
 Shapes = Mapping[str, tuple[int, ...]]  # Name of a tensor -> shape.
 
 
 class Files:
-  """Tensors of a local directory, a bucket, or a repository of the hub.
+  """The tensors of a directory, by name.
 
-  Local files are memory-mapped on first use. Remote files are read in ranges, until `fetch`
-  downloads them.
+  Local files are memory-mapped on first use. Files of a bucket are read in ranges, as are those of
+  a repository until `fetch` downloads them.
   """
 
   def __init__(self, name: str, single: str = SINGLE):
-    """Finds the files like transformers: one, else the index, else all.
+    """Finds the files of all tensors.
+
+    They are the file `single`, or else those in model.safetensors.index.json, as for transformers.
+    Without an index they are all *.safetensors files.
+
+    Args:
+      name: directory, bucket path or repository.
+      single: name of a file with all tensors.
 
     Raises:
-      FileNotFoundError: there is none.
-      CheckpointError: an unreadable file, or a tensor in two files.
-      ValueError: a repository that cannot be read.
+      FileNotFoundError: there is no safetensors file.
+      CheckpointError: a file is unreadable, or two files have a tensor of the same name.
+      ValueError: the repository cannot be read.
     """
     self._repository = hub.Repository.from_name(name) if hub.is_id(name) else None
     self.name = self._repository.id if self._repository else name
@@ -74,6 +84,7 @@ class Files:
     return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
 
   def _open(self, path: epath.Path) -> Any:
+    """Opens a file on first use. Raises as `__init__`."""
     if path not in self._handles:
       try:
         self._handles[path] = self._open_file(path)
@@ -84,6 +95,7 @@ class Files:
     return self._handles[path]
 
   def _open_file(self, path: epath.Path) -> Any:
+    """Opens a local file, or a remote one for reading ranges."""
     if self._repository is not None and not path.exists():
       return RangedFile(*self._repository.reader(path.name))
     if "://" not in str(path):
@@ -91,12 +103,12 @@ class Files:
     return RangedFile(*hub.bucket_reader(path))
 
   def fetch(self, needed: Mapping[str, int]) -> None:
-    """Downloads the files of a repository needed almost in full.
+    """Downloads files of a repository to be read almost in full.
 
-    needed: elements by tensor.
+    These are files of which 90 % or more are needed.
+    needed: number of elements to read, by tensor.
 
-    Raises:
-      ValueError: as `hub.Repository.download`.
+    Raises ValueError as `hub.Repository.download`.
     """
     if self._repository is None:
       return
@@ -113,19 +125,19 @@ class Files:
       self._repository.download(path.name for path in whole)
 
   def entry(self, name: str) -> "Entry":
-    """Describes a tensor."""
+    """Returns name, shape and dtype of a tensor in the files."""
     header = self._open(self.file_of[name]).get_slice(name)
     return Entry(name, tuple(header.get_shape()), np.dtype(DTYPES[header.get_dtype()]))
 
   def size_of(self, needed: Mapping[str, int]) -> int:
-    """Returns the bytes of the needed elements."""
+    """Returns the bytes of numbers of elements, by tensor."""
     return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
 
   def _itemsize(self, name: str) -> int:
     return self.entry(name).dtype.itemsize
 
   def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
-    """Calls `work` with each of the arguments, concurrently for remote files."""
+    """Calls `work(*arguments)` for each tuple of arguments, concurrently for remote files."""
     if not self.remote:
       collections.deque(itertools.starmap(work, arguments), maxlen=0)
       return
@@ -133,14 +145,18 @@ class Files:
       collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
 
   def stored(self, name: str, shape: tuple[int, ...]) -> Shapes:
-    """Returns the shapes of a tensor in the files: two of MXFP4."""
+    """Returns names and shapes in the files: of two tensors in MXFP4."""
     return mxfp4.stored(name, shape) if self._is_packed(name) else {name: shape}
 
   def _is_packed(self, name: str) -> bool:
+    """Whether the files have a tensor in MXFP4."""
     return name not in self.file_of and f"{name}_blocks" in self.file_of
 
   def in_files(self, needed: Mapping[str, int]) -> dict[str, int]:
-    """Returns the needed elements of tensors in the files."""
+    """Converts numbers of elements to numbers in the files.
+
+    They differ for MXFP4, where a tensor is stored as two (`stored`).
+    """
     elements: dict[str, int] = collections.Counter()
     for name, count in needed.items():
       parts = mxfp4.PARTS if self._is_packed(name) else {"": 1}
@@ -149,7 +165,7 @@ class Files:
     return elements
 
   def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-    """Reads part of a tensor; from remote files whole rows."""
+    """Reads a slice of a tensor. Remote files are read by whole rows of it."""
     if self._is_packed(name):
       return mxfp4.read(self.read, name, slices)
     return self._open(self.file_of[name]).get_slice(name)[slices]
@@ -157,7 +173,9 @@ class Files:
   def check_names(self, shapes: Shapes, others: Iterable[str] = ()) -> None:
     """Raises CheckpointError for missing or superfluous tensors.
 
-    others: tensors of other models, to be ignored.
+    The files must have exactly the tensors `shapes` and `others`.
+
+    others: further tensors, to be ignored.
     """
     missing = [name for name in shapes if name not in self.file_of]
     expected = {*shapes, *others}
@@ -175,13 +193,17 @@ class Files:
       raise CheckpointError(f"{self.directory}: {'; '.join(problems)}")
 
   def check_headers(self, names: Iterable[str], shapes: Shapes) -> None:
-    """Raises CheckpointError if headers of needed files contradict index or `shapes`."""
+    """Checks the headers of the files with the tensors `names`.
+
+    Raises CheckpointError if they have other tensors than the index says, or tensors of other
+    shapes than `shapes` or of unsupported types.
+    """
     for path in sorted({self.file_of[name] for name in names}):
       inside = set(self._open(path).keys())
       indexed = {name for name, file in self.file_of.items() if file == path}
       if inside != indexed:
         raise CheckpointError(
-          f"{path}: it and {INDEX} disagree about {_enumerate(sorted(inside ^ indexed))}"
+          f"{path}: the file and {INDEX} disagree about {_enumerate(sorted(inside ^ indexed))}"
         )
       for name in sorted(inside & shapes.keys()):
         header = self._open(path).get_slice(name)
@@ -202,11 +224,11 @@ def _other_format(names: Iterable[str]) -> str:
   """Returns advice for weights in another format, or ""."""
   endings = {Path(name).suffix for name in names}
   if ".gguf" in endings:
-    return "; docs/running.md has the command that makes one of a GGUF file"
+    return "; docs/running.md has a command that converts GGUF files"
   if {".bin", ".pt", ".pth"} & endings:
     return (
-      ", only PyTorch's: load it with transformers' from_pretrained, and name the directory that "
-      "its save_pretrained writes"
+      ", only PyTorch's: load them with transformers' from_pretrained, write them with "
+      "save_pretrained, and give the new directory"
     )
   return ""
 
@@ -216,7 +238,7 @@ def _enumerate(names: list[str], most: int = 8) -> str:
 
 
 class Entry(NamedTuple):
-  """A tensor to write."""
+  """Name, shape and dtype of a tensor in a file."""
 
   name: str
   shape: tuple[int, ...]
@@ -228,7 +250,10 @@ class Entry(NamedTuple):
 
 
 def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
-  """Distributes entries to files; only a single tensor may exceed `most_bytes`."""
+  """Distributes entries to files of at most `most_bytes`.
+
+  Returns the entries by name of file, in their order. A larger tensor has a file for itself.
+  """
   parts: list[list[Entry]] = [[]]
   size = 0
   for entry in entries:
@@ -243,7 +268,11 @@ def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
 
 
 def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> None:
-  """Writes a safetensors file: header length, header, and the next tensors."""
+  """Writes a safetensors file.
+
+  entries: tensors of the file.
+  tensors: iterator over the values of tensors; the file takes the next ones.
+  """
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
   for entry in entries:
@@ -259,7 +288,12 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> No
 
 
 def finish(directory: Path, parts: dict[str, list[Entry]], suffix: str) -> None:
-  """Renames complete files, removing `suffix` and earlier files."""
+  """Renames complete files to their names without `suffix`, and writes the index.
+
+  Files of an earlier save are deleted first. A single file has no index.
+
+  parts: entries by name of file.
+  """
   for stale in [directory / SINGLE, directory / INDEX, *directory.glob("model-*-of-*.safetensors")]:
     stale.unlink(missing_ok=True)
   for name in parts:

@@ -1,4 +1,8 @@
-"""Parameters and their tensors in Hugging Face's files."""
+"""Parameters, and the tensors of Hugging Face's files from which they are stacked.
+
+A leaf is an array of the parameter tree, such as the query projections [l, D, N, H] of a block of
+layers. Files have a tensor [N·H, D] for each layer, and for each expert.
+"""
 
 import dataclasses
 import itertools
@@ -18,42 +22,52 @@ from gspo_jax.models.weights import Dense, Params
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """One parameter and its place in the files."""
+  """One parameter and its tensors in the files.
 
-  key: str  # Key of architectures.names.
-  letters: str
-  shape: tuple[int, ...]
-  name: str
-  axes: tuple[str, ...]
-  first_layer: int  # First layer of its stack; outside of stacks its order among layers.
+  A letter "2" of an axis means that the tensor has two parameters as halves, gate and up.
+  """
+
+  key: str  # Key of `architectures.names`, such as "attention.q".
+  letters: str  # Axes of the parameter, such as "lDNH".
+  shape: tuple[int, ...]  # Shape of the parameter.
+  name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
+  axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
+  first_layer: int  # First layer of its block. Before all layers it is -1, after them their number.
 
   @property
   def stacked(self) -> str:
-    """Letters in the name. They come first in every parameter."""
+    """Letters of the stacked axes.
+
+    They are the letters in the name, and come first in every parameter.
+    """
     return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
 
   @property
   def order(self) -> list[int]:
-    """Indices of the leaf's axes, in the file's order."""
+    """Indices of the unstacked axes, in the tensor's order."""
     inner = self.letters[len(self.stacked) :]
     return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
 
   @property
   def sizes(self) -> dict[str, int]:
+    """Sizes of the axes by letter."""
     return dict(zip(self.letters, self.shape)) | {"2": 2}
 
   @property
   def is_half(self) -> bool:
-    """Whether a tensor holds the next leaf too: gate and up."""
+    """Whether it is gate, and shares tensors with the next leaf."""
     return self.key.startswith("Moe.gate") and any("2" in axis for axis in self.axes)
 
   @property
   def is_second(self) -> bool:
-    """Whether it is the second half of a tensor."""
+    """Whether it is up, and shares tensors with the previous leaf."""
     return self.key.startswith("Moe.up") and any("2" in axis for axis in self.axes)
 
   def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a tensor of its halves, or of one value."""
+    """Arranges a slice of the parameter as its tensor.
+
+    values: one slice without the stacked axes, or the two halves of a shared tensor.
+    """
     values, letters = [x.transpose(self.order) for x in values], "".join(self.axes)
     if "2" in letters:
       values = [np.stack(values, axis=letters.index("2"))]
@@ -61,19 +75,27 @@ class Leaf:
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
+    """Shape of each tensor."""
     return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
 
   def tensor(self, position: tuple[int, ...]) -> str:
-    """Returns the tensor's name at a position along the stacked letters."""
+    """Returns the tensor's name at a position on the stacked axes."""
     index = dict(zip(self.stacked, position))
     return self.name.format(l=self.first_layer + index.get("l", 0), E=index.get("E", 0))
 
   def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
+    """Yields the positions of a box on the stacked axes.
+
+    box: a range of indices for each letter of the parameter.
+    """
     return itertools.product(*(box[x] for x in self.stacked))
 
 
 def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Returns every weight of a model's table, in its order."""
+  """Returns the leaves of a table, in its order.
+
+  names: name and axes of tensors by key, as from `architectures.names`.
+  """
   starts = list(itertools.accumulate(table.depths, initial=0))
   leaves = []
   for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
@@ -90,10 +112,10 @@ def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
 
 
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
-  """Returns (layer, leaf, position) of each tensor, ordered by layer.
+  """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  In files of bounded size a layer is then in one, or in two neighbours. Two halves of a tensor are
-  one entry, of the first.
+  With this order, a layer is in one file or in two neighbouring ones. A tensor of two halves is
+  listed once, for the first half.
   """
   return sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
@@ -104,19 +126,22 @@ def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def whole(leaf: Leaf) -> dict[str, range]:
+  """Returns the box of the whole parameter."""
   return {letter: range(size) for letter, size in zip(leaf.letters, leaf.shape)}
 
 
 def require_finite(
   path: Any, leaves: Sequence[Leaf], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
 ) -> None:
-  """Raises CheckpointError for a tensor with NaN or infinity. Collective.
+  """Raises CheckpointError, naming the tensor, for NaN and infinite values.
+
+  It is collective: all processes must call it with the same arrays.
 
   Args:
-    path: location of the tensors, for the message.
+    path: directory of the tensors, for the message.
     leaves: parameters and their tensors.
     arrays: values of the parameters.
-    kinds: dtypes of the written tensors. None keeps the arrays' own.
+    kinds: dtypes of the written tensors. None means the arrays' own.
   """
   counts = finite.nonfinite(arrays, kinds)
   counts = [n + (counts[i + 1] if leaves[i].is_half else 0) for i, n in enumerate(counts)]
@@ -131,7 +156,12 @@ def require_finite(
 
 
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
-  """Yields the tensors of `plan`, with one layer's parameter on the host."""
+  """Yields the tensors of `plan`.
+
+  One layer of one parameter is on the host at a time.
+
+  plan: entries of `by_layer`.
+  """
   current, host = None, []
   for layer, i, position in plan:
     leaf = leaves[i]

@@ -1,7 +1,8 @@
-"""Reads MXFP4, 4-bit numbers with a common power of two per block of 32, as bfloat16.
+"""Reads tensors in MXFP4, 4-bit numbers times a power of two for each block of 32, as bfloat16.
 
-A tensor [..., n] is two in the files: NAME_blocks [..., n / 32, 16], two numbers in a byte, the low
-half first, and NAME_scales [..., n / 32], exponents plus 127. OCP Microscaling Formats, v1.0, §5.2.
+Files have two tensors for a tensor NAME [..., n]. NAME_blocks [..., n / 32, 16] has two numbers in
+each byte, the first in the low half. NAME_scales [..., n / 32] has exponents of 2, plus 127. OCP
+Microscaling Formats, v1.0, §5.2.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 BLOCK = 32
-PARTS = {"_blocks": 2, "_scales": BLOCK}  # Values per element.
+# Suffixes of the two tensors, and numbers of NAME per element of each.
+PARTS = {"_blocks": 2, "_scales": BLOCK}
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
 
@@ -18,7 +20,12 @@ Names = Mapping[str, tuple[str, str]]
 
 
 def names_in(tensors: Mapping[str, object], names: Names) -> dict[str, tuple[str, str]]:
-  """Transposes matrices with blocks in the files: these are along inputs."""
+  """Returns `names` with the axes of tensors in MXFP4: inputs come last.
+
+  Blocks are along the last axis.
+
+  tensors: names of the tensors in the files.
+  """
 
   def axes_of(name: str, axes: str) -> str:
     *outer, rows, columns = axes.split()
@@ -31,7 +38,7 @@ def names_in(tensors: Mapping[str, object], names: Names) -> dict[str, tuple[str
 
 
 def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of a tensor's two parts."""
+  """Returns names and shapes of a tensor's two parts."""
   groups = (*shape[:-1], shape[-1] // BLOCK)
   return {f"{name}_blocks": (*groups, BLOCK // 2), f"{name}_scales": groups}
 
@@ -39,7 +46,10 @@ def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def read(
   part: Callable[[str, tuple[slice, ...]], np.ndarray], name: str, slices: tuple[slice, ...]
 ) -> np.ndarray:
-  """Reads a slice of a tensor; `part` reads one of its parts."""
+  """Reads a slice of a tensor, bfloat16.
+
+  part: reads a slice of a tensor in the files, NAME_blocks or NAME_scales.
+  """
   *outer, inner = slices
   first, end = inner.start // BLOCK, -(-inner.stop // BLOCK)
   groups = (*outer, slice(first, end))

@@ -1,8 +1,8 @@
-"""Directories of a language model inside another model, or with further layers.
+"""Directories with more than a language model.
 
-Gemma 3 from 4B on and Mistral 3 are inside another model. GLM-4.5 has layers of multi-token
-prediction after the last one. `load` ignores the tensors of these other parts, and `save` copies
-them.
+The language model may be inside an outer model with a vision encoder, as in Gemma 3 from 4B on and
+Mistral 3. GLM-4.5 has layers for multi-token prediction after its last layer. `load` ignores the
+tensors of these other parts, and `save` copies them (`convert`).
 """
 
 from collections.abc import Iterator
@@ -15,28 +15,29 @@ from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.files import Entry, Files
 from gspo_jax.system import hub
 
-# Start of the layers' names -> start of the head's name.
+# First part of the names of the language model's tensors -> that of its head's tensor.
 PREFIXES = {"model.language_model.": "", "language_model.model.": "language_model."}
+# First parts of the names of all tensors of a language model inside an outer model.
 _INSIDE = ("lm_head.", "language_model.", "model.language_model.")
 
-_FURTHER = "num_nextn_predict_layers"
+_FURTHER = "num_nextn_predict_layers"  # Key of config.json: number of further layers.
 
 Names = dict[str, tuple[str, str]]
 
 
 class Other:
-  """The parts of a directory beside the language model; none in most directories."""
+  """The other parts of a directory, beside the language model. Most directories have none."""
 
   def __init__(self, directory: str, files: Files | None = None):
-    """Finds the other model.
+    """Finds the other parts.
 
     Args:
-      directory: a path or a repository, possibly without config.json; "" for none.
-      files: its files, if they are open.
+      directory: a path or a repository, possibly without config.json. "" means no other parts.
+      files: its files. None opens them if needed.
     """
-    self.raw: dict[str, Any] = {}
-    self.keys: dict[str, Any] = {}  # Keys of config.json for the other tensors.
-    self.names: list[str] = []
+    self.raw: dict[str, Any] = {}  # config.json of the outer model, if there is one.
+    self.keys: dict[str, Any] = {}  # Keys of config.json for further layers.
+    self.names: list[str] = []  # Names of the tensors outside the language model.
     path = hub.directory(directory) / "config.json" if directory else None
     raw = read_json(path) if path and path.is_file() else {}
     if further := raw.get(_FURTHER):
@@ -50,7 +51,7 @@ class Other:
     self.names = sorted(x for x in self._files.file_of if not x.startswith(_INSIDE))
 
   def rename(self, names: Names) -> Names:
-    """Returns the names of the language model's tensors in the directory."""
+    """Renames the language model's tensors as in the directory."""
     if not self.raw:
       return names
     tensors = self._files.file_of
@@ -58,10 +59,18 @@ class Other:
       if any(tensor.startswith(prefix) for tensor in tensors):
         starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}
         return {key: (_rename_start(name, starts), axes) for key, (name, axes) in names.items()}
-    raise CheckpointError(f"{self._files.name}: no tensor begins with {' or '.join(PREFIXES)}")
+    raise CheckpointError(
+      f"{self._files.name}: no tensor's name begins with {' or '.join(PREFIXES)}, as names of "
+      f"model_type={self.raw['model_type']!r} do"
+    )
 
   def wrap_config(self, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json of the whole model."""
+    """Returns config.json of the whole model.
+
+    An outer model keeps its own, except for the dtype.
+
+    config: config.json of the language model.
+    """
     if not self.raw:
       return config | self.keys
     dtype = config["torch_dtype"]
@@ -69,6 +78,7 @@ class Other:
 
   @property
   def entries(self) -> list[Entry]:
+    """Describes the tensors outside the language model."""
     return [self._files.entry(name) for name in self.names]
 
   def tensors(self) -> Iterator[np.ndarray]:
@@ -78,5 +88,9 @@ class Other:
 
 
 def _rename_start(name: str, starts: dict[str, str]) -> str:
+  """Replaces the first part of a name.
+
+  starts: old first parts -> new ones.
+  """
   start = next(start for start in starts if name.startswith(start))
   return starts[start] + name.removeprefix(start)

@@ -1,7 +1,7 @@
 """Reads and writes adapters in PEFT's files, adapter_config.json and adapter_model.safetensors.
 
-A matrix W of Hugging Face, [outputs, inputs], has lora_A.weight [r, inputs] and lora_B.weight
-[outputs, r] there, and is W + lora_alpha / r · lora_B lora_A. Format:
+For a matrix W [outputs, inputs] of Hugging Face, the files have lora_A.weight [r, inputs] and
+lora_B.weight [outputs, r]. The adapted matrix is W + lora_alpha / r · lora_B lora_A. Format:
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -28,30 +28,31 @@ from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Keys that change the result, with their values for a plain sum W + BA. Other initialisations
-# change W.
+# Keys of adapter_config.json whose values must be one of these for the sum W + BA. Other values of
+# init_lora_weights change W too.
 _PLAIN = dict(
   peft_type=("LORA",),
   task_type=("CAUSAL_LM", None),
   bias=("none",),
   init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
 )
-# Keys without effect on the sum. Names and shapes of tensors, and other keys, determine it.
+# Keys that may have any value: without effect on the sum, or checked by other means.
 _ANY = frozenset(
   """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
   base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
   qalora_group_size loftq_config eva_config corda_config lora_ga_config""".split()
 )
+# Keys and values of a written adapter_config.json.
 _WRITTEN = dict(
   peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True,
   fan_in_fan_out=False, use_rslora=False, use_dora=False, lora_bias=False, modules_to_save=None,
   rank_pattern={}, alpha_pattern={}, megatron_config=None, lora_dropout=0.0, inference_mode=True,
 )  # fmt: skip
-_MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Group 1: name of the module.
+_MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Its group is the module: q_proj.
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
-  """Loads the adapters of a directory into the parameters, in their layout.
+  """Loads adapters into `params`, in the sharding of its own.
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `check`.
@@ -72,12 +73,15 @@ def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: 
 
 
 def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) -> files.Files:
-  """Opens and checks adapters of a path, bucket or hub repository.
+  """Opens and checks adapters.
+
+  directory: a local path, a path of a bucket (gs://...), or a repository of the hub.
 
   Raises:
     FileNotFoundError: one of the two files is missing.
-    CheckpointError: adapters of another kind, rank or alpha, of other matrices or another model.
-    ValueError: a bucket or a repository cannot be read.
+    CheckpointError: the adapters are not plain LoRA, or differ from `config` in rank, alpha or
+      matrices, or their tensors do not belong to `model`.
+    ValueError: the bucket or the repository cannot be read.
   """
   name = hub.pinned(os.fspath(directory), CONFIG)
   path = hub.directory(name) / CONFIG
@@ -91,7 +95,9 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   stored |= dict(matrices=sorted(matrices)) if matrices else {}
   expected = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
   if wrong := [f"lora.{key}={value}" for key, value in stored.items() if value != expected[key]]:
-    raise CheckpointError(f"lora.adapter={name} has other adapters: set {', '.join(wrong)}")
+    raise CheckpointError(
+      f"lora.adapter={name} has other adapters than this configuration: set {', '.join(wrong)}"
+    )
   entries, _ = _entries(_leaves(model, config))
   shapes = {entry.name: entry.shape for entry in entries}
   opened.check_names(shapes)
@@ -102,13 +108,13 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
 def _require_plain(path: epath.Path, settings: Mapping[str, Any]) -> None:
   """Raises CheckpointError unless the adapters are plain LoRA, W + BA.
 
-  An unknown key is plain if it is off: null, false or empty.
+  Keys without an entry in `_PLAIN` or `_ANY` must be off: null, false or empty.
   """
   for key, actual in settings.items():
     off = type(actual)() if isinstance(actual, bool | dict | list | str) else None
     allowed = _PLAIN.get(key, (off,))
     if key not in _ANY and actual not in allowed:
-      raise CheckpointError(f"{path}: {key}={actual!r}, and only {_listed(allowed)} is read")
+      raise CheckpointError(f"{path}: {key}={actual!r} is not supported, only {_listed(allowed)}")
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -116,19 +122,20 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def check_readable(model: ModelConfig, config: LoraConfig) -> None:
-  """Raises ValueError for adapters of experts outside PEFT's reach.
+  """Raises ValueError for adapters beyond PEFT's reach.
 
-  In transformers 5 the experts of a layer are one parameter; matrices of dense layers are modules.
+  PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules, but the
+  experts of a layer are one parameter, with gate and up as one tensor.
   """
   dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
   wrong = ""
   if dense and len(layers) > 1:
-    wrong = "ignores adapters of dense layers beside layers with experts"
+    wrong = "ignores adapters of dense layers in a model that also has layers with experts"
   elif True in layers and len(dense - {"down_proj"}) == 1:
     wrong = f"needs gate_proj and up_proj of experts together, not {min(dense - {'down_proj'})}"
   if wrong:
-    raise ValueError(f"PEFT {wrong}: write the merged weights, without --adapters")
+    raise ValueError(f"PEFT {wrong}: export the merged weights, without --adapters")
 
 
 def save(
@@ -136,17 +143,18 @@ def save(
 ) -> None:
   """Writes both files in float32, for `PeftModel.from_pretrained`.
 
-  Every process calls this, and the first one writes.
+  All processes must call this; the first one writes. Raises CheckpointError for NaN and infinite
+  values.
 
   Args:
-    base: directory or repository of the adapted model, "" for none.
+    base: directory or repository of the adapted model, for adapter_config.json. "" for none.
   """
   directory, leaves = Path(directory), _leaves(model, config)
   entries, plan = _entries(leaves)
   arrays = jax.tree.leaves(lora.split(params)[0])
   hf_leaves.require_finite(directory, leaves, arrays)
   tensors = hf_leaves.tensors_of(leaves, arrays, plan)
-  writes = jax.process_index() == 0  # The others take part in gathering.
+  writes = jax.process_index() == 0  # The others only help to gather arrays.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   files.write(directory / TENSORS if writes else Path(os.devnull), entries, tensors)
@@ -164,7 +172,7 @@ def save(
 
 
 def _modules(model: ModelConfig) -> dict[str, str]:
-  """Maps modules of Hugging Face's architecture to their names in `LoraConfig.matrices`."""
+  """Maps modules, such as w1, to names in `LoraConfig.matrices`."""
   return {
     leaf.name.split(".")[-2]: f"{leaf.key.split('.')[-1]}_proj"
     for leaf, _ in _adapted(model, LoraConfig(rank=1))
@@ -172,18 +180,21 @@ def _modules(model: ModelConfig) -> dict[str, str]:
 
 
 def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
-  """Returns the tensors to write, and their order as from `by_layer`."""
+  """Returns the tensors of the file, and their order as from `by_layer`."""
   plan, float32 = hf_leaves.by_layer(leaves), np.dtype("float32")
   entries = [files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, float32) for _, i, p in plan]
   return entries, plan
 
 
 def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
-  """Returns every A and B, in the order of the flattened pytree."""
+  """Returns the leaves of every A and B.
+
+  Their order is that of the flattened parameters.   Raises ValueError for fused experts.
+  """
   leaves = []
   for leaf, w in _adapted(model, config):
     if len(leaf.axes) != 2:
-      raise ValueError(f"{leaf.name} has the experts of a layer: PEFT has no adapters for it")
+      raise ValueError(f"{leaf.name} has all experts of a layer, and PEFT cannot adapt it")
     stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
     for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
       name = f"base_model.model.{stem}.lora_{side}.weight"
@@ -193,7 +204,7 @@ def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
 
 
 def _adapted(model: ModelConfig, config: LoraConfig) -> list[tuple[hf_leaves.Leaf, lora.Adapted]]:
-  """Returns each matrix with adapters, in the files and in the table of weights."""
+  """Returns leaf and table entry of each adapted matrix."""
   table = transformer.table(model)
   weights = jax.tree.leaves(lora.table(table, config), is_leaf=lora.is_adapted)
   leaves = hf_leaves.leaves_of(table, names(published(model)))

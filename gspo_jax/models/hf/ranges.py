@@ -1,7 +1,8 @@
-"""Reads remote safetensors files in ranges.
+"""Reads remote safetensors files in ranges of bytes.
 
-The format: 8 bytes, the length of the header; the header, a JSON object from names of tensors to
-their type, shape and place (https://github.com/huggingface/safetensors#format); their bytes.
+A file has three parts: the length of the header in 8 bytes, the header, and the bytes of the
+tensors. The header is a JSON object from names of tensors to their type, shape and offsets
+(https://github.com/huggingface/safetensors#format).
 """
 
 import dataclasses
@@ -15,22 +16,24 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = dict(F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16)
-DTYPES |= dict(U8=np.uint8)  # Of MXFP4 alone.
-_FIRST = 2**18  # Bytes of the first read: the headers of most files.
-_LONGEST = 10**8  # Bytes of a header: the library's limit.
+DTYPES |= dict(U8=np.uint8)  # For MXFP4 alone.
+_FIRST = 2**18  # Bytes of the first read, which covers the headers of most files.
+_LONGEST = 10**8  # Maximum bytes of a header, as in the library safetensors.
 
 Read = Callable[[int, int], bytes]  # (start, stop) -> bytes of a file
 
 
 class RangedFile:
-  """Subset of `safetensors.safe_open`; `get_slice` reads rows on demand.
+  """An opened file with some of the methods of `safetensors.safe_open`.
+
+  The header is read and checked at once, values on demand.
 
   Args:
     size: bytes of the file.
-    read: returns its bytes from `start` to `stop`.
+    read: returns the file's bytes from `start` to `stop`.
 
   Raises:
-    ValueError: not a complete safetensors file.
+    ValueError: the file is not a complete safetensors file.
   """
 
   def __init__(self, size: int, read: Read):
@@ -43,7 +46,7 @@ class RangedFile:
     more = read(len(first), self.start) if self.start > len(first) else b""
     header = json.loads((first + more)[8 : self.start])
     if not isinstance(header, dict):
-      raise ValueError("its header is no object")
+      raise ValueError("its header is no JSON object")
     header.pop("__metadata__", None)
     self._header: dict[str, dict[str, Any]] = header
     try:
@@ -52,19 +55,20 @@ class RangedFile:
       raise ValueError(f"its header is damaged: {error}") from error
     ends = [0, *(stop for _, stop in places)]
     if [start for start, _ in places] != ends[:-1] or self.start + ends[-1] != size:
-      raise ValueError(f"its tensors do not fill its {size} bytes")
+      raise ValueError(f"the tensors of its header do not fill its {size} bytes")
 
   @property
   def elements(self) -> int:
+    """Returns the number of elements of all tensors."""
     return sum(math.prod(entry["shape"]) for entry in self._header.values())
 
   def _place(self, name: str) -> tuple[int, int]:
     """Returns start and stop of a tensor's bytes after the header."""
     entry = self._header[name]
     start, stop = entry["data_offsets"]
-    dtype = DTYPES.get(entry["dtype"])  # Others are rejected by name later.
+    dtype = DTYPES.get(entry["dtype"])  # `Files.check_headers` refuses other types.
     if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
-      raise ValueError(f"{name} has {stop - start} bytes, and another shape or type")
+      raise ValueError(f"{name} has {stop - start} bytes, and its shape and type need others")
     return start, stop
 
   def keys(self) -> KeysView[str]:
@@ -78,12 +82,12 @@ class RangedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """A lazy tensor. A slice reads its rows as one range."""
+  """A lazy tensor: indexing it reads all rows of the slice as one range of bytes."""
 
   read: Read
   dtype: str
   shape: tuple[int, ...]
-  start: int  # Start of its bytes in the file.
+  start: int  # Offset of its bytes in the file.
 
   def get_shape(self) -> tuple[int, ...]:
     return self.shape
@@ -97,5 +101,5 @@ class Tensor:
     rows = range(*slices[0].indices(self.shape[0]))
     content = self.read(self.start + rows.start * row, self.start + rows.stop * row)
     if len(content) != len(rows) * row:
-      raise ValueError(f"{len(content)} bytes came instead of {len(rows) * row}")
+      raise ValueError(f"{len(content)} bytes were received instead of {len(rows) * row}")
     return np.frombuffer(content, dtype).reshape(len(rows), *inner)[:, *slices[1:]]

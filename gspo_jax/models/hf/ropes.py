@@ -1,7 +1,8 @@
-"""Rotary parameters in config.json <-> fields of ModelConfig.
+"""Conversion of rotary parameters in config.json to fields of ModelConfig, and back.
 
-Published files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, for
-some architectures by kind of layer.
+Published files have the keys `rope_theta` and `rope_scaling`. transformers 5 writes one key,
+`rope_parameters`; for some architectures it has an object for each of the two kinds of layers,
+`LOCAL` (sliding window) and `GLOBAL`.
 """
 
 import dataclasses
@@ -15,9 +16,11 @@ from gspo_jax.system import jsons
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
+# Keys with other names than their fields in RopeConfig.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
+# Keys of every rule.
 _SHARED = "rope_type type rope_theta partial_rotary_factor max_position_embeddings".split()
-# Keys of each rule: required ones, and optional ones.
+# For each rule, its required fields of RopeConfig, and its optional ones.
 RULES = dict(
   default=("", ""),
   linear=("factor", ""),
@@ -30,9 +33,10 @@ RULES = dict(
 
 
 def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-  """Returns rotary parameters of config.json, under one spelling.
+  """Returns rotary parameters under one spelling.
 
-  Raises ValueError for an unknown rule or key, and for a rule without its keys.
+  Raises ValueError for an unknown rule or key, for a rule without its keys, and for two values of a
+  parameter.
   """
   parameters, local = raw.get("rope_parameters") or {}, {}
   nested = {key for key in (LOCAL, GLOBAL) if key in parameters}
@@ -41,15 +45,18 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     _rule("rope_parameters", flat, raw, architecture)
     parameters, local = parameters.get(GLOBAL) or {}, parameters.get(LOCAL) or {}
     if _rule("rope_parameters", local, raw, architecture) != RopeConfig():
-      raise ValueError(f"rope_parameters.{LOCAL}: only rope_type 'default' is read")
+      raise ValueError(f"rope_parameters.{LOCAL} is not supported, only with rope_type='default'")
   elif nested:
-    raise ValueError(f"rope_parameters.{min(nested)}: {architecture.name} reads one for all layers")
+    raise ValueError(
+      f"rope_parameters.{min(nested)} is not supported: in {architecture.name} all layers share "
+      "rope_parameters"
+    )
   scaling = raw.get("rope_scaling") or {}
   places = dict(rope_parameters=parameters, rope_scaling=scaling)
   rules = [_rule(place, rope, raw, architecture) for place, rope in places.items()]
   scaled = [rule for rule in rules if rule != RopeConfig()] or [RopeConfig()]
   if len(set(scaled)) > 1:
-    raise ValueError("rope_parameters and rope_scaling differ")
+    raise ValueError("rope_parameters and rope_scaling differ: remove one of them")
   return dict(
     rope=scaled[0],
     rope_theta=one_of("rope_theta", raw, parameters, scaling),
@@ -63,7 +70,12 @@ def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
 def _rule(
   place: str, rope: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture
 ) -> RopeConfig:
-  """Reads one set of parameters."""
+  """Reads the parameters of an object of config.json.
+
+  place: key of the object.
+  rope: the object.
+  raw: all of config.json.
+  """
   rule = rope.get("rope_type", rope.get("type", "default"))
   if rule not in RULES:
     raise ValueError(f"{place}.rope_type={rule!r} is not supported, only {', '.join(RULES)}")
@@ -75,9 +87,9 @@ def _rule(
     raise ValueError(f"{place}.{min(unknown)} is not supported")
   for field in required:
     if rope.get(keys[field]) is None:
-      raise ValueError(f"no {place}.{keys[field]}, which rope_type={rule!r} needs")
+      raise ValueError(f"{place}.{keys[field]} is missing, and rope_type={rule!r} needs it")
   values = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
-  if "original_length" in keys:  # The default of transformers.
+  if "original_length" in keys:  # Its default is that of transformers.
     values.setdefault("original_length", raw.get("max_position_embeddings"))
   kinds = {field.name: type(field.default) for field in dataclasses.fields(RopeConfig)}
   values = {
@@ -86,12 +98,15 @@ def _rule(
   }
   share = rope.get("partial_rotary_factor")
   if share not in (None, 1.0) and "rope.share" not in architecture.fields:
-    raise ValueError(f"{place}.partial_rotary_factor={share}: only 1")
+    raise ValueError(f"{place}.partial_rotary_factor={share} is not supported, only 1")
   return RopeConfig(rule=rule, **values)
 
 
 def one_of(key: str, *places: Mapping[str, Any]) -> Any:
-  """Returns the value of a key with two spellings; None if missing."""
+  """Returns a key's value in one of several places.
+
+  Returns None if it is missing. Raises ValueError if two places have different values.
+  """
   values = {place[key] for place in places if place.get(key) is not None}
   if len(values) > 1:
     raise ValueError(f"{key} is given twice, as {' and as '.join(map(str, sorted(values)))}")
@@ -99,7 +114,7 @@ def one_of(key: str, *places: Mapping[str, Any]) -> Any:
 
 
 def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-  """Returns rotary keys of a published config.json."""
+  """Returns the rotary keys of a config.json for transformers 4 and 5."""
   rope = config.rope
   required, optional = (part.split() for part in RULES[rope.rule])
   required += ["query_beta"] if rope.query_beta else []
@@ -112,7 +127,7 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
   content = dict(rope_scaling=scaling)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:
-    plain = dict(rope_type="default")  # Otherwise transformers 5 sets its own theta locally.
+    plain = dict(rope_type="default")  # Without it, transformers 5 sets a default theta locally.
     content["rope_parameters"] = {
       LOCAL: plain | dict(rope_theta=config.local_rope_theta),
       GLOBAL: (scaling or plain) | dict(rope_theta=config.rope_theta),

@@ -68,28 +68,32 @@ def write(directory, config, **changes):
       dict(model_type="qwen4"),
       "model_type='qwen4' is not one .*; its other keys are those of qwen",
     ),
-    (LLAMA, dict(model_type="yi"), "; its other keys are those of llama: if it is one by another"),
+    (LLAMA, dict(model_type="yi"), "; its other keys are those of llama: if the model is one, set"),
     (
       LLAMA,
       dict(model_type="yi", attention_bias=True),
-      "nearest is llama, but for attention_bias=T",
+      "nearest is llama, without support for attention_bias=T",
     ),
     (
       LLAMA,
       dict(model_type="yi", hidden_act="gelu"),
-      "nearest is llama, but for hidden_act='gelu'$",
+      "nearest is llama, without support for hidden_act='gelu'$",
     ),
     (
       LLAMA,
       dict(model_type="yi", a=1, b=[2], c=3, d="4", e=5),
-      r"nearest is llama, but for a=1, b=\[2\], c=3, d='4' and more$",
+      r"nearest is llama, without support for a=1, b=\[2\], c=3, d='4' and more$",
     ),
     (GRANITE, dict(model_type="yi"), "its other keys are those of granite: "),
     (MIXTRAL, dict(model_type="yi"), "its other keys are those of mixtral: "),
-    (DENSE, dict(hidden_size=...), "no hidden_size"),
-    (DENSE, dict(rope_theta=...), "no rope_theta"),
-    (MOE, dict(norm_topk_prob=...), "no norm_topk_prob"),  # transformers' default is not Qwen's
-    (MOE, dict(num_experts=...), "no num_experts"),
+    (DENSE, dict(hidden_size=...), "key hidden_size is missing"),
+    (DENSE, dict(rope_theta=...), "key rope_theta is missing"),
+    (
+      MOE,
+      dict(norm_topk_prob=...),
+      "norm_topk_prob is missing",
+    ),  # transformers' default is not Qwen's
+    (MOE, dict(num_experts=...), "key num_experts is missing"),
     (DENSE, dict(num_hidden_layers="2"), "num_hidden_layers='2' is not of type int"),
     (DENSE, dict(vocab_size=True), "vocab_size=True is not of type int"),
     (DENSE, dict(num_key_value_heads=3), "num_kv_heads=3"),
@@ -100,8 +104,12 @@ def write(directory, config, **changes):
     (LLAMA, dict(mlp_bias=True), "mlp_bias=True"),
     (DENSE, dict(quantization_config={"bits": 4}), "quantization_config"),
     (DENSE, dict(rope_scaling={"type": "longrope"}), "rope_scaling.rope_type='longrope'"),
-    (DENSE, dict(rope_scaling={"type": "yarn"}), "no rope_scaling.factor"),
-    (DENSE, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "no .*low_freq_factor"),
+    (DENSE, dict(rope_scaling={"type": "yarn"}), "rope_scaling.factor is missing"),
+    (
+      DENSE,
+      dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+      "low_freq_factor is missing",
+    ),
     (DENSE, dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor='2' is not of type"),
     (DENSE, dict(rope_scaling={"rope_type": "linear", "factor": 0.5}), "rope.factor=0.5 must be"),
     (DENSE, dict(rope_scaling=dict(rope_type="yarn", factor=2, beta=1)), "rope_scaling.beta is"),
@@ -109,15 +117,15 @@ def write(directory, config, **changes):
     (DENSE, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
     (DENSE, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta is given twice"),
     (MOE, dict(num_local_experts=4), "num_experts is given twice, as 4 and as 8"),
-    (GEMMA3, dict(layer_types=[LOCAL, GLOBAL]), "layer_types=.*7 layers are sliding_attention or"),
-    (GEMMA3, dict(layer_types=["chunked_attention"] * 7), "7 layers are sliding_attention or"),
+    (GEMMA3, dict(layer_types=[LOCAL, GLOBAL]), "layer_types=.*7 entries must be"),
+    (GEMMA3, dict(layer_types=["chunked_attention"] * 7), "7 entries must be sliding_attention or"),
     (GEMMA3, dict(hidden_activation="gelu"), "hidden_activation='gelu'"),
     (GEMMA3, dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
     # transformers reads it and leaves it out of what Gemma 3 computes.
     (GEMMA3, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
     (GEMMA3, dict(rope_scaling=dict(rope_type="dynamic", factor=8.0)), "rope_type='dynamic'"),
     (GEMMA3, dict(rope_parameters={LOCAL: {"factor": 8.0}}), "rope_parameters.factor"),
-    (GEMMA2, dict(sliding_window=...), "no sliding_window"),
+    (GEMMA2, dict(sliding_window=...), "key sliding_window is missing"),
   ],
 )
 def test_what_is_not_supported_is_named(config, changes, message, tmp_path):
@@ -242,7 +250,7 @@ def test_rotary_parameters_by_kind_of_layer_and_not(config, ropes, tmp_path):
   content = json.loads((tmp_path / "config.json").read_text())
   if config != GEMMA3 and GLOBAL in ropes:
     with pytest.raises(
-      hf.CheckpointError, match=r"no rope_theta|rope_theta is given twice|rope_parameters\.full"
+      hf.CheckpointError, match=r"rope_theta is (missing|given twice)|rope_parameters\.full"
     ):
       hf.load_config(tmp_path)
   else:
