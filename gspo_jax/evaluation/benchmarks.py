@@ -1,4 +1,7 @@
-"""Benchmarks: settings, problems and verifiers."""
+"""Benchmarks of an evaluation: settings, problems and verifiers.
+
+The problems of `data.eval` are a benchmark too; its name is "".
+"""
 
 import dataclasses
 import functools
@@ -14,24 +17,24 @@ from gspo_jax.tasks.environments import Make
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-  """Problems of a benchmark; `data.eval` has the name ""."""
+  """Problems of a benchmark, read before its verifier is opened."""
 
-  name: str
+  name: str  # "" for `data.eval`.
   config: BenchmarkConfig
-  key: str  # Configuration key of the data.
+  key: str  # Configuration key of the data, for messages.
   problems: Sequence[Prompt]
-  shared: int = 0  # Number of problems also in training data.
+  shared: int = 0  # Number of problems that also occur in training data.
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-  """Benchmark with problems and verifier; `data.eval` has the name ""."""
+  """Benchmark with its problems, and with a verifier or environments to score responses."""
 
-  name: str
+  name: str  # "" for `data.eval`.
   config: BenchmarkConfig
   problems: Sequence[Prompt]
-  score: Scorer
-  environment: Make | None = None  # Factory of scoring environments; None for single turns.
+  score: Scorer  # Unused with an environment.
+  environment: Make | None = None  # Constructor of environments; None for single turns.
 
   @property
   def prefix(self) -> str:
@@ -40,15 +43,16 @@ class Benchmark:
 
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
-    """Contests of the file `standings`, by id; {} without."""
+    """Contests of the file `standings`, by id; {} without this file."""
     return elo.read_standings(self.config.standings) if self.config.standings else {}
 
 
 def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt]) -> None:
-  """Checks all problems' fields for `rating` and `standings`.
+  """Checks the fields `rating`, `contest_id` and `points` of all problems.
 
   Raises:
-    ValueError: a problem has no numeric rating, an unlisted contest, or malformed points.
+    ValueError: `config.rating` is set and a problem has no numeric rating; or `config.standings` is
+      set and a problem's contest is not in this file, or its points are not a number.
   """
   unrated = [p for p in problems if config.rating and not _has_number(p, "rating")]
   if unrated:
@@ -56,24 +60,26 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
     raise ValueError(
       f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating "
       f"({field}), nor have {len(unrated) - 1} others; filter them out (`where rating>0`) or set "
-      "rating=False"
+      f"eval.benchmarks.{name}.rating=False"
     )
   if config.standings:
     contests = elo.read_standings(config.standings)
     if unknown := sorted({dict(p.info).get("contest_id", "") for p in problems} - {*contests}):
       raise ValueError(
         f"eval.benchmarks.{name}: contests of problems are missing in {config.standings}: "
-        f"{', '.join(unknown)}; add them, or filter their problems out"
+        f"{', '.join(unknown)}; add them to the file, or filter their problems out"
       )
-    for problem in problems:  # A problem without the field counts one point.
+    for problem in problems:  # A problem without the field is worth one point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has non-numeric points "
-          f"({dict(problem.info)['points']}); correct the field, or remove it for one point"
+          f"({dict(problem.info)['points']}); correct the field `points`, or remove it: "
+          "without it, a problem is worth one point"
         )
 
 
 def _has_number(problem: Prompt, field: str) -> bool:
+  """Whether a problem's field is a finite number."""
   try:
     return math.isfinite(float(dict(problem.info)[field]))
   except (KeyError, ValueError):
@@ -81,11 +87,11 @@ def _has_number(problem: Prompt, field: str) -> bool:
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
-  """Chooses problems of a held-out set at even distances.
+  """Chooses problems of a held-out set, evenly spread over it.
 
   Args:
     source: held-out set.
-    problems: number of problems; 0 for all.
+    problems: number of problems, at most all; 0 for all.
   """
   count = len(source) if problems == 0 else min(problems, len(source))
   return [source[i * len(source) // count] for i in range(count)]

@@ -4,9 +4,9 @@ In the Elo model, a contestant of rating r beats an opponent of rating o with pr
 
   p(r, o) = 1 / (1 + 10^((o - r) / 400)).
 
-Given results s_i in [0, 1] (1 win, 1/2 tie, 0 loss) against opponents o_i, the log-likelihood
-Σ_i s_i ln p(r, o_i) + (1 - s_i) ln(1 - p(r, o_i)) is concave in r. At its maximum, results and
-expectations have equal sums:
+Given results s_i in [0, 1] (1 win, 1/2 tie, 0 loss) against opponents rated o_i, the log-likelihood
+Σ_i s_i ln p(r, o_i) + (1 - s_i) ln(1 - p(r, o_i)) is concave in r. The rating maximises it, so that
+actual and expected results have equal sums:
 
   Σ_i s_i = Σ_i p(r, o_i).
 
@@ -15,9 +15,10 @@ There are two kinds of opponents:
 - Problems. CodeForces gives a problem the rating o_i at which a contestant solves the problem with
   probability 1/2. Result s_i is the share of samples that solve problem i.
 - Human participants of a contest, with the model as a virtual participant. For n humans and the
-  model at rank m, Σ s_i = n + 1 - m. The equation becomes m = 1 + Σ_i p(o_i, r), the rank that
+  model at rank m, Σ_i s_i = n + 1 - m. The equation becomes m = 1 + Σ_i p(o_i, r), the rank that
   CodeForces expects at rating r (the "seed", codeforces.com/blog/entry/20762). CodeElo
-  (arXiv:2501.01257) solves this equation for each contest; here all contests share one likelihood.
+  (arXiv:2501.01257) solves this equation for each contest separately. Here one rating maximises the
+  likelihood of all contests together.
 """
 
 import dataclasses
@@ -28,19 +29,21 @@ import numpy as np
 
 from gspo_jax.system import jsons
 
-# Bounds of ratings: for losses alone, or wins alone, the likelihood has no finite maximum.
+# Bounds of ratings. With losses alone, or wins alone, the likelihood has no finite maximum.
 LOWEST, HIGHEST = 0.0, 4000.0
 
 
 def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """Returns the probability of `rating` beating `opponent`."""
-  # In the far tail 10^x overflows to infinity; the probability is then 0.
+  """Returns the expected result p(rating, opponent)."""
+  # For a far better opponent 10^x overflows to infinity; the probability is then 0.
   with np.errstate(over="ignore"):
     return 1 / (1 + 10 ** ((np.asarray(opponent) - rating) / 400))
 
 
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-  """Returns the maximum-likelihood rating, LOWEST to HIGHEST, within 0.01.
+  """Returns the maximum-likelihood rating, to within 0.01.
+
+  Only wins give HIGHEST, and only losses LOWEST.
 
   Args:
     score: results in [0, 1], [..., n]; leading axes are independent contestants.
@@ -51,27 +54,27 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """
   score, opponent = np.asarray(score, float), np.asarray(opponent, float)
   if score.shape[-1:] in ((), (0,)) or not ((score >= 0) & (score <= 1)).all():
-    raise ValueError(f"a rating needs results in [0, 1], at least one, and has {score}")
+    raise ValueError(f"a rating needs results from 0 to 1, at least one, and these are {score}")
   total = score.sum(-1)
   low, high = np.full(total.shape, LOWEST), np.full(total.shape, HIGHEST)
   while np.max(high - low) > 0.01:  # Bisection: Σ p rises with the rating.
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # Bisection never reaches the bounds, which are the ratings for losses alone and wins alone.
+  # Bisection only comes near the bounds, which are the ratings for losses alone and wins alone.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-  """Human participants of a contest, in any order."""
+  """Human participants of a contest, n in any order."""
 
   points: np.ndarray  # Points in the standings, [n].
   ratings: np.ndarray  # Ratings before the contest, [n].
 
 
 def virtual_scores(points: np.ndarray, standings: np.ndarray) -> np.ndarray:
-  """Returns results (1, 1/2 or 0) of `points` against each participant."""
+  """Returns the results (1, 1/2 or 0) of `points` against each participant."""
   return (np.sign(np.asarray(points, float) - np.asarray(standings, float)) + 1) / 2
 
 
@@ -80,17 +83,20 @@ def virtual_rating(
 ) -> tuple[float, float, float]:
   """Returns the rating from virtual participation, and its 95 % interval.
 
-  The result is (rating, low, high). Results of participations in one contest are averaged. The
-  interval is from resampled contests. The rating is within about one point of the maximum of the
-  likelihood.
+  The rating maximises the likelihood of all contests to within about one point. The interval is
+  from resampled contests.
 
   Args:
-    points: for each contest, the points of each of the model's participations.
+    points: for each contest, the points of each participation of the model. Their results are
+      averaged.
     contests: human participants of each contest.
+
+  Returns:
+    The rating, and the lower and upper end of the interval.
   """
   grid = np.arange(LOWEST, HIGHEST + 1, 4.0)
-  # Expected minus actual results, by contest and rating. Their sum over contests is 0 at the
-  # maximum of the likelihood.
+  # Expected minus actual results, [contests, ratings of the grid]. At the maximum of the likelihood
+  # their sum over contests is 0.
   excess = np.stack([
     expected(grid[:, None], c.ratings).sum(1)
     - virtual_scores(np.asarray(p)[:, None], c.points).mean(0).sum()
@@ -109,7 +115,7 @@ def read_standings(path: str | Path) -> dict[str, Contest]:
   Each line has the form `{"contest_id": "1", "points": [...], "ratings": [...]}`.
 
   Raises:
-    ValueError: the file is missing, or a contest is malformed; the message names file and line.
+    ValueError: the file does not exist, or a contest is malformed.
   """
   contests = {}
   if not Path(path).is_file():
@@ -124,5 +130,8 @@ def read_standings(path: str | Path) -> dict[str, Contest]:
         raise ValueError(f"points have shape {points.shape}, ratings {ratings.shape}")
       contests[str(row["contest_id"])] = Contest(points, ratings)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
-      raise ValueError(f"{path}, line {number} is no contest: {error!r}") from error
+      raise ValueError(
+        f"{path}, line {number} is no contest: {error!r}. A contest has contest_id, points and "
+        "ratings, as many points as ratings"
+      ) from error
   return contests

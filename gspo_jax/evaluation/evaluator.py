@@ -1,7 +1,8 @@
 """Evaluation on benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating, reward.
 
-Problems are scored and logged in chunks, in order of completion. An interrupted evaluation resumes
-with the missing problems if weights (by checksum), problems, verifier and settings are unchanged.
+Problems are scored and logged in chunks of up to `eval.batch` problems, in order of completion. If
+an evaluation was interrupted, the next one with the same weights, problems, verifier and settings
+evaluates only the missing problems (resume.py).
 """
 
 import collections
@@ -37,7 +38,8 @@ from gspo_jax.system.files import write_whole
 from gspo_jax.tasks.environments import time_limit
 from gspo_jax.verifiers.pool import Failure
 
-ANSWER_CHARS = 1000  # Maximum of a gold answer in records: tests of programs take megabytes.
+# Maximum number of characters of a gold answer in records. Tests of programs may have megabytes.
+ANSWER_CHARS = 1000
 
 
 class Round(NamedTuple):
@@ -45,19 +47,19 @@ class Round(NamedTuple):
 
   benchmark: Benchmark
   role: str  # "samples" or "greedy".
-  samples: int  # Responses to each problem.
+  samples: int  # Number of responses to each problem.
   temperature: float
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
-  """Returns the engine's workload for an evaluation."""
+  """Returns the engine's workload for an evaluation. `requests` are its other limits."""
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-  """Evaluation of an engine's weights on benchmarks."""
+  """Evaluates an engine's weights on benchmarks."""
 
   config: EvalConfig
   model: ModelConfig
@@ -65,27 +67,36 @@ class Evaluator:
   tokenizer: Tokenizer
   prompt_length: int  # Maximum number of tokens of a prompt.
   seed: int
-  environment: EnvironmentConfig | None = None  # Limits of conversations.
+  # Limits of conversations; None if no benchmark has an environment.
+  environment: EnvironmentConfig | None = None
   stop_strings: tuple[str, ...] = ()
-  directory: Path | None = None  # Directory of results and the resume log; None writes no files.
-  identity: str = ""  # Other settings of responses and scores as text, part of `key`.
-  # Smallest reward of right conversations. None: right are those with a figure `correct` of 1.
+  directory: Path | None = None  # Directory of results and resume log; None to write no files.
+  identity: str = ""  # Text of further settings that change responses or scores, for `key`.
+  # Smallest total reward of a right conversation. None means that a conversation is right if its
+  # metric `correct` (`Environment.figures`) is 1 or more.
   right_from: float | None = None
-  signals: Signals | None = None  # Signals of `constraints`, for single turns; None without any.
+  # Signals of section `constraints`, measured for single turns; None without any.
+  signals: Signals | None = None
 
   def __call__(
     self, engine: Engine, key: str = "", step: int = 0, alone: bool = False
   ) -> tuple[Row, list[Row]]:
-    """Returns metrics by name, and a record per response, greedy excluded.
+    """Evaluates the engine's weights on all benchmarks.
 
     Problems and PRNG keys are the same in every call, so two evaluations differ only by the policy.
-    Metrics `time/eval/...` are in seconds.
 
     Args:
       engine: engine with loaded weights.
-      key: result of `self.key` for these weights; an interrupted evaluation with it is resumed.
-      step: step of the weights, part of the names of result files.
-      alone: whether the job is this evaluation alone; then progress reports the compilation.
+      key: result of `self.key` for these weights. An interrupted evaluation with this key is
+        resumed.
+      step: step of the weights, for the names of result files.
+      alone: whether the job is this evaluation alone. If so, progress mentions the compilation.
+
+    Returns:
+      Metrics by name; and a record of each sampled response, without those of greedy decoding.
+
+    Raises:
+      NoVerdictError: no response of a round has a verdict.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
@@ -116,7 +127,7 @@ class Evaluator:
     Args:
       params: parameters to evaluate, in the trainer's layout.
     """
-    # These three do not affect responses, or follow below.
+    # `every` and `batch` do not affect responses, and benchmarks are in `problem_sets`.
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     problem_sets = [
       (
@@ -140,7 +151,11 @@ class Evaluator:
   def _round(
     self, engine: Engine, sampling_round: Round, log: ResumeLog, progress: Progress
   ) -> Row:
-    """Samples and scores a round; returns records, outcomes and seconds."""
+    """Samples and scores a round, except for problems in the log.
+
+    Returns:
+      `records` of all responses, problem by problem; counts of `outcomes`; `seconds` by stage.
+    """
     name = f"{sampling_round.benchmark.name}/{sampling_round.role}/{sampling_round.samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
@@ -166,7 +181,7 @@ class Evaluator:
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
-    """Raises NoVerdictError if no response has a verdict, and writes them to a file."""
+    """Raises NoVerdictError, and writes the records, if no response has a verdict."""
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
@@ -178,7 +193,17 @@ class Evaluator:
   def _sample(
     self, engine: Engine, sampling_round: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
-    """Yields up to `eval.batch` finished problems: (indices, trajectories, seconds)."""
+    """Samples problems of a round; yields chunks in order of completion.
+
+    Args:
+      engine: engine with loaded weights.
+      sampling_round: the round.
+      indices: indices of the problems.
+
+    Yields:
+      Indices of up to `eval.batch` finished problems; their trajectories, problem by problem; and
+      the seconds of sampling since the previous chunk.
+    """
     if not indices:
       return
     c, problems, environment = (
@@ -206,8 +231,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Groups of finished problems too: samples of equal prompts are numbered across groups, and a
-    # resume must not change the numbers.
+    # Includes problems already in the log: samples of equal prompts are numbered across groups, and
+    # a resumed evaluation must give them the same numbers.
     groups = new_groups(
       problems,
       sampling_round.samples,
@@ -236,7 +261,7 @@ class Evaluator:
         ready, started = [], time.perf_counter()
 
   def _score(self, benchmark: Benchmark, indices: list[int], trajectories: list[Trajectory]) -> Row:
-    """Scores the responses to some problems; returns records, outcomes and seconds."""
+    """Scores responses to some problems; returns `records`, `outcomes` and `seconds`."""
     problems = [benchmark.problems[i] for i in indices]
     samples = len(trajectories) // len(problems)
     responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in trajectories]
@@ -275,9 +300,10 @@ class Evaluator:
     responses: Sequence[str],
     trajectories: Sequence[Trajectory],
   ) -> tuple[Mapping[str, int], list[Row]]:
-    """Returns outcome counts and record fields, from the verifier or the environments.
+    """Scores responses by verifier or environments. Call it on the first host only.
 
-    Call it on the first host only.
+    Returns:
+      Counts of outcomes, and further fields of each response's record.
     """
     if benchmark.environment is not None:
       failures = [trajectory.failure for trajectory in trajectories]
@@ -311,7 +337,7 @@ class Evaluator:
     return outcomes, rows
 
   def _write_problems(self, results: Sequence[Row], step: int) -> None:
-    """Writes `<benchmark>_<step>.jsonl`, one line per problem."""
+    """Writes `<benchmark>_<step>.jsonl` for each benchmark, one line per problem."""
     if self.directory is None or not hosts.is_first():
       return
     for benchmark, result in zip(self.benchmarks, results):

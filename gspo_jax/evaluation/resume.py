@@ -1,4 +1,4 @@
-"""Log of an evaluation in progress, for a resume after an interruption."""
+"""Log of an evaluation in progress, by which an interrupted one is resumed."""
 
 import os
 import sys
@@ -14,15 +14,19 @@ from gspo_jax.runs import integrity
 from gspo_jax.system import hosts
 from gspo_jax.system.files import seal, unseal, write_whole, writing
 
-UNFINISHED = "unfinished.jsonl"
+UNFINISHED = "unfinished.jsonl"  # Name of the log.
 
 
 class ResumeLog:
   """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
 
-  An interruption loses the current chunk only. A log with another key is overwritten. Each line has
-  a checksum. An incomplete last line, of a killed process, is dropped; a damaged line and those
-  after it are evaluated again.
+  A chunk is some finished problems with their records (`Evaluator`). Each line has a checksum. An
+  incomplete last line, from a killed process, is dropped. From a damaged line on, the chunks are
+  dropped, and evaluated again.
+
+  Args:
+    directory: directory of the log; None to keep no log.
+    key: `Evaluator.key` of this evaluation. A log with another key is overwritten.
   """
 
   def __init__(self, directory: Path | None, key: str):
@@ -42,7 +46,7 @@ class ResumeLog:
     write_whole(self._path, (seal(line) + "\n" for line in lines))
 
   def find(self, name: str) -> list[dict[str, Any]]:
-    """Returns the logged chunks with this name."""
+    """Returns the logged chunks of a round, by its name."""
     return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:
@@ -55,7 +59,7 @@ class ResumeLog:
       os.fsync(file.fileno())
 
   def _read(self) -> list[dict[str, Any]]:
-    """Returns the lines before the first damaged one, and warns of it."""
+    """Returns the lines before the first damaged one. Warns if there is such a line."""
     content = self._path.read_text(errors="replace") if self._path.exists() else ""
     lines = []
     for number, line in enumerate(content.split("\n")[:-1], start=1):
@@ -68,10 +72,9 @@ class ResumeLog:
 
 
 def checksums(params: Any) -> list[int] | dict[str, str]:
-  """Returns a checksum per array, independent of the layout over devices.
+  """Returns a checksum of each array, independent of the layout over devices.
 
-  In a single CPU process, a checksum is the sum of the array's bits modulo 2^32, to avoid
-  compilation.
+  In a single CPU process NumPy sums the array's bits as integers, which needs no compilation.
   """
   if sharding.platform() == "cpu" and jax.process_count() == 1:
     arrays = map(np.asarray, jax.tree.leaves(params))

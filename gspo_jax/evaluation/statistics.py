@@ -1,4 +1,7 @@
-"""Statistics of a benchmark's scored samples: accuracy, pass@k, ratings, intervals."""
+"""Statistics of a benchmark's scored samples: accuracy, pass@k, ratings, intervals.
+
+Suffixes of arrays: P, problems; G, samples of a problem.
+"""
 
 import math
 import zlib
@@ -13,9 +16,11 @@ from gspo_jax.sampling.trajectory import means
 
 
 def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
-  """Returns a benchmark's metrics by name.
+  """Returns a benchmark's metrics by name, without the benchmark's prefix.
 
-  result: records of all samples and counts of outcomes, as of `Evaluator`.
+  Args:
+    benchmark: the benchmark.
+    result: `records` of all samples, problem by problem, and counts of `outcomes`.
   """
   right_PG, records = right_answers(benchmark, result), result["records"]
   accuracy_P = right_PG.mean(1)
@@ -47,7 +52,12 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
 
 
 def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
-  """Yields each measured benchmark's accuracy as text."""
+  """Yields a line about each measured benchmark's accuracy.
+
+  Args:
+    benchmarks: the benchmarks.
+    row: metrics of the evaluation.
+  """
   for b in benchmarks:
     if f"{b.prefix}accuracy/low" not in row:
       continue
@@ -63,9 +73,10 @@ def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
 def _participations(
   benchmark: Benchmark, right_PG: np.ndarray
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
-  """Returns the points of each contest's participations, and the contests.
+  """Returns the points of each contest's participations, [G], and the contests.
 
-  A contest has one participation per sample, with the sum of the points of solved problems.
+  Sample g of all its problems is participation g in a contest. Its points are the sum over the
+  problems solved.
   """
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
@@ -76,7 +87,7 @@ def _participations(
 
 
 def problem_rows(benchmark: Benchmark, result: Row) -> Iterator[Row]:
-  """Yields one dict per problem, with right samples, accuracy and lengths."""
+  """Yields a row for each problem, with accuracy and lengths."""
   records = result["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
@@ -94,7 +105,7 @@ def problem_rows(benchmark: Benchmark, result: Row) -> Iterator[Row]:
 
 
 def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
-  """Returns, for each problem, the unbiased estimate of pass@k.
+  """Returns the unbiased estimate of pass@k for each problem.
 
   Pass@k is the probability that at least one of k samples is right. With c right samples of n, the
   estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1).
@@ -115,13 +126,13 @@ def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
 
 
 def _resamples(problems: int) -> np.ndarray:
-  """Returns indices of 1,000 resampled sets, equal in every call."""
+  """Returns 1,000 samples of indices with replacement, equal in every call."""
   rng = np.random.default_rng(zlib.crc32(b"bootstrap"))
   return rng.integers(0, problems, (1000, problems))
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> dict[str, float]:
-  """Returns the metrics of a value and its interval."""
+  """Returns metrics for a value and the ends of its interval."""
   return {name: float(value), f"{name}/low": float(low), f"{name}/high": float(high)}
 
 

@@ -1,15 +1,15 @@
-"""Problems of an embedded task as JSON lines, for trying out files of problems:
+"""Writes problems of an embedded task as JSON lines, to try out files of problems:
 
 python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
 
-The rows are in an order of their own, always the same, so that other numbers give other problems.
+The problems are in a fixed random order. So runs with different rows write different problems.
 """
 
 import json
 import signal
 import sys
 
-if __name__ == "__main__":  # Ctrl-C, or the end of a pipe, ends it without a traceback
+if __name__ == "__main__":  # Ctrl-C, or a closed pipe, ends the process without a traceback.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
@@ -22,9 +22,9 @@ from gspo_jax.tasks import arithmetic, recurrence, word_problems
 def main(argv: list[str] | None = None) -> None:
   parser = Parser(prog="python -m gspo_jax.tasks", description=__doc__)
   parser.add_argument("source", help="arithmetic:train, arithmetic:heldout, recurrence:train, ...")
-  parser.add_argument("--first", type=int, default=0, help="rows to leave out before")
-  parser.add_argument("--rows", type=int, default=64)
-  parser.add_argument("--digits", type=int, default=3, help="arithmetic: of an operand")
+  parser.add_argument("--first", type=int, default=0, help="number of rows to leave out first")
+  parser.add_argument("--rows", type=int, default=64, help="number of rows to write")
+  parser.add_argument("--digits", type=int, default=3, help="arithmetic: digits of an operand")
   parser.add_argument("--lines", default="8,16,32", help="recurrence: lengths of responses")
   flags = parser.parse_args(argv)
   name, _, split = flags.source.partition(":")
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     elif name == "word_problems":
       problems = word_problems.problems(split)
     else:
-      names = "arithmetic, recurrence and word_problems"
-      raise ValueError(f"there is no task {name!r} here; there are {names}")
+      names = "arithmetic, recurrence, word_problems"
+      raise ValueError(f"there is no task {name!r} here; choose one of {names}")
     if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
       raise ValueError(
-        f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose a row "
-        "or more of them"
+        f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose at "
+        "least one of them"
       )
   except ValueError as error:
     parser.error(str(error))

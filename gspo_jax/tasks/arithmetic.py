@@ -1,12 +1,12 @@
-"""The embedded verifiable task: sums of two integers, as text.
+"""Embedded task: sums of two integers, as text.
 
-A problem is `358+967=`. A response works from the units to the left, one digit at a time, and
-then writes the sum: `5231:1325`. The verifier reads what follows the last colon and accepts the
-exact sum only; how the response got there does not count.
+A problem is `358+967=`. A demonstration first has the work, the digits of the sum from the units to
+the left, then a colon and the sum: `5231:1325`. The verifier reads the text after the last colon,
+and accepts only the exact sum. The text before it does not count.
 
-Demonstrations come from a pupil who knows how to add and who forgets each carry with a given
-probability. A model that imitates him is right sometimes and wrong often, and everything that it
-needs to be right always is there for reinforcement learning to bring out.
+Demonstrations imitate a pupil who can add, but forgets each carry with a given probability. So a
+model trained on them is sometimes right and often wrong. It has seen every step that it needs, and
+reinforcement learning can make it right always.
 """
 
 import contextlib
@@ -21,13 +21,21 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 SIZES = ("digits",)  # Keys of `data` for the set of problems.
 TEACHER = ("carry_errors", "skipped_work")  # Keys of `data` for the demonstrations.
 OUTCOMES = ("right", "wrong")
-_ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
+# `int` refuses numbers of thousands of digits, so the number of digits is limited.
+_ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Returns all sums of two numbers of `digits` digits in a split, "train" or "heldout".
+  """Returns the sums of two numbers of `digits` digits in a split.
 
-  The split is by unordered pair: if 12+34 is held out, so is 34+12.
+  If 12+34 is in the held-out split, so is 34+12.
+
+  Args:
+    split: "train" or "heldout".
+    digits: number of digits of both numbers, 1 to 3.
+
+  Raises:
+    ValueError: `split` or `digits` is invalid.
   """
   if not 1 <= digits <= 3:
     raise ValueError(f"data.digits={digits} must be 1, 2 or 3")
@@ -45,14 +53,20 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, skipped_work: float = 0.0
 ) -> str:
-  """Writes the pupil's work: digits from the units up, a colon, the number.
+  """Returns a demonstration: digits from the units on, a colon, the number.
 
-  He forgets each carry with probability `carry_errors`. With `skipped_work` he writes nothing
-  before the colon, and then forgets them all. The same problem and seed give the same text.
+  The same problem and seed give the same text.
+
+  Args:
+    problem: the problem.
+    carry_errors: probability of forgetting a carry, for each carry.
+    seed: seed of the errors.
+    skipped_work: probability of a demonstration without text before the colon. It forgets all
+      carries.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))
-  # A generator of its own, so that what he forgets when he works does not depend on it.
+  # A separate generator: `skipped_work` does not change the errors of the other demonstrations.
   skips = random.Random(f"{seed}/{problem['id']}/work").random() < skipped_work
   digits, carry = "", 0
   for x, y in zip(a, b):
@@ -66,7 +80,7 @@ def demonstration(
 
 @contextlib.contextmanager
 def open_verifier() -> Iterator[Callable]:
-  """`verify` of many (see `gspo_jax.rewards`); there is nothing to configure."""
+  """Opens the verifier (`rewards.scorer`): `verify` for batches."""
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
@@ -84,7 +98,10 @@ def check_answer(text: str) -> None:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Whether the number after the last colon is exactly `answer`. Raises ValueError for an answer
-  without an integer."""
+  """Whether the text after the last colon is exactly the number `answer`.
+
+  Raises:
+    ValueError: `answer` is not an integer.
+  """
   gold, match = int(answer), _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
   return match is not None and int(match[1]) == gold

@@ -1,10 +1,12 @@
-"""Embedded task for conversations: products and sums, with a calculator.
+"""Embedded task for conversations: products and sums, with a calculator (docs/multi_turn.md).
 
-A problem is `37*58+46=`. A turn in brackets asks the calculator, one operation at a time: `[37*58]`
-is answered by `2146;`, and `[2146+46]` by `2192;`. Any other turn is the answer, and the last one.
-The reward is 1 for the exact number; a question that is not understood costs 0.1 and is answered by
-`?;`. The pupil of the demonstrations does some operations in his head, where he forgets carries;
-with `data.checks` he asks some questions twice, which earns nothing. (docs/multi_turn.md)
+A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator, one operation at a
+time: the answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed
+question has the answer `?;` and the reward -0.1. Any other turn is the final answer, and ends the
+conversation; the reward is 1 for the exact number.
+
+In demonstrations some operations are computed without the calculator, and carries are forgotten.
+With `data.checks`, some questions are asked twice, which is useless.
 """
 
 import operator
@@ -20,16 +22,25 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 
 SIZES = ("digits",)  # Keys of `data` for the set of problems.
 TEACHER = ("carry_errors", "checks")  # Keys of `data` for the demonstrations.
-USES = 0.4  # Probability of the calculator for the next operation, until one is done without.
+# Probability of the calculator for an operation of a demonstration. After one operation without the
+# calculator, it is not used again.
+USES = 0.4
 NOT_UNDERSTOOD = -0.1  # Reward of a malformed question.
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _QUESTION = re.compile(r"\[(\d{1,6})([+*-])(\d{1,6})\]")
 
 
 def problems(split: str, digits: int) -> Problems:
-  """Returns every a*b+c of three numbers of `digits` digits in a split.
+  """Returns the problems a*b+c of three numbers of `digits` digits in a split.
 
-  If 37*58+46 is held out, so is 58*37+46.
+  If 37*58+46 is in the held-out split, so is 58*37+46.
+
+  Args:
+    split: "train" or "heldout".
+    digits: number of digits of all three numbers, 1 or 2.
+
+  Raises:
+    ValueError: `split` or `digits` is invalid.
   """
   if not 1 <= digits <= 2:
     raise ValueError(f"data.digits={digits} must be 1 or 2 with the calculator")
@@ -50,10 +61,15 @@ def problems(split: str, digits: int) -> Problems:
 def demonstration(
   problem: Problem, carry_errors: float, seed: int, checks: float = 0.0
 ) -> tuple[str, ...]:
-  """Writes the pupil's work: turn, calculator, turn, ..., answer.
+  """Returns a demonstration: question, the calculator's answer, ..., final answer.
 
-  After one operation in his head he does not use the calculator. With probability `checks` he asks
-  a question twice, and gets the same answer. Equal problems and seeds give equal texts.
+  The same problem and seed give the same texts.
+
+  Args:
+    problem: the problem.
+    carry_errors: probability of forgetting a carry without the calculator, for each carry.
+    seed: seed of the errors and questions.
+    checks: probability of asking a question twice.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b, c = map(int, re.split(r"\D", problem["id"]))
@@ -70,13 +86,13 @@ def demonstration(
 
 
 def _call_turns(operation: str, result: int, checks: float, rng: random.Random) -> list[str]:
-  """Asks a question once or twice, with answers."""
+  """Returns a question and its answer, twice with probability `checks`."""
   twice = checks > 0 and rng.random() < checks
   return [f"[{operation}]", f"{result};"] * (1 + twice)
 
 
 def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
-  """Adds a and b; each carry is forgotten with probability `carry_errors`."""
+  """Adds a and b, and forgets each carry with probability `carry_errors`."""
   total, carry, unit = 0, 0, 1
   while a or b or carry:
     digit = a % 10 + b % 10 + carry
@@ -86,7 +102,7 @@ def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
 
 
 class Calculator:
-  """The environment of one conversation (see `sampling.Environment`)."""
+  """The environment of one conversation (`sampling.Environment`)."""
 
   def __init__(self, prompt: Any, tokenizer: Any):
     self._prompt, self._tokenizer = prompt, tokenizer
@@ -108,5 +124,5 @@ class Calculator:
     return self._tokenizer.encode(f"{result};"), 0.0, False
 
   def figures(self) -> dict[str, float]:
-    """Returns metrics: a right answer, use of the calculator, and the number of calls."""
+    """Returns whether the answer is right, whether questions were asked, and how many."""
     return dict(correct=self._correct, tool_use=self.tool_calls > 0, tool_calls=self.tool_calls)

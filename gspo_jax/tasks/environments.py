@@ -1,6 +1,6 @@
-"""Environments by name: from a problem to the other side of a conversation about it.
+"""Environments by name (`environment.name`), and their time limit.
 
-What an environment is says `sampling.Environment`; nothing here needs to know.
+`sampling.trajectory.Environment` describes an environment's methods.
 """
 
 import dataclasses
@@ -10,38 +10,45 @@ from typing import Any
 
 from gspo_jax.system import user_code
 
-ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")  # called as a user's own is
+# Built-in environments. They are constructed in the same way as a user's.
+ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")
 
-TIME_LIMIT_S = 30.0  # Limit of a call of an environment without its own `time_limit_s`.
+TIME_LIMIT_S = 30.0  # Time limit of a call, for environments without `time_limit_s`.
 
-Make = Callable[[Any], Any]  # Maps a `Prompt` to an environment.
+Make = Callable[[Any], Any]  # Function from a `structs.Prompt` to an environment.
 
 
 @dataclasses.dataclass(frozen=True)
 class Factory:
-  """Constructor of environments with the run's tokenizer."""
+  """Constructor of environments with the run's tokenizer (a `Make`)."""
 
-  make: Callable[[Any, Any], Any]
+  make: Callable[[Any, Any], Any]  # Function from a prompt and a tokenizer to an environment.
   tokenizer: Any
-  time_limit_s: float  # Limit of each call of an environment, the constructor included.
+  time_limit_s: float  # Time limit of each call of an environment, the constructor included.
 
   def __call__(self, prompt: Any) -> Any:
     return self.make(prompt, self.tokenizer)
 
 
 def time_limit(make: Make | None) -> float:
-  """Returns the time limit of environments' calls, in seconds."""
+  """Returns the time limit of each call of `make`'s environments, in seconds."""
   return getattr(make, "time_limit_s", TIME_LIMIT_S)
 
 
 def find(name: str, tokenizer: Any) -> Make | None:
-  """Returns a constructor of environments; None for the name "".
+  """Returns the constructor of an environment by its name.
 
-  `package.module:function` is called with the prompt (`structs.Prompt`) and the tokenizer. Its
-  attribute `time_limit_s`, of a class or a function, replaces TIME_LIMIT_S.
+  Args:
+    name: a key of ENVIRONMENTS, or `package.module:function`. The function or class is called with
+      the prompt (`structs.Prompt`) and the tokenizer. If it has an attribute `time_limit_s`, this
+      replaces TIME_LIMIT_S.
+    tokenizer: tokenizer of the run.
+
+  Returns:
+    The constructor; None for the name "".
 
   Raises:
-    ValueError: there is no such environment, or its time limit is no positive number.
+    ValueError: there is no such environment, or its time limit is not a positive number.
   """
   if not name:
     return None
@@ -54,5 +61,7 @@ def find(name: str, tokenizer: Any) -> Make | None:
   make = user_code.load(path, label)
   limit_s = time_limit(make)
   if not (isinstance(limit_s, int | float) and 0 < limit_s < math.inf):
-    raise ValueError(f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds")
+    raise ValueError(
+      f"{label}: time_limit_s of {function} is {limit_s!r:.40}: set it to seconds, above 0"
+    )
   return Factory(make, tokenizer, float(limit_s))

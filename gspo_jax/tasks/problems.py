@@ -1,23 +1,24 @@
-"""Splits of the embedded tasks: problems by number, each made when it is read."""
+"""Problems of the embedded tasks, numbered, split and generated on access."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 HELD_OUT = 0.02  # Share of problems in the held-out split.
-Problem = dict[str, str]  # id, question, answer, and what a task's demonstrations are made of
+Problem = dict[str, str]  # Fields id, question and answer; a task may add others.
 
 
 class Problems:
   """Random access to the problems of one split.
 
   Args:
-    task, split: names, as in `arithmetic:train`.
-    held_out: by the problem's number.
-    make: from a problem's number to the problem.
+    task: name of the task, for messages.
+    split: "train" or "heldout".
+    held_out: bool [problems of both splits], True for those of the held-out split.
+    make: function from a problem's number, its index in `held_out`, to the problem.
 
   Raises:
-    ValueError: if there is no such split.
+    ValueError: there is no such split.
   """
 
   def __init__(self, task: str, split: str, held_out: np.ndarray, make: Callable[[int], Problem]):
@@ -34,8 +35,14 @@ class Problems:
 
 
 def held_out(keys: np.ndarray) -> np.ndarray:
-  """Selects the problems of the held-out split by keys (uint64). Equal keys go together. A fixed
-  pseudo-random number in [0, 1) of each key decides (the finaliser of SplitMix64)."""
+  """Selects the problems of the held-out split, bool [problems].
+
+  A problem is selected if a hash of its key (the finaliser of SplitMix64) is in the lowest 2 %. So
+  problems with equal keys are in the same split.
+
+  Args:
+    keys: a key for each problem, uint64.
+  """
   x = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

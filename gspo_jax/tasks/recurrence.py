@@ -1,10 +1,13 @@
-"""The embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
+"""Embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
 
-A problem is two lines, `33:70\n32:04\n`: labels that count down, and numbers with their units first
-(7 and 40). Each of the n lines of a response is the sum of the two before it, `31:74\n...\n00:32`:
-exactly 6 n tokens of bytes with the end token in the place of the last newline. The tens of a label
-go on with letters: `A0` is 100. The last line decides, exactly; `right_lines` says which of the
-others are right. The pupil of the demonstrations goes on from the wrong numbers that he writes.
+A problem is two lines, `33:70\n32:04\n`. A line is a label, a colon, and a number of two digits
+with its units first; these are 7 and 40. Labels count down, and the tens of a label above 9 are
+letters: `A0` is 100. A response has n lines, down to the label `00`: `31:74\n...\n00:32`. Its
+numbers are the sums of the numbers of the two lines before, modulo 100. With a tokenizer of bytes,
+and the end token after the last line, that is exactly 6 n tokens.
+
+The last line must be right for a right response. `right_lines` also compares the lines before it.
+In demonstrations carries are forgotten, and the lines after an error continue with its number.
 """
 
 import contextlib
@@ -22,13 +25,20 @@ _TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 
 
 def problems(split: str, lines: Sequence[int]) -> Problems:
-  """Returns all pairs of numbers below 100, with all numbers of lines, in a split.
+  """Returns the problems of a split, with all pairs of numbers below 100.
 
-  The split is by the two numbers. Problems of as many lines follow one another, so that those
-  evenly spread over a split have all lengths equally often.
+  Problems with the same two numbers are in the same split. Problems are ordered by length, so that
+  a sample at even distances has all lengths equally often.
+
+  Args:
+    split: "train" or "heldout".
+    lines: lengths, the numbers of lines of a response.
+
+  Raises:
+    ValueError: `split` or `lines` is invalid.
   """
   if not lines or len(set(lines)) < len(lines):
-    raise ValueError(f"data.lines={tuple(lines)} must be at least one length, and none twice")
+    raise ValueError(f"data.lines={tuple(lines)} must have at least one length, and none twice")
 
   def make(number: int) -> Problem:
     index, pair = divmod(number, 10_000)
@@ -42,8 +52,15 @@ def problems(split: str, lines: Sequence[int]) -> Problems:
 
 
 def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
-  """Writes the pupil's work; he forgets each carry with probability `carry_errors`. The same
-  problem and seed give the same text."""
+  """Returns a demonstration: the lines of a response, with errors.
+
+  The same problem and seed give the same text.
+
+  Args:
+    problem: the problem.
+    carry_errors: probability of forgetting a carry from the units to the tens, for each carry.
+    seed: seed of the errors.
+  """
   rng = random.Random(f"{seed}/{problem['id']}")
   n, _, pair = problem["id"].partition(":")
   a, b = map(int, pair.split(","))
@@ -51,7 +68,7 @@ def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
 
 
 def _work(n: int, a: int, b: int, forgets: Callable[[], bool]) -> str:
-  """Writes n lines after a and b; calls `forgets` at each carry."""
+  """Writes n lines after the numbers a and b. `forgets()` is called for each carry."""
   written = []
   for label in reversed(range(n)):
     carried = a % 10 + b % 10 >= 10
@@ -61,13 +78,18 @@ def _work(n: int, a: int, b: int, forgets: Callable[[], bool]) -> str:
 
 
 def _line(label: int, number: int) -> str:
+  """Writes a line: label, colon, and number with its units first."""
   return f"{_TENS[label // 10]}{label % 10}:{number % 10}{number // 10}"
 
 
 @contextlib.contextmanager
 def open_verifier(partial: float) -> Iterator[Callable]:
-  """Opens `verify` for batches (see `gspo_jax.rewards`). A share of `partial` of the value is the
-  share of right lines; the rest goes to a right last line."""
+  """Opens the verifier (`rewards.scorer`).
+
+  Args:
+    partial: weight of the share of right lines in a response's value. A right last line has the
+      other weight, 1 − partial. With 0 there are verdicts alone.
+  """
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
@@ -81,14 +103,14 @@ def open_verifier(partial: float) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Whether the last line is exactly that of `answer`. The lines before do not count."""
+  """Whether response and `answer` have the same last line."""
   return response.rpartition("\n")[2] == answer.rpartition("\n")[2]
 
 
 def right_lines(response: str, answer: str) -> list[bool]:
-  """Compares each line of `answer` with the response's line in its place.
+  """Compares each line of `answer` with the response's line at the same index.
 
-  Lines beyond those asked for do not count; a line that is not there is wrong.
+  A missing line is wrong. Further lines of the response are ignored.
   """
   expected = answer.split("\n")
   written = response.split("\n", len(expected))[: len(expected)]

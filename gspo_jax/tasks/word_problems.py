@@ -1,11 +1,11 @@
-"""The embedded task for pretrained models: word problems in English, of one step or two.
+"""Embedded task for pretrained models: word problems in English, of one or two steps.
 
-A problem is a few sentences with numbers in them, of which some may not matter, and a question. A
-response is the expression that answers it, `(24 - 6) / 3`: what it is worth is for the verifier
-of mathematics to say. Demonstrations are right.
+A problem is a few sentences with numbers, and a question; some numbers may not matter. A response
+is an expression for the answer, such as `(24 - 6) / 3`. The verifier is that of mathematics
+(reward.name=math). Demonstrations are always right.
 
-Problems that are held out have templates of their own, so that what is measured is whether the
-model reads, and not whether it knows the sentences. Each operation occurs in both splits.
+The two splits have different templates of sentences. So an evaluation measures reading, not memory
+of sentences. Each operation occurs in both splits.
 """
 
 import random
@@ -20,30 +20,31 @@ NAMES = """Ada Ben Carla David Ella Farid Grace Hugo Ines Jonas Kira Liam Maya N
   Sam Tara Uma Victor Wendy""".split()
 THINGS = """apples books marbles stamps pencils cookies shells stickers balloons coins buttons cards
   flowers oranges beads photos tickets eggs""".split()
-# Templates: what is told, and the expression for what is asked. {n} and {m} are names, {x} and {y}
-# things. Those of the problems that are held out come behind the empty line of the file.
+# Templates, one a line: text of the problem, and expression of its answer. {n} and {m} are names,
+# {x} and {y} things, and {a} to {d} numbers. An empty line separates the two splits.
 TRAIN, HELD_OUT = (
   [tuple(line.split(" | ")) for line in part.splitlines()]
   for part in Path(__file__).with_suffix(".txt").read_text("utf-8").split("\n\n")
 )
-INSTANCES = 250  # problems of a template
-MOST, LARGEST = 60, 500  # Largest number in a problem, and in an answer.
+INSTANCES = 250  # Number of problems from each template.
+MOST, LARGEST = 60, 500  # Largest number in a problem, and largest answer.
 _TEMPLATES = (*TRAIN, *HELD_OUT)
 _CODE = [compile(expression, expression, "eval") for _, expression in _TEMPLATES]
 
 
 def problems(split: str) -> Problems:
-  """INSTANCES of each template of a split, "train" or "heldout"."""
+  """Returns the problems of a split, "train" or "heldout", template by template."""
   templates = np.arange(len(_TEMPLATES) * INSTANCES) // INSTANCES
   return Problems("word_problems", split, templates >= len(TRAIN), _make)
 
 
 def _make(number: int) -> Problem:
+  """Returns a problem by its number, with random names, things and numbers."""
   rng, (text, expression) = random.Random(number), _TEMPLATES[number // INSTANCES]
   answer = 0
-  while not (1 < answer <= LARGEST and answer == int(answer)):  # no rests
+  while not (1 < answer <= LARGEST and answer == int(answer)):  # The answer must be whole.
     numbers = {letter: rng.randint(2, MOST) for letter in "abcd"}
-    if numbers["a"] > numbers["b"] or "a - b" not in expression:  # no debts
+    if numbers["a"] > numbers["b"] or "a - b" not in expression:  # A difference must be positive.
       answer = eval(_CODE[number // INSTANCES], {}, numbers)
   (n, m), (x, y) = rng.sample(NAMES, 2), rng.sample(THINGS, 2)
   return dict(
@@ -55,5 +56,5 @@ def _make(number: int) -> Problem:
 
 
 def demonstration(problem: Problem, seed: int) -> str:
-  """Returns the expression for a problem's answer."""
+  """Returns the expression of a problem's answer. `seed` is not used."""
   return problem["expression"]
