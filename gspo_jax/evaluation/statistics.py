@@ -52,7 +52,7 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
 
 
 def accuracy_lines(benchmarks: Sequence[Benchmark], row: Row) -> Iterator[str]:
-  """Yields a line about each measured benchmark's accuracy.
+  """Yields a line about each benchmark's accuracy, if measured.
 
   Args:
     benchmarks: the benchmarks.
@@ -132,7 +132,7 @@ def _resamples(problems: int) -> np.ndarray:
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> dict[str, float]:
-  """Returns metrics for a value and the ends of its interval."""
+  """Returns metrics of a value and its interval."""
   return {name: float(value), f"{name}/low": float(low), f"{name}/high": float(high)}
 
 
