@@ -193,17 +193,7 @@ class Evaluator:
   def _sample(
     self, engine: Engine, sampling_round: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
-    """Samples problems of a round; yields chunks in order of completion.
-
-    Args:
-      engine: engine with loaded weights.
-      sampling_round: the round.
-      indices: indices of the problems.
-
-    Yields:
-      Indices of up to `eval.batch` finished problems; their trajectories, problem by problem; and
-      the seconds of sampling since the previous chunk.
-    """
+    """Yields chunks of up to `eval.batch` finished problems: (indices, trajectories, seconds)."""
     if not indices:
       return
     c, problems, environment = (
