@@ -1,7 +1,8 @@
-"""Command line before JAX is imported: --help, and configurations by name.
+"""Handles the command line before JAX and other libraries are imported, which takes seconds.
 
-The module imports the standard library only, and --help the declarations of keys too, so answers
-are immediate.
+The module imports the standard library alone. So a greeting, and messages about a wrong command
+line or missing libraries, appear at once. --help imports the declarations of keys too, which need
+JAX but no other library.
 """
 
 import ast
@@ -19,12 +20,13 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-LIBRARIES = dict(  # Some packages of each extra; if one is missing, the extra is not installed.
+# Some packages of each extra of setup.py. If one is missing, the extra is not installed.
+LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
 CONFIGS = Path(__file__).parents[1] / "configs"
-# Keys in --help, in this order.
+# Keys of the configuration in --help, in this order.
 HELP_KEYS = """
   job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
   rl.group_size rl.microbatches lora.rank rl_optimizer.learning_rate sampling.max_new_tokens
@@ -43,11 +45,11 @@ Flags:
   --config=NAME   a configuration below, or the path of a file; NAME:VARIANT for a variant
   --workdir=DIR   directory of the run, created if missing
   --config.KEY=VALUE  changes a key of the configuration
-  --dry_run       checks all inputs as a run does, prints changed keys, the model's size, memory
-                  per device, tokens, operations and a lower bound of time, and ends
-  --topology=v5p:4x4x4  with --dry_run: for these TPUs, or h100:8 for GPUs, not the local devices
-  --verbosity=1   tracebacks, and messages of libraries
-  --helpfull      flags of all libraries too
+  --dry_run       checks all inputs as a run does and writes nothing; prints the changed keys, the
+                  model's size, memory per device, tokens, operations and a lower bound of the time
+  --topology=v5p:4x4x4  checks a --dry_run for these TPUs (h100:8: GPUs), not the local devices
+  --verbosity=1   prints tracebacks and messages of libraries
+  --helpfull      lists the flags of all libraries too
 
 Configurations:
 {configs}
@@ -66,14 +68,16 @@ Examples:
 
 
 def config_names() -> list[str]:
-  """Lists the names of the package's configurations."""
+  """Returns the names of the package's configurations."""
   return sorted(path.stem for path in CONFIGS.glob("[!_]*.py") if path.stem != "common")
 
 
 def describe(path: Path) -> tuple[str, str, list[str]]:
   """Returns summary, hardware and variants of a configuration's file.
 
-  Hardware is "" if the docstring has no such line.
+  They are from its docstring. The summary is the first paragraph. The hardware is the text of a
+  line "Hardware: ...", or "". The variants are all names that follow the file's name, as in
+  "tiny.py:NAME".
   """
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
@@ -83,9 +87,9 @@ def describe(path: Path) -> tuple[str, str, list[str]]:
 
 
 def config_path(name: str) -> str:
-  """Replaces the name in `NAME:VARIANT` by the file's path.
+  """Replaces the name in NAME or NAME:VARIANT by its file's path.
 
-  Existing files and unknown names are returned unchanged.
+  Returns paths of existing files and unknown names unchanged.
   """
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
@@ -109,10 +113,11 @@ def resolve_config_flags(argv: Sequence[str]) -> list[str]:
 
 
 def begin(argv: Sequence[str]) -> None:
-  """Begins a run: handles signals and --help, and checks packages.
+  """Begins a run: handles signals and --help, checks packages, and prints a greeting.
 
-  Prints the first lines. Ends the process after --help, and if a package, --config or its file is
-  missing.
+  Ends the process after --help, and if a package, --config or its file is missing.
+
+  argv: command line, the program's name included.
   """
   stops.begin("ended; the same command continues from the files on disk")
   if HELP & set(argv[1:]):
@@ -133,7 +138,7 @@ def begin_command(extra: str) -> None:
 
 
 def _require_packages(extra: str) -> None:
-  """Ends the process if an extra's packages are missing."""
+  """Ends the process if an extra is not installed."""
   if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
     command = f"pip install '.[{extra}]'"
     sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: run {command} in the checkout\n")
@@ -141,7 +146,7 @@ def _require_packages(extra: str) -> None:
 
 
 def first_error(arguments: Sequence[str]) -> str:
-  """Returns the first error of a command line, "" without one."""
+  """Returns a message without --config or its file, else ""."""
   if not arguments:
     names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"
@@ -150,7 +155,10 @@ def first_error(arguments: Sequence[str]) -> str:
 
 
 def missing_file(name: str) -> str:
-  """Returns an error if the file of --config is missing, else ""."""
+  """Returns a message if --config names no file, else "".
+
+  name: value of --config.
+  """
   path = config_path(name).partition(":")[0]
   if os.path.isfile(path):
     return ""
@@ -171,7 +179,7 @@ def greeting(arguments: Sequence[str]) -> str:
   path, _, variant = config_path(config).partition(":")
   try:
     _, hardware, _ = describe(Path(path))
-  except (OSError, SyntaxError, ValueError):  # Reading the configuration reports the error.
+  except (OSError, SyntaxError, ValueError):  # The run itself will report the error.
     hardware = ""
   return start + (f"gspo_jax: {config} is for: {hardware}\n" if hardware and not variant else "")
 
@@ -195,7 +203,7 @@ def console() -> None:
 
 
 def _flag_values(arguments: Sequence[str]) -> dict[str, str]:
-  """Returns the values of flags with `=`."""
+  """Returns the values of flags written as --flag=value, by flag."""
   return dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
 
 
@@ -208,7 +216,7 @@ def _help_entry(name: str) -> str:
 
 
 def _entry(name: str, text: str, width: int) -> str:
-  """Formats a name and its wrapped text for the help."""
+  """Formats a name, in `width` columns, and its text for --help."""
   lines = textwrap.wrap(text, 98 - width) or [""]
   first = f"  {name:<{width - 3}} {lines[0]}"
   if len(name) > width - 3:

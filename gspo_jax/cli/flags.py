@@ -1,4 +1,4 @@
-"""Flags of all commands, --config and its keys, and one-line errors."""
+"""Parses the flags of all commands, above all --config, and reports errors in one line."""
 
 import dataclasses
 import os
@@ -22,17 +22,17 @@ from gspo_jax.settings.reading import kind_of, unknown_key_message
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.text import visible
 
-BAD_INPUT = 2  # Exit code for errors of the command line, or of a file named there.
+BAD_INPUT = 2  # Exit code for errors in the command line, or in a file that it names.
 
 
 def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
-  """Returns the configuration with the flags' changes.
+  """Returns the configuration, with changes by flags --config.KEY=VALUE.
 
-  The model is that of the weights, with the flags' changes, if a flag sets the weights or the file
-  sets no model. A variant of a file (NAME:VARIANT) keeps the file's model.
+  If a flag sets `weights`, or the file does not set `model`, the model is read from the weights.
+  Flags may still change its keys. If --config names a variant (NAME:VARIANT), the model stays as
+  in the file. An error ends the process with one line.
 
-  Args:
-    read_model: reads the model of a configuration's weights.
+  read_model: function from a configuration to the model of its weights.
   """
   config, changes = CONFIG.value, config_flags.get_override_values(flags.FLAGS["config"])
   try:
@@ -48,9 +48,9 @@ def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
 
 
 def refuse(error: Exception) -> NoReturn:
-  """Ends the process with code `BAD_INPUT` and a one-line message.
+  """Ends the process with an error's message in one line.
 
-  --verbosity=1 adds the traceback.
+  The exit code is `BAD_INPUT`. With --verbosity=1 it also prints the traceback.
   """
   logging.debug("", exc_info=error)
   if isinstance(error, OSError) and error.filename:
@@ -65,19 +65,20 @@ try:
     "config",
     None,
     "Configuration: its name, e.g. tiny, or the path of a file.",
-    # `parse` refuses unknown keys. New keys are options of the user's functions, or entries of a
-    # section like `data.template_arguments`.
+    # Keys without default are allowed: options of a user's own functions, and entries of a section
+    # such as `data.template_arguments`. `parse` refuses all other unknown keys.
     lock_config=False,
     accept_new_attributes=True,
   )
-except (flags.Error, UnicodeError) as error:  # The file of --flagfile is missing or malformed.
+except (flags.Error, UnicodeError) as error:  # A file of --flagfile is missing or malformed.
   flagfiles = [argument for argument in sys.argv if "flagfile" in argument]
   refuse(ValueError(f"{' '.join(flagfiles)}: {str(error).removeprefix('ERROR:: ')}"))
 
 
 def cache_compiled_programs() -> None:
-  """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or in ~/.cache/gspo_jax/compiled.
+  """Turns on JAX's cache of compiled programs, by default in ~/.cache/gspo_jax/compiled.
 
+  The environment variable JAX_COMPILATION_CACHE_DIR sets another directory, and
   JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
   """
   if jax.config.jax_compilation_cache_dir is None:
@@ -85,20 +86,22 @@ def cache_compiled_programs() -> None:
     if not home.is_absolute():  # Some containers have users without a home.
       return
     jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
-    # Small programs are cached too: there are many.
+    # Programs that compile fast are cached too, since a run has many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def filename() -> str:
-  """Returns the value of --config, its argument included."""
+  """Returns the value of --config, variant included."""
   return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 def read_config_file(name: str) -> dict[str, Any]:
-  """Returns the configuration of a file, without the command line's changes.
+  """Returns the configuration of a file, without changes by flags.
+
+  name: value of --config.
 
   Raises:
-    ValueError: the file is missing, or raises an error; the message names file and line.
+    ValueError: the file does not exist, or running it fails.
   """
   if problem := before_jax.missing_file(name):
     raise ValueError(problem)
@@ -108,7 +111,7 @@ def read_config_file(name: str) -> dict[str, Any]:
     return (get_config(argument) if argument else get_config()).to_dict()
   except ValueError as error:
     raise ValueError(f"--config={name}: {error}") from error
-  except Exception as error:  # The file is a user's program.
+  except Exception as error:  # The file is a program, which may raise any type.
     lines = [
       f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
     ]
@@ -120,11 +123,13 @@ def read_config_file(name: str) -> dict[str, Any]:
 
 
 def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str]:
-  """Parses flags, and returns the remaining arguments.
+  """Parses the command line into absl's flags, and returns the program's name.
 
   An error ends the process with one line.
 
-  check: called after parsing; raises ValueError for bad values of other flags.
+  Args:
+    argv: command line, the program's name included.
+    check: function called after parsing, which raises ValueError for invalid values of flags.
   """
   argv = before_jax.resolve_config_flags(argv)
   values = flags.FlagValues()
@@ -146,7 +151,10 @@ def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str
 
 
 def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
-  """Raises ValueError for a flag --config.KEY with an unknown key."""
+  """Raises ValueError for a flag --config.KEY with an unknown key.
+
+  values: the configuration of the file.
+  """
   keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
   if isinstance(values.get("objective"), Mapping):
     values = values | dict(objective=_with_user_options(argv, values["objective"]))
@@ -155,13 +163,17 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
     for part in key.split("."):
       if not isinstance(section, Mapping):
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
-      if part not in section and kind_of(path[:-1]) is not dict:  # Such sections take any name.
+      # A section of kind dict takes any key.
+      if part not in section and kind_of(path[:-1]) is not dict:
         raise ValueError(unknown_key_message(path, part, section))
       section, path = section.get(part), f"{path}{part}."
 
 
 def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds options of a user's loss and estimator to `objective`."""
+  """Adds options of a user's own loss and estimator to `objective`.
+
+  Their values are None if the file does not set them.
+  """
   names = {}
   for argument, following in zip(argv, [*argv[1:], ""]):
     if match := re.fullmatch(r"--?config\.objective\.(name|advantage)(?:=(.*))?", argument):
@@ -171,7 +183,7 @@ def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str,
 
 
 def _flag_error(error: Exception) -> str:
-  """Returns the error message of a flag, with the valid values of its key."""
+  """Returns the message of a flag's error, with its key's valid values."""
   cause = error.__context__
   key = re.match(r"flag --config\.([\w.]+)=", str(error))
   if key and cause and (kind := kind_of(key[1])):
