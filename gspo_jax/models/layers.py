@@ -225,7 +225,7 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
 
   def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
     scores = declared._replace(sink_N=sink_N)
-    # The length of a row, a path, or trunk and branch together chooses the formulation.
+    # The formulation depends on the length of a row, of a path, or of a trunk with a branch.
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches

@@ -152,9 +152,9 @@ def attend_self(
 class Tree(NamedTuple):
   """Layout of a group of responses with a shared prompt: [trunk, branch, branch, ...].
 
-  The trunk is the prompt except its last token. That token begins every branch, since the token to
-  predict after it differs. A branch attends to the trunk and itself. The layout of a group is one
-  long sequence, stored as `branches` consecutive rows of equal length.
+  The trunk is the prompt except its last token. That token begins every branch, since the token
+  after it differs between branches. A branch attends to the trunk and itself. The layout of a group
+  is one long sequence, stored as `branches` consecutive rows of equal length.
   """
 
   trunk: int  # S, positions of the trunk; a multiple of `branches`.
@@ -380,9 +380,9 @@ def attend_cudnn(
 ) -> jax.Array:
   """Attends with cuDNN's flash attention, for unpacked rows.
 
-  Such rows need a causal mask only: no token sees the padding after it. Other rows, such as packed
-  ones, would need a mask of [T, T] values. A batch with any of them runs `blockwise` instead,
-  chosen at run time.
+  An unpacked row is one segment, then padding. It needs a causal mask only, since no token sees the
+  padding after it. Packed rows would need a mask of [T, T] values: if a batch has any of them, it
+  runs `blockwise` instead, chosen at run time.
   """
   earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 

@@ -36,7 +36,8 @@ def attend(
   Returns outputs [B, N, H], and the cache, updated in place. A row's pages up to its position, or
   those in its window, are copied to the vector memory once, each while the previous page is
   computed. Of the last page, the hardware tile of positions with the new one is written back.
-  Keys and values in int8 are never scaled: their scales multiply scores and attention weights.
+  Keys and values in int8 are not scaled: their scales multiply scores and attention weights
+  instead.
 
   Args:
     q_BNH: queries, already multiplied by `scores.scale`.
@@ -48,7 +49,7 @@ def attend(
     interpret: whether to run in Pallas' interpreter, without a TPU.
   """
   (B, N, H), (l, p, K, *_) = q_BNH.shape, stored[0].shape
-  # Layers become pages l·p + page of one array: a slice would copy the layer.
+  # The pages of all layers are one axis of l·p: slicing a layer would copy it.
   pages = [x.reshape(l * p, *x.shape[2:]) for x in stored]
   q_BKnH, width = q_BNH.reshape(B, K, N // K, H), table_Bn.shape[1]
   sinks, sink_specs = _sinks(scores.sink_N, K)

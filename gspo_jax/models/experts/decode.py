@@ -1,8 +1,8 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
 The tokens of a decode step are small beside the experts, so experts may be split over more chips
-than in training, and the tokens are sent to them. `moe.experts` does so if an expert has at most
-`moe.FEW` assignments in the mean.
+than in training, and the tokens are sent to them. `moe.experts` does so if experts have at most
+`moe.FEW` assignments on average.
 """
 
 import math

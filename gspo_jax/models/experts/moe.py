@@ -146,11 +146,12 @@ def choose_experts(
 ) -> jax.Array:
   """Returns the k experts with the highest scores, int32 [B, T, k].
 
-  With `router.groups`, only experts of the best groups are candidates: a group's score is the sum
-  of its two highest scores. Axes: g groups, e experts of a group, j chosen groups.
+  With `router.groups_per_token` < `router.groups`, only experts of the best groups are candidates.
+  A group's score is the sum of its two highest biased scores. Axes: g groups, e experts of a group,
+  j chosen groups.
 
   bias_E: bias on scores; it does not affect gate weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
-    None: no bias.
+    None means 0.
   """
   router = config.router
   choice_BTE = score_BTE if bias_E is None else score_BTE + bias_E[None, None]
@@ -187,7 +188,7 @@ def choose(implementation: str, load: float = math.inf):
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """Returns the argument `apply` of `experts_of_few`."""
+  """Returns the product with local experts, `apply` of `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   if implementation == "auto" and sharding.platform() == "gpu":

@@ -135,7 +135,7 @@ def _plan(
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
   if config.tie_word_embeddings and head in files.file_of:
     if embed in files.file_of:
-      twin = head
+      twin = head  # Both are read, and must be equal.
     else:
       names = names | {"embed": names["head"]}
   names = mxfp4.names_in(files.file_of, names)
