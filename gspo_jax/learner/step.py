@@ -109,7 +109,7 @@ def _rl_step(
   critic_config: CriticConfig | None,
   apply_to_critic: Callable | None,
 ) -> Callable:
-  """Builds the function of `make_rl_step`; arguments as in `_step`."""
+  """Builds the function of `make_rl_step`, once for equal arguments."""
 
   def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
     (policy, critic), batch = trained, part(i)
@@ -144,7 +144,7 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def relative_weight(batch, hyperparameters):
-    # The loss's denominator depends on masks alone, so any log-probs will do.
+    # The loss's denominator does not depend on log-probs, so any will do.
     zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)
     total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
@@ -290,7 +290,7 @@ def _step(
   number of micro-batches affects memory only, except for the load-balance loss, which is a product
   of two means per micro-batch.
 
-  If the gradient is 0, nothing is updated; Adam would follow its momentum. `updates_skipped` counts
+  A gradient of 0 changes nothing: Adam would otherwise apply its momentum. `updates_skipped` counts
   non-finite updates, and with `on_nonfinite=stop` all later ones.
 
   Args:
@@ -340,10 +340,10 @@ def _step(
 
 
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
-  """Marks policy and critic: each replica keeps its own gradient (replicas.py).
+  """Gives each replica its own gradient of policy and critic (replicas.py).
 
-  Adapters and the critic's head are not marked. Their gradients are small, and are summed over
-  replicas in every micro-batch.
+  These gradients are summed over replicas once per update. Those of adapters and the critic's head
+  are small, and are summed in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

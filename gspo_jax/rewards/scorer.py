@@ -4,12 +4,12 @@ A verifier is a module. `settings.rewards.VERIFIERS` lists those of this package
 has the module `user_function`. Members of the module:
 
 - `OUTCOMES`: names of all outcomes of a response, such as "right", "wrong" and "timeout".
-- `UNKNOWN`, optional: outcomes without a verdict on the response; by default ("crash",).
+- `UNKNOWN`, optional: outcomes without a verdict on the response, besides "crash".
 - `open_verifier`: context manager of a `Verify` function. Its parameters are named like keys of
   section `reward`. The function may have an attribute `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: returns a normalised gold answer if it is a word, else None. A frequent
-  word among gold answers may be a placeholder for a missing answer.
+- `word(text)`, optional: returns a normalised gold answer if it is a word, else None. A run warns
+  of a frequent word, which may stand for missing answers.
 - `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
 """
 
@@ -59,8 +59,8 @@ class Scores:
   """Rewards of B responses, with the verifier's outcomes."""
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
-  # Number of responses with each outcome (right, wrong, timeout, ...), with a verdict flipped by
-  # noise, and with the required format.
+  # Counts of responses by outcome (right, wrong, timeout, ...). Verdicts flipped by noise, and
+  # responses in the required format, are counted too.
   outcomes: Mapping[str, int]
   correct: np.ndarray  # 1 for responses right without noise and additions, else 0, float32 [B].
   # Outcome and reason of responses without a verdict, by index in the batch. They are neither right
@@ -68,7 +68,7 @@ class Scores:
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Rewards of each response's lines, float32 [U], with sum `reward`; None without `per_line`.
   lines: Sequence[np.ndarray] | None = None
-  # Verifier's values before noise and additions, float32 [B]; None if equal to `correct`.
+  # Verifier's values before noise and additions, float32 [B]; None means `correct`.
   values: np.ndarray | None = None
   line_values: Sequence[np.ndarray] | None = None  # `lines` before noise and additions.
 

@@ -53,7 +53,7 @@ class Checkpointer:
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Opens the directory. Raises DamagedError if a checkpoint's metrics are unreadable."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
-    # The metric that selects the best checkpoint, and the factor for which larger is better.
+    # Metric that ranks checkpoints. Times the sign, the largest value is the best.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._last = time.monotonic()  # Start of the last save.
     self._mirror = Mirror(workdir, config.directory)
@@ -114,7 +114,7 @@ class Checkpointer:
       like: returns the abstract state, for the layout of the restored arrays.
 
     Raises:
-      ValueError: all checkpoints are damaged; the message says what to do.
+      ValueError: all checkpoints are damaged, or one has other arrays; the message says what to do.
       DamagedError: one of several hosts cannot read its shards.
     """
     damaged: list[epath.Path] = []
@@ -125,7 +125,7 @@ class Checkpointer:
         if jax.process_count() > 1 and error.__cause__:
           raise  # Other hosts may be able to read their shards.
         if hosts.is_first():
-          sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
+          sys.stderr.write(f"checkpoint {error.path} is damaged and skipped: {error.why}\n")
         damaged.append(error.path)
         continue
       self._set_aside(damaged)
@@ -214,7 +214,7 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the metric of the best checkpoint, times its sign. -inf if not measured."""
+    """Returns the metric that ranks checkpoints, times its sign. -inf if not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:

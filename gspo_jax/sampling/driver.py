@@ -2,8 +2,8 @@
 
 Environments run on the first host only; `conversations` checks their answers, and the driver
 broadcasts them to the other hosts. Each finished turn goes to its environment at once, and the next
-turn is submitted as soon as the environment has answered. So no decoding slot waits for another
-trajectory.
+turn is submitted as soon as the environment has answered. With `workers`, other trajectories are
+sampled meanwhile.
 """
 
 import collections
@@ -84,9 +84,9 @@ class Driver:
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
-    If an environment or a response fails, its trajectory finishes with `failure` set. The driver
-    ends with this call. Unfinished trajectories keep their tokens; to resume them, pass them to
-    `begin` of a new driver.
+    If an environment or a response fails, its trajectory finishes with `failure` set. A driver runs
+    once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new
+    driver.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -136,7 +136,7 @@ class Driver:
     After a whole turn, starts the environment's step.
 
     Raises:
-      ValueError: the workload needs the support of each token, and the engine returns none.
+      ValueError: the workload needs each token's candidates (support), and the engine returns none.
     """
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(

@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_phase_or_step_is_set_aside(name, tmp_path, caps
   with pytest.raises(ValueError, match="no undamaged checkpoint: restore one"):
     checkpoints.restore_newest(lambda: like)
   stderr = capsys.readouterr().err
-  assert f"{place} is damaged and set aside: it was written as step 1 of rl" in stderr
+  assert f"{place} is damaged and skipped: it was written as step 1 of rl" in stderr
 
 
 def test_a_checkpoint_without_the_names_of_its_arrays_is_damaged(tmp_path):

@@ -96,7 +96,7 @@ def test_a_changed_file_is_harmless_or_sets_its_checkpoint_aside(change, whole, 
     stderr = capsys.readouterr().err
     assert (step.parent / "damaged_2").is_dir() == (used[-1] == 1)
     if used[-1] == 1:
-      assert f"checkpoint {step} is damaged and set aside: " in stderr and stderr.count("\n") == 1
+      assert f"checkpoint {step} is damaged and skipped: " in stderr and stderr.count("\n") == 1
     assert used[-1] == 1 or str(name) != "host/metadata"
     assert used[-1] == 1 or len(content) < 10_000, "it is the one with the values"
   assert used.count(1) >= 4
@@ -116,7 +116,7 @@ def test_every_bit_of_the_values_counts(whole, copy, capsys):
     assert "x is not what was written" in capsys.readouterr().err
   workdir, step = copy("gone", 2)
   (step / name).unlink()
-  assert resume_step(workdir) == 1 and "damaged and set aside: " in capsys.readouterr().err
+  assert resume_step(workdir) == 1 and "damaged and skipped: " in capsys.readouterr().err
   save(workdir, 2)  # It can be written again.
   assert resume_step(workdir) == 2
 

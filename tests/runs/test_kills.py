@@ -64,9 +64,9 @@ def test_without_its_cold_start_and_its_last_checkpoint_it_goes_on(untouched, tm
   (workdir / "checkpoints/rl/5/host/metadata").write_text("{}")
   stderr = run(workdir, *SMALL, *RUN)
   assert "checkpoints/sft is missing; RL has checkpoints and resumes without it\n" in stderr
-  newest = f"checkpoint {workdir}/checkpoints/rl/6 is damaged and set aside: "
+  newest = f"checkpoint {workdir}/checkpoints/rl/6 is damaged and skipped: "
   assert " is not what was written" in stderr.partition(newest)[2].partition("\n")[0]
-  assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and set aside:" in stderr
+  assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and skipped:" in stderr
   assert_same_run(workdir, untouched, 6)
 
 

@@ -48,7 +48,7 @@ def test_two_hosts(tmp_path):
     lambda i: [sys.executable, __file__, str(workdir), str(paths[i])], devices=1, timeout=120
   )
   first, second = (json.loads(path.read_text()) for path in paths)
-  assert first.pop("said").count("is damaged and set aside") == 1 and second.pop("said") == ""
+  assert first.pop("said").count("is damaged and skipped") == 1 and second.pop("said") == ""
   assert first == second
   assert first["correct"] == [1.0, 0.0] and first["outcomes"] == dict(right=1, timeout=1)
   assert first["unknown"] == [False, True]

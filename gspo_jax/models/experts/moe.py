@@ -3,8 +3,8 @@
 The router is computed on global arrays, outside of `shard_map`. Inside `shard_map`, devices on the
 mesh axis "expert" gather each other's tokens. Each device applies its local experts to the tokens
 that chose them, and the sums over devices are scattered back. An assignment is a pair of a token
-and an expert it chose. A device with more assignments than rows in its buffers loops, so none is
-dropped. The experts' matrix products have five `IMPLEMENTATIONS`:
+and an expert it chose. If a device has more assignments than its buffers have rows, it fills them
+several times, so none is dropped. The experts' matrix products have five `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block for one expert: for many tokens on CPU
   batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
@@ -13,9 +13,9 @@ dropped. The experts' matrix products have five `IMPLEMENTATIONS`:
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
 Their arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the weights of n
-local experts, and `sink`, an unread argument whose gradient is that of the weights. Index n means
-an expert of another device. They return Σ_k gate_k · expert_{index_k}(x) over the local experts,
-[X, D] in x's dtype.
+local experts, and `sink`. No value of `sink` is used, but it gets the gradient of the weights, in
+its own dtype. Index n means an expert of another device. The result is the sum over local experts,
+Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
 """
 
 import functools
@@ -58,7 +58,8 @@ IMPLEMENTATIONS = dict(
   triton=apply_triton,
 )
 KERNELS = (apply_megablox, apply_triton)
-FEW = 256  # `batched` on CPU, and `experts_of_few`, run for at most this mean load of an expert.
+# Maximum mean number of assignments per expert for `batched` on CPU and for `experts_of_few`.
+FEW = 256
 
 
 @flax.struct.dataclass
@@ -95,7 +96,7 @@ def route(
   replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
     are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
     R2 and R3 of arXiv:2512.01374). None means no replay.
-  choice_bias_E, bias_E: biases on scores, for the choice alone, and on logits. None means 0.
+  choice_bias_E: bias on the scores, for the choice alone. bias_E: bias on the logits. None means 0.
   """
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
@@ -204,10 +205,10 @@ def choose_for_few(implementation: str, load: float) -> Callable:
 
 @flax.struct.dataclass
 class Gathered:
-  """Experts' weights, whole over D, [copies, E, ...].
+  """Experts' weights, not split over D, [copies, E, ...].
 
-  The first axis has a copy for each pair of positions on the mesh axes "data" and "fsdp". So each
-  position has a separate gradient.
+  The first axis has one copy for each pair of positions on the mesh axes "data" and "fsdp". So each
+  pair has a separate gradient.
   """
 
   weights: ExpertWeights | GroupedWeights
@@ -294,8 +295,8 @@ def experts(
       weights = jax.tree.map(lambda w: w[0], weights.weights)
     else:
       weights = _gathered(weights, split, joins)
-    # The gradient of `sink` is that of the weights. Sums of gradients over chunks or blocks need a
-    # float32 sink; grouped kernels add up in float32 inside.
+    # Gradients of the weights have the dtype of `sink`. Sums over chunks or blocks need float32.
+    # Grouped kernels sum in float32 themselves.
     in_kernel = joins and not 0 < chunk < B * T
     sink = weights if in_kernel else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
