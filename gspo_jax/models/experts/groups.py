@@ -97,7 +97,7 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
   size, out_size = x_RD.dtype.itemsize, dtype.itemsize
   tiles, hbm_bytes = product_tiles(R, inner, outer, len(w_EDF), size, out_size, _vector_memory())
-  with jax.named_scope(f"hbm_bytes={hbm_bytes}"):
+  with jax.named_scope(f"hbm_bytes={hbm_bytes}"):  # `aot` reads this name.
     return gmm(
       x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
     )
@@ -230,10 +230,11 @@ def _bias_gradient(d_RF: jax.Array, count_E: jax.Array, dtype: Any) -> jax.Array
 
 
 def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
+  """Returns outputs [X, D] and residuals."""
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
   multiply, first = kernels.multiply, ()
-  if kernels.saves_hidden:
+  if kernels.saves_hidden:  # Outside the loop, whose values cannot be residuals.
     row_R, _, count_E = _piece(pieces, R, k, 0, X)
     first = _hidden(multiply, _rows(x_XD, row_R), w, count_E)
     first = tuple(checkpoint_name(x, HIDDEN) for x in first)
@@ -252,6 +253,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
 
 
 def _grouped_backward(kernels, residuals, dy_XD):
+  """Returns gradients of x, gate weights and sink; experts and w have none."""
   x_XD, gate_Xk, experts_Xk, w, sink, first = residuals
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
@@ -264,15 +266,15 @@ def _grouped_backward(kernels, residuals, dy_XD):
     x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
     dh_RF = multiply(dy_RD, w.down, count_E, True)
     a_RF, u_RF = _apart(hidden or _hidden(multiply, x_RD, w, count_E))
-    h_RF, *hidden = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1, w.activation)
+    h_RF, *dhidden = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1, w.activation)
     dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
-    hidden = hidden if len(w.gate_up) == 2 else [jnp.concatenate(hidden, axis=1)]
-    parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.gate_up)]
+    dhidden = dhidden if len(w.gate_up) == 2 else [jnp.concatenate(dhidden, axis=1)]
+    parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(dhidden, w.gate_up)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
-    none = (None,) * len(hidden)
+    none = (None,) * len(dhidden)
     dw = dw or w.replace(gate_up=none, down=None, biases=none)  # Before the first piece, no total.
-    gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.gate_up)]
-    biases = [_bias_gradient(d, count_E, dtype) for d in hidden if w.biases]
+    gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(dhidden, dw.gate_up)]
+    biases = [_bias_gradient(d, count_E, dtype) for d in dhidden if w.biases]
     biases = [d if total is None else total + d for d, total in zip(biases, dw.biases)]
     down = outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down)
     dw = w.replace(gate_up=tuple(gate_up), down=down, biases=tuple(biases))
@@ -289,6 +291,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
+  """Applies experts; `moe` documents arguments and result."""
   if isinstance(w, ExpertWeights):
     w, sink = separate(w), separate(sink)
   return _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink)
