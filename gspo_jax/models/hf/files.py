@@ -23,7 +23,7 @@ from gspo_jax.models.hf.ranges import DTYPES, RangedFile
 from gspo_jax.system import hub
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-IGNORED = ".rotary_emb.inv_freq"  # Name's end of a constant in old Llama checkpoints.
+IGNORED = ".rotary_emb.inv_freq"  # Suffix of a constant's name in old Llama checkpoints.
 _FLOATS = [tag for tag in DTYPES if tag != "U8"]
 _TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}  # NumPy's -> safetensors' name.
 
@@ -105,7 +105,8 @@ class Files:
   def fetch(self, needed: Mapping[str, int]) -> None:
     """Downloads files of a repository to be read almost in full.
 
-    These are files of which 90 % or more are needed.
+    These are files with 90 % or more of their elements needed.
+
     needed: number of elements to read, by tensor.
 
     Raises ValueError as `hub.Repository.download`.
@@ -130,7 +131,10 @@ class Files:
     return Entry(name, tuple(header.get_shape()), np.dtype(DTYPES[header.get_dtype()]))
 
   def size_of(self, needed: Mapping[str, int]) -> int:
-    """Returns the bytes of numbers of elements, by tensor."""
+    """Returns the total bytes of elements to read.
+
+    needed: number of elements to read, by tensor in the files.
+    """
     return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
 
   def _itemsize(self, name: str) -> int:
@@ -145,7 +149,7 @@ class Files:
       collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
 
   def stored(self, name: str, shape: tuple[int, ...]) -> Shapes:
-    """Returns names and shapes in the files: of two tensors in MXFP4."""
+    """Returns the stored tensors of a tensor, by name: two for MXFP4, else itself."""
     return mxfp4.stored(name, shape) if self._is_packed(name) else {name: shape}
 
   def _is_packed(self, name: str) -> bool:
@@ -153,9 +157,9 @@ class Files:
     return name not in self.file_of and f"{name}_blocks" in self.file_of
 
   def in_files(self, needed: Mapping[str, int]) -> dict[str, int]:
-    """Converts numbers of elements to numbers in the files.
+    """Converts numbers of elements of tensors to numbers of stored elements.
 
-    They differ for MXFP4, where a tensor is stored as two (`stored`).
+    They differ for MXFP4, where files have two tensors for one (`stored`).
     """
     elements: dict[str, int] = collections.Counter()
     for name, count in needed.items():
@@ -250,7 +254,7 @@ class Entry(NamedTuple):
 
 
 def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
-  """Distributes entries to files of at most `most_bytes`.
+  """Distributes tensors to files of at most `most_bytes`.
 
   Returns the entries by name of file, in their order. A larger tensor has a file for itself.
   """
