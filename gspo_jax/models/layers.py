@@ -12,7 +12,7 @@ from gspo_jax.models.attention import attention, pages, positions
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.attention.attention import Paths, Scores, Tree
 from gspo_jax.models.int8 import Int8, is_int8, project
-from gspo_jax.models.weights import Attention, Dense, InStack, Weight
+from gspo_jax.models.weights import Attention, Dense, ExtendedMoe, InStack, Weight
 from gspo_jax.settings.model import ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -88,6 +88,14 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
   a_BTF = project("BTD,DF->BTF", x_BTD, w.gate, split)
   u_BTF = project("BTD,DF->BTF", x_BTD, w.up, split)
   return project("BTF,FD->BTD", activation(a_BTF) * u_BTF, w.down, P(BATCH))
+
+
+def shared_experts(x_BTD: jax.Array, w: ExtendedMoe) -> jax.Array:
+  """Computes the experts of every token, times a sigmoid gate if there is one."""
+  y_BTD = feed_forward(x_BTD, w.shared, jax.nn.silu)
+  if w.shared_gate is None:
+    return y_BTD
+  return jax.nn.sigmoid(project("BTD,DO->BTO", x_BTD, w.shared_gate, P(BATCH))) * y_BTD
 
 
 def gather(table: Any, block: Any, dtype: Any) -> Any:

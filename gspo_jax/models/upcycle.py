@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.models import transformer
-from gspo_jax.models.families.declaration import pre_norm_table
+from gspo_jax.models.families.declaration import Block
 from gspo_jax.models.families.lookup import family
 from gspo_jax.models.weights import Dense, Moe, Params
 from gspo_jax.settings.model import ModelConfig
@@ -40,7 +40,7 @@ def upcycle(
   Raises:
     ValueError: the model already has experts, or other layers.
   """
-  if config.num_experts or family(config).block_table is not pre_norm_table:
+  if config.num_experts or family(config).block is not Block:
     raise ValueError(
       f"model.num_experts={config.num_experts}, model.family={config.family!r}: only a dense model "
       "with norms of inputs alone, such as Llama or Qwen3, can be upcycled"

@@ -6,6 +6,7 @@ shardings and compute dtypes derive from it. `structs` defines the letters; O is
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -78,6 +79,23 @@ class Moe:
   gate: Any  # l E D F
   up: Any  # l E D F
   down: Any  # l E F D
+
+
+@flax.struct.dataclass
+class BiasedMoe(Moe):
+  router_bias: Any  # l E
+  gate_bias: Any  # l E F
+  up_bias: Any  # l E F
+  down_bias: Any  # l E D
+
+
+@flax.struct.dataclass
+class ExtendedMoe(Moe):
+  """A mixture of experts with further parts, each None where it is absent."""
+
+  choice_bias: Any  # l E, with `router.choice_bias`
+  shared: Dense | None  # Of every token, with `router.shared_width`
+  shared_gate: Any  # l D 1
 
 
 class InStack(NamedTuple):
@@ -163,25 +181,18 @@ def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
 
 
 def attention_table(
-  c: ModelConfig,
-  w: functools.partial,
-  norm: float,
-  wide_norm: bool = False,
-  norm_heads: bool = False,
-  o_bias: bool = False,
+  c: ModelConfig, w: functools.partial, norm: Mapping[str, Any], norm_heads: bool, o_bias: bool
 ) -> Attention:
   """Declares the weights of grouped-query attention.
 
   w: constructor from `weight_factory`.
-  norm: initial value of the norms' scales.
-  wide_norm: whether computations use these scales in float32.
+  norm: options of `Weight` for the scales of the norms of queries and keys.
   norm_heads: whether one norm is over all heads together, instead of one over each head.
   o_bias: whether the output projection has a bias.
   """
 
   def scale(heads: str) -> Weight | None:
-    letters = f"l{heads}H" if norm_heads else "lH"
-    return w(letters, constant=norm, wide=wide_norm) if c.qk_norm else None
+    return w(f"l{heads}H" if norm_heads else "lH", **norm) if c.qk_norm else None
 
   extended = o_bias or c.scores.sinks
   further = dict(o_bias=w("lD") if o_bias else None, sink=w("lN") if c.scores.sinks else None)
@@ -204,15 +215,34 @@ def dense_table(w: functools.partial) -> Dense:
   return Dense(gate=w("lDF", fan_in="D"), up=w("lDF", fan_in="D"), down=w("lFD", fan_in="F"))
 
 
-def moe_table(w: functools.partial) -> Moe:
-  """Declares a router and gated experts."""
-  return Moe(
-    # Wide, since rounding would change the chosen experts. Whole, since each device routes its own
-    # tokens over all experts.
-    router=w("lDE", fan_in="D", wide=True, whole=True),
+def moe_table(c: ModelConfig, w: functools.partial, number: int, biases: bool) -> Moe:
+  """Declares a router, gated experts and the further parts of `model.router`.
+
+  w: constructor from `weight_factory`.
+  number: number of layers in the stack.
+  biases: whether the products of router and experts have biases.
+  """
+  # Wide, since rounding would change the chosen experts. Whole, since each device routes its own
+  # tokens over all experts.
+  whole = dict(wide=True, whole=True)
+  parts = dict(
+    router=w("lDE", fan_in="D", **whole),
     gate=w("lEDF", fan_in="D"),
     up=w("lEDF", fan_in="D"),
     down=w("lEFD", fan_in="F"),
+  )
+  if biases:
+    # The one of down is added outside the experts' products.
+    matrices = dict(gate_bias=w("lEF"), up_bias=w("lEF"), down_bias=w("lED", **whole))
+    return BiasedMoe(**parts, router_bias=w("lE", **whole), **matrices)
+  has_bias, width = c.router.choice_bias != "none", c.router.shared_width
+  if not has_bias and not width:
+    return Moe(**parts)
+  return ExtendedMoe(
+    **parts,
+    choice_bias=w("lE", **whole) if has_bias else None,
+    shared=dense_table(weight_factory(c, l=number, F=width)) if width else None,
+    shared_gate=w("lDO", fan_in="D") if width and c.router.shared_gate else None,
   )
 
 

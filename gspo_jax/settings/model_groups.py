@@ -79,9 +79,7 @@ class RouterConfig:
 
   def __post_init__(self):
     ranges.check(self, "model.router")
-    wrong = [
-      (self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}"),
-    ]
+    wrong = [(self.groups_per_token > self.groups, "{groups_per_token} must be at most {groups}")]
     ranges.refuse(self, "model.router", wrong)
 
 

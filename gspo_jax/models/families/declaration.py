@@ -8,13 +8,11 @@ from typing import Any
 import flax.struct
 import jax
 
-from gspo_jax import sharding
 from gspo_jax.models import layers, weights
 from gspo_jax.models.experts.blocks import Activation, swiglu
 from gspo_jax.models.layers import Norm, rms_norm
 from gspo_jax.models.weights import Attention, Dense, Moe
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.sharding import BATCH, P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,31 +38,8 @@ class Architecture:
 
 
 @flax.struct.dataclass
-class ExtendedMoe(Moe):
-  """A mixture of experts with further parts, each None where it is absent."""
-
-  choice_bias: Any  # l E, with `router.choice_bias`
-  shared: Dense | None  # Of every token, with `router.shared_width`
-  shared_gate: Any  # l D 1
-
-
-def moe_table(c: ModelConfig, w: functools.partial, number: int) -> Moe:
-  """Declares a router, gated experts and the further parts of `model.router`."""
-  moe, width = weights.moe_table(w), c.router.shared_width
-  if c.router.choice_bias == "none" and not width:
-    return moe
-  parts = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
-  return ExtendedMoe(
-    **parts,
-    choice_bias=w("lE", wide=True, whole=True) if c.router.choice_bias != "none" else None,
-    shared=weights.dense_table(weights.weight_factory(c, l=number, F=width)) if width else None,
-    shared_gate=w("lDO", fan_in="D") if width and c.router.shared_gate else None,
-  )
-
-
-@flax.struct.dataclass
 class Block:
-  """A layer with norms before its parts."""
+  """Weights of a layer with norms before attention and feed-forward layer."""
 
   attention_norm: Any  # l D
   attention: Attention
@@ -72,83 +47,92 @@ class Block:
   ffn: Dense | Moe
 
 
-def pre_norm_table(
-  c: ModelConfig,
-  is_moe: bool,
-  number: int,
-  *,
-  norm_heads: bool = False,
-) -> Block:
-  """Declares the weights of `number` layers of one kind, stacked.
-
-  norm_heads: whether q/k norms are over all heads together.
-  """
-  width = c.moe_intermediate_size if is_moe else c.intermediate_size
-  w = weights.weight_factory(c, l=number, F=width)
-  return Block(
-    attention_norm=w("lD", constant=1.0),
-    attention=weights.attention_table(c, w, norm=1.0, norm_heads=norm_heads),
-    ffn_norm=w("lD", constant=1.0),
-    ffn=moe_table(c, w, number) if is_moe else weights.dense_table(w),
-  )
-
-
-def pre_norm(
-  x_BTD: jax.Array, block: Any, config: ModelConfig, attend: Callable, experts: Callable
-):
-  """x + attention(norm(x)), then x + ffn(norm(x)); see `Family`."""
-  y_BTD = rms_norm(x_BTD, block.attention_norm, config.rms_norm_eps)
-  y_BTD, cache = attend(y_BTD, block.attention, rms_norm)
-  x_BTD = layers.add(x_BTD, y_BTD, config)
-  y_BTD = rms_norm(x_BTD, block.ffn_norm, config.rms_norm_eps)
-  y_BTD, experts_BTk, stats = feed_forward(y_BTD, block.ffn, experts)
-  return layers.add(x_BTD, y_BTD, config), cache, experts_BTk, stats
-
-
-def feed_forward(y_BTD: jax.Array, ffn: Dense | Moe, experts: Callable):
-  """SwiGLU of a dense layer or of experts; chosen experts, router statistics."""
-  if isinstance(ffn, Dense):
-    return layers.feed_forward(y_BTD, ffn, jax.nn.silu), None, None
-  z_BTD, experts_BTk, stats = experts(y_BTD, ffn)
-  if isinstance(ffn, ExtendedMoe) and ffn.shared:
-    z_BTD = z_BTD + shared_experts(y_BTD, ffn)
-  return z_BTD, experts_BTk, stats
-
-
-def shared_experts(y_BTD: jax.Array, ffn: ExtendedMoe) -> jax.Array:
-  """SwiGLU for every token, times a sigmoid gate if there is one."""
-  z_BTD = layers.feed_forward(y_BTD, ffn.shared, jax.nn.silu)
-  if ffn.shared_gate is None:
-    return z_BTD
-  gate_BT1 = sharding.project("BTD,DO->BTO", y_BTD, ffn.shared_gate, P(BATCH))
-  return jax.nn.sigmoid(gate_BT1) * z_BTD
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """Functions and tables in which families differ; `transformer` has the rest.
+  """Declares the differences of a family of models; `transformer` has the rest.
 
   architectures: by their model_type in config.json.
-  names: entries of NAMES under which its files differ.
-  block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
-    for a run of layers, stacked on l.
-  layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
-    None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
-    weights of a MoE layer)` are bound to the pass: positions, cache, precision.
+  names: entries of NAMES that differ in the family's files.
+  block: dataclass of a layer's weights. It has `attention`, `ffn`, and any of the norms before them
+    (`attention_norm`, `ffn_norm`) and after them (`attention_post_norm`, `ffn_post_norm`).
   norm: norm of queries and keys, of each layer and of the last hidden states.
-  final_norm: (weight factory) -> the weight of the last norm.
+  norm_scale: options of `Weight` for the scales of these norms.
+  norm_heads: whether q/k norms are over all heads together.
+  biases: whether experts have biases, and with `attention_bias` the output projection too.
+  experts: layers that may have experts: "any", "none" or "all".
+  dense_activation: activation of dense layers, of their gate.
+  activation: activation of experts, of their gate and up.
   embed_scale: (config) -> factor on rows of the embedding.
-  activation: of experts.
   """
 
   architectures: Mapping[str, Architecture]
   names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-  block_table: Callable[[ModelConfig, bool, int], Any] = pre_norm_table
-  layer: Callable[..., tuple[jax.Array, Any, jax.Array | None, Any]] = pre_norm
+  block: type = Block
   norm: Norm = rms_norm
-  final_norm: Callable[[Any], weights.Weight] = lambda w: w("D", constant=1.0)
-  embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
+  norm_scale: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(constant=1.0))
+  norm_heads: bool = False
+  biases: bool = False
+  experts: str = "any"
+  dense_activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
   activation: Activation = swiglu
+  embed_scale: Callable[[ModelConfig], float] = lambda config: config.multipliers.embedding
+
+  def final_norm(self, w: functools.partial) -> weights.Weight:
+    """Declares the scale of the last norm."""
+    return w("D", **self.norm_scale)
+
+  def block_table(self, c: ModelConfig, is_moe: bool, number: int) -> Any:
+    """Declares the weights of `number` consecutive layers of one kind, stacked on l.
+
+    Raises ValueError if the family has no layers of this kind.
+    """
+    if is_moe and self.experts == "none":
+      raise ValueError(
+        f"model.num_experts={c.num_experts}: model.family={c.family!r} has no experts"
+      )
+    if not is_moe and self.experts == "all":
+      raise ValueError(f"model.family={c.family!r} has experts in every layer")
+    width = c.moe_intermediate_size if is_moe else c.intermediate_size
+    w = weights.weight_factory(c, l=number, F=width)
+    names = [field.name for field in dataclasses.fields(self.block)]
+    return self.block(
+      attention=weights.attention_table(
+        c, w, self.norm_scale, self.norm_heads, self.biases and c.attention_bias
+      ),
+      ffn=weights.moe_table(c, w, number, self.biases) if is_moe else weights.dense_table(w),
+      **{name: w("lD", **self.norm_scale) for name in names if name.endswith("norm")},
+    )
+
+  def layer(
+    self, x_BTD: jax.Array, block: Any, config: ModelConfig, attend: Callable, experts: Callable
+  ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), with the norms of `block`.
+
+    Args:
+      block: weights of one layer.
+      attend: (y_BTD, attention weights, norm) -> (y_BTD, cache), with positions and precision.
+      experts: (y_BTD, weights of a MoE layer) -> (y_BTD, chosen experts, router statistics).
+
+    Returns:
+      Hidden states, cache, chosen experts [B, T, k] and router statistics. The latter two are None
+      in a dense layer.
+    """
+
+    def norm(name: str, x_BTD: jax.Array) -> jax.Array:
+      scale = getattr(block, name, None)
+      return x_BTD if scale is None else self.norm(x_BTD, scale, config.rms_norm_eps)
+
+    y_BTD, cache = attend(norm("attention_norm", x_BTD), block.attention, self.norm)
+    x_BTD = layers.add(x_BTD, norm("attention_post_norm", y_BTD), config)
+    y_BTD, ffn, experts_BTk, stats = norm("ffn_norm", x_BTD), block.ffn, None, None
+    if isinstance(ffn, Dense):
+      z_BTD = layers.feed_forward(y_BTD, ffn, self.dense_activation)
+    else:
+      z_BTD, experts_BTk, stats = experts(y_BTD, ffn)
+      if getattr(ffn, "shared", None):
+        z_BTD = z_BTD + layers.shared_experts(y_BTD, ffn)
+    x_BTD = layers.add(x_BTD, norm("ffn_post_norm", z_BTD), config)
+    return x_BTD, cache, experts_BTk, stats
 
 
 def keys(alike: str, **renamed: str) -> dict[str, str]:
@@ -172,7 +156,6 @@ LOCAL_EXPERTS = dict(
   experts_per_token="num_experts_per_tok",
   moe_intermediate_size="intermediate_size",
 )
-SILU = dict(hidden_act="silu")
 NO_BIAS = dict(attention_bias=False)
 
 LAYER = "model.layers.{l}."
@@ -186,12 +169,6 @@ def shared_names(part: str) -> dict[str, tuple[str, str]]:
     "Moe.shared.up": (start + "up_proj.weight", "F D"),
     "Moe.shared.down": (start + "down_proj.weight", "D F"),
   }
-
-
-def require_dense(c: ModelConfig, is_moe: bool) -> None:
-  """Raises ValueError for experts."""
-  if is_moe:
-    raise ValueError(f"model.num_experts={c.num_experts}: model.family={c.family!r} has no experts")
 
 
 # Parameter -> (name in the files, axes there). Letters of one axis are merged, such as N and H in
@@ -219,4 +196,12 @@ NAMES = {
   "Moe.down": (LAYER + "mlp.experts.{E}.down_proj.weight", "D F"),
   "final_norm": ("model.norm.weight", "D"),
   "head": ("lm_head.weight", "V D"),
+}
+WIDE_NORMS = {  # With `Family.norm_heads`.
+  "attention.q_norm": (LAYER + "self_attn.q_norm.weight", "NH"),
+  "attention.k_norm": (LAYER + "self_attn.k_norm.weight", "KH"),
+}
+POST_NORMS = {
+  "attention_post_norm": (LAYER + "post_attention_layernorm.weight", "D"),
+  "ffn_post_norm": (LAYER + "post_feedforward_layernorm.weight", "D"),
 }

@@ -1,22 +1,17 @@
 """Gemma 2 and 3: norms before and after each part, GeGLU, scaled embedding.
 
 https://arxiv.org/abs/2503.19786
-
-Sliding windows, their rotary base, the scale of queries and soft bounds are fields of
-`ModelConfig`, read by attention and head for every family.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 
-from gspo_jax.models import weights
 from gspo_jax.models.families import declaration as base
-from gspo_jax.models.layers import add, feed_forward, rms_norm_around_one
+from gspo_jax.models.layers import rms_norm_around_one
 from gspo_jax.models.weights import Attention, Dense
 from gspo_jax.settings.model import ModelConfig
 
@@ -31,31 +26,6 @@ class Block:
   ffn_post_norm: Any  # l D
 
 
-def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
-  """Declares the weights of `layers` layers, stacked; ValueError for experts."""
-  base.require_dense(c, is_moe)
-  w = weights.weight_factory(c, l=layers, F=c.intermediate_size)
-  norm = w("lD", constant=0.0, wide=True)  # Scales are 1 + weight, in float32.
-  return Block(
-    attention_norm=norm,
-    attention=weights.attention_table(c, w, norm=0.0, wide_norm=True),
-    attention_post_norm=norm,
-    ffn_norm=norm,
-    ffn=weights.dense_table(w),
-    ffn_post_norm=norm,
-  )
-
-
-def layer(x_BTD: jax.Array, block: Block, config: ModelConfig, attend: Callable, experts: Callable):
-  """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))); see `Family`."""
-  norm = functools.partial(rms_norm_around_one, eps=config.rms_norm_eps)
-  y_BTD, cache = attend(norm(x_BTD, block.attention_norm), block.attention, rms_norm_around_one)
-  x_BTD = add(x_BTD, norm(y_BTD, block.attention_post_norm), config)
-  gelu = functools.partial(jax.nn.gelu, approximate=True)  # The tanh form.
-  y_BTD = feed_forward(norm(x_BTD, block.ffn_norm), block.ffn, gelu)
-  return add(x_BTD, norm(y_BTD, block.ffn_post_norm), config), cache, None, None
-
-
 def embed_scale(config: ModelConfig) -> float:
   return math.sqrt(config.hidden_size) * config.multipliers.embedding
 
@@ -66,18 +36,12 @@ WINDOWED = base.FIELDS | base.keys(
 )
 DEFAULTS = dict(num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
 FIXED = base.NO_BIAS | dict(hidden_activation=GELU, hidden_act=GELU)
-POST_NORMS = {
-  "attention_post_norm": (base.LAYER + "post_attention_layernorm.weight", "D"),
-  "ffn_norm": (base.LAYER + "pre_feedforward_layernorm.weight", "D"),
-  "ffn_post_norm": (base.LAYER + "post_feedforward_layernorm.weight", "D"),
-}
 
 FAMILY = base.Family(
   dict(
     gemma2=base.Architecture(
       "Gemma2ForCausalLM",
       WINDOWED | base.keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
-      implied=dict(qk_norm=False),
       # Its class reads the pattern from layer_types only.
       fixed=FIXED | dict(sliding_window_pattern=2),
       defaults=DEFAULTS
@@ -91,26 +55,20 @@ FAMILY = base.Family(
       # transformers reads a bound on scores and ignores it.
       fixed=FIXED | dict(attn_logit_softcapping=None),
       defaults=DEFAULTS
-      | dict(
-        final_logit_softcapping=0.0,
-        rope_theta=1e6,
-        rope_local_base_freq=1e4,
-        # Missing in the text_config of gemma-3-4b.
-        num_attention_heads=8,
-        vocab_size=262_208,
-        max_position_embeddings=131_072,
-        query_pre_attn_scalar=256,
-        rms_norm_eps=1e-6,
-      ),
+      | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4)
+      # Missing in the text_config of gemma-3-4b.
+      | dict(num_attention_heads=8, vocab_size=262_208, max_position_embeddings=131_072)
+      | dict(query_pre_attn_scalar=256, rms_norm_eps=1e-6),
       pattern=6,
       ropes_by_kind=True,
       outer="gemma3",
     ),
   ),
-  POST_NORMS,
-  block_table,
-  layer,
+  base.POST_NORMS | {"ffn_norm": (base.LAYER + "pre_feedforward_layernorm.weight", "D")},
+  block=Block,
   norm=rms_norm_around_one,
-  final_norm=lambda w: w("D", constant=0.0, wide=True),
+  norm_scale=dict(constant=0.0, wide=True),  # Scales are 1 + weight, in float32.
+  experts="none",
+  dense_activation=functools.partial(jax.nn.gelu, approximate=True),  # The tanh form.
   embed_scale=embed_scale,
 )

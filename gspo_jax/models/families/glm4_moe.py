@@ -38,17 +38,9 @@ FAMILY = base.Family(
         "router.scale": "routed_scaling_factor",
       },
       implied={"router.scores": "sigmoid", "router.choice_bias": "frozen"},
-      fixed=base.SILU,
-      defaults=dict(
-        num_key_value_heads=8,
-        norm_topk_prob=True,
-        attention_bias=False,
-        use_qk_norm=False,
-        partial_rotary_factor=0.5,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.0,
-      ),
+      defaults=dict(num_key_value_heads=8, norm_topk_prob=True, attention_bias=False)
+      | dict(use_qk_norm=False, partial_rotary_factor=0.5)
+      | dict(n_group=1, topk_group=1, routed_scaling_factor=1.0),
       read=read_layers,
       write=write_layers,
     )

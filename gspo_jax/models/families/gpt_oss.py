@@ -3,50 +3,13 @@
 https://arxiv.org/abs/2508.10925
 """
 
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.models import weights
 from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.mistral import WINDOWED
-from gspo_jax.models.weights import Moe
-from gspo_jax.settings.model import ModelConfig
 
 ALPHA, LIMIT = 1.702, 7.0  # Of `activation`.
-
-
-@flax.struct.dataclass
-class BiasedMoe(Moe):
-  router_bias: Any  # l E
-  gate_bias: Any  # l E F
-  up_bias: Any  # l E F
-  down_bias: Any  # l E D
-
-
-def block_table(c: ModelConfig, is_moe: bool, number: int) -> base.Block:
-  """Declares the weights of `number` layers, stacked; ValueError for dense ones."""
-  if not is_moe:
-    raise ValueError(f"model.family={c.family!r} has experts in every layer")
-  w = weights.weight_factory(c, l=number, F=c.moe_intermediate_size)
-  moe = weights.moe_table(w)
-  return base.Block(
-    attention_norm=w("lD", constant=1.0),
-    attention=weights.attention_table(c, w, norm=1.0, o_bias=c.attention_bias),
-    ffn_norm=w("lD", constant=1.0),
-    ffn=BiasedMoe(
-      router=moe.router,
-      gate=moe.gate,
-      up=moe.up,
-      down=moe.down,
-      router_bias=w("lE", wide=True, whole=True),
-      gate_bias=w("lEF"),
-      up_bias=w("lEF"),
-      down_bias=w("lED", wide=True, whole=True),  # Added outside the experts' products.
-    ),
-  )
 
 
 def activation(a: jax.Array, u: jax.Array) -> jax.Array:
@@ -63,21 +26,10 @@ FAMILY = base.Family(
       "GptOssForCausalLM",
       WINDOWED | base.LOCAL_EXPERTS | base.keys("attention_bias"),
       # A softmax over the chosen experts alone; one scaling of positions for all layers.
-      implied={
-        "qk_norm": False,
-        "norm_topk_prob": True,
-        "scores.sinks": True,
-        "rope.local": True,
-      },
-      fixed=base.SILU | dict(swiglu_alpha=ALPHA, swiglu_limit=LIMIT),
-      defaults=dict(
-        num_key_value_heads=8,
-        head_dim=64,
-        attention_bias=True,
-        sliding_window=128,
-        rope_theta=1.5e5,
-        rms_norm_eps=1e-5,
-      ),
+      implied={"norm_topk_prob": True, "scores.sinks": True, "rope.local": True},
+      fixed=dict(swiglu_alpha=ALPHA, swiglu_limit=LIMIT),
+      defaults=dict(num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128)
+      | dict(rope_theta=1.5e5, rms_norm_eps=1e-5),
       pattern=2,
       quantised="mxfp4",
     )
@@ -94,6 +46,7 @@ FAMILY = base.Family(
     "Moe.up_bias": (MLP + "experts.gate_up_proj_bias", "E F2"),
     "Moe.down_bias": (MLP + "experts.down_proj_bias", "E D"),
   },
-  block_table,
+  biases=True,
+  experts="all",
   activation=activation,
 )

@@ -16,16 +16,15 @@ FAMILY = base.Family(
     granite=base.Architecture(
       "GraniteForCausalLM",
       MULTIPLIED,
-      implied=dict(qk_norm=False),
-      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False),
+      fixed=base.NO_BIAS | dict(mlp_bias=False),
       defaults=DEFAULTS | dict(rope_theta=1e4),
     ),
     granitemoe=base.Architecture(
       "GraniteMoeForCausalLM",
       MULTIPLIED | base.LOCAL_EXPERTS,
       # A softmax over the chosen experts alone.
-      implied=dict(qk_norm=False, norm_topk_prob=True),
-      fixed=base.SILU | base.NO_BIAS,
+      implied=dict(norm_topk_prob=True),
+      fixed=base.NO_BIAS,
       defaults=DEFAULTS | dict(rope_theta=1e4, num_local_experts=8, num_experts_per_tok=2),
     ),
   ),

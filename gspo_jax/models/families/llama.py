@@ -10,10 +10,9 @@ FAMILY = base.Family(
     llama=base.Architecture(
       "LlamaForCausalLM",
       base.FIELDS,
-      implied=dict(qk_norm=False),
       # With this key the output projection has a bias too, unlike Qwen2's.
-      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False),
+      fixed=base.NO_BIAS | dict(mlp_bias=False),
       defaults=dict(rope_theta=1e4),  # Missing in Llama 1 and 2.
     )
-  ),
+  )
 )

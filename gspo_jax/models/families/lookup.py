@@ -30,7 +30,7 @@ def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
 
 def relatives(name: str) -> list[str]:
   """Returns families with equal layers, itself first."""
-  layers = {x: (f.block_table, f.layer) for x, f in FAMILIES.items()}
+  layers = {x: dataclasses.replace(f, architectures={}, names={}) for x, f in FAMILIES.items()}
   same = [x for x in layers if layers[x] == layers.get(name)]
   return sorted(same, key=lambda x: x != name)
 

@@ -3,13 +3,11 @@
 https://huggingface.co/MiniMaxAI/MiniMax-M2
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.mixtral import NAMES as MIXTRAL_NAMES
-from gspo_jax.models.families.olmo import WIDE_NORMS
 from gspo_jax.settings.model import ModelConfig
 
 
@@ -35,21 +33,15 @@ FAMILY = base.Family(
         "router.scores": "sigmoid",
         "router.choice_bias": "frozen",
       },
-      fixed=base.SILU | dict(router_jitter_noise=0.0),
-      defaults=dict(
-        rope_theta=5e6,
-        num_key_value_heads=8,
-        head_dim=128,
-        num_local_experts=256,
-        num_experts_per_tok=8,
-        partial_rotary_factor=1.0,
-      ),
+      fixed=dict(router_jitter_noise=0.0),
+      defaults=dict(num_key_value_heads=8, head_dim=128, rope_theta=5e6, partial_rotary_factor=1.0)
+      | dict(num_local_experts=256, num_experts_per_tok=8),
       read=read_share,
       write=write_share,
     )
   ),
   MIXTRAL_NAMES
-  | WIDE_NORMS
+  | base.WIDE_NORMS
   | {"Moe.choice_bias": (base.LAYER + "block_sparse_moe.e_score_correction_bias", "E")},
-  functools.partial(base.pre_norm_table, norm_heads=True),
+  norm_heads=True,
 )

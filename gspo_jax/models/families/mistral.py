@@ -9,8 +9,6 @@ FAMILY = base.Family(
     mistral=base.Architecture(
       "MistralForCausalLM",
       WINDOWED,
-      implied=dict(qk_norm=False),
-      fixed=base.SILU,
       defaults=dict(num_key_value_heads=8, rope_theta=1e4, sliding_window=4096),
       pattern=0,
       outer="mistral3",
@@ -18,10 +16,9 @@ FAMILY = base.Family(
     ministral3=base.Architecture(
       "Ministral3ForCausalLM",
       base.FIELDS | {"rope.query_beta": "llama_4_scaling_beta"},  # Among the rotary parameters.
-      implied=dict(qk_norm=False),
-      fixed=base.SILU | dict(sliding_window=None),
+      fixed=dict(sliding_window=None),
       defaults=dict(num_key_value_heads=8, head_dim=128),
       outer="mistral3",
     ),
-  ),
+  )
 )

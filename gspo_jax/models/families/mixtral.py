@@ -15,8 +15,8 @@ FAMILY = base.Family(
     mixtral=base.Architecture(
       "MixtralForCausalLM",
       base.FIELDS | base.LOCAL_EXPERTS,
-      implied=dict(qk_norm=False, norm_topk_prob=True),
-      fixed=base.SILU | dict(sliding_window=None, router_jitter_noise=0.0),
+      implied=dict(norm_topk_prob=True),
+      fixed=dict(sliding_window=None, router_jitter_noise=0.0),
       defaults=dict(
         rope_theta=1e6, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
       ),

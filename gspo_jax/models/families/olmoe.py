@@ -1,9 +1,6 @@
 """OLMoE: q/k norms over the width. https://arxiv.org/abs/2409.02060"""
 
-import functools
-
 from gspo_jax.models.families import declaration as base
-from gspo_jax.models.families.olmo import WIDE_NORMS
 
 FAMILY = base.Family(
   dict(
@@ -13,10 +10,10 @@ FAMILY = base.Family(
       | base.MOE_FIELDS
       | {"moe_intermediate_size": "intermediate_size", "scores.clip_qkv": "clip_qkv"},
       implied=dict(qk_norm=True),
-      fixed=base.SILU | base.NO_BIAS,
+      fixed=base.NO_BIAS,
       defaults=dict(rope_theta=1e4, norm_topk_prob=False, clip_qkv=0.0),
     )
   ),
-  WIDE_NORMS,
-  functools.partial(base.pre_norm_table, norm_heads=True),
+  base.WIDE_NORMS,
+  norm_heads=True,
 )

@@ -10,8 +10,8 @@ FAMILY = base.Family(
     qwen2=base.Architecture(
       "Qwen2ForCausalLM",
       base.FIELDS,
-      implied=dict(qk_norm=False, attention_bias=True),
-      fixed=base.SILU | dict(use_sliding_window=False),
+      implied=dict(attention_bias=True),
+      fixed=dict(use_sliding_window=False),
       defaults=dict(num_key_value_heads=32),
     ),
     qwen2_moe=base.Architecture(
@@ -20,8 +20,8 @@ FAMILY = base.Family(
       | base.MOE_FIELDS
       | base.keys("decoder_sparse_step mlp_only_layers")
       | {"router.shared_width": "shared_expert_intermediate_size", "attention_bias": "qkv_bias"},
-      implied={"qk_norm": False, "router.shared_gate": True},
-      fixed=base.SILU | dict(use_sliding_window=False),
+      implied={"router.shared_gate": True},
+      fixed=dict(use_sliding_window=False),
       defaults=dict(
         num_key_value_heads=16, decoder_sparse_step=1, mlp_only_layers=[], qkv_bias=True
       ),

@@ -2,7 +2,7 @@
 
 from gspo_jax.models.families import declaration as base
 
-FIXED = base.SILU | base.NO_BIAS | dict(use_sliding_window=False)
+FIXED = base.NO_BIAS | dict(use_sliding_window=False)
 
 FAMILY = base.Family(
   dict(
@@ -20,5 +20,5 @@ FAMILY = base.Family(
       fixed=FIXED,
       defaults=dict(num_key_value_heads=4, mlp_only_layers=[], decoder_sparse_step=1),
     ),
-  ),
+  )
 )

@@ -29,11 +29,10 @@ FAMILY = base.Family(
     smollm3=base.Architecture(
       "SmolLM3ForCausalLM",
       base.FIELDS,
-      implied=dict(qk_norm=False),
-      fixed=base.SILU | base.NO_BIAS | dict(mlp_bias=False, use_sliding_window=False),
+      fixed=base.NO_BIAS | dict(mlp_bias=False, use_sliding_window=False),
       defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
       read=read_layers,
       write=write_layers,
     )
-  ),
+  )
 )

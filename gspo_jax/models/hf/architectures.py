@@ -17,6 +17,7 @@ FAMILY_OF = {key: name for name, f in FAMILIES.items() for key in f.architecture
 
 # Keys of any architecture with a single supported value. Other values would change logits.
 FIXED = dict(
+  hidden_act="silu",
   use_sliding_window=False,
   use_bidirectional_attention=False,
   use_mrope=False,

@@ -108,7 +108,8 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   if architecture.ropes_by_kind:
     raw.setdefault("rope_local_base_freq", raw.get("rope_theta"))
 
-  values = dict(architecture.implied) | dict(family=FAMILY_OF[model_type], rope=raw["rope"])
+  values = dict(qk_norm=False, family=FAMILY_OF[model_type], rope=raw["rope"])
+  values |= architecture.implied
   for field, key in architecture.fields.items():
     if field not in _ELSEWHERE:
       values[field] = _take(raw, key, TYPES[field])
@@ -289,6 +290,7 @@ def _write(
     architectures=[architecture.name],
     model_type=model_type,
     **{key: v or None if key in _OFF else v for key, v in values.items()},
+    hidden_act=FIXED["hidden_act"],
     attention_dropout=0.0,
     torch_dtype=dtype,
     use_cache=True,
