@@ -85,7 +85,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "llama": _runs(_math("Llama-3.2-1B", 8), "v5e:2x2", "h100:1"),
   "qwen2": _runs(_math("Qwen2.5-0.5B", 4), "v5e:1x1", "h100:1"),
   "qwen3": _runs("--config=configs/gsm8k.py:0.6B-v5e", "v5e:1x1", "h100:1"),
-  "mistral": _runs(_math("Mistral-7B-v0.3", 8, ADAPTERS), "v5e:2x4", "h100:1"),
+  "mistral": _runs(_math("Mistral-7B-v0.3", 8, ADAPTERS), "v6e:1x1", "h100:1"),
   "mixtral": _runs(_math("Mixtral-8x7B-v0.1", 32, EXPERTS), "v5e:4x4", "h100:8"),
   "gemma": _runs(_math("gemma-3-1b-pt", 8), "v5e:2x2", "h100:1"),
   "smollm3": _runs(_math("SmolLM3-3B", 8), "v5e:2x4", "h100:1"),
@@ -266,7 +266,9 @@ def smaller_topology(topology: str) -> str:
 
 def family_markdown(rows: dict[str, dict[str, Any]]) -> str:
   """Formats all families: description and sizes of each, and its compiled run."""
-  lines = ["| `model.family` | `model_type` | description | named sizes | fits | run |"]
+  lines = [
+    "| `model.family` | `model_type` | description | named sizes | fits | flags of the run |"
+  ]
   lines.append("| --- | --- | --- | --- | --- | --- |")
   for name, family in FAMILIES.items():
     runs = FAMILY_RUNS.get(name, {})
@@ -275,17 +277,10 @@ def family_markdown(rows: dict[str, dict[str, Any]]) -> str:
     sizes = [x for x, model in PUBLISHED.items() if model.family == name]
     sizes = [x for x in sizes if not any(x != y and x.startswith(y) for y in sizes)]
     sizes = [sizes[0], "...", sizes[-1]] if len(sizes) > 4 else sizes
-    configs = sorted({re.match("--config=(?:configs/)?(\\S+)", x)[1] for x in runs.values()})
-    run = ", ".join(f"`{config}`" for config in configs) + (
-      ", adapters" if trains_adapters(runs) else ""
-    )
+    run = "<br>".join(f"`{flags}`" for flags in dict.fromkeys(runs.values()))
     cells = ", ".join(types), description(name), ", ".join(sizes), ", ".join(fitting), run
     lines.append(f"| `{name}` | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
-
-
-def trains_adapters(runs: dict[str, str]) -> bool:
-  return any(re.search("lora.rank|olmoe", flags) for flags in runs.values())
 
 
 def fits(row: dict[str, Any]) -> bool:
