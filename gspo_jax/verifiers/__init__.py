@@ -1,1 +1,1 @@
-"""Verifiers of responses, for any trainer. Nothing here imports JAX or another part of gspo_jax."""
+"""Verifiers of responses, for any trainer. They import neither JAX nor the rest of gspo_jax."""

@@ -1,5 +1,5 @@
-"""Process groups to end together with this process."""
+"""Process groups of workers and sandboxes, to be killed with this process."""
 
-# Session leaders of workers and sandboxes. Code that ends this process without Python's clean-up
-# (os._exit) kills these groups first. Otherwise they notice the end themselves.
+# Ids of running groups. Code that ends this process by os._exit, without Python's clean-up, kills
+# them first. After any other end they notice by themselves, for example by a closed pipe.
 process_groups: set[int] = set()

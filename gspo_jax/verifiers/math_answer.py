@@ -1,12 +1,12 @@
-r"""Verifier of mathematical answers. Imports no jax; works from any thread.
+r"""Verifier of mathematical answers. Imports no JAX, and works from any thread.
 
-1. `extract` finds the candidate, a response's answer: the last `\boxed{...}`, else the text after
-   "answer is", else the last formula or number.
+1. `extract` finds a response's answer, the candidate: the last `\boxed{...}`, else the text after
+   "answer is", else the value stated by the last sentence with a number.
 2. Equal texts and plain numbers are compared exactly, in this process.
-3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy, in worker
-   processes that can be killed.
+3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy. This may
+   hang, so it runs in worker processes that can be killed.
 
-`Outcome` distinguishes a verifier that hangs or dies from a wrong answer.
+If the verifier hangs or crashes, the outcome says so, and is not that of a wrong answer.
 """
 
 import contextlib
@@ -22,19 +22,22 @@ from gspo_jax.verifiers.mathematics import golds, quantity
 from gspo_jax.verifiers.mathematics.extract import BOX, extract
 from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
 
-MAX_CACHED = 1 << 16  # Outcomes of symbolic comparisons in the cache.
+MAX_CACHED = 1 << 16  # Outcomes in the cache of symbolic comparisons; it is cleared beyond.
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
 PLACEHOLDER = "the gold answer {!r:.80} is a placeholder, not an answer"
 
 
 class Outcome(enum.StrEnum):
+  """Result of verifying one response."""
+
   RIGHT = "right"
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # The response has no answer, or its answer cannot be parsed.
-  TIMEOUT = "timeout"  # The verifier took too long.
+  TIMEOUT = "timeout"  # The comparison took too long.
   CRASH = "crash"  # The verifier failed, or the gold answer cannot be parsed.
 
 
+# UNKNOWN outcomes are no verdict on the response.
 OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 
 
@@ -42,8 +45,8 @@ OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 def open_verifier(workers: int, time_limit_s: float) -> Iterator[Callable]:
   """Yields the verifying function for `gspo_jax.rewards.scorer`.
 
-  It maps (responses, prompts, finished) to (outcomes, values). The values, scores between right and
-  wrong, are None.
+  It maps (responses, prompts, finished) to (outcomes, None). None means that there are no scores
+  between right and wrong.
   """
   with MathVerifier(workers, time_limit_s) as verifier:
 
@@ -60,7 +63,7 @@ def check_answer(text: str) -> None:
 
 
 def word(text: str) -> str | None:
-  """Returns a gold answer of words, lower-cased; None for others."""
+  """Returns a gold answer of words, in lower case; None for other answers."""
   return golds.word(_gold(text))
 
 
@@ -69,16 +72,19 @@ def verify(
 ) -> Outcome | pool.Failure:
   """Checks a response against a gold answer. Safe from any thread, and in forked processes.
 
-  Plain numbers are compared in this process. SymPy may hang, so it runs in one child process. The
-  first call starts the child, in about a second. A comparison longer than `time_limit_s` kills and
-  replaces it. `MathVerifier` is faster for batches.
+  Plain numbers are compared in this process. SymPy may hang, so it runs in a child process. The
+  first call starts the child, which takes about a second. If a comparison takes longer than
+  `time_limit_s`, the child is killed and replaced. `MathVerifier` is faster for batches.
 
   Args:
-    finished: False for a truncated response: its last formula or number is not its answer.
+    response: text of the response, thought included.
+    answer: the gold answer.
+    finished: False for a truncated response; its last sentence is incomplete and not read.
+    time_limit_s: limit of one comparison, in seconds.
 
   Returns:
-    "right", "wrong" or "unparsable": a verdict on the response. "timeout" or "crash", a
-    `pool.Failure` with its `reason`: the verifier failed, and the response has no verdict.
+    "right", "wrong" or "unparsable" as a verdict on the response. If the verifier failed there is
+    no verdict, but a `pool.Failure`: "timeout" or "crash", with its `reason`.
 
   Raises:
     RuntimeError: the child process cannot be started, e.g. without SymPy.
@@ -88,7 +94,7 @@ def verify(
 
 
 def shared(time_limit_s: float) -> "MathVerifier":
-  """Returns this process's verifier, one per time limit."""
+  """Returns this process's verifier with a time limit, opened at first use."""
   with _lock:
     if time_limit_s not in _shared:
       _shared[time_limit_s] = MathVerifier(1, time_limit_s)
@@ -96,22 +102,22 @@ def shared(time_limit_s: float) -> "MathVerifier":
 
 
 def _forget() -> None:
-  """Clears lock and verifiers in a forked process: their pipes belong to the parent."""
+  """Drops lock and verifiers in a forked process: their pipes belong to the parent."""
   global _lock
   _lock = threading.Lock()
   _shared.clear()
 
 
 _lock = threading.Lock()
-_shared: dict[float, "MathVerifier"] = {}  # Keys are time limits.
+_shared: dict[float, "MathVerifier"] = {}  # Verifiers by time limit.
 os.register_at_fork(after_in_child=_forget)
 
 
 class MathVerifier(contextlib.AbstractContextManager):
-  """Scores responses against gold answers in `workers` processes.
+  """Verifies batches of responses, with SymPy in worker processes.
 
   Args:
-    workers: number of processes. The constructor waits about a second until they run.
+    workers: number of processes. The constructor waits until they run, about a second.
     time_limit_s: limit of one comparison in wall-clock seconds, without queueing.
 
   Raises:
@@ -122,30 +128,38 @@ class MathVerifier(contextlib.AbstractContextManager):
     self._pool = pool.Pool(
       f"{__name__}:_judge_pair", workers, time_limit_s, warm_up=[r"\frac{x}{2}", r"\sqrt{2}x"]
     )
-    self._cache: dict[tuple[str, str], Outcome] = {}  # Symbolic outcomes by (answer, gold answer).
-    self._readable: dict[str, bool] = {}  # Whether a gold answer can be parsed.
+    # Outcomes of symbolic comparisons, by (candidate, gold answer).
+    self._cache: dict[tuple[str, str], Outcome] = {}
+    self._readable: dict[str, bool] = {}  # Whether each gold answer can be parsed.
 
   def score(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome | pool.Failure]:
-    """Returns one outcome per response; `finished` marks complete responses.
+    """Returns one outcome per response.
+
+    If a gold answer cannot be parsed, wrong responses may be "wrong" or "crash"; `check` decides.
+
+    Args:
+      responses: texts of the responses.
+      answers: the gold answer of each response.
+      finished: False for each truncated response. None means that none is truncated.
 
     Raises:
       ValueError: the lengths differ, or a gold answer is empty.
     """
     if any(not answer.strip() for answer in answers):
-      raise ValueError("a gold answer is empty")
+      raise ValueError("a gold answer is empty: each response needs one with a text")
     finished = [True] * len(responses) if finished is None else finished
     triples = zip(responses, answers, finished, strict=True)
     pairs = [(extract(response, whole), answer) for response, answer, whole in triples]
-    # Responses to one prompt often have equal answers: each distinct pair is compared once.
+    # Responses to one prompt often have equal answers, so each distinct pair is compared once.
     outcomes = {pair: self._cache.get(pair) or _quick_outcome(*pair) for pair in pairs}
     slow = [pair for pair, outcome in outcomes.items() if outcome is None]
     if len(self._cache) > MAX_CACHED:
       self._cache.clear()
     for pair, result in zip(slow, self._pool.map(slow)):
       if isinstance(result, pool.Failure):
-        outcomes[pair] = result  # Not cached: the machine may have been busy.
+        outcomes[pair] = result  # Not cached, since the machine may have been busy.
       else:
         outcomes[pair] = self._cache[pair] = Outcome(result)
     return [outcomes[pair] for pair in pairs]
@@ -153,7 +167,11 @@ class MathVerifier(contextlib.AbstractContextManager):
   def check(
     self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
   ) -> list[Outcome | pool.Failure]:
-    """Scores; outcomes except "right" become crashes if the gold answer is unparsable."""
+    """Returns one outcome per response; arguments and errors as in `score`.
+
+    A response that is not right is a crash if its gold answer cannot be parsed, since the gold
+    answer is then at fault.
+    """
     outcomes, broken = self.score(responses, answers, finished), self.unreadable(answers)
     return [
       outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
@@ -161,9 +179,9 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """Returns a failure for each unparsable gold answer; results are cached."""
+    """Returns a failure for each unparsable gold answer, and caches the results."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
-    # A gold answer that is a plain number has a verdict without SymPy, whatever the candidate.
+    # A gold answer that is a plain number is compared without SymPy, here with "0".
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
@@ -181,21 +199,27 @@ def boxed(solution: str) -> str | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _gold(answer: str) -> str:
-  """Returns the answer within a gold solution: the boxed one, if any."""
+  """Returns the answer within a gold solution: the boxed one, else the whole text.
+
+  The answer of a text longer than `MAX_ANSWER` is extracted as from a response.
+  """
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
   return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
 
 
 def _quick_outcome(candidate: str | None, answer: str) -> Outcome | pool.Failure | None:
-  """Returns a crash for a placeholder gold, else `quick_judge`."""
+  """Returns a crash if the gold answer is a placeholder, else the outcome of `quick_judge`."""
   if golds.placeholder(_gold(answer)):
     return pool.Failure(Outcome.CRASH, PLACEHOLDER.format(answer))
   return quick_judge(candidate, answer)
 
 
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
-  """Compares without SymPy, fast; returns None for pairs that need it."""
+  """Compares texts and plain numbers, without SymPy; returns None for other answers.
+
+  candidate: None for a response without answer.
+  """
   if candidate is None or len(candidate) > MAX_ANSWER:
     return Outcome.UNPARSABLE
   answer = _gold(answer)
@@ -205,7 +229,7 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
   value = quantity.read(gold)
   if value:
     candidate_value = quantity.read(ours, letters=True)
-    # If the gold answer is a decimal, 2,74 is 2.74.
+    # With a decimal as the gold answer, 2,74 is read as 2.74.
     if candidate_value is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
       candidate_value = quantity.read(ours.replace(",", "."))
     if candidate_value:
@@ -218,12 +242,14 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
 
 
 def judge(candidate: str, answer: str) -> Outcome:
-  """Parses and compares both answers, without a time limit.
+  """Compares two answers by SymPy, without a time limit.
+
+  An answer may have several readings. The outcome is right if any two of them are equal.
 
   Raises:
     ValueError: the gold answer cannot be parsed and differs from the candidate as text.
   """
-  # Importing SymPy takes half a second, in workers only.
+  # SymPy takes half a second to import, so only workers import it.
   from gspo_jax.verifiers.mathematics import equal, nodes
   from gspo_jax.verifiers.mathematics.tokens import Unreadable
 
@@ -234,7 +260,8 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
-  # A gold number such as 1,234 is no list, though 2mg may be a mass or the product 2·m·g.
+  # A gold answer that is a number, such as 1,234, is not read as a list. But 2mg may be the product
+  # 2·m·g.
   if is_number:
     products = [r for r in readings[1:] if isinstance(r, nodes.Scalar) and r.value.free_symbols]
     readings = [readings[0], *products]
@@ -252,7 +279,10 @@ def judge(candidate: str, answer: str) -> Outcome:
 
 
 def _judge_pair(pair: list[str | None]) -> str | bool:
-  """Returns the outcome; for candidate None, whether the gold answer parses."""
+  """Runs in a worker: returns the outcome of [candidate, gold answer].
+
+  For the candidate None, returns whether the gold answer can be parsed.
+  """
   candidate, answer = pair
   if candidate is not None:
     return judge(candidate, answer).value
@@ -262,22 +292,22 @@ def _judge_pair(pair: list[str | None]) -> str | bool:
 
 
 def _gold_readings(answer: str) -> list:
-  r"""Returns possible parses of a gold answer: \text{m} may be metres or a variable."""
+  r"""Returns the readings of a gold answer: \text{m} may be metres or a variable."""
   return [*dict.fromkeys(_readings(answer, "text") + _readings(answer, "variables"))]
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _readings(text: str, unit_letters: str, solve_inequalities: bool = True) -> tuple:
-  """Returns possible parses of an answer: 1,234 may be a number or a list.
+  """Returns the readings of an answer: 1,234 may be a number or a list.
 
-  `structure.read` describes the other arguments.
+  Arguments as in `structure.read`.
   """
   from gspo_jax.verifiers.mathematics import structure
   from gspo_jax.verifiers.mathematics.tokens import Unreadable
 
   text = text if len(text) <= MAX_ANSWER else ""
   nodes = []
-  for tight in (True, False):  # Whether 1,234 is a number.
+  for tight in (True, False):  # Whether 1,234 is one number.
     if tight or re.search(r"\d,\d{3}(?!\d)", text):
       with contextlib.suppress(Unreadable):
         nodes.append(structure.read(text, tight, unit_letters, solve_inequalities))

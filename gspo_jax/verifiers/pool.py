@@ -1,10 +1,12 @@
-"""Worker processes that can be killed, for verifiers that may hang or die. Imports no jax.
+"""Pool of worker processes for verifiers that may hang or crash. Imports no JAX.
 
-A worker is a fresh interpreter (`python -m gspo_jax.verifiers.pool`). A fork of this process would
-copy JAX's locks in any state. Spawn of multiprocessing would import the trainer's main module, and
-jax with it. The caller measures an item's time from its start in a worker, without queueing, and
-enforces the limit by SIGKILL. A handler of SIGALRM works in main threads only, and neither it nor a
-thread stops a computation with the interpreter lock.
+A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. The alternatives fail
+beside a trainer: a forked process would inherit JAX's locks, possibly locked forever, and
+multiprocessing's "spawn" would import the trainer's main module and JAX with it.
+
+The pool kills a worker by SIGKILL if an item takes too long. The time counts from the item's start
+in the worker, without queueing. Limits within the worker would not suffice: a signal handler or
+another thread cannot interrupt a computation that holds the interpreter's lock.
 """
 
 import collections
@@ -27,16 +29,17 @@ from typing import Any
 
 from gspo_jax.verifiers import children
 
-START_LIMIT_S = 120.0  # limit of a worker's imports on a busy machine
-GRACE_S = 2.0  # a worker ends itself this long after its time limit, if the pool has not killed it
-START_ATTEMPTS = 3  # maximum failed starts of a worker in a row in one call
-WARM_UP = -1  # index of the warm-up item of a new worker
+START_LIMIT_S = 120.0  # Seconds for a worker's start and warm-up; a busy machine is slow.
+GRACE_S = 2.0  # A worker ends itself this long after the time limit, if the pool does not kill it.
+START_ATTEMPTS = 3  # Maximum consecutive failures to start a worker in one call of `map`.
+WARM_UP = -1  # Index of a new worker's warm-up item, which is none of the caller's items.
 
 
 class Failure(str):
-  """Failed result, "timeout" or "crash", with a reason of one line.
+  """Result of an item that failed: "timeout" or "crash", with its `reason` in one line.
 
-  On a crash, the function raised, its process died twice on this item, or none could be started.
+  A crash means that the function raised an error, that two workers died on the item, or that no
+  worker could be started.
   """
 
   def __new__(cls, name: str, reason: str = ""):
@@ -46,18 +49,20 @@ class Failure(str):
 
 
 class Pool(contextlib.AbstractContextManager):
-  """Runs one function over JSON values in `workers` killable processes.
+  """Applies one function to JSON values, in processes that can be killed.
 
   Args:
-    function: `"package.module:name"` of a function from one JSON value to another.
-    workers: processes.
-    time_limit_s: wall-clock seconds that one item may run; queueing is not counted.
-    warm_up: item that every new worker runs once before all others (imports, caches).
-    memory_bytes: address space of a worker; beyond it, an item fails with MemoryError, a crash.
-      None for no limit.
+    function: "package.module:name" of a function from one JSON value to another.
+    workers: number of processes.
+    time_limit_s: limit of one item in wall-clock seconds, without queueing.
+    warm_up: item for every new worker before all others, so that it imports modules and fills
+      caches without a time limit.
+    memory_bytes: limit of a worker's address space. An item that exceeds it is a crash
+      (MemoryError). None for no limit.
 
   Raises:
-    RuntimeError: the workers cannot be started; the message is the worker's traceback.
+    RuntimeError: a worker cannot be started. The message has the worker's traceback.
+    ValueError: `workers` or `time_limit_s` is not positive.
   """
 
   def __init__(
@@ -70,9 +75,12 @@ class Pool(contextlib.AbstractContextManager):
     memory_bytes: int | None = 2 << 30,
   ):
     if workers < 1 or not time_limit_s > 0:
-      raise ValueError(f"need workers >= 1 and time_limit_s > 0, got {workers} and {time_limit_s}")
+      raise ValueError(
+        f"workers={workers} and time_limit_s={time_limit_s}: workers must be at least 1, and "
+        "time_limit_s above 0"
+      )
     self._time_limit_s = time_limit_s
-    self._lock, self._closed = threading.Lock(), False  # map may be called from several threads
+    self._lock, self._closed = threading.Lock(), False  # Several threads may call `map`.
     self._workers = [_Worker(function, warm_up, memory_bytes) for _ in range(workers)]
     try:
       self._run([])
@@ -83,17 +91,20 @@ class Pool(contextlib.AbstractContextManager):
       raise
 
   def map(self, items: Sequence[Any]) -> list[Any]:
-    """Maps the items to values or `Failure`s, in order. Safe from any thread.
+    """Returns the function's value for each item, or a `Failure`. Safe from any thread.
 
-    Failures of workers raise nothing. If no worker starts, all items fail, and the next call tries
-    again.
+    Crashed workers are replaced. If none can be started, all remaining items are crashes, and the
+    next call tries again.
+
+    Raises:
+      RuntimeError: the pool is closed.
     """
     with self._lock:
       if not self._workers:
         raise RuntimeError("the pool is closed")
       try:
         return self._run(items) if items else []
-      except BaseException:  # An interrupt. No late result may reach the next call.
+      except BaseException:  # After an interrupt, no old result may reach the next call.
         for worker in self._workers:
           if worker.item is not None:
             worker.kill()
@@ -106,7 +117,7 @@ class Pool(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Kills the workers. The pool cannot be used again."""
-    self._closed = True  # A call of `map` in another thread ends, and starts no process.
+    self._closed = True  # Ends calls of `map` in other threads.
     for worker in self._workers:
       worker.kill()
     self._workers = []
@@ -115,9 +126,13 @@ class Pool(contextlib.AbstractContextManager):
     self.close()
 
   def _run(self, items: Sequence[Any]) -> list[Any]:
-    """Returns the items' results. Without items, waits until all workers started or cannot."""
-    results, died = [None] * len(items), set()
-    waiting = collections.deque(range(len(items)))
+    """Returns the items' results, in order.
+
+    Without items, waits until each worker is ready or has failed to start.
+    """
+    results = [None] * len(items)
+    died = set()  # Indices of items on which a worker died.
+    waiting = collections.deque(range(len(items)))  # Indices of items to run.
     for worker in self._workers:
       worker.failed_starts = 0
     while True:
@@ -131,14 +146,15 @@ class Pool(contextlib.AbstractContextManager):
       busy = [worker for worker in self._workers if worker.item is not None]
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
         return results
-      if not busy:  # There are items, but no worker.
+      if not busy:  # No worker could be started for the waiting items.
         reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
         for index in waiting:
           results[index] = Failure("crash", reason)
         return results
       time_s = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - time_s))
-      time_s = time.monotonic()  # Before reading the pipes: a result that has arrived is not late.
+      # The time is taken before reading the pipes, so that a result on time is not late.
+      time_s = time.monotonic()
       for worker in busy:
         message = worker.receive()
         if message is None and time_s < worker.deadline:
@@ -154,38 +170,38 @@ class Pool(contextlib.AbstractContextManager):
         elif message or index in died:
           text = message.get("error", "its process died twice")
           results[index] = Failure("crash", last_line(text))
-        else:  # The machine may have killed it (out of memory), so the item gets a second try.
+        else:  # The system may have killed the worker for lack of memory: a second attempt.
           died.add(index)
           waiting.appendleft(index)
         if not message or message.get("last"):
-          worker.kill()  # A new one replaces it.
+          worker.kill()  # The next round starts a new process.
 
 
 def last_line(text: str) -> str:
-  """Returns the last line of a traceback."""
+  """Returns the last line of a traceback: the error without the stack."""
   return text.strip().rpartition("\n")[2]
 
 
 class _Worker:
-  """One process, its pipe, and the index of the running item; None for an idle worker."""
+  """A worker of the pool: its process, if started, and a pipe to it."""
 
   def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
     self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
-    self.process, self.pipe, self.item, self.deadline = None, None, None, 0.0
-    self.failed_starts, self.reason = 0, ""  # Failures in a row, and the reason of the last one.
+    self.process, self.pipe = None, None  # None without a process.
+    self.item, self.deadline = None, 0.0  # Index of the running item, None if idle; its time limit.
+    self.failed_starts, self.reason = 0, ""  # Consecutive failed starts; the last one's reason.
 
   @property
   def alive(self) -> bool:
-    """Whether a process was started. `receive` detects its death."""
+    """Whether the worker has a process. That it died is noticed by `receive` only."""
     return self.process is not None
 
   def start(self) -> None:
-    """Starts the process and its warm-up, and counts a failure."""
+    """Starts the process and sends the warm-up item; counts a failure."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # A separate session: Ctrl-C reaches the trainer alone, which then closes the pipe. A fixed hash
-    # seed makes SymPy deterministic across workers and runs. BLAS would reserve memory for one
-    # thread per core, but workers do not use it.
+    # With a fixed hash seed, SymPy's results are the same in all workers and runs. BLAS, unused
+    # here, would reserve memory for a thread per core.
     settings = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
       ours, theirs = socket.socketpair()
@@ -196,18 +212,21 @@ class _Worker:
           pass_fds=[theirs.fileno()],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.DEVNULL,
-          stderr=subprocess.DEVNULL,  # Warnings of parsers. Errors come through the pipe.
-          start_new_session=True,
+          stderr=subprocess.DEVNULL,  # Only warnings of parsers: errors are sent over the pipe.
+          start_new_session=True,  # Ctrl-C in the terminal reaches the trainer, but not the worker.
         )
         children.process_groups.add(self.process.pid)
         self.pipe = connection.Connection(ours.detach())
-    except OSError as error:  # too many processes or files, or too little memory
+    except OSError as error:  # Too many processes or open files, or too little memory.
       self._count_failure(str(error))
       return
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
 
   def started(self, message: dict[str, Any] | None) -> None:
-    """Handles the answer to the warm-up. Kills the worker if the answer is missing or an error."""
+    """Handles the result of the warm-up item; kills the worker if it failed.
+
+    message: None if there was no result in time; {} if the process died.
+    """
     if message is None:
       self._count_failure(f"it was not ready after {START_LIMIT_S:.0f} s")
     elif "value" not in message:
@@ -216,27 +235,32 @@ class _Worker:
       self.failed_starts = 0
 
   def _count_failure(self, reason: str) -> None:
+    """Counts a failed start, and kills the process."""
     self.failed_starts, self.reason = self.failed_starts + 1, reason
     self.kill()
 
   def send(self, index: int, item: Any, time_limit_s: float) -> None:
-    """Sends an item, and starts its time."""
+    """Sends an item to the process, and sets its deadline."""
     self.item, self.deadline = index, time.monotonic() + time_limit_s
-    with contextlib.suppress(OSError):  # `receive` will detect that the process is gone.
+    with contextlib.suppress(OSError):  # If the process died, `receive` will notice it.
       self.pipe.send_bytes(json.dumps([time_limit_s, item]).encode())
 
   def receive(self) -> dict[str, Any] | None:
-    """Returns the next message, None if there is none yet, or {} if the process is gone."""
+    """Returns the result of an item, as a message of `_serve`.
+
+    Returns None if there is none yet, and {} if the process died.
+    """
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
     except (EOFError, OSError, ValueError):
       return {}
 
   def kill(self) -> None:
+    """Kills the process, if any, and all processes that it started."""
     process, pipe = self.process, self.pipe
     self.process, self.pipe, self.item = None, None, None
     if process is not None:
-      # It leads a session, which includes the processes that its function started.
+      # The process leads a process group, which includes all processes that it started.
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
       process.kill()
@@ -247,22 +271,26 @@ class _Worker:
 
 
 def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
-  """Reads `[time limit, item]` in a worker, and answers with a value or an error."""
+  """Runs in a worker: reads items from the pipe, and writes results.
+
+  An item is read as `[time limit, item]`. A message is `{"value": ...}` or `{"error": ...}`, with
+  `"last": True` if the process should be replaced.
+  """
   pipe = connection.Connection(descriptor)
   _limit(resource.RLIMIT_CORE, 0)
   if memory_bytes:
     _limit(resource.RLIMIT_AS, memory_bytes)
   module, name = function.split(":")
-  with contextlib.suppress(EOFError, OSError):  # The pool is closed, or its process is gone.
+  with contextlib.suppress(EOFError, OSError):  # Ends if the pool closes the pipe or dies.
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
-      # If the pool's process dies, the kernel ends this one by SIGALRM, which has no handler.
-      # RLIMIT_CPU would count the seconds of all threads, and child processes of an item would
-      # inherit it, for example a prover for later items.
+      # If the pool's process died, it cannot kill this one. SIGALRM then does, since it has no
+      # handler. RLIMIT_CPU would not do: it adds the seconds of all threads, and an item's child
+      # processes inherit it, even those meant to serve later items, such as a prover.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}
-      except MemoryError as error:  # Caches may be full, so a fresh process replaces this one.
+      except MemoryError as error:  # Caches may fill the memory, so a new process is better.
         message = {"error": repr(error), "last": True}
       except BaseException:
         message = {"error": traceback.format_exc()[-10_000:]}
@@ -271,7 +299,7 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
 
 
 def _limit(kind: int, soft: int) -> None:
-  """Sets a soft limit, at most the hard one."""
+  """Sets a soft resource limit, at most the hard one."""
   hard = resource.getrlimit(kind)[1]
   resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

@@ -1,4 +1,7 @@
-"""Verifier of texts: a response is right if its answer equals the gold text, both normalised."""
+"""Verifier of texts: a response is right if its answer equals the gold answer.
+
+Both texts are normalised first, so case, spaces and quotes do not matter.
+"""
 
 import contextlib
 import re
@@ -8,7 +11,8 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-MAX_ANSWER = 2000  # characters, or twice the gold answer if that is more; longer text is no answer
+# Maximum characters of an answer, or twice the gold answer's if that is more.
+MAX_ANSWER = 2000
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _QUOTES = " \"'“”‘’"
@@ -17,7 +21,10 @@ _EMPHASIS = re.compile(r"([*_`]{1,3})(.*[^*_`])\1")
 
 @contextlib.contextmanager
 def open_verifier() -> Iterator[Callable]:
-  """Yields `verify` for batches, without configuration."""
+  """Yields the verifying function for `gspo_jax.rewards.scorer`.
+
+  It maps (responses, prompts, finished) to (outcomes, None).
+  """
 
   def outcomes(responses, prompts, finished):
     answers = [prompt.answer for prompt in prompts]
@@ -29,11 +36,16 @@ def open_verifier() -> Iterator[Callable]:
 def verify(response: str, answer: str, finished: bool = True) -> str:
   """Returns "right", "wrong", or "unparsable" for a response without an answer.
 
+  Args:
+    response: text of the response, thought included.
+    answer: the gold answer.
+    finished: False for a truncated response.
+
   Raises:
     ValueError: the gold answer is empty after `normalise`.
   """
   check_answer(answer)
-  # Labels ("the answer is") are removed from responses, so from the gold answer too.
+  # Like a response, the gold answer may begin with "the answer is".
   gold = normalise(_without_label(answer)) or normalise(answer)
   candidate = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if candidate is None:
@@ -42,19 +54,24 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
 
 
 def check_answer(text: str) -> None:
-  """Raises ValueError for a gold answer without any content after `normalise`."""
+  """Raises ValueError for a gold answer that is empty after `normalise`."""
   if not normalise(text):
-    raise ValueError(f"the gold answer {text!r:.80} has only white space and punctuation")
+    raise ValueError(
+      f"the gold answer {text!r:.80} has only white space and punctuation: give it a text"
+    )
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
-  """Returns the content of the last `<answer>`, else the last line, without "the answer is".
+  """Returns the answer in a response; None without one.
 
-  Only text after the thought counts (`thought.after`). Returns None if it is empty or has more than
-  `longest` characters.
+  It is the content of the last `<answer>`, else the last line, in both cases the part after "the
+  answer is". Only text after the thought counts (`thought.after`). An answer has at most `longest`
+  characters, and is not empty after `normalise`.
 
   Args:
-    finished: False for a truncated response; its last line is not an answer.
+    response: text of the response.
+    finished: False for a truncated response; its last line is incomplete and no answer.
+    longest: maximum characters of an answer.
   """
   text = thought.after(response)
   line = last_tagged(text)
@@ -65,12 +82,15 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
 
 
 def _without_label(line: str) -> str:
-  """Returns the text after the last "the answer is", or the line without one."""
+  """Returns the text after the last "the answer is" or "answer:", else the whole line."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 
 def last_tagged(text: str) -> str | None:
-  """Returns the content of the last `<answer>` pair without another one inside."""
+  """Returns the content of the last `<answer>...</answer>`; None without one.
+
+  If such pairs are nested, it is the content of the inner one.
+  """
   content = start = None
   for tag in _TAG.finditer(text):
     if tag[0] == "<answer>":
@@ -81,10 +101,10 @@ def last_tagged(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-  """Folds compatible characters (NFKC), case and spaces.
+  """Unifies compatible characters (Unicode's NFKC), case and spaces.
 
-  Removes quotes, full stops and Markdown's emphasis around the text. Other signs stay: -1.5 is
-  neither 1.5 nor 15, and 5! is not 5.
+  Removes quotes and Markdown's emphasis around the text, and full stops after it. Other signs stay:
+  -1.5 is neither 1.5 nor 15, and 5! is not 5.
   """
   text = " ".join(map(_compatible, text.split())).casefold().replace("−", "-")
   bare = text.lstrip(_QUOTES).rstrip(_QUOTES + ".")
@@ -94,6 +114,9 @@ def normalise(text: str) -> str:
 
 
 def _compatible(word: str) -> str:
-  """Applies NFKC in pieces: the order of many combining characters takes quadratic time."""
+  """Applies NFKC in pieces of 256 characters.
+
+  Sorting a long series of combining characters would take quadratic time.
+  """
   pieces = (word[start : start + 256] for start in range(0, len(word), 256))
   return "".join(unicodedata.normalize("NFKC", piece) for piece in pieces)

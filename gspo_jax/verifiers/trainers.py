@@ -1,4 +1,4 @@
-"""Reward functions of mathematical answers for TRL and verl, whose processes need no JAX."""
+"""Reward functions for mathematical answers in TRL and verl. They need no JAX."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from gspo_jax.verifiers import math_answer
 from gspo_jax.verifiers.math_answer import UNKNOWN, Outcome
 
-Completion = str | Sequence[dict[str, Any]]  # a text, or a conversation
+Completion = str | Sequence[dict[str, Any]]  # A text, or a conversation as a list of messages.
 
 
 def math_reward(
@@ -19,12 +19,15 @@ def math_reward(
   """Rewards completions for TRL's GRPOTrainer: `reward_funcs=math_reward`.
 
   Args:
+    prompts: unused.
     completions: texts, or conversations; the last message of a conversation is the response.
     answer: the column of gold answers in the data set.
+    time_limit_s: limit of one comparison, in seconds.
+    **kwargs: unused; TRL passes all columns of the data set.
 
   Returns:
-    1 for a right answer and 0 for any other. None without a gold answer, or without a verdict of
-    the verifier; TRL excludes None from the reward.
+    1 for a right answer and 0 for a wrong or missing one. None without a gold answer, or if the
+    verifier failed; TRL excludes None from the reward.
   """
   texts = [text if isinstance(text, str) else _content(text) for text in completions]
   pairs = [(text, gold) for text, gold in zip(texts, answer, strict=True) if _has_answer(gold)]
@@ -42,9 +45,17 @@ def compute_score(
 ) -> dict[str, float]:
   """Scores one response for verl: `reward.custom_reward_function.name=compute_score`.
 
+  Args:
+    data_source: unused.
+    solution_str: text of the response.
+    ground_truth: the gold answer.
+    extra_info: unused.
+    time_limit_s: limit of the comparison, in seconds.
+    **kwargs: unused.
+
   Returns:
-    "score" and "acc" are 1 for a right answer and 0 for any other. "unknown" is 1 without a gold
-    answer or a verdict; the score is 0 then, since verl needs a number.
+    "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 without a gold answer, or if
+    the verifier failed. The score is 0 then, since verl needs a number.
   """
   reward = None
   if _has_answer(ground_truth):
@@ -53,6 +64,7 @@ def compute_score(
 
 
 def _reward(outcome: Outcome) -> float | None:
+  """Returns 1 for a right answer, else 0; None without a verdict."""
   return None if outcome in UNKNOWN else float(outcome == Outcome.RIGHT)
 
 
@@ -61,7 +73,7 @@ def _has_answer(gold: str | None) -> bool:
 
 
 def _content(conversation: Sequence[dict[str, Any]]) -> str:
-  """Returns the text of the last message. Parts without text (images) are omitted."""
+  """Returns the text of a conversation's last message, without images and other parts."""
   content = conversation[-1].get("content") or ""
   if isinstance(content, str):
     return content
