@@ -6,9 +6,9 @@ them. The sum is computed for one layer at a time, just before use. So a pass is
 with these matrices, in every family and on every mesh, experts included. The sampler receives the
 same sums.
 
-In bfloat16 A B changes slowly: after an update it is about a hundredth of the distance between W
-and the next number, and rounding to nearest would give W again. `dithered` rounds about one weight
-in a hundred up instead, so the change is right in the mean.
+In bfloat16, A B after an update is about a hundredth of the distance between W and the next number,
+so rounding to nearest would give W again. `dithered` instead rounds about one sum in a hundred to
+the next number, and the change is right in the mean.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from gspo_jax.models.weights import Params, Weight
 from gspo_jax.settings.training import LoraConfig
 
-_STEPS = (53_685, 43_977, 36_025)  # 1/g, 1/g², 1/g³ in units of 2^-16, odd; g⁴ = g + 1.
+_STEPS = (53_685, 43_977, 36_025)  # Odd numbers near 2^16 / g, 2^16 / g², 2^16 / g³; g⁴ = g + 1.
 
 
 @flax.struct.dataclass
@@ -85,8 +85,9 @@ def dithered(params: Any) -> Any:
   """Merges adapters, with dithered rounding in case of bfloat16.
 
   Trainer and sampler compute with these matrices. A sum lies between two numbers of bfloat16, at a
-  fraction f of their distance. It is rounded up if f >= 1 - u, so an even distribution of u makes
-  the mean of many weights right. A sum equal to a number of bfloat16 is exact.
+  fraction f of their distance, counted from the one nearer to 0. It is rounded away from 0 if
+  f >= 1 - u, so an even distribution of u makes the mean of many weights right. A sum equal to a
+  number of bfloat16 is exact.
 
   u is the fractional part of 0.819 i + 0.671 j (+ 0.550 k) for the weight [i, j(, k)] of a layer
   (the sequence R3 of M. Roberts), evenly distributed along each axis. It is the same in every
@@ -102,7 +103,7 @@ def dithered(params: Any) -> Any:
     constant = jax.lax.stop_gradient(total)
     stacked = _stacked(x)
     places = jnp.ogrid[tuple(slice(size) for size in total.shape[stacked:])]
-    # The 16 bits of a float32 dropped by bfloat16, with a carry on overflow.
+    # The sum of u and the 16 bits dropped by bfloat16 carries into the kept bits if f >= 1 - u.
     u = sum(i.astype(jnp.uint16) * jnp.uint16(step) for i, step in zip(places, _STEPS))
     u = u.astype(jnp.uint32)[(None,) * stacked]
     bits = jax.lax.bitcast_convert_type(constant, jnp.uint32) + u

@@ -8,7 +8,7 @@ The input of each layer is always saved. `compute.remat` names the policy for it
   dots       saves products with weights outside the experts; on GPUs also experts' products with
              gate and up
   both       saves what `attention` and `dots` save
-  auto       is the first of both, attention and full that fits in memory (`choose`)
+  auto       takes the first of both, attention and full that fits in memory (`choose`)
 """
 
 from collections.abc import Callable
@@ -44,9 +44,7 @@ POLICIES = dict(
   dots=_keep(sharding.PRODUCT, groups.HIDDEN),
   both=_keep(sharding.PRODUCT, groups.HIDDEN, attention.RESIDUAL),
 )
-ROOM = (
-  0.6  # Fraction of memory for state and saved activations; the rest is for one layer and head.
-)
+ROOM = 0.6  # Share of memory for state and saved activations; a layer and the head need the rest.
 STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments, all in float32.
 
 

@@ -118,7 +118,7 @@ def insert(
 ) -> tuple[Pages, jax.Array, jax.Array]:
   """Copies the first `length` positions of dense rows into free pages.
 
-  Rows take pages in order. A row for which too few are free takes none.
+  Rows take pages in order, until a row does not fit: this and all later rows take none.
 
   Args:
     rows: dense cache of r rows, such as prefilled prompts.

@@ -90,9 +90,9 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns R, the rows of a block, a power of two.
 
-  A block is large enough for XLA to compute its product on several cores, but at most half of the
-  mean load, to limit padding. In the backward pass each block adds to the gradient of a whole
-  expert, so blocks have at least 64 rows if the load allows.
+  A block is large enough for XLA to compute its product on several cores. To limit padding, it is
+  at most half of the mean load, or 8. In the backward pass each block adds to the gradient of a
+  whole expert, so blocks have at least 64 rows if the load allows.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape

@@ -52,7 +52,7 @@ _MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Its group is the modul
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:
-  """Loads adapters into `params`, in the sharding of its own.
+  """Returns `params` with the adapters of a directory, in the same sharding.
 
   Raises:
     FileNotFoundError, CheckpointError, ValueError: as `check`.
