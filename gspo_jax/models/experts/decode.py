@@ -85,8 +85,8 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
   """Gathers tokens over the mesh axes `over`.
 
-  Their bits are packed in one array, since the time of small collectives is that of their number.
-  For use inside `shard_map`.
+  Their bits are packed in one array: the time of small collectives depends on their number more
+  than on their bytes. For use inside `shard_map`.
   """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk

@@ -26,8 +26,8 @@ def product_tiles(
 ) -> tuple[Tiles, int]:
   """Returns tiles of grouped products, and their bytes.
 
-  The tiles are those with the fewest bytes.
-  A product is [rows, inner] @ [inner, outer], with another matrix for each group of rows.
+  A product is [rows, inner] @ [inner, outer], with another matrix for each group of rows. The tiles
+  are those with the fewest bytes.
 
   Args:
     groups: number of groups.
@@ -64,7 +64,8 @@ def outer_tiles(
 ) -> tuple[Tiles, int]:
   """Returns tiles of sums of outer products, and their bytes.
 
-  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group.
+  A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group. The tiles are
+  those with the fewest bytes.
 
   out_size: bytes written per number of a sum, and bytes read if it is added to a total.
   """
