@@ -1,4 +1,8 @@
-"""Checks problems of programming contests: bad rows if tests alone cannot judge their answers."""
+"""Checks of programming contests' problems.
+
+A program is compared with one expected output. Problems that need more (interactive ones, and those
+with several right outputs) are bad rows.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +16,7 @@ _INTERACTIVE = re.compile(
   r"\binteractive (?:problem|task)\b|\bflush(?:ing)? the (?:output|standard output|stdout)\b", re.I
 )
 _ANSWERS = r"(?:answers?|solutions?|ways?|variants?|options?|possibilities|outputs?|sequences?)"
-# Statements that accept several answers.
+# Sentences of statements that accept several answers.
 _ANY = re.compile(
   rf"""(?<!\bnot\ )(?<!n't\ )\b(?:print|output|return|find)\ any\b
   | \b(?:several|multiple|(?<!how\ )many|more\ than\ one)\b
@@ -30,15 +34,19 @@ _FILE = re.compile(r"\b[\w-]+\.(?:txt|in|inp|out|ans)\b")
 
 
 def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns names of input and output files. Returns {} for stdin and stdout.
+  """Checks a row of CodeForces.
+
+  Returns:
+    Further fields of the answer, the lists `input_files` and `output_files`; {} if programs use
+    stdin and stdout.
 
   Raises:
-    BadRow: an exact comparison with the expected output would refuse right programs.
+    BadRow: a comparison with the expected output would refuse right programs.
   """
   statement = _require_single_answer(row)
   for name, reason in {
-    "generated_checker": "its answers are judged by a checker",
-    "checker": "its answers are judged by a checker",
+    "generated_checker": "its answers need a checker",
+    "checker": "its answers need a checker",
     "interaction_format": "it is interactive",
   }.items():
     if _text(row.get(name)):
@@ -60,13 +68,23 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apps(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Requires a single right output (APPS, TACO); returns {}."""
+  """Checks a row of APPS or TACO.
+
+  Returns {}, since the answer needs no further field.
+
+  Raises:
+    BadRow: the statement allows several outputs.
+  """
   _require_single_answer(row)
   return {}
 
 
 def _require_single_answer(row: Mapping[str, Any]) -> str:
-  """Returns the statement. Raises BadRow if it allows several outputs."""
+  """Returns a problem's statement.
+
+  Raises:
+    BadRow: the problem is interactive, or allows several outputs.
+  """
   statement = " ".join(" ".join(_text(row.get(name)) for name in _STATEMENT).split())
   tags = row.get("tags")
   if _INTERACTIVE.search(statement) or (isinstance(tags, Iterable) and "interactive" in tags):
@@ -78,7 +96,8 @@ def _require_single_answer(row: Mapping[str, Any]) -> str:
 
 def _error(reason: str) -> BadRow:
   return BadRow(
-    f"{reason}, and programs are judged by their output alone. Leave out the row with a condition"
+    f"{reason}, and programs are only compared with one expected output. Exclude the row by a "
+    "condition (`where`)"
   )
 
 
@@ -87,6 +106,6 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test ends with an ellipsis. A grid of dots does not count."""
+  """Whether a test ends with an ellipsis. A grid of dots does not."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -1,4 +1,4 @@
-"""Embedded tasks: problems and demonstrations are generated on access, without files."""
+"""Sources of the embedded tasks (gspo_jax.tasks): prompts are generated on access."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,20 @@ TASKS = dict(
 
 
 class Embedded:
-  """Source of an embedded task from TASKS.
+  """Source of prompts (`sources.Source`) from an embedded task.
+
+  Args:
+    config: section `data`, with the sizes of problems and the errors of demonstrations.
+    tok: tokenizer of the run.
+    path: task and split, such as `arithmetic:train`.
+    key: key of the configuration with the path, for messages.
 
   Raises:
-    DataError: an invalid split or size, or one of 500 probed prompts is longer than
-      `data.max_prompt_tokens`; names `key`.
+    DataError: the split or a size is invalid, or one of about 500 prompts (`probe`) is longer than
+      `data.max_prompt_tokens`.
   """
 
-  skipped = 0
+  skipped = 0  # An embedded task has no bad rows.
 
   def __init__(self, config: DataConfig, tok: tokenizer.Tokenizer, path: str, key: str):
     task, _, split = path.partition(":")
@@ -40,21 +46,21 @@ class Embedded:
       if len(prompt.tokens) > config.max_prompt_tokens:
         raise DataError(
           f"{key}: the prompt {prompt.question!r} takes {len(prompt.tokens)} tokens, more than"
-          f" data.max_prompt_tokens={config.max_prompt_tokens}"
+          f" data.max_prompt_tokens={config.max_prompt_tokens}; raise that limit"
         )
 
   def __len__(self) -> int:
     return len(self._problems)
 
   def questions(self) -> Iterator[str]:
-    """Yields the questions alone, ten times faster than whole prompts."""
+    """Yields all questions, ten times faster than whole prompts."""
     return (self._problems[index]["question"] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> structs.Prompt:
     row = self._problems[index]
     messages = [tokenizer.user_turn(row["question"], self._config.prompt_template)]
     text = self._tok.chat(messages)
-    # The seed fixes each problem's demonstration, right or wrong.
+    # The index as the seed: a problem has the same demonstration, right or wrong, in every run.
     turns = self._task.demonstration(row, seed=index, **self._teacher_settings)
     first, *others = (turns,) if isinstance(turns, str) else turns
     first = replies.continuation(self._tok, messages, text, first)
@@ -69,5 +75,5 @@ class Embedded:
 
 
 def probe(length: int) -> range:
-  """Returns about 500 indices, spread evenly over a source."""
+  """Returns evenly spread indices below `length`: 500 to 999, or all."""
   return range(0, length, max(1, length // 500))

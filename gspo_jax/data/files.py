@@ -1,7 +1,6 @@
-"""Reads data rows of files and TFDS data sets, one at a time and undecoded.
+"""Reads data rows of files and of TFDS data sets, one at a time.
 
-A row is a tuple of its place (for messages), its default id, and a function to decode it. Decoding
-later keeps an error in one row from ending the reading of the others.
+Rows are decoded later, one by one. So an error in a row does not end the reading of the others.
 """
 
 import contextlib
@@ -21,43 +20,65 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
+# File and line of a row for messages; its default id; and a function that decodes it.
 Row = tuple[str, str, Callable[[], Any]]
-Numbered = Iterator[tuple[int, Callable[[], Any]]]  # row numbers in a file, and decoders
-_MAGIC = r"[*?\[]"
+Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Numbers of rows in a file, and decoders.
+_MAGIC = r"[*?\[]"  # Characters of patterns.
 
 
 class BadRow(ValueError):
-  """An error in one data row; the message says how to correct it."""
+  """A data row cannot be used; the message says how to correct it."""
 
 
 class Skipped:
-  """Handles bad data rows: raises for the first, or counts all (`data.on_error`)."""
+  """Handles bad data rows: raises for the first, or skips and counts them.
+
+  Args:
+    on_error: `data.on_error`, "raise" or "skip".
+
+  Attributes:
+    count: number of bad rows.
+    first: place and error of the first bad row, to append to a message; "" without one.
+  """
 
   def __init__(self, on_error: str):
     self.count, self.first, self._raises = 0, "", on_error == "raise"
 
   @contextlib.contextmanager
   def row(self, place: str) -> Iterator[None]:
-    """Catches the error of a bad row at `place`.
+    """Handles errors of one row.
 
-    Raises DataError with the place if `on_error` is "raise"; otherwise counts the row.
+    Args:
+      place: file and line of the row.
+
+    Raises:
+      DataError: the row is bad, and `on_error` is "raise".
     """
     try:
       yield
-    except (BadRow, RecursionError) as error:  # deep nesting
+    except (BadRow, RecursionError) as error:  # RecursionError: JSON with deep nesting.
       if self._raises:
-        hint = "or set data.on_error=skip to leave such rows out"
+        hint = "or set data.on_error=skip to exclude such rows"
         raise DataError(f"{place}: {error}, {hint}") from error
       self.count += 1
       self.first = self.first or f"; {place}: {error}"
 
   def warn(self, title: str) -> None:
+    """Logs a warning if there were bad rows. `title` names the data set."""
     if self.count:
       logging.warning("%s: %d rows left out%s", title, self.count, self.first)
 
 
 def read(spec: str, key: str) -> Iterator[Row]:
-  """Yields every row of a data set, undecoded."""
+  """Yields the rows of a data set.
+
+  Args:
+    spec: path, pattern of paths, or `tfds:name/split`.
+    key: key of the configuration with `spec`, for messages.
+
+  Raises:
+    DataError: there is no such data set, or a file cannot be read.
+  """
   if spec.startswith("tfds:"):
     examples = _tfds(spec, key)
     for i in range(len(examples)):
@@ -66,7 +87,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # A pattern may match more files at the next start; full paths keep ids unchanged.
+    # A pattern may match further files at a later start. Ids with full paths stay unique.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -76,11 +97,16 @@ def read(spec: str, key: str) -> Iterator[Row]:
 
 
 def is_pattern(spec: str) -> bool:
+  """Whether a path is a pattern, with *, ? or [."""
   return bool(re.search(_MAGIC, spec))
 
 
 def named(spec: str, key: str) -> list[epath.Path]:
-  """Returns the files of a path or pattern, sorted."""
+  """Returns the files of a path or pattern, in alphabetical order.
+
+  Raises:
+    DataError: there is no such file, or a file has another ending than _READERS.
+  """
   magic = re.search(_MAGIC, spec)
   try:
     if magic:
@@ -93,7 +119,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
     exists = bool(files) and files[0].exists()
   except ValueError as error:
     raise DataError(str(error)) from error
-  except (NotImplementedError, OSError) as error:  # errors of various file systems
+  except (NotImplementedError, OSError) as error:  # Errors of remote file systems.
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
   if not exists:
     none = "no file matches" if magic else "there is no file"
@@ -115,6 +141,7 @@ def _json_row(line: bytes) -> Any:
 
 
 def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
+  """Yields rows of JSON lines. `first` is the first line's number."""
   for number, line in enumerate(lines, first):
     if line.strip():
       yield number, functools.partial(_json_row, line)
@@ -126,13 +153,13 @@ def _json_lines(file: epath.Path) -> Numbered:
 
 
 def _parquet(file: epath.Path) -> Numbered:
-  import pyarrow as pa  # slow to import, and seldom needed
+  import pyarrow as pa  # Slow to import, and seldom needed.
   from pyarrow import parquet
 
   def value(scalar: pa.Scalar) -> Any:
-    """Returns the Python value.
+    """Converts a value to Python.
 
-    A float of 16 or 32 bits becomes its shortest decimal, 0.1 and not 0.10000000149.
+    Floats of 16 or 32 bits become their shortest decimals: 0.1, and not 0.10000000149.
     """
     if isinstance(scalar, pa.FloatScalar | pa.HalfFloatScalar) and scalar.is_valid:
       kind = np.float32 if isinstance(scalar, pa.FloatScalar) else np.float16
@@ -148,7 +175,7 @@ def _parquet(file: epath.Path) -> Numbered:
       return {name: value(batch.column(name)[i]) for name in batch.schema.names}
     except UnicodeError as error:
       raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
-    except (ArithmeticError, ValueError) as error:  # a date outside Python's range
+    except (ArithmeticError, ValueError) as error:  # Python has no such date.
       raise BadRow(f"{error}. Correct the row") from error
 
   with file.open("rb") as stream:
@@ -182,11 +209,11 @@ _READERS = {
 
 
 def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
-  """Opens a TFDS split for random access.
+  """Opens a split of a TFDS data set, for random access.
 
-  The default split is train for `data.train`, test for other keys.
+  Without a split in `spec`, it is train for the key data.train, and test for other keys.
   """
-  import tensorflow_datasets as tfds  # slow to import, and seldom needed
+  import tensorflow_datasets as tfds  # Slow to import, and seldom needed.
 
   name, _, split = spec.removeprefix("tfds:").rpartition("/")
   if not name:
@@ -194,7 +221,7 @@ def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
   try:
     if (epath.Path(name) / "dataset_info.json").exists():
       return tfds.builder_from_directory(name).as_data_source(split=split)
-    return tfds.data_source(name, split=split)  # downloads and prepares missing data
+    return tfds.data_source(name, split=split)  # Downloads and prepares missing data.
   except Exception as error:  # Each data set fails in its own way.
     raise DataError(
       f"{key}={spec}: TFDS cannot provide it: {str(error).partition(chr(10))[0]} Set --config.{key}"

@@ -1,4 +1,4 @@
-"""Conditions on the fields of data rows: `level>=3 and subject!=Geometry`."""
+"""Filters of data rows: conditions on fields, such as `level>=3 and subject!=Geometry`."""
 
 import dataclasses
 import decimal
@@ -12,7 +12,7 @@ import numpy as np
 from gspo_jax.data.files import BadRow
 from gspo_jax.settings.data import DataError
 
-TOKENS = "prompt_tokens"  # name of the prompt's length in filters
+TOKENS = "prompt_tokens"  # Name of the prompt's number of tokens, in place of a field.
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "==": operator.eq,
   "!=": operator.ne,
@@ -21,11 +21,11 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "<": operator.lt,
   ">": operator.gt,
 }
-ORDER = ("<=", ">=", "<", ">")
+ORDER = ("<=", ">=", "<", ">")  # Operators of ordered values.
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
 _NUMBER = re.compile(r"(?:(?<![^\s(:])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-_WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # text around a number
-_MULTIPLIED = re.compile(r"\d\s?[kKM]\b")
+_WORDS = re.compile(r"(?:[^\W\d_]|[\s:#.,()%$°'\"/_−-])*")  # Text around a number.
+_MULTIPLIED = re.compile(r"\d\s?[kKM]\b")  # A number with a multiplier: 2.5k.
 _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 
 
@@ -33,27 +33,29 @@ _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 class Condition:
   """A filter condition `field op value`.
 
-  A number is compared with a number, or with the only number of a text (`Level 3`, `12 kyu`). Two
-  texts are compared as texts; their order is that of their numbers if the other words are equal.
-  Dates with the year first sort correctly. `=~` and `!~` search for a regular expression. A null
-  field fails all of `<`, `<=`, `>` and `>=`, and counts as empty text for other operators.
+  Numbers are compared with numbers. A number and a text are compared by the only number of the text
+  (`Level 3`, `12 kyu`). Two texts are compared as texts; but if they differ only in one number,
+  their order is that of the numbers. The order of dates is right if the year is first. `=~` and
+  `!~` search for a regular expression. A null field fails `<`, `<=`, `>` and `>=`; for other
+  operators it is an empty text.
   """
 
   field: str
-  op: str
+  op: str  # One of == != < <= > >= =~ !~.
   value: str
 
   def keeps(self, field: Any) -> bool:
     """Whether a row's field meets the condition.
 
-    Raises BadRow if the two cannot be compared.
+    Raises:
+      BadRow: the field and the condition's value cannot be compared.
     """
     if self.op in ORDER and (field is None or _is_nan(field)):
       return False
     text, value = "" if field is None else as_text(field), self.value
     if self.op in ("=~", "!~"):
       return bool(re.search(value, text)) == (self.op == "=~")
-    if isinstance(field, bool | np.bool_):  # true in JSON, True in Python
+    if isinstance(field, bool | np.bool_):  # JSON writes true, Python True.
       text, value = text.lower(), value.lower()
       if self.op in ORDER or value not in ("true", "false"):
         raise self._error(field, "true and false are compared by == and !=, with true or false")
@@ -65,7 +67,11 @@ class Condition:
     return _OPERATORS[self.op](text, value)
 
   def _compare(self, text: str, value: str) -> bool:
-    """Compares two texts. Raises BadRow if they have no order."""
+    """Compares two texts, as numbers or dates if possible.
+
+    Raises:
+      BadRow: the operator needs an order, and the texts have none.
+    """
     compare, texts = _OPERATORS[self.op], (text, value)
     plain = [*map(_number, texts)]
     if None not in plain:
@@ -93,7 +99,15 @@ class Condition:
 
 
 def conditions(text: str, key: str) -> tuple[Condition, ...]:
-  """Parses conditions, `a==1 and b>=2024-10-01`; DataError if invalid."""
+  """Parses conditions, `a==1 and b>=2024-10-01`.
+
+  Args:
+    text: conditions; "" for none.
+    key: key of the configuration with the text, for messages.
+
+  Raises:
+    DataError: a condition is malformed.
+  """
   parsed = []
   for part in re.split(r"\s+and\s+", text) if text else []:
     match = _CONDITION.fullmatch(part)
@@ -112,7 +126,7 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
 
 
 def as_text(value: Any) -> str:
-  """Returns a field as text; dates of Parquet in ISO format."""
+  """Converts a field to text. Dates have ISO format."""
   if hasattr(value, "isoformat"):
     return value.isoformat()
   return value.decode("utf-8") if isinstance(value, bytes) else str(value)
@@ -124,7 +138,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _number(text: str) -> decimal.Decimal | None:
-  """Converts a text to a number. Returns None if it is not a number."""
+  """Converts a text to a number; None if impossible."""
   try:
     number = decimal.Decimal(text.strip())
   except decimal.InvalidOperation:
@@ -135,12 +149,12 @@ def _number(text: str) -> decimal.Decimal | None:
 def _split(text: str) -> tuple[decimal.Decimal | None, str]:
   """Returns a text's only number, and its other words.
 
-  The number is None for a text with several numbers or none, and beside a multiplier (2.5k) or a
-  symbol (3 + x).
+  The number is None for a text with several numbers or none. It is None too if the number has a
+  multiplier (2.5k), or if the text has other symbols (3 + x).
   """
   match, *others = [*_NUMBER.finditer(text)] or [None]
   words = text if match is None else f"{text[: match.start()]} {text[match.end() :]}"
-  multiplied = _MULTIPLIED.search(text)  # 2.5k
+  multiplied = _MULTIPLIED.search(text)
   if match is None or others or multiplied or not _WORDS.fullmatch(words):
     return None, words
   return _number(match[0].replace(",", "").replace("−", "-")), " ".join(words.split())

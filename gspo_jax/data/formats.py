@@ -1,8 +1,8 @@
-"""Converts a data row to a `Prompt`: field mapping, known formats, filters.
+"""Formats of data rows, and the conversion of a row to a `Prompt`.
 
-A format maps fields of a data row to question, answer, demonstration and id. `FORMATS` holds the
-formats of public data sets. Section `data` of a configuration describes one more format, for other
-files. docs/data.md lists all formats.
+A format names a row's fields for question, answer, demonstration and id. `FORMATS` has the formats
+of public data sets. Section `data` of the configuration describes one more, for other files
+(docs/data.md).
 """
 
 import contextlib
@@ -24,16 +24,17 @@ from gspo_jax.data.filters import TOKENS, Condition, as_text
 from gspo_jax.settings.data import BOXED, DataConfig, Format
 from gspo_jax.verifiers import math_answer
 
-# The first of these fields in a data row is its id.
+# The first of these fields that a row has is its id.
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
-# Prefix of answer fields: the answer is a JSON object of these fields, as program verifiers expect.
-# `name=field` renames a field, and `tests.*.input` is the list of all inputs.
+# With this prefix `Format.answer` is a list of fields, and the answer is a JSON object of them, for
+# the verifier of programs. `name=field` renames a field. `tests.*.input` is a list of the fields
+# `input` of all tests.
 JSON = "json:"
-# Maximum characters of a further field (`_further`): less memory than a prompt's tokens take.
+# Maximum number of characters of a further field (`_further`), to limit memory.
 MAX_INFO = 1000
 
 
-# The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
+# Prompts of LiveCodeBench (lcb_runner/prompts/code_generation.py).
 _STDIN = """### Question:
 {question}
 
@@ -72,14 +73,15 @@ FORMATS = {
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
   "deepscaler": Format("problem", "answer"),  # Many solutions are empty.
-  # The prompts already state the form of the answer.
+  # Its prompts have instructions already, so the template adds none.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
   "livecodebench": Format(
     "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
-  "apps": Format("question", "input_output", adapt=contests.apps, **_PROGRAM),  # TACO too
+  # TACO has this format, too.
+  "apps": Format("question", "input_output", adapt=contests.apps, **_PROGRAM),
   "humaneval": Format(
     "prompt", "json:prompt,test,entry_point", demonstration="canonical_solution", template=_FUNCTION
   ),
@@ -102,10 +104,21 @@ def prompt(
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """Converts a data row to a prompt. Returns None if a filter excludes it.
+  """Converts a data row to a prompt.
+
+  Args:
+    row: decoded row.
+    form: names of its fields, and templates.
+    tok: tokenizer of the run.
+    filters: conditions of the row.
+    max_tokens: maximum number of tokens of the prompt.
+    default_id: id of a row without an id.
+
+  Returns:
+    The prompt; None if a filter excludes the row.
 
   Raises:
-    BadRow: describes the row's error and its correction.
+    BadRow: the row cannot be used.
   """
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
@@ -142,7 +155,8 @@ def prompt(
 def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
   """Returns the messages of a prompt, the question last.
 
-  In a field of messages, the question is the user's last message; later messages are dropped.
+  The question field is a text, or a list of messages. In a list the question is the user's last
+  message; later messages are dropped.
   """
   key = form.key("question_field")
   value = None if "{" in form.question else _lookup(row, form.question, key)
@@ -166,30 +180,35 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
 def _further(
   row: Mapping[str, Any], used: Collection[str | None], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-  """Yields further fields of a data row as texts.
+  """Yields names and texts of a data row's further fields.
 
-  Nested fields have dotted names. Verifiers and evaluation use these fields. Lists, and texts
-  longer than MAX_INFO, are left out; an answer with `json:` can include them.
+  Verifiers and evaluation use them. Nested fields have dotted names. Lists, and texts longer than
+  MAX_INFO, are excluded; an answer with `json:` can include them.
+
+  Args:
+    row: the row, or a nested object of it.
+    used: names of fields already used in the prompt.
+    prefix: dotted name of the nested object, with a dot at its end.
   """
   for name, value in row.items():
     if isinstance(value, Mapping):
       yield from _further(value, used, f"{prefix}{name}.")
     elif prefix + name not in used and not isinstance(value, list | tuple | np.ndarray):
-      with contextlib.suppress(UnicodeError):  # binary data
+      with contextlib.suppress(UnicodeError):  # Excludes binary data.
         text = "" if value is None else as_text(value)
         if 0 < len(text) <= MAX_INFO:
-          yield sys.intern(prefix + name), text  # one string in memory for all rows
+          yield sys.intern(prefix + name), text  # All rows share one string of the name.
 
 
 def _fields(spec: str) -> list[str]:
-  """Returns the field names in a question or answer specification."""
+  """Returns names of the fields in a `Format.question` or `Format.answer`."""
   if spec.startswith(JSON):
     return [pair.rpartition("=")[2] for pair in spec.removeprefix(JSON).split(",")]
   return re.findall(r"\{([^{}]+)\}", spec) or [spec]
 
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
-  """Returns the text of the answer field, and the gold answer."""
+  """Returns the answer field's text, and the gold answer in it."""
   further = form.adapt(row) if form.adapt else {}
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
@@ -218,16 +237,23 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
 
 
 def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -> str:
-  """Returns the text of a field or template.
+  """Returns the text of a field or of a template.
 
-  With `numbers`, numbers are converted to text; otherwise they are bad rows.
+  Args:
+    row: the row.
+    name: name of the field, or template.
+    key: key of the configuration with the name, for messages.
+    numbers: whether a number is converted to text. If not, the row is bad.
+
+  Raises:
+    BadRow: a field is missing, empty, or of another type.
   """
   if "{" in name:
     return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
   value = _lookup(row, name, key)
   try:
     text = _text(value, numbers)
-    text.encode()  # JSON may contain half of a surrogate pair.
+    text.encode()  # JSON may contain half of a surrogate pair, which fails.
   except UnicodeError as error:
     raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
   except TypeError as error:
@@ -238,11 +264,12 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
   if not text.strip():
     raise BadRow(f"the field {name!r} is empty. Fill it in")
   if "\0" in text:
-    raise BadRow(f"the field {name!r} holds NUL. Correct the row")
+    raise BadRow(f"the field {name!r} has a NUL character. Correct the row")
   return text
 
 
 def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
+  """Returns a field by its name. It may be dotted: `info.answer`, `messages.1.content`."""
   value = row
   for part in [name] if name in row else name.split("."):
     if isinstance(value, Mapping) and part in value:
@@ -256,6 +283,7 @@ def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
+  """Returns a field, or a list of fields. `tests.*.input` is that of all objects in `tests`."""
   head, star, tail = name.partition(".*.")
   if not star:
     return _lookup(row, name, key)
@@ -263,15 +291,19 @@ def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
   if not isinstance(items, list | tuple) or not items:
     raise BadRow(f"the field {head!r} is no list of objects, or empty. Correct the row or {key}")
   if not all(isinstance(item, Mapping) for item in items):
-    raise BadRow(f"the field {head!r} holds other things than objects. Correct the row or {key}")
+    raise BadRow(f"the field {head!r} has other items than objects. Correct the row or {key}")
   return [_lookup(item, tail, key) for item in items]
 
 
 def _text(value: Any, numbers: bool) -> str:
-  """Converts text or numbers to text; TypeError for other values."""
+  """Converts text, and with `numbers` a number, to text.
+
+  Raises:
+    TypeError: the value is of another type; the message describes the value.
+  """
   if isinstance(value, str):
     return value
-  if isinstance(value, bytes):  # TFDS
+  if isinstance(value, bytes):  # TFDS has texts as bytes.
     return value.decode("utf-8")
   if numbers and isinstance(value, decimal.Decimal) and value.is_finite():
     return f"{value.normalize():f}"
@@ -279,15 +311,15 @@ def _text(value: Any, numbers: bool) -> str:
     value = _plain(value)
   integer = isinstance(value, int) and not isinstance(value, bool)
   if numbers and (integer or (isinstance(value, float) and math.isfinite(value))):
-    return repr(int(value) if value == int(value) else value)  # 145.0 is the answer 145
+    return repr(int(value) if value == int(value) else value)  # 145.0 becomes "145".
   raise TypeError(_kind(value))
 
 
 def _plain(value: Any) -> Any:
   """Converts a value to a JSON type.
 
-  Converted are NumPy values, bytes of TFDS, and decimals and dates of Parquet. A NumPy float
-  becomes its shortest decimal, 0.1 and not 0.10000000149.
+  Values are those of NumPy, TFDS (bytes) and Parquet (decimals, dates). A NumPy float becomes its
+  shortest decimal: 0.1, and not 0.10000000149.
   """
   if isinstance(value, bytes):
     return value.decode("utf-8")
@@ -301,13 +333,15 @@ def _plain(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
+  """Describes a value and its type, for messages."""
   return "null" if value is None else f"{value!r:.40} ({type(value).__name__})"
 
 
 def named(config: DataConfig, name: str) -> Format:
-  """Returns a format by name. The name "" means the format of section `data`.
+  """Returns a format by name.
 
-  A format without a template takes `data.prompt_template`.
+  Names are those in FORMATS, and "" for the format of section `data`. A format without a template
+  has `data.prompt_template`.
   """
   if not name:
     return config.form

@@ -1,8 +1,8 @@
-"""Problems in JSON lines files that grow during a run.
+"""Problems in JSON lines files to which lines are appended during a run (`schedule.refresh_every`).
 
-`look` reads all files again; the part of each in use must not have changed. Host 0 reads. If a file
-has grown, it broadcasts all of them. A checkpoint holds the lengths, so a resumed run has the same
-rows.
+`Growing.look` reads all files again. The lines in use must not have changed. The first host reads
+the files, and broadcasts their texts if any has grown. A checkpoint has the lengths of the files,
+so a resumed run has the same rows.
 """
 
 import json
@@ -19,16 +19,22 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # Number of bytes and their CRC-32, by file.
+Lengths = dict[str, list[int]]  # Part of each file in use: number of bytes, and their CRC-32.
 
 
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> "Growing":
-  """Reads the prompts of a split from growing files.
+  """Reads the prompts of `data.train` or `data.eval` from growing files.
+
+  Args:
+    config: section `data`.
+    tok: tokenizer of the run.
+    split: "train" or "eval".
+    check: function of each gold answer, which raises ValueError for a bad one; None for no check.
 
   Raises:
-    DataError: as in `sources.load`, and if the source is not one path or pattern of .jsonl files.
+    DataError: as in `sources.load`; or the source is not a path or pattern of .jsonl files.
   """
   key, spec = f"data.{split}", getattr(config, split)
   part, *others = sources.parts_of(spec, key)
@@ -46,11 +52,18 @@ def load(
 
 
 class Growing:
-  """Rows of files that grow, file by file (`sources.Source`).
+  """Source of prompts from growing files (`sources.Source`), file by file.
+
+  Args:
+    path: path or pattern of .jsonl files.
+    key: key of the configuration with the path, for messages.
+    make_reader: constructor of a reader for all rows.
 
   Attributes:
+    path: path or pattern.
+    reader: reader of the rows in use, with its counts.
     lengths: part of each file in use.
-    shared: number of held-out problems among the rows.
+    shared: number of held-out problems that are among the rows.
   """
 
   def __init__(self, path: str, key: str, make_reader: Callable[[], Reader]):
@@ -73,23 +86,27 @@ class Growing:
 
   @property
   def contents(self) -> str:
-    """Fingerprints the rows and their order."""
+    """Identifies the rows and their order, by a checksum."""
     checksum = zlib.crc32(json.dumps(self.lengths).encode())
     return f"{self.path} grows: {len(self)} rows {checksum:08x}"
 
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
-    """Sets the held-out problems counted in `shared`."""
+    """Sets the held-out problems, and counts shared ones."""
     self._held_out = sources.Prompts(held_out)
     self._count_shared()
 
   def look(self, lengths: Lengths | None = None) -> int:
-    """Reads the files again, whole or up to recorded lengths.
+    """Reads the files again. Collective.
 
-    Returns the number of new rows.
+    Args:
+      lengths: part of each file to read, from a checkpoint; None for all whole lines.
+
+    Returns:
+      The number of new rows.
 
     Raises:
-      DataError: a new row is bad and `data.on_error` is "raise"; lines in use changed; or a file is
-        missing.
+      DataError: a new row is bad and `data.on_error` is "raise"; or lines in use have changed; or a
+        file is missing.
     """
     before, skipped = len(self), self.skipped
     try:
@@ -110,11 +127,19 @@ class Growing:
     return len(self) - before
 
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
-    """Returns lengths and texts of the files. There are no texts if nothing changed."""
+    """Reads lengths and texts of the files.
+
+    Without a change, the texts are {}.
+
+    Args:
+      recorded: part of each file to read; None for all whole lines.
+    """
     used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]
     if missing := used.keys() - set(names):
-      raise DataError(f"{self._key}: {min(missing)} is gone, and its rows are in use. Put it back")
+      raise DataError(
+        f"{self._key}: {min(missing)} no longer exists, and its rows are in use. Restore it"
+      )
     lengths, texts = {}, {}
     for name in names:
       try:
@@ -124,8 +149,8 @@ class Growing:
       old = used.get(name, _measure(b""))
       if _measure(text[: old[0]]) != old:
         raise DataError(
-          f"{self._key}: {name} has changed: rows in use were edited or removed. Only append to it,"
-          " or put back its former content"
+          f"{self._key}: {name} has changed: rows in use were edited or removed. Restore its former"
+          " content, and only append to it"
         )
       texts[name] = text[: old[0] if recorded else text.rfind(b"\n") + 1]
       lengths[name] = _measure(texts[name])
@@ -135,8 +160,11 @@ class Growing:
     before = self.shared
     self.shared = overlap.shared_prompts(self, self._held_out, self._held_out)
     if self.shared > before:
-      logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
+      logging.warning(
+        "%s: %d held-out problems are also among the training rows", self.path, self.shared
+      )
 
 
 def _measure(text: bytes) -> list[int]:
+  """Returns the number of bytes and their CRC-32."""
   return [len(text), zlib.crc32(text)]

@@ -1,4 +1,4 @@
-"""Held-out problems that also occur in training data."""
+"""Count of held-out problems that also occur in training data."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,20 @@ from gspo_jax import structs
 from gspo_jax.data.embedded import Embedded
 from gspo_jax.data.sources import Mixture, Source
 
-_WORDS = 8  # number of leading words of a question, compared before whole questions
+_WORDS = 8  # Number of a question's first words, which are compared before whole questions.
 
 
 def shared_prompts(train: Source, held_out: Source, chosen: Sequence[structs.Prompt]) -> int:
-  """Counts the chosen held-out problems that also occur in training data.
+  """Counts chosen held-out problems in the training data.
 
   Problems are equal if their questions are equal up to white space. A million rows take about a
-  second. Two embedded tasks are compared by their paths alone.
+  second. Two embedded tasks are compared only by their paths (`arithmetic:train`): all problems are
+  shared, or none.
 
   Args:
-    chosen: problems selected from `held_out`.
+    train: training data.
+    held_out: held-out set.
+    chosen: problems chosen from `held_out` for an evaluation.
   """
   questions = [_first_words(prompt.question) for prompt in chosen]
   all_questions, openings = set(questions), {_first_words(text, _WORDS) for text in questions}

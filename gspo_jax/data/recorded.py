@@ -1,7 +1,7 @@
-"""Recorded responses: prompts, responses and rewards for offline training.
+"""Recorded responses: prompts, responses and rewards for offline training (job=offline).
 
-Files are the samples logs of a run, or JSON lines from any other tool: docs/data.md. Their content
-is untrusted, so each data row is checked before training starts.
+The files are samples logs of a run, or JSON lines from other tools (docs/data.md). Their content is
+untrusted, so each row is checked before training starts.
 """
 
 import dataclasses
@@ -19,27 +19,29 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.structs import Prompt
 
-CHARACTERS = 1 << 20  # maximum length of a text; longer texts keep the tokenizer busy too long
+CHARACTERS = 1 << 20  # Maximum number of characters of a text; longer ones take too long to encode.
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-  tokens: np.ndarray  # int32 [n]
+  """A recorded response."""
+
+  tokens: np.ndarray  # Token ids, the stop token included, int32 [n].
   reward: float
-  stopped: bool  # ended by a stop token or a stop string; False: truncated
+  stopped: bool  # Whether a stop token or a stop string ended it; False if truncated.
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Responses to one prompt, at most `group_size`."""
+  """Responses to one prompt, at most `Limits.group_size`."""
 
-  id: str  # file and line of the first response
+  id: str  # File and line of the first response.
   prompt: Prompt
   responses: tuple[Response, ...]
 
   @property
   def content(self) -> str:
-    """Fingerprints the prompt and the responses."""
+    """Identifies prompt and responses, by a checksum."""
     checksum = 0
     for r in self.responses:
       checksum = zlib.crc32(r.tokens.tobytes() + f" {r.reward} {r.stopped}".encode(), checksum)
@@ -48,11 +50,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Recordings:
-  """A source of recorded groups, with the interface of `sources.Source`."""
+  """Recorded groups, with the methods of a `sources.Source`."""
 
   rows: Sequence[Group]
-  skipped: int = 0  # bad rows
-  unknown: int = 0  # rows without a reward: the verifier had failed
+  skipped: int = 0  # Number of bad rows.
+  unknown: int = 0  # Number of rows without a reward, since the verifier had failed.
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -65,32 +67,39 @@ class Recordings:
     return Prompts([group.prompt for group in self.rows])
 
   def left_out(self) -> dict[str, float]:
-    """Returns metrics of skipped and unknown rows. Numbers of 0 are omitted."""
+    """Returns the numbers of skipped and unknown rows, unless 0."""
     counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
     return {name: float(count) for name, count in counts.items() if count}
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of a recorded row: those of a run's own responses."""
+  """Limits of recorded rows. They are the same as those of sampled responses."""
 
-  group_size: int
-  prompt_tokens: int
-  response_tokens: int
-  vocabulary: int
-  stop_strings: tuple[str, ...] = ()
+  group_size: int  # Maximum number of responses in a group.
+  prompt_tokens: int  # Maximum number of tokens of a prompt.
+  response_tokens: int  # Maximum number of tokens of a response.
+  vocabulary: int  # Exclusive upper bound on token ids.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a response.
 
 
 def load(
   spec: str, tok: tokenizer.Tokenizer, template: str, limits: Limits, on_error: str
 ) -> Recordings:
-  """Reads all responses of the files, grouped by prompt in file order.
+  """Reads recorded responses, grouped by prompt in file order.
 
-  A prompt with more than `group_size` responses gives several groups; the last may be smaller.
+  A prompt with more than `group_size` responses has several groups; the last may be smaller.
+
+  Args:
+    spec: `offline.data`, files with commas between them.
+    tok: tokenizer of the run.
+    template: `data.prompt_template`.
+    limits: limits of the rows.
+    on_error: `data.on_error`, "raise" or "skip".
 
   Raises:
-    DataError: a file is unreadable, no file has a usable response, or a row is bad and `on_error`
-      is not 'skip'.
+    DataError: a file cannot be read, or no file has a usable response, or a row is bad and
+      `on_error` is "raise".
   """
   rows: dict[tuple[int, ...], list[tuple[str, Prompt, Response]]] = {}
   skipped, unknown = Skipped(on_error), 0
@@ -113,6 +122,7 @@ def load(
 
 
 def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+  """Yields the rows (`files.Row`) of several files."""
   for part in spec.split(","):
     if not part.strip():
       raise DataError(f"offline.data={spec!r} has an empty part: separate files by single commas")
@@ -122,10 +132,12 @@ def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 def _read(
   row: Any, tok: tokenizer.Tokenizer, template: str, limits: Limits
 ) -> tuple[Prompt, Response | None]:
-  """Returns a row's prompt and response. The response is None without a reward.
+  """Returns a row's prompt and response.
+
+  Without a reward, the response is None.
 
   Raises:
-    BadRow: describes the row's error and its correction.
+    BadRow: the row cannot be used.
   """
   if not isinstance(row, Mapping):
     raise BadRow(f"a row is an object with fields, and this is {row!r:.40}. Correct the row")
@@ -140,7 +152,7 @@ def _read(
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
   _require_text(row, "prompt", prompt_ids, tok, (text, question))
   if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
-    text = replies.whole_text(tok, prompt_ids)  # The ids are those of another template.
+    text = replies.whole_text(tok, prompt_ids)  # The prompt was rendered by another template.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")
@@ -159,10 +171,17 @@ def _response(
   prompt: str,
   limits: Limits,
 ) -> tuple[list[int], bool]:
-  """Returns a response's token ids, and whether it stopped. Raises BadRow.
+  """Returns a response's token ids, and whether it stopped.
 
   Args:
-    messages, prompt: messages of the prompt, and their text.
+    row: the row.
+    tok: tokenizer of the run.
+    messages: messages of the prompt.
+    prompt: rendered prompt.
+    limits: limits of the row.
+
+  Raises:
+    BadRow: the response cannot be used.
   """
   truncated = row.get("truncated")
   if not isinstance(truncated, bool | None):
@@ -175,7 +194,7 @@ def _response(
   stops = np.isin(ids, tok.stop_ids)
   if stops[:-1].any():
     stop = ids[stops.argmax()]
-    raise BadRow(f"the response goes on after the stop token {stop}. Cut it off there")
+    raise BadRow(f"the response continues after the stop token {stop}. End it there")
   if recorded_ids and isinstance(row.get("response"), str):
     _require_text(row, "response", ids, tok, (_text(row, "response"),))
   if stops[-1]:
@@ -192,9 +211,13 @@ def _encode(
   prompt: str,
   limits: Limits,
 ) -> list[int]:
-  """Encodes the text of a response. Raises BadRow.
+  """Encodes a response without recorded token ids.
 
-  A row's `length` selects between the text as the chat template writes it and the text alone.
+  The tokens depend on the chat template, which may add text around the response, and on the stop
+  token. If the row has `length`, the first encoding of this length is returned.
+
+  Raises:
+    BadRow: no encoding has this length.
   """
   text, truncated = _text(row, "response"), row.get("truncated")
   texts = [replies.without_repeated_tag(prompt, text), text]
@@ -206,14 +229,17 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    if truncated is False and "length" in row:  # Another run's stop string may have ended it.
+    if truncated is False and "length" in row:  # Another stop string may have ended it.
       encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
     if len(ids) == length:
       return ids
-  # Encoding the text does not reproduce the sampled tokens.
-  raise BadRow(f"the text has {len(encoded[0])} tokens and length={length!r:.20}. Give its ids")
+  # The text of sampled tokens may be encoded as other tokens.
+  raise BadRow(
+    f"the response's text has {len(encoded[0])} tokens and length={length!r:.20}. Add its token"
+    " ids as response_ids, or remove length"
+  )
 
 
 def _ends_with_stop_string(ids: Sequence[int], tok: tokenizer.Tokenizer, limits: Limits) -> bool:
@@ -233,21 +259,29 @@ def _require_text(
   tok: tokenizer.Tokenizer,
   texts: Sequence[str],
 ) -> None:
-  """Raises BadRow unless ids decode to one of `texts`, white space aside.
+  """Raises BadRow if a row's token ids and text disagree.
 
-  Ids of a prompt may decode to more than a text. Rows without ids pass.
+  White space is ignored. A prompt's ids may decode to more than its text, since a chat template
+  adds some.
+
+  Args:
+    row: the row.
+    key: "prompt" or "response".
+    ids: token ids from the field `key`_ids.
+    tok: tokenizer of the run.
+    texts: permitted texts.
   """
   if row.get(f"{key}_ids") is None:
     return
   decoded = tok.decode(ids)
-  # Decoding omits special tokens, so each text is also compared without its own.
+  # `decode` omits special tokens, so each text is also compared without the special tokens in it.
   for plain in itertools.chain(texts, (tok.decode(tok.encode(text)) for text in texts)):
     expected, actual = _without_spaces(plain), _without_spaces(decoded)
     if expected == actual or (key == "prompt" and expected in actual):
       return
   raise BadRow(
     f"{key}_ids decode to {decoded!r:.60} and {key} is {texts[-1]!r:.60}: they are ids of another"
-    " tokenizer. Set --config.tokenizer to it, or leave the ids out"
+    " tokenizer. Set --config.tokenizer to it, or remove the ids"
   )
 
 
@@ -256,6 +290,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
+  """Returns a text field. Raises BadRow if it is no usable text."""
   text = row.get(key)
   if not isinstance(text, str):
     raise BadRow(f"{key}={text!r:.40} is no text. Correct the row")
@@ -264,13 +299,14 @@ def _text(row: Mapping[str, Any], key: str) -> str:
   try:
     text.encode()
   except UnicodeError:
-    raise BadRow(f"{key} has half of a character in it, a lone surrogate. Correct it") from None
+    raise BadRow(f"{key} has half of a character, a lone surrogate. Correct it") from None
   return text
 
 
 def _reward(row: Mapping[str, Any]) -> float | None:
+  """Returns the reward; None for null. Raises BadRow if it is missing or unusable."""
   if "reward" not in row:
-    raise BadRow("it has no reward. Give it one, or null if its reward is unknown")
+    raise BadRow("it has no reward. Add one, or null if the reward is unknown")
   reward = row["reward"]
   if reward is None:
     return None
@@ -284,9 +320,12 @@ def _reward(row: Mapping[str, Any]) -> float | None:
 
 
 def _ids(row: Mapping[str, Any], key: str, limit: int, vocabulary: int) -> list[int] | None:
-  """Returns the token ids of a field. Returns None if it is missing.
+  """Returns a field's token ids; None without the field.
 
-  Only the first `limit` + 1 ids are checked.
+  Only the first `limit` + 1 ids are checked, since `_require_length` refuses longer lists.
+
+  Raises:
+    BadRow: the field is not a list of token ids below `vocabulary`.
   """
   ids = row.get(key)
   if ids is None:
@@ -298,6 +337,7 @@ def _ids(row: Mapping[str, Any], key: str, limit: int, vocabulary: int) -> list[
 
 
 def _require_length(field: str, ids: Sequence[int], limit: int, key: str) -> None:
+  """Raises BadRow unless there are 1 to `limit` ids. `key` is the key of the limit."""
   if not 0 < len(ids) <= limit:
     raise BadRow(
       f"the {field} takes {len(ids)} tokens, and must take 1 to {key}={limit}. Shorten it, or raise"

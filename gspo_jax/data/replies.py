@@ -1,10 +1,13 @@
-"""Text of a response after its prompt, as the chat template renders it.
+"""Continuations: texts of given responses after their rendered prompts, as targets of training.
 
-prompt + continuation is the rendered conversation, up to the end of the turn. Templates differ: a
-prompt may end with an open thought (`<think>`) or an empty one (`<think></think>`), an empty
-thought may precede a plain answer, or white space is trimmed. If the template drops part of the
-response, the continuation is the response itself. If the prompt ends with an open thought, the
-response's own opening tag is removed; before an answer without a thought, a closing tag is added.
+A prompt and its continuation are the conversation as the chat template renders it, up to the end of
+the assistant's turn. Templates differ in what they add to a response. A prompt may end with an
+open thought (`<think>`) or with an empty one (`<think></think>`); there may be an empty thought
+before an answer without one; white space may be trimmed.
+
+If the template drops part of the response, the continuation is the response itself. Then, after a
+prompt with an open thought, the response's own opening tag is removed; and before an answer without
+a thought, a closing tag is added.
 """
 
 import re
@@ -14,15 +17,15 @@ from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.data.tokenizer import HFTokenizer, Tokenizer
 
 _TAG = re.compile(r"[<\[◁][^\s<>\[\]◁▷]+[>\]▷]")  # <think>, </think>, <|thinking|>, [THINK]
-_LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")
-_TAIL = 200  # Characters at the end of a prompt to search for a tag.
+_LAST = re.compile(rf"({_TAG.pattern})(\s*)\Z")  # A tag at the end of a text.
+_TAIL = 200  # Number of characters at the end of a prompt in which a tag is searched.
 _THOUGHT = re.compile(r"think|thought|reason|reflect", re.IGNORECASE)
 
 
 def continuation(
   tok: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: str, response: str
 ) -> str:
-  """Returns the text of a finished response after its prompt, without the stop token.
+  """Returns the continuation of a finished response, without the stop token.
 
   Args:
     tok: tokenizer with the chat template, if any.
@@ -54,7 +57,7 @@ def continuation(
 def without_repeated_tag(prompt: str, response: str) -> str:
   """Removes a response's first tag if the prompt ends with it.
 
-  This is the continuation of a truncated response, for which templates have no form.
+  The result is the continuation of a truncated response; templates render only finished ones.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
@@ -65,16 +68,16 @@ def without_repeated_tag(prompt: str, response: str) -> str:
 
 
 def whole_text(tok: Tokenizer, ids: Sequence[int]) -> str:
-  """Decodes `ids`, special tokens included."""
+  """Decodes token ids, with the texts of special tokens."""
   if not isinstance(tok, HFTokenizer):
     return tok.decode(ids)
   return tok.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _messages(response: str) -> Iterator[dict[str, str]]:
-  """Yields a response as an assistant message, in up to two forms.
+  """Yields up to two forms of the assistant's message.
 
-  The second form has the thought in a field of its own.
+  In the second form the thought is in the field `reasoning_content`.
   """
   yield dict(role="assistant", content=response)
   thought, close, answer = response.rpartition("</think>")
@@ -86,11 +89,20 @@ def _messages(response: str) -> Iterator[dict[str, str]]:
 def _continuation_in(
   conversation: str, prompt: str, response: str, stops: Sequence[str]
 ) -> str | None:
-  """Returns the text of a rendered conversation after its prompt.
+  """Returns a conversation's text between its prompt and the stop token.
 
-  The template may render a closing tag in place of the prompt's opening one. Returns None if the
-  conversation does not begin with the prompt, repeats its opening tag, leaves a thought open, or
-  lacks part of the response.
+  If the prompt ends with an opening tag of a thought, the conversation may have a closing tag in
+  its place.
+
+  Args:
+    conversation: rendered conversation.
+    prompt: rendered prompt.
+    response: text of the response.
+    stops: texts of the stop tokens.
+
+  Returns:
+    The text. None if the conversation does not begin with the prompt, repeats the opening tag,
+    leaves a thought open, or lacks part of the response.
   """
   tag, space = _last_tag(prompt)
   closings = tuple(_closings(tag)) if _THOUGHT.search(tag) and not _closes(tag) else ()
@@ -108,7 +120,7 @@ def _continuation_in(
 
 
 def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
-  """Removes a leading space if the tokens after the prompt stay the same without it."""
+  """Removes the text's first space if it changes no token."""
   whole, start = tok.encode(prompt + text), tok.encode(prompt)
   bare = text.removeprefix(" ")
   return bare if [*start, *tok.encode(bare)] == whole else text
@@ -117,7 +129,7 @@ def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
 def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
   """Cuts a rendered response before its stop token.
 
-  Returns None if `text` lacks part of the response.
+  Returns None if the text lacks part of the response, apart from tags and white space.
   """
   end = 0
   for part in filter(None, map(str.strip, _TAG.split(response))):
@@ -132,14 +144,12 @@ def _up_to_stop(text: str, response: str, stops: Sequence[str]) -> str | None:
 
 
 def _stop_texts(tok: Tokenizer) -> list[str]:
+  """Returns the texts of the stop tokens."""
   return [text for text in map(tok.tokenizer.id_to_token, tok.stop_ids) if text]
 
 
 def _last_tag(prompt: str) -> tuple[str, str]:
-  """Returns the tag at the end of a prompt and the white space after it.
-
-  Both are "" if the prompt does not end with a tag.
-  """
+  """Returns a prompt's last tag and the white space after it. Without a tag both are ""."""
   match = _LAST.search(prompt[-_TAIL:])
   return (match[1], match[2]) if match else ("", "")
 
@@ -150,7 +160,7 @@ def _closes(tag: str) -> bool:
 
 
 def _closings(tag: str) -> list[str]:
-  """Returns possible closing tags of an opening tag, the most common form first."""
+  """Returns possible closing tags of an opening tag, common ones first."""
   name, pipe = tag[1:-1].strip("|"), "|" if tag[1] == "|" else ""
   swaps = ("begin", "end"), ("start", "end"), ("BEGIN", "END"), ("START", "END")
   names = [name.replace(old, new) for old, new in swaps if old in name]
@@ -159,7 +169,7 @@ def _closings(tag: str) -> list[str]:
 
 
 def _after_thought(response: str, closing: str) -> str:
-  """Removes a thought, tags included, at the beginning of a response."""
+  """Removes a thought and its tags at a response's beginning."""
   opening = _TAG.match(response.lstrip())
   if not opening or closing not in _closings(opening[0]) or closing not in response:
     return response

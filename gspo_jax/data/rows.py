@@ -1,4 +1,4 @@
-"""Converts undecoded data rows to prompts, with checks row by row."""
+"""Conversion of data rows to prompts, with a check of each row."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from gspo_jax.data.files import BadRow, Row, Skipped
 from gspo_jax.data.filters import Condition
 from gspo_jax.settings.data import Format
 
-Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot be used
+Check = Callable[[str], None]  # Function of a gold answer; raises ValueError if it is unusable.
 
 
 @dataclasses.dataclass
@@ -18,16 +18,20 @@ class Reader:
 
   form: Format
   tok: tokenizer.Tokenizer
-  filters: tuple[Condition, ...]
-  max_tokens: int  # maximum length of a prompt
-  skipped: Skipped
-  check: Check | None = None
-  prefix: str = ""  # prefix of ids
-  filtered: int = 0  # number of rows left out by the conditions
-  places: dict[str, str] = dataclasses.field(default_factory=dict)  # place of each row by its id
+  filters: tuple[Condition, ...]  # Conditions of rows; others are excluded.
+  max_tokens: int  # Maximum number of tokens of a prompt.
+  skipped: Skipped  # Handles bad rows, by `data.on_error`.
+  check: Check | None = None  # Check of gold answers; None for no check.
+  prefix: str = ""  # Prefix of ids.
+  filtered: int = 0  # Number of rows excluded by the conditions so far.
+  places: dict[str, str] = dataclasses.field(default_factory=dict)  # File and line by id.
 
   def __call__(self, rows: Iterable[Row]) -> list[structs.Prompt]:
-    """Converts rows to prompts. Raises DataError for a bad row unless skipped."""
+    """Converts rows to prompts.
+
+    Raises:
+      DataError: a row is bad, and `data.on_error` is "raise".
+    """
     prompts = []
     for place, default_id, decode in rows:
       with self.skipped.row(place):
@@ -56,6 +60,6 @@ class Reader:
 
   @property
   def left_out(self) -> str:
-    """Describes the number of excluded rows, and the first bad row."""
+    """Describes how many rows are excluded, with the first bad row."""
     bad = f"{self.skipped.count} bad rows"
     return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"

@@ -1,12 +1,12 @@
-"""Data sets of problems: validated once, then shuffled, mixed and resumed through Grain.
+"""Data sets of problems: checked once, then shuffled, mixed and resumed through Grain.
 
 A source is an embedded task (`arithmetic:train`), files, or a TFDS data set (`tfds:gsm8k/train`).
-A comma-separated list of sources is a mixture (docs/data.md):
+A list of sources is a mixture. The text of such a list is a *spec* (docs/data.md):
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
-All data rows of files become `Prompt`s before training starts, so a bad row costs no accelerator
-time. Files of a growing source are read again later.
+All rows of files are converted to `Prompt`s before training starts, so a bad row costs no
+accelerator time. Growing files (growing.py) are read again later.
 """
 
 import array
@@ -38,9 +38,9 @@ _SPEC = re.compile(
 
 
 class Source(Protocol):
-  """Random access to prompts; `skipped` is the number of bad data rows left out."""
+  """Random access to prompts."""
 
-  skipped: int
+  skipped: int  # Number of bad data rows, which are excluded.
 
   def __len__(self) -> int: ...
 
@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources, concatenated for indexing and sampled in proportion to weights."""
+  """Several sources. Indices run through one after the other; weights are for sampling."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -84,14 +84,15 @@ class Mixture:
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> Source:
-  """Returns the prompts of `config.train` (split 'train') or `config.eval` (split 'eval').
+  """Returns the prompts of `data.train` or `data.eval`.
 
   Args:
-    check: called on each gold answer. A data row is bad if it raises ValueError.
+    split: "train" or "eval".
+    check: function of each gold answer, which raises ValueError for a bad one; None for no check.
 
   Raises:
-    DataError: a file is bad, or the data set is empty; or a data row is bad, unless
-      `config.on_error` is 'skip'.
+    DataError: the spec is malformed, a file cannot be read, or the data set is empty; or a row is
+      bad, and `config.on_error` is "raise".
   """
   return load_spec(config, tok, getattr(config, split), f"data.{split}", check)
 
@@ -99,22 +100,17 @@ def load(
 def load_spec(
   config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
 ) -> Source:
-  """Returns the prompts of a source or mixture.
-
-  Args:
-    key: config key of `spec`, for error messages.
-    check: see `load`.
-  """
+  """Returns the prompts of a spec, as `load`. `key` is the spec's key, for messages."""
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
   if len(set(names)) < len(names):
-    raise DataError(f"{key}={spec!r} names a source twice; use a weight")
+    raise DataError(f"{key}={spec!r} names a source twice; name it once, with a weight")
   weights = [float(part["weight"]) for part in parts if part["weight"]]
   if len(weights) not in (0, len(parts)) or not all(weights):
     raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
   if len(parts) == 1:
     return _load_part(config, tok, parts[0], key, "", check)
-  # Two sources may contain the same id: a prefix with the source's name makes ids unique.
+  # Two sources may have the same id, so ids begin with the source's name.
   sources = [
     _load_part(config, tok, part, key, f"{part['form'] or ''}@{part['path']}#", check)
     for part in parts
@@ -125,7 +121,10 @@ def load_spec(
 def parts_of(spec: str, key: str) -> list[re.Match]:
   """Parses a spec into its sources.
 
-  Each source is a match with the groups form, path, weight and where.
+  A source is a match with the groups form, path, weight and where.
+
+  Raises:
+    DataError: the spec is empty, or has an empty source.
   """
   if not spec.strip():
     raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
@@ -143,6 +142,7 @@ def _load_part(
   prefix: str,
   check: Check | None,
 ) -> Source:
+  """Returns the prompts of one source."""
   path = part["path"]
   if path.partition(":")[0] in TASKS:
     if part["where"] or part["form"]:
@@ -164,9 +164,9 @@ def reader_of(
   prefix: str = "",
   check: Check | None = None,
 ) -> Reader:
-  """Returns the row reader for one source of a spec.
+  """Returns the row reader of one source.
 
-  Raises DataError if the source's format or fields are invalid.
+  Raises DataError if the source's format, fields or conditions are invalid.
   """
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
@@ -185,17 +185,17 @@ class Batches(Iterator[list[structs.Prompt]]):
   """Iterates endlessly over batches of `batch_size` prompts; every epoch has a new order.
 
   Epochs follow each other without a gap. A batch may span two epochs, and a batch larger than the
-  source repeats prompts. Each source of a mixture has its own epochs; the sources are interleaved
+  source repeats prompts. Each source of a mixture has separate epochs; the sources are interleaved
   in a fixed order. `get_state` returns a JSON-compatible dict; `set_state` resumes from it.
 
-  A source may change before a restart: another file matches a pattern, lines or weights change.
-  The saved position is then meaningless, so a new epoch starts, in a new order. A source that grows
-  between two calls (`growing.Growing`) starts a new epoch too.
+  If a run resumes with other prompts (another file of a pattern, an edited line, a changed weight),
+  the saved position has no meaning, and a new epoch starts in a new order. A new epoch starts too
+  once a growing source (growing.py) has new rows.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
     if batch_size < 1:
-      raise ValueError(f"a batch size of {batch_size}")
+      raise ValueError(f"a batch size of {batch_size}: it must be at least 1")
     self._source, self._batch_size, self._seed = source, batch_size, seed
     self._grows = hasattr(source, "lengths")
     self._contents = "" if self._grows else _contents(source)
@@ -203,6 +203,7 @@ class Batches(Iterator[list[structs.Prompt]]):
     self._start(0)
 
   def _start(self, restarts: int) -> None:
+    """Starts at the first prompt. The order depends on the seed and on `restarts`."""
     self._restarts = restarts
     if self._grows:
       self._contents, self._rendered = self._source.contents, rendered(self._source)
@@ -212,7 +213,7 @@ class Batches(Iterator[list[structs.Prompt]]):
       seed = self._seed + 1_000_003 * restarts + 7919 * number
       shuffled.append(grain.MapDataset.source(source).seed(seed % 2**32).shuffle().repeat())
     dataset = grain.MapDataset.mix(shuffled, self._source.weights) if mixed else shuffled[0]
-    # Prompts are in memory or cheap to compute: read-ahead threads would only add latency.
+    # Prompts are in memory or quick to compute, so threads to read ahead would only cost time.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))
 
@@ -222,9 +223,9 @@ class Batches(Iterator[list[structs.Prompt]]):
   def take(
     self, count: int, accept: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
-    """Returns the next `count` accepted prompts.
+    """Returns the next `count` prompts accepted by `accept`.
 
-    After two epochs without an accepted prompt, refused prompts are returned as well.
+    After two epochs without an accepted prompt, it returns refused prompts instead.
     """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)
@@ -267,7 +268,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Returns the number of draws until every source has given all its rows."""
+  """Returns the number of prompts until all epochs are complete."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -275,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Fingerprints rows (of an embedded task a sample), their order, and weights of a mixture."""
+  """Identifies rows by checksums. Of an embedded task it reads a sample."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -286,20 +287,20 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations; of an embedded task, from a sample."""
+  """Returns a checksum of tokens and demonstrations. Of an embedded task it reads a sample."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for row in map(source.__getitem__, indices):
-    prompt = getattr(row, "prompt", row)  # Recorded responses come in groups.
+    prompt = getattr(row, "prompt", row)  # Rows of recorded responses are groups.
     checksum = zlib.crc32(array.array("q", prompt.tokens).tobytes(), checksum)
     checksum = zlib.crc32(repr(prompt.demonstration).encode(), checksum)
   return f"{checksum:08x}"
 
 
 def require_same_on_hosts(parts: Sequence[Any]) -> None:
-  """Raises DataError on all hosts unless all have the same prompts. Collective."""
+  """Raises DataError unless all hosts have the same prompts. Collective."""
   if jax.process_count() == 1:
     return
   first, *others = hosts.gather(zlib.crc32(" ".join(map(rendered, parts)).encode()))
@@ -311,16 +312,16 @@ def require_same_on_hosts(parts: Sequence[Any]) -> None:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """Returns the metric of bad rows; empty without bad rows."""
+  """Returns the metric of skipped rows, if any."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """Returns the tokens of a prompt's demonstration, and a mask.
+  """Returns the tokens of a prompt's demonstration, and their mask.
 
-  The mask is 1 on responses and their stop tokens, and 0 on the environment's observations.
+  The mask is 1 on responses and their stop tokens, and 0 on the observations of a conversation.
   """
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
@@ -333,14 +334,14 @@ def demonstration_tokens(
 def pack_demonstrations(
   prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Writes each prompt and its demonstration into one sequence, right-padded to `length`.
+  """Writes prompts with demonstrations into rows, right-padded to `length`.
 
   Returns:
-    tokens int32 [B, T] and mask float32 [B, T], 1 on responses of the demonstration and their stop
-    tokens.
+    Tokens, int32 [B, T]; and mask, float32 [B, T], as in `demonstration_tokens`, 0 on prompts.
 
   Raises:
-    DataError: a row is longer than `length` (`fitting` finds such rows before training starts).
+    DataError: a prompt with its demonstration is longer than `length`. `fitting` finds such rows
+      before training starts.
   """
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
@@ -357,8 +358,14 @@ def pack_demonstrations(
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
   """Excludes data rows over `length` tokens or without a demonstration.
 
-  With on_error 'raise' the first such row raises DataError; with 'skip' each counts in `skipped`.
-  An embedded task is checked on about 500 problems, and returned unchanged.
+  Of an embedded task only some problems are checked (`probe`), and none is excluded.
+
+  Args:
+    length: `sft.max_tokens`, maximum number of tokens of a prompt with its demonstration.
+    on_error: "raise" or "skip"; with "skip", excluded rows count in `skipped`.
+
+  Raises:
+    DataError: there is such a row and `on_error` is "raise", or no row remains.
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
@@ -384,7 +391,8 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
 
 
 def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
+  """Returns a message about `end` tokens."""
   return (
     f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
-    " Raise it, or set data.on_error=skip to leave such rows out"
+    " Raise it, or set data.on_error=skip to exclude such rows"
   )

@@ -1,4 +1,8 @@
-"""Special tokens of a checkpoint, collected from its several files."""
+"""Special tokens of a checkpoint. Several of its files may name them.
+
+"Special" tokens, such as the end of a turn, are not text. A checkpoint's *config* is the content of
+tokenizer_config.json.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +14,15 @@ from gspo_jax.system import jsons
 
 
 class TokenizerError(ValueError):
-  """Tokenizer files that are missing or cannot be used; the message names the path."""
+  """Tokenizer files are missing or cannot be used; the message names the path."""
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
-  """Reads the object in `file`; {} if it is missing."""
+  """Reads a file's JSON object; {} without the file.
+
+  Raises:
+    TokenizerError: the file is not a JSON object.
+  """
   if not file.exists():
     return {}
   try:
@@ -26,9 +34,22 @@ def read_json(file: epath.Path) -> dict[str, Any]:
 def add(
   tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
 ) -> dict[str, str]:
-  """Adds tokens named outside tokenizer.json; returns the named special tokens.
+  """Adds tokens of other files than tokenizer.json.
 
-  Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`.
+  Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`. Newer checkpoints have
+  the key `added_tokens_decoder` in the config; older ones have the files special_tokens_map.json
+  and added_tokens.json.
+
+  Args:
+    tokenizer: tokenizer to extend.
+    directory: directory of the files.
+    config: content of tokenizer_config.json.
+
+  Returns:
+    Texts of the named special tokens by name: eos_token, bos_token, ...
+
+  Raises:
+    TokenizerError: a file is malformed, or the tokenizer does not have the eos token.
   """
   modern = "added_tokens_decoder" in config
   legacy = {} if modern else read_json(directory / "special_tokens_map.json")
@@ -70,9 +91,9 @@ def add(
 def adds_bos(
   tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
 ) -> bool:
-  """Whether plain text begins with the bos token.
+  """Whether plain text must begin with the bos token.
 
-  The configuration decides; without its key, the post-processor in tokenizer.json does.
+  The key `add_bos_token` of the config decides; without it, the post-processor in tokenizer.json.
   """
   if config.get("add_bos_token") is not None or "bos_token" not in special:
     return bool(config.get("add_bos_token"))
@@ -86,7 +107,17 @@ def stop_ids(
   special: dict[str, str],
   generation: dict[str, Any],
 ) -> tuple[int, ...]:
-  """Returns the eos token and the generation config's stop tokens."""
+  """Returns ids of the eos token and other stop tokens.
+
+  Args:
+    directory: directory of the files, for messages.
+    tokenizer: tokenizer with all tokens.
+    special: result of `add`.
+    generation: content of generation_config.json.
+
+  Raises:
+    TokenizerError: there is no stop token, or one is not in the vocabulary.
+  """
   ids = []
   if "eos_token" in special:
     ids.append(tokenizer.token_to_id(special["eos_token"]))
@@ -108,16 +139,21 @@ def stop_ids(
 
 
 def _extra(config: dict[str, Any]) -> Any:
-  """Returns further special tokens, as list or object."""
+  """Returns further special tokens, a list or an object by name."""
   return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
 
 
 def _token(value: Any, name: str) -> tokenizers.AddedToken:
-  """Reads a token.
+  """Reads a token of a file.
 
-  A string is a special token; an object has explicit flags.
+  Args:
+    value: a text, which becomes a special token; or an object with the token's flags.
+    name: name of the token, for the message.
+
+  Raises:
+    TokenizerError: the token has no text.
   """
   flags = value if isinstance(value, dict) else dict(content=value, special=True)
   if not isinstance(flags.get("content"), str):
-    raise TokenizerError(f"{name} is {value!r:.40}, and a text was expected")
+    raise TokenizerError(f"{name} is {value!r:.40}, and must be a text")
   return tokenizers.AddedToken(**{key: v for key, v in flags.items() if key != "__type"})

@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints, which are Jinja programs."""
+"""Chat templates of checkpoints. A template is a Jinja program."""
 
 import functools
 import json
@@ -12,13 +12,21 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments passed as None: templates test `is none`, and an undefined argument is not none.
+# Arguments of every template. Templates test `tools is none`, and a missing argument is not none.
 UNSET = dict[str, Any](tools=None, documents=None)
-FOLDER = "additional_chat_templates"  # beside chat_template.jinja
+FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
 
 def read(directory: epath.Path, config: dict[str, Any]) -> str:
-  """Returns the default template of files or config. Returns '' without one."""
+  """Returns a tokenizer's default chat template; "" without one.
+
+  Args:
+    directory: directory of the tokenizer's files, in which templates may be files.
+    config: contents of tokenizer_config.json, which may have templates too.
+
+  Raises:
+    TokenizerError: there are several templates, and none is named "default".
+  """
   files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
   named = {
     "default" if file.parent == directory else file.stem: file.read_text()
@@ -39,15 +47,15 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
 
 
 def arguments(source: str) -> list[str]:
-  """Returns a template's arguments besides the messages."""
+  """Returns names of a template's further arguments, such as `enable_thinking`."""
   tree = jinja2.Environment(extensions=_EXTENSIONS).parse(source)
   return sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` marks the assistant's text, and prints its body unchanged."""
+  """The tag `{% generation %}`, which marks the assistant's text; prints its body unchanged."""
 
-  tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
+  tags = {"generation"}  # noqa: RUF012 (Jinja declares it in this way)
 
   def parse(self, parser):
     line = next(parser.stream).lineno
@@ -61,10 +69,10 @@ _FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
 
 @functools.cache
 def compiled(source: str) -> jinja2.Template:
-  """Compiles a chat template as transformers does, in a sandbox.
+  """Compiles a chat template in a sandbox, as transformers does.
 
-  Templates come from downloaded checkpoints, so they are untrusted. `strftime_now` is an argument
-  of `render`.
+  Templates come from downloaded checkpoints, so they are untrusted. The function `strftime_now` is
+  not included: pass it to `render`.
   """
 
   def raise_exception(message: str):

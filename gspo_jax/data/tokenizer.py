@@ -1,8 +1,8 @@
-"""Tokenizers: raw bytes for the embedded default, Hugging Face files for real checkpoints.
+"""Tokenizers: raw bytes for the embedded tasks, Hugging Face files for real checkpoints.
 
-Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `chat`.
-Masks are explicit everywhere, and no code finds padding by comparing tokens with `pad_id`. So the
-padding token of a checkpoint may equal its stop token.
+Both classes have `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `chat`.
+The padding token of a checkpoint may equal its stop token: padding is marked by masks everywhere,
+and never recognised by `pad_id`.
 """
 
 import dataclasses
@@ -26,75 +26,77 @@ from gspo_jax.system import files, hub
 
 
 def user_turn(question: str, template: str = "{question}") -> dict[str, str]:
-  """Returns a user's message: `template` with `{question}` replaced.
+  """Returns a user's message, with the question for `{question}` in `template`.
 
-  Other braces stay, so LaTeX needs no escaping.
+  Other braces stay unchanged, so LaTeX needs no escaping.
   """
   return dict(role="user", content=template.replace("{question}", question))
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-  """UTF-8 bytes 0..255, then `<pad>`, `<eos>` (the stop token) and `<bos>` (never emitted)."""
+  """Tokenizer of UTF-8 bytes 0..255; then `<pad>`, `<eos>` (the stop token) and unused `<bos>`."""
 
   pad_id: int = 256
   stop_ids: tuple[int, ...] = (257,)
   bos_id: int = 258
   vocab_size: int = 259
-  system: str = ""  # system prompt
+  system: str = ""  # System prompt.
   path: str = "bytes"
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
 
   def encode_text(self, text: str) -> list[int]:
-    """Encodes `text`. Special tokens have no names in text."""
+    """Encodes untrusted text. No text is a special token."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes the bytes among `ids`; broken UTF-8 becomes U+FFFD."""
+    """Decodes the bytes among `ids`. Invalid UTF-8 becomes U+FFFD."""
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the byte of each token. Special tokens have b""."""
+    """Returns the byte of each token id; b"" for special tokens."""
     return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
 
   def begin(self, text: str) -> str:
-    """Returns the plain `text` of a prompt, unchanged."""
+    """Returns a plain prompt unchanged."""
     return text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Joins messages by line breaks."""
+    """Renders messages, joined by line breaks."""
     return "\n".join(message["content"] for message in _with_system_prompt(self.system, messages))
 
 
 @dataclasses.dataclass(frozen=True)
 class HFTokenizer:
-  """A tokenizer of Hugging Face: `tokenizer.json`, its config, and its chat template."""
+  """A tokenizer of Hugging Face: tokenizer.json, tokenizer_config.json and chat template."""
 
-  path: str
+  path: str  # Directory or hub repository.
   tokenizer: tokenizers.Tokenizer
-  chat_template: str  # Jinja source; '': no template
-  special_tokens: dict[str, str]  # texts by name in chat templates: bos_token, eos_token, ...
-  add_bos: bool  # plain text starts with the bos token (chat templates write their own)
+  chat_template: str  # Jinja source; "" for plain prompts.
+  special_tokens: dict[str, str]  # Texts by name: bos_token, eos_token, ...
+  add_bos: (
+    bool  # Whether plain prompts begin with the bos token; chat templates write it themselves.
+  )
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
-  vocab_size: int  # maximum id + 1; at most the model's vocabulary
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # chat template
-  system: str = ""  # system prompt of messages without their own
-  # Date in chat templates.
+  vocab_size: int  # Largest id + 1; at most the model's vocabulary.
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template.
+  system: str = ""  # System prompt for messages without one.
+  # Date for chat templates.
   date: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
 
   @property
   def bos_id(self) -> int | None:
-    """Returns the bos token's id; None: no bos token."""
+    """Id of the bos token; None without one."""
     return self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
 
   def encode(self, text: str) -> list[int]:
     """Returns the token ids of `text`.
 
-    Special tokens written in `text` are recognised; none are added. The text after a plain prompt's
-    bos token is encoded separately, as if the bos token were absent.
+    Names of special tokens in the text become these tokens; no token is added. If a plain prompt
+    begins with the bos token, the text after it is encoded as if it were the whole text.
     """
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
@@ -102,14 +104,14 @@ class HFTokenizer:
     return [*first, *self._encode(text)]
 
   def encode_text(self, text: str) -> list[int]:
-    """Returns the token ids of untrusted text, of a tool for example.
+    """Returns the token ids of untrusted text, such as a tool's.
 
     Names of special and other added tokens are encoded as plain text.
     """
     cuts = [match.start() + 1 for match in self._names.finditer(text)]
     for ends in ([0, *cuts, len(text)], range(len(text) + 1)):
       ids = [i for a, b in itertools.pairwise(ends) for i in self._encode(text[a:b])]
-      if self._added.keys().isdisjoint(ids):  # Normalisation may write a name.
+      if self._added.keys().isdisjoint(ids):  # Normalisation may write a token's name.
         break
     return [i for i in ids if i not in self._added]
 
@@ -118,21 +120,21 @@ class HFTokenizer:
 
   @functools.cached_property
   def _added(self) -> dict[int, str]:
-    """Returns visible names of added tokens by id."""
+    """Texts of added tokens by id, apart from white space."""
     added = self.tokenizer.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if token.content.strip()}
 
   @functools.cached_property
   def _names(self) -> re.Pattern:
-    """Returns a pattern of positions before names of added tokens."""
+    """Pattern of positions before texts of added tokens."""
     return re.compile(f"(?={'|'.join(map(re.escape, self._added.values())) or '(?!)'})")
 
   @functools.cached_property
   def _skipped(self) -> set[int]:
-    """Returns ids omitted by `decode`. These are special and stop tokens, except tags.
+    """Ids omitted by `decode`: special and stop tokens, except tags.
 
-    Tags such as <think> or </answer> are part of response formats, but some checkpoints flag them
-    as special tokens.
+    Tags such as <think> or </answer> are part of response formats, although some checkpoints flag
+    them as special tokens.
     """
     added = self.tokenizer.get_added_tokens_decoder()
     skipped = {i: t.content for i, t in added.items() if t.special or i in self.stop_ids}
@@ -141,18 +143,17 @@ class HFTokenizer:
     return {i for i, text in skipped.items() if text.strip("</>") not in tags}
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes `ids`.
+    """Decodes `ids`, without special tokens and ids beyond the vocabulary.
 
-    Special tokens except tags, and ids beyond the vocabulary, are skipped.
+    Tags (<think>) are decoded even if they are special tokens.
     """
     tokens = [int(i) for i in ids if 0 <= i < self.vocab_size and int(i) not in self._skipped]
     return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the bytes of each token by id.
+    """Returns the bytes of each token id's text.
 
-    A special token has the bytes of its name. A token with an incomplete UTF-8 character has the
-    raw bytes.
+    A special token has the bytes of its name. A token may have part of a UTF-8 character.
     """
     tokenizer = self.tokenizer
     decoder = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
@@ -164,19 +165,19 @@ class HFTokenizer:
         bytes_V[i] = b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
       elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
         bytes_V[i] = bytes([int(token[3:5], 16)])
-      elif tokenizer.decoder:  # Some decoders strip a space from the first token.
+      elif tokenizer.decoder:  # "a" comes first, since some decoders strip the first space.
         bytes_V[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
       else:
         bytes_V[i] = token.encode()
     return bytes_V
 
   def begin(self, text: str) -> str:
-    """Prepends the bos token to plain `text`, if needed."""
+    """Prepends the bos token to a plain prompt, if needed."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Renders messages up to the assistant's turn.
+    """Renders messages up to the beginning of the assistant's turn.
 
     Without a chat template, messages are joined by line breaks.
     """
@@ -188,7 +189,7 @@ class HFTokenizer:
   def conversation(
     self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
   ) -> str:
-    """Applies the chat template. Raises TokenizerError if it fails."""
+    """Renders messages by the chat template. Raises TokenizerError if the template fails."""
     try:
       return templates.compiled(self.chat_template).render(
         messages=_with_system_prompt(self.system, messages),
@@ -196,7 +197,7 @@ class HFTokenizer:
         strftime_now=self.date.strftime,
         **templates.UNSET | self.special_tokens | self.arguments,
       )
-    except Exception as error:  # A template is a program.
+    except Exception as error:  # A template is a program, and may raise anything.
       raise TokenizerError(
         f"the chat template of {self.path} failed: {type(error).__name__}: {error}. Correct it in"
         " chat_template.jinja or tokenizer_config.json"
@@ -206,20 +207,21 @@ class HFTokenizer:
 def _with_system_prompt(
   system: str, messages: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]]:
-  """Prepends the system prompt unless the messages have one."""
+  """Returns messages with the system prompt first, unless they have one."""
   has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
   first = [] if has_system or not system else [dict(role="system", content=system)]
   return [*first, *messages]
 
 
-# Possible files of a tokenizer; generation_config.json has further stop tokens.
+# Patterns of a tokenizer's files. Besides these, generation_config.json may name stop tokens.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
   f"{templates.FOLDER}/*.jinja",
 )
 GENERATION = "generation_config.json"
-# Characters for bytes in byte-level vocabularies: a printable byte is its own character.
+# Bytes of characters in byte-level vocabularies. A printable byte has its own character (Latin-1);
+# the others have characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE}
@@ -229,22 +231,22 @@ Tokenizer = ByteTokenizer | HFTokenizer
 
 
 def shows(tokenizer: Tokenizer, text: str) -> bool:
-  """Whether decoded text can contain `text`. Special tokens are not decoded."""
+  """Whether decoded responses can contain `text`. Special tokens are not decoded."""
   return text.strip() in tokenizer.decode(tokenizer.encode(text))
 
 
 def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
-  """Counts line breaks in the text of each token, int32 [V]."""
+  """Counts line breaks in each token's text, int32 [V]."""
   return np.array(
     [tokenizer.decode([i]).count("\n") for i in range(tokenizer.vocab_size)], np.int32
   )
 
 
 def load(path: str) -> Tokenizer:
-  """Opens `"bytes"`, or a directory or hub repository with a checkpoint's tokenizer files.
+  """Opens "bytes", or the files of a directory or hub repository.
 
   Raises:
-    TokenizerError: names the path (or file) and the configuration key to set.
+    TokenizerError: the files are missing or cannot be read.
   """
   if path == "bytes":
     return ByteTokenizer()
@@ -271,7 +273,7 @@ def load(path: str) -> Tokenizer:
 def copy(
   source: epath.Path, directory: Path, patterns: Sequence[str] = (*FILES, GENERATION)
 ) -> None:
-  """Copies a tokenizer's files from its directory, local or in a bucket."""
+  """Copies a tokenizer's files to a local directory. `source` may be in a bucket."""
   for pattern in patterns:
     for file in source.glob(pattern):
       target = directory / str(file.relative_to(source))
@@ -285,18 +287,18 @@ def load_for(
   prompts: DataConfig | None = None,
   date: datetime.datetime | None = None,
 ) -> Tokenizer:
-  """Loads a tokenizer for a model and section `data`.
+  """Loads a tokenizer for a model.
 
-  Special tokens with ids beyond the vocabulary are removed, and their names encode as plain text.
-  (Text models of Gemma 3 come with the tokenizer of the image models.) The bos and stop tokens are
-  never removed.
+  Special tokens with ids beyond the model's vocabulary are removed, except bos and stop tokens.
+  Their names are then plain text. (Text models of Gemma 3 include the tokenizer of image models.)
 
   Args:
-    date: date in chat templates; None for the current date.
+    prompts: section `data`; None for its defaults.
+    date: date for chat templates; None for the current date.
 
   Raises:
-    TokenizerError: other tokens are beyond the vocabulary, or the chat template lacks a configured
-      argument.
+    TokenizerError: other tokens are beyond the vocabulary, or the chat template does not have a
+      configured argument.
   """
   tok = load(path)
   if prompts is not None:
@@ -352,7 +354,7 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
     tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
   except Exception as error:  # The library raises bare Exceptions.
     raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
-  # Truncation and padding saved with a tokenizer would silently cut long prompts.
+  # Truncation saved with a tokenizer would silently cut long prompts, and padding lengthen others.
   tokenizer.no_truncation()
   tokenizer.no_padding()
   special = special_tokens.add(tokenizer, directory, config)
@@ -373,10 +375,10 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
 
 
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
-  """Finds the special token after an assistant's turn. Returns [id], or [] without one.
+  """Returns [id] of the token after an assistant's turn; [] if none.
 
-  Some base models (Qwen3) come with a chat template, but their files name another stop token.
-  Without the end of the turn as a stop token, their later text would belong to the response.
+  Some base models (Qwen3) have a chat template, but their files name another stop token. If the end
+  of a turn were no stop token, a response would continue with further turns.
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:

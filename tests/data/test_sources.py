@@ -74,7 +74,7 @@ BAD_ROWS = [
   ({"question": "1" * 65, "answer": "#### 2"}, r"65 tokens, more than data.max_prompt_tokens=64"),
   ({"question": "\ud83d", "answer": "#### 2"}, r"'question' is not UTF-8"),
   ({"id": True, **GOOD}, r"'id' is True \(bool\)"),
-  ({"question": "1\0", "answer": "#### 2"}, r"'question' holds NUL"),
+  ({"question": "1\0", "answer": "#### 2"}, r"'question' has a NUL"),
   ({"question": "1+1?", "answer": 10**400}, r"finds no answer"),
   (b'{"question": "1?", "question": "2?", "answer": "#### 2"}', r"it has the key 'question' twice"),
   (b'{"question": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"it is nested too deeply"),
