@@ -1,13 +1,14 @@
-"""GSPO and its family as pure functions of arrays. Imports jax and nothing else.
+"""GSPO and related policy losses, as pure functions of arrays. The package imports only jax.
 
   from gspo_jax import objectives as O
   loss, metrics = O.gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
 
-B responses of T tokens; P prompts with G responses each. mask_BT is 1 on the tokens that the policy
-sampled. Formulas, when to use which, ranges, and what others do differently: docs/objectives.md.
+An array's suffix names its axes: B responses of T tokens; P prompts with G responses each. mask_BT
+is 1 on the tokens that the policy sampled, and 0 on others. docs/objectives.md compares the losses,
+and says when to use which.
 """
 
-# "as": type checkers of other projects take nothing else as public.
+# In other projects, type checkers take a name as public only if it is imported with "as".
 from gspo_jax.objectives.advantages import constrained_advantages as constrained_advantages
 from gspo_jax.objectives.advantages import gdpo_advantages as gdpo_advantages
 from gspo_jax.objectives.advantages import group_advantages as group_advantages
@@ -72,14 +73,14 @@ from gspo_jax.objectives.sequence_losses import segment_loss as segment_loss
 from gspo_jax.objectives.terms import PolicyLoss as PolicyLoss
 from gspo_jax.objectives.terms import policy_loss as policy_loss
 
-# The name of each policy loss in a configuration. Each declares its options (terms.policy_loss).
+# Policy losses by their name in a configuration. Each declares its options (terms.policy_loss).
 POLICY_LOSSES = dict(
   gspo=gspo_loss,
   gspo_token=gspo_token_loss,
   segment=segment_loss,
   luspo=luspo_loss,
   grpo=grpo_loss,
-  ppo_clip=ppo_loss,  # its advantages are relative to a group where there is no critic
+  ppo_clip=ppo_loss,  # Without a critic, its advantages are relative to a group.
   dapo=dapo_loss,
   dr_grpo=dr_grpo_loss,
   cispo=cispo_loss,

@@ -1,4 +1,9 @@
-"""Advantages: what a loss multiplies its ratios with. Constants, whatever they come from."""
+"""Advantages of responses from rewards. A loss multiplies its ratios by them.
+
+Advantages have no gradient. Arrays [P, G] are the G responses of P groups. valid_PG is 1 on
+responses to compare, by default on all. Others are excluded from means and deviations, and have an
+advantage of 0; their rewards are ignored.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +17,8 @@ from gspo_jax.objectives import checks
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.gae import backward
 
-# Of the largest |reward| of a group: rewards that differ by less are equal, in sums of float32.
+# Rewards of a group are equal up to rounding if they differ by no more than this, relative to the
+# largest |reward|.
 ROUNDING = 4 * float(jnp.finfo(jnp.float32).eps)
 
 
@@ -27,16 +33,16 @@ def group_advantages(
 
   Â_i = (r_i − mean{r}) / (std{r} + ε).
 
-  `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
-  (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO); "batch", r_i − mean{r} by the standard
-  deviation of all rewards of the batch, so that hard and easy groups do not count for more.
+  The mean is over the group. `normalize` determines the divisor: "std" is the sample standard
+  deviation of the group (ddof 1). "none" is 1 (Dr. GRPO). "batch" is the standard deviation of all
+  rewards of the batch; with "std", groups with nearly equal rewards would have larger advantages.
+  "leave_one_out" is r_i − mean_{j≠i} r_j (RLOO), without a divisor.
 
-  A member that is not valid is in no mean and gets 0, whatever its reward. A group of equal
-  rewards, or with one valid member, gets 0; so does one whose rewards differ by no more than sums
-  in float32 do in their last bits.
+  A group has advantages of 0 if its rewards are equal up to rounding, or if it has only one valid
+  response.
 
-  Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
-  no ε; arXiv:2503.20783; arXiv:2402.14740; arXiv:2508.08221, §4.1, for "batch".
+  Reference: arXiv:2507.18071, Eq. 6, without ε and without a definition of std; arXiv:2503.20783
+  for "none"; arXiv:2402.14740 for "leave_one_out"; arXiv:2508.08221, §4.1, for "batch".
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
 
   Example:
@@ -64,7 +70,7 @@ def group_advantages(
   else:
     kinds = '"std", "none", "leave_one_out" or "batch"'
     raise ValueError(f"normalize must be {kinds}, got {normalize!r}")
-  # The mean of equal rewards need not be exactly their value; what is left must not be blown up.
+  # The mean of equal rewards may be rounded. Division by a tiny deviation would enlarge the error.
   return jnp.where(alike(reward_PG, valid_PG), 0, advantage_PG)
 
 
@@ -81,12 +87,12 @@ def constrained_advantages(
 
   Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
-  Advantages are combined, not rewards: in a sum of rewards each counts by its deviation in the
-  group, σ_j/σ, beside its weight. `rewards` and `costs` are sequences of [P,G], `reward_weights`
-  and `multipliers` (the Lagrange multipliers λ_k ≥ 0) numbers, as many of each.
+  Each reward R_j has a weight w_j, and each cost C_k a Lagrange multiplier λ_k ≥ 0. Z is
+  `group_advantages`. If rewards were added before they are standardised, the influence of each
+  would depend on its standard deviation, too.
 
-  Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
-  Reference: arXiv:2602.05863 (constrained GRPO), where J is 1 and w_1 the reward's multiplier.
+  Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
+  Reference: arXiv:2602.05863 (constrained GRPO), where J is 1, and w_1 is the reward's multiplier.
 
   Example:
     >>> reward_PG, cost_PG = jnp.array([[0.8, 0.4, 0.6]]), jnp.array([[20.0, 10.0, 30.0]])
@@ -122,15 +128,15 @@ def gdpo_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """GDPO: advantages of several rewards, of a size independent of their number.
+  """GDPO: advantages of several rewards, standardised again over the batch.
 
   Â_i = A_i / (std{A} + ε),  A = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
-  A are the `constrained_advantages` of the same arguments, and std the sample deviation over all
-  valid members of the batch. Their mean over the batch needs no taking off: that of each group is
-  0. A member that is not valid is in no mean and no deviation.
+  A are the `constrained_advantages` of the same arguments. std is their sample standard deviation
+  over all valid responses of the batch. So the size of advantages does not depend on the number of
+  rewards. The mean of A is 0 in each group, so no mean is subtracted.
 
-  Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
+  Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
   Reference: arXiv:2601.05242, which has no costs.
 
   Example:
@@ -157,17 +163,18 @@ def turn_advantages(
 
   R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
 
-  r_iu is the reward of turn u of response i: a turn is judged by what is still to come, and
-  compared with the same turn of the responses to the same prompt that have one. Rewards before it
-  do not count: it had no part in them. With rewards at the end only, and γ = 1, the first
-  turn gets what `group_advantages` gives to the response. `normalize` as there; γ is `discount`.
+  r_iu is the reward of turn u of response i, and γ is `discount`. The return R_iu of a turn has its
+  own reward and later ones, but no earlier ones. It is compared with the returns of the same turn
+  in other responses of the group, if they have this turn. `normalize` as in `group_advantages`. If
+  only last turns have rewards and γ = 1, the first turn has the advantage that `group_advantages`
+  computes for the response.
 
-  Where a turn is not valid nothing counts, and the advantage is 0.
+  valid_PGU is 1 on existing turns. Other turns are excluded, and their advantage is 0.
 
   Shapes: [P,G,U] ×2 -> [P,G,U].
-  Reference: ours, near to arXiv:2511.14846 (GTPO), whose advantages are normalised discounted
-  returns of turns too. Process supervision in arXiv:2402.03300, §4.1.3, takes one mean and
-  deviation over the rewards of all steps, and a response gains or loses by having more steps.
+  Reference: an addition, similar to arXiv:2511.14846 (GTPO), which also normalises discounted
+  returns of turns. Process supervision in arXiv:2402.03300, §4.1.3, has one mean and deviation for
+  the rewards of all steps, so that the number of steps affects the advantages of a response.
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
 
   Example:
@@ -186,7 +193,8 @@ def turn_advantages(
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
   reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
   carry_BU = jnp.full_like(reward_BU, discount)
-  size_BU = backward(carry_BU, abs(reward_BU))  # Bounds the rounding of a return.
+  # The rounding error of a return is relative to the sum of absolute rewards.
+  size_BU = backward(carry_BU, abs(reward_BU))
   return_XG, size_XG, valid_XG = (
     jnp.swapaxes(x.reshape(P, G, U), 1, 2).reshape(P * U, G)
     for x in (backward(carry_BU, reward_BU), size_BU, valid_BU)
@@ -197,9 +205,11 @@ def turn_advantages(
 
 
 def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None) -> Array:
-  """Initial soft value of `spo_loss`, from the reference's responses. [P,G] -> [P].
+  """Soft value of each prompt, from responses of the reference policy. [P,G] -> [P].
 
   Q̂_0 = β log( 1/G Σ_i exp(r_i/β) ).
+
+  It is an argument of `spo_loss`. A group without a valid response has 0.
 
   Reference: arXiv:2503.05453.
 
@@ -228,13 +238,13 @@ def soft_advantages(
 
   Â_i = r_i − Q̂_0.
 
-  Q̂_0 is `value`, for all prompts the same, or `soft_value` of each group. A member that is not
-  valid is in no mean and gets 0. Without `value` all members of a group of equal rewards get 0: its
-  responses are to stay as likely as under the reference.
+  Q̂_0 is `value` for all prompts, or if that is None, the `soft_value` of each group. In the latter
+  case, a group of equal rewards has advantages of 0. `soft_loss` then keeps its responses as likely
+  as under the reference policy.
 
-  Reference: arXiv:2503.05453, where Q̂_0 is of responses that the reference has sampled.
-  Differs: that of a group is right only if the reference sampled it. Of responses of a better
-  policy it is too large: what is right is raised too little, where all are right not at all.
+  Reference: arXiv:2503.05453, where Q̂_0 is estimated from responses of the reference policy.
+  Differs: here, the responses of a group may be from a better policy. Then `soft_value` is too
+  large: right responses are raised too little, or not at all if all responses are right.
 
   Example:
     >>> advantage_PG = soft_advantages(jnp.array([[1.0, 0.0, 0.0]]), beta=0.5)
@@ -246,7 +256,7 @@ def soft_advantages(
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   if value is not None:
     return jnp.where(valid_PG, reward_PG - value, 0)
-  alike_P1 = alike(reward_PG, valid_PG)  # the logarithm of a sum need not give exactly their value
+  alike_P1 = alike(reward_PG, valid_PG)  # The soft value of equal rewards may be rounded.
   return jnp.where(valid_PG & ~alike_P1, reward_PG - value_P[:, None], 0)
 
 
@@ -257,17 +267,20 @@ def selection_weights(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Weights w ≥ 0 of responses to be imitated (`rft_loss`). [P,G] -> [P,G].
+  """Weights w ≥ 0 of responses to imitate with `rft_loss`. [P,G] -> [P,G].
 
-  `select`: "best", 1 for the one with the largest reward, the first of several, and 0 for the
-  others: best of G; "reward", the reward itself, so with rewards of 0 and 1 all right ones.
+  `select`: with "best", the response with the largest reward in its group has the weight 1, the
+  first one of several, and the others have 0. With "reward", the weight is the reward itself. So if
+  rewards are 0 and 1, all right responses are selected.
 
-  A reward that is not positive has the weight 0, as has a member that is not valid. "best" takes
-  rewards from `right_from` on too, for rewards whose right ones are not positive.
+  Responses with rewards of 0 or less have the weight 0. If such rewards may be right ones, set
+  `right_from` for "best": responses with at least this reward may be selected, too.
 
-  Reference: arXiv:2304.06767, the best of K; arXiv:2308.01825 and arXiv:2203.14465, all right ones.
-  Differs: where the best reward is not above 0 nothing is chosen: the best of G wrong answers is a
-  wrong one. Right ones that are alike all count, where arXiv:2308.01825 keeps one of each.
+  Reference: arXiv:2304.06767 for the best of K; arXiv:2308.01825 and arXiv:2203.14465 for all right
+  responses.
+  Differs: no response is selected if the best reward is not above 0, since the best of G wrong
+  answers is still wrong. With "reward", equal responses are all selected; arXiv:2308.01825 removes
+  duplicates.
   Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
 
   Example:
@@ -277,7 +290,7 @@ def selection_weights(
   """
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   if select == "reward":
-    return jnp.maximum(reward_PG, 0)  # 0 where not valid
+    return jnp.maximum(reward_PG, 0)  # Rewards of other than valid responses are 0.
   if select != "best":
     raise ValueError(f'select must be "best" or "reward", got {select!r}')
   chosen_PG = valid_PG & (reward_PG > 0)
@@ -294,18 +307,28 @@ def selection_weights(
 def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = None) -> Array:
   """Whether a group's valid rewards are equal up to rounding, [P, 1].
 
-  Rounding of sums is relative to the size of their terms.
+  Args:
+    size_PG: values to which rounding errors are relative: for a sum, the sum of absolute terms.
+      None means absolute rewards.
   """
   reward_PG = jnp.asarray(reward_PG)
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
   size_PG = abs(reward_PG) if size_PG is None else size_PG
   size_P1 = jnp.where(valid_PG, size_PG, 0).max(axis=1, keepdims=True)
-  return largest_P1 - smallest_P1 <= ROUNDING * size_P1  # -inf where there are none
+  # Without valid rewards the difference is -inf, and the result True.
+  return largest_P1 - smallest_P1 <= ROUNDING * size_P1
 
 
 def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[Array, Array]:
-  """Rewards [P, G] in float32 or wider, 0 if invalid, and validity."""
+  """Checks values [P, G] and their validity.
+
+  Returns the values in float32 or wider, 0 where not valid, and the mask as bool.
+
+  Args:
+    name: name of the values in error messages.
+    valid_PG: mask. None means that all values are valid.
+  """
   array = jnp.asarray(value_PG)
   if array.ndim != 2 or 0 in array.shape:
     raise ValueError(f"{name} has shape {array.shape}, expected [P, G] with P, G > 0")

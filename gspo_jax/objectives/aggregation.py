@@ -1,8 +1,8 @@
-"""Sums over the responses of a batch, and the three ways of making one number of them.
+"""Sums over the tokens of each response or segment, and aggregation to one loss.
 
-U is the number of units in a row that ids [B, T] tell apart: 1 where there are no ids (a row is one
-response), T where there are (responses packed into a row, segments of a response). Every sum over
-units is one pass over T, whatever U is.
+A unit is a response or a segment of one. Ids [B, T] give the unit of each token. Arrays [B, U] have
+one value per unit. Without ids, a row is one unit and U = 1. With ids, U = T, since there may be as
+many units as tokens; the values of absent units are 0.
 """
 
 from typing import NamedTuple
@@ -18,41 +18,53 @@ from gspo_jax.objectives.reductions import Mean
 
 
 class Tokens(NamedTuple):
-  """Tokens that count, the response each belongs to, and how many each response has."""
+  """The unmasked tokens of a batch, and their responses."""
 
-  mask_BT: Array  # bool
-  response_BT: Array | None
-  length_BU: Array  # floating
+  mask_BT: Array  # bool: the token is not masked.
+  response_BT: Array | None  # Response of each token. None if each row is one response.
+  length_BU: Array  # Number of unmasked tokens of each response, floating point.
 
   def sums(self, x_BT: Array) -> Array:
-    """Σ_t x_it over unmasked tokens, [B, U]."""
+    """Computes Σ_t x_it over unmasked tokens, [B, U]."""
     return unit_sum(jnp.where(self.mask_BT, x_BT, 0), self.response_BT)
 
   def means(self, x_BT: Array) -> Array:
-    """1/|y_i| Σ_t x_it, 0 for an empty response, [B, U]."""
+    """Computes 1/|y_i| Σ_t x_it, [B, U]; 0 for empty responses."""
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """Common value (or mean) of a response's tokens, [B, U]; keeps [B, 1]."""
+    """Returns the value of each response, [B, U].
+
+    A value [B, T] is expected to be equal at all tokens of a response; otherwise the mean is
+    returned. A value [B, 1] is returned unchanged.
+    """
     if x_BX.shape[1] == 1:
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
     largest_BU = jnp.where(self.length_BU > 0, largest_BU, 0)
-    # The sum of the distances is exactly 0 where a sum of equal numbers would have been rounded.
+    # For equal values, the mean of their differences is exactly 0. Their own mean may be rounded.
     return largest_BU + self.means(x_BX - at_tokens(largest_BU, self.response_BT))
 
   def number(self) -> Array:
+    """Returns the number of unmasked tokens."""
     return self.length_BU.sum()
 
   def responses(self) -> Array:
-    """The number of nonempty responses."""
+    """Returns the number of nonempty responses."""
     return (self.length_BU > 0).sum(dtype=self.length_BU.dtype)
 
 
 def tokens(
   value_BT: ArrayLike, name: str, mask_BT: ArrayLike, response_BT: ArrayLike | None
 ) -> tuple[Array, Tokens]:
-  """Returns checked floats of tokens, called `name`, and their units."""
+  """Checks the first array of a loss, its mask and responses.
+
+  Returns `value_BT` in float32 or wider, 0 at masked positions, and the `Tokens`.
+
+  Args:
+    name: name of `value_BT` in error messages.
+    response_BT: response of each token in packed rows. None if each row is one response.
+  """
   value_BT = checks.log_probs(value_BT, name)
   mask_BT = checks.mask(mask_BT, "mask_BT", value_BT.shape)
   if response_BT is not None:
@@ -65,10 +77,11 @@ def tokens(
 def aggregate_tokens(
   x_BT: Array, tokens: Tokens, kind: str, max_length: Number | None = None
 ) -> Mean:
-  """Reduces a loss per token, not yet divided. Empty responses do not count.
+  """Aggregates a value per token to one mean, not yet divided.
 
-  "sequence": the mean over responses of the mean over their tokens. "token": the mean over all
-  tokens. "constant": the sum over all tokens, divided by the number of responses × `max_length`.
+  Kinds: "sequence" is the mean over responses of the mean over their tokens. "token" is the mean
+  over all tokens. "constant" is the sum over all tokens, divided by the number of responses times
+  `max_length`. Empty responses are excluded.
   """
   if kind == "sequence":
     return Mean(tokens.means(x_BT).sum(), tokens.responses())
@@ -85,19 +98,22 @@ def aggregate_tokens(
 
 
 def unit_sum(x_BT: Array, id_BT: Array | None) -> Array:
-  """Sums over the units of each row, [B, U]."""
+  """Sums over the tokens of each unit, [B, U]."""
   if id_BT is None:
     return x_BT.sum(axis=1, keepdims=True)
   return jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, x.shape[0]))(x_BT, id_BT)
 
 
 def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
-  """Maxima over each row's units, [B, U]; -inf if empty."""
+  """Returns each unit's maximum, [B, U]; -inf if empty."""
   if id_BT is None:
     return x_BT.max(axis=1, keepdims=True)
   return jax.vmap(lambda x, i: jax.ops.segment_max(x, i, x.shape[0]))(x_BT, id_BT)
 
 
 def at_tokens(x_BU: Array, id_BT: Array | None) -> Array:
-  """Repeats units' values at their tokens: [B, T], or [B, 1] for U = 1."""
+  """Repeats the value of each unit at its tokens, [B, T].
+
+  Without ids, `x_BU` [B, 1] is returned unchanged.
+  """
   return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -1,7 +1,8 @@
-"""Checks of arguments, and the replacing of what is masked. Every message names the argument.
+"""Checks and conversions of arguments. Every error message names the argument.
 
-Shapes and dtypes are always checked; values where they can be seen: not those that `jit` or `grad`
-trace, nor an array of which this process holds only a part.
+Each function of an array returns it checked and converted. Values at masked positions are replaced
+by 0, so they may be NaN. Shapes and dtypes are always checked. Values are checked unless they are
+traced by `jit` or `grad`, or distributed over several processes.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,15 @@ from jax.typing import ArrayLike
 
 from gspo_jax.objectives.reductions import Mean, is_reduction
 
-Number = float | Array  # Array: a traced one; of clip ranges also one for each response [B]
+# A number, possibly traced. Clip ranges may also be arrays [B], one for each response.
+Number = float | Array
 
 
 def require(ok: Any, message: str) -> None:
-  """Raises ValueError(message) if `ok` is false; traced or remote arrays pass."""
+  """Raises ValueError if `ok` is not true everywhere.
+
+  Traced arrays, and arrays distributed over several processes, are not checked.
+  """
   if isinstance(ok, jax.core.Tracer) or not getattr(ok, "is_fully_addressable", True):
     return
   if not (ok.all() if hasattr(ok, "all") else ok):
@@ -26,14 +31,17 @@ def require(ok: Any, message: str) -> None:
 
 
 def numbers(**named: Number | None) -> None:
-  """Raises ValueError for arrays in place of numbers: they would broadcast along any axis."""
+  """Raises ValueError for arrays with axes instead of numbers.
+
+  Such an array would be broadcast along some axis without a warning. None is allowed.
+  """
   for name, value in named.items():
     if value is not None and jnp.ndim(value):
       raise ValueError(f"{name} has shape {jnp.shape(value)}, expected one number")
 
 
 def log_probs(value: ArrayLike, name: str) -> Array:
-  """[B, T], neither of them 0, as float32 or wider."""
+  """Checks log-probs [B, T]; returns them in float32 or wider."""
   array = _array(value, name)
   if array.ndim != 2 or 0 in array.shape:
     raise ValueError(f"{name} has shape {array.shape}, expected [B, T] with B, T > 0")
@@ -42,7 +50,7 @@ def log_probs(value: ArrayLike, name: str) -> Array:
 
 
 def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
-  """[B, T] of 0 and 1, as bool."""
+  """Checks a mask [B, T] of 0 and 1; returns bool."""
   array = _array(value, name)
   _shape(array, name, BT=shape)
   require((array == 0) | (array == 1), f"{name} must hold only 0 and 1")
@@ -50,7 +58,7 @@ def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
 
 
 def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
-  """Floats [B, T], 0 at masked positions."""
+  """Checks floats [B, T] without NaN; returns `dtype`, 0 at masked positions."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   _floating(array, name)
@@ -62,7 +70,13 @@ def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
 def constant(
   value: ArrayLike, name: str, mask_BT: Array, dtype: Any, letters: Sequence[str] = ("B", "BT")
 ) -> Array:
-  """Detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
+  """Checks finite constants [B] or [B, T]; returns them without gradient.
+
+  [B] becomes [B, 1]. Masked positions, and empty rows of [B, 1], are 0.
+
+  Args:
+    letters: allowed shapes.
+  """
   array = _array(value, name)
   shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}
   _shape(array, name, **{key: shapes[key] for key in letters})
@@ -74,7 +88,7 @@ def constant(
 
 
 def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
-  """Integers [B, T] in [0, T), 0 at masked positions."""
+  """Checks integers [B, T] in [0, T); returns 0 at masked positions."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -86,7 +100,11 @@ def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
 
 
 def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array:
-  """A bound of at least `least`, [] or [B, 1], with the dtype of `like`."""
+  """Checks a bound [] or [B]; returns [] or [B, 1].
+
+  Args:
+    like: array [B, ...] whose dtype the bound is converted to.
+  """
   array = _array(value, name)
   if array.ndim:
     _shape(array, name, B=like.shape[:1])
@@ -98,7 +116,7 @@ def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array
 
 
 def sums(name: str, results: object) -> None:
-  """Raises TypeError unless a loss returned `terms.Sums`."""
+  """Raises TypeError if a loss has not returned `terms.Sums`."""
   form = "(Mean(numerator, denominator), metrics, clipped_BT), a Mean of two numbers first"
   if not (isinstance(results, tuple) and len(results) == 3 and isinstance(results[0], Mean)):
     raise TypeError(f"{name} returned {_shortened(results)}, expected {form}")
@@ -117,6 +135,7 @@ def sums(name: str, results: object) -> None:
 
 
 def _shortened(value: object) -> str:
+  """Describes a value in at most 80 characters."""
   if isinstance(value, Array):
     return f"an array of shape {list(value.shape)}"
   text = " ".join(repr(value).split())

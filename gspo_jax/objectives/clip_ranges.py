@@ -1,6 +1,6 @@
-"""Clip ranges that depend on the length of a response, or on how much was clipped before.
+"""Factors of clip ranges, from the length of a response, or from the fraction clipped before.
 
-Both are factors of `clip_low` and `clip_high` alike, so their ratio stays as it is.
+`clip_low` and `clip_high` are multiplied by the same factor.
 """
 
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from gspo_jax.objectives.checks import Number
 def length_factor(
   length_BU: Array, clip_length: Number | None, clip_exponent: Number
 ) -> Array | None:
-  """Factor (L/|u|)^γ of clip ranges for |u| tokens; None if γ = 0.
+  """Computes the factor (L/|u|)^γ of clip ranges; None if γ = 0.
 
-  L is `clip_length`, the length at which the ranges are what they say, γ `clip_exponent`. log s of
-  a unit is a mean over |u| tokens: if these are independent, its noise goes with |u|^(−1/2), and
-  γ = 1/2 clips as much at every length: c/√|u| with c = clip_low √L. An empty unit has the factor
-  of one token.
+  A unit u is a response or a segment. L is `clip_length`, the length with a factor of 1, and γ is
+  `clip_exponent`. GSPO's log s of a unit is a mean over |u| tokens. If these are independent, its
+  standard deviation is proportional to |u|^(−1/2). With γ = 1/2 the range is, too, so that the same
+  fraction is clipped at every length. An empty unit has the factor of one token.
 
   Shapes: [B,U], number, number -> [B,U].
   Raises: ValueError for γ below 0, or other than 0 without L above 0.
@@ -41,11 +41,14 @@ def length_factor(
 
 
 def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = None) -> Array:
-  """Effective length of a unit's log-ratio, (Σ_t |log w_t|)² / Σ_t (log w_t)².
+  """Computes the effective length of a unit, (Σ_t |log w_t|)² / Σ_t (log w_t)².
 
-  From 1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
+  It is the number of tokens over which the log-ratio of a response or segment is distributed: 1 if
+  only one token has a nonzero log-ratio, |u| if all have the same absolute value, and 0 if all
+  log-ratios are 0 or the unit is empty. `id_BT` is the unit of each token. None means that each row
+  is one unit (U = 1). The result has no gradient.
 
-  Shapes: [B,T] ×2, ids [B,T] or None -> [B,U]. Detached.
+  Shapes: [B,T] ×2, [B,T] or None -> [B,U].
 
   Example:
     >>> log_ratio_BT = jnp.array([[0.25, -0.25, 0.25], [0.5, 0.0, 0.0]])
@@ -62,13 +65,14 @@ def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = 
 def adapted_factor(
   factor: Number, clipped: Number, target: Number, gain: Number = 1.0, span: Number = 100.0
 ) -> Array:
-  """Adapts the factor of clip ranges to a target f* of the clipped fraction f.
+  """Adapts the factor of clip ranges to a target clipped fraction.
 
   k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span).
 
-  Where more than the target is clipped the ranges grow, where less they shrink, by a factor of
-  exp(gain) at most. The logarithm makes Robbins-Monro steps, as for quantiles in arXiv:1905.03871.
-  Ours: no GSPO paper has it.
+  k is `factor`, f is `clipped` and f* is `target`. If more than the target is clipped, the ranges
+  become wider, otherwise narrower, by a factor of exp(gain) at most. The steps of log k are those
+  of Robbins and Monro, as for quantiles in arXiv:1905.03871. This is an addition: no paper about
+  GSPO has it.
 
   Shapes: numbers -> number.
 

@@ -1,8 +1,9 @@
-"""Corrections for a sampler whose probabilities are not the trainer's: weights, and measures.
+"""Corrections for differences between the probabilities of sampler and trainer, and their metrics.
 
-Weights are constants of shape [B, T] at token level and [B] at sequence level ([B, T] for packed
-rows), 0 at masked positions and for empty rows, and go into a loss as its `weight`. A dropped token
-or sequence has the weight 0 and stays in the loss's denominator.
+A sampler may round differently than the trainer, or have older weights. The functions below return
+a weight of each token [B, T] or response [B], which a loss takes as its argument `weight`. For
+packed rows, weights of responses are [B, T], too. Weights have no gradient. They are 0 at masked
+positions and for empty rows. Tokens with a weight of 0 stay in the loss's denominator.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,9 @@ def truncated_weight(
 ) -> Array:
   """Truncated importance sampling (TIS): min(ρ, cap), with ρ = π_train/π_sampler.
 
-  `level`: "token", ρ_it of each token; "sequence", the product Π_t ρ_it, unbiased where it is not
-  cut; "geometric", its |y_i|-th root, which means the same at every length.
+  `level` "token" is the ratio ρ_it of each token. "sequence" is the product Π_t ρ_it over a
+  response, which is unbiased except for the truncation. "geometric" is its |y_i|-th root, whose
+  size does not grow with the length.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
@@ -62,10 +64,10 @@ def masked_weight(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """Masked importance sampling (MIS; per token IcePop): ρ if low ≤ ρ ≤ high, else 0.
+  """Masked importance sampling (MIS): ρ if low ≤ ρ ≤ high, else 0.
 
-  `level` as in `truncated_weight`; the defaults are for tokens. A geometric mean stays much nearer
-  to 1 than a token's ratio does, and needs a narrower range.
+  ρ and `level` as in `truncated_weight`. At level "token" it is called IcePop. The default range is
+  for tokens. Geometric means are much closer to 1, and need a narrower range.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: arXiv:2510.18855 (IcePop); richardli.xyz/rl-collapse.
@@ -100,9 +102,10 @@ def off_policy_mask(
 
   d_i = 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it).
 
-  Bad responses that the policy would hardly give any more teach it nothing.
+  It excludes bad responses that have become unlikely under the policy, since little can be learned
+  from them.
 
-  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage.
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage, [B,T] for packed rows.
   Reference: the DeepSeek-V3.2 report (off-policy sequence masking).
 
   Example:
@@ -131,13 +134,15 @@ def mismatch(
 ) -> Metrics:
   """Mismatch of trainer and sampler, with Δ = log π_train − log π_sampler.
 
-    mismatch/abs/mean, /max      |Δ| of the tokens
+    mismatch/abs/mean, /max      mean and maximum of |Δ| over tokens
     mismatch/tail                share of tokens with |Δ| > log 2, a ratio above 2 or below 1/2
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
-    mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which
-                                 does not average out over a sequence as noise does
-    mismatch/sequence/abs/mean, /max    the size of it: what GSPO's ratio has already moved by
-    mismatch/ess/token, /sequence, /geometric    effective sample size of the weights, as a share
+    mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. It shows a bias;
+                                 random errors cancel out
+    mismatch/sequence/abs/mean, /max    mean and maximum of the absolute value of this mean. With
+                                 old log-probs of the sampler, it is GSPO's |log s| before updates
+    mismatch/ess/token, /sequence, /geometric    effective sample size of the weights at each level,
+                                 as a share of their number
 
   Shapes: [B,T] ×3 -> dict of scalars; `.sums` returns reductions.
 
@@ -169,11 +174,12 @@ def mismatch(
 
 
 def _largest(log_ratio: Array, number: Array) -> Max:
-  """Maximum of |log-ratio|, and of nothing if `number` is 0."""
+  """Returns the maximum of |log-ratio|, empty if `number` is 0."""
   return Max(jnp.where(number > 0, abs(log_ratio).max(), -jnp.inf))
 
 
 def _effective_size(log_weight: Array, live: Array) -> EffectiveSize:
+  """Computes the effective sample size of `live` weights."""
   log_weight = jnp.where(live, log_weight, -jnp.inf)
   number = live.sum(dtype=log_weight.dtype)
   return EffectiveSize(number, logsumexp(log_weight), logsumexp(2 * log_weight))
@@ -187,7 +193,7 @@ def _weight(
   response_BT: ArrayLike | None,
   bounded: Callable[[Array], Array],
 ) -> Array:
-  """Bounded ρ of tokens [B, T] or responses: [B], or [B, T] if packed."""
+  """Computes ρ at a level, and applies `bounded` to it."""
   log_ratio_BT, tokens = _difference(
     logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
   )
@@ -210,7 +216,11 @@ def _difference(
   mask_BT: ArrayLike,
   response_BT: ArrayLike | None,
 ) -> tuple[Array, Tokens]:
-  """Detached logp_BT − other_logp_BT, 0 at masked positions. `name` is the other's."""
+  """Computes logp_BT − other_logp_BT without gradient, 0 at masked positions.
+
+  Args:
+    name: name of `other_logp_BT` in error messages.
+  """
   logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
   other_logp_BT = checks.tokens(other_logp_BT, name, tokens.mask_BT, logp_BT.dtype)
   return stop_gradient(ratios.difference(logp_BT, other_logp_BT)), tokens

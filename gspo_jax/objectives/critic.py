@@ -1,5 +1,7 @@
-"""The loss of a critic, the value model of PPO, and how good it is. Its advantages are `gae`
-(advantages.py)."""
+"""The loss of a critic (the value model of PPO), and a metric of its quality.
+
+gae.py computes advantages from its values.
+"""
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -23,14 +25,16 @@ def value_loss(
   max_length: Number | None = None,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
-  """The squared error of a value model, clipped.
+  """Clipped squared error of a value model.
 
   L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
 
-  `clip` None is the plain squared error.
+  V are the current values (differentiated), V_old those before the updates, and R the returns. If
+  `clip` is None, the loss is ½ mean (V − R)². `aggregate` is the kind of mean, as in `grpo_loss`.
 
   Shapes: [B,T] ×4 -> scalar.
-  Reference: arXiv:2005.12729 (its code-level optimisations; arXiv:1707.06347 does not clip values).
+  Reference: arXiv:2005.12729, among the code-level optimisations. arXiv:1707.06347 (PPO) does not
+  clip values.
 
   Example:
     >>> value_BT = jnp.array([[0.9, 0.5, 0.2], [0.1, 0.0, 0.3]])
@@ -64,9 +68,10 @@ def value_loss(
 def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: ArrayLike) -> Explained:
   """Explained variance of returns by values, 1 − Var(R − V)/Var(R) over tokens.
 
-  At most 1; 0 for a constant, and where the returns do not vary; below 0 for values that are worse
-  than one. Compare with what was really earned: the returns of `gae` contain the values. The sums
-  are of squares: in float32 returns that lie many standard deviations from 0 leave no digits.
+  It is at most 1. It is 0 for constant values, and if the returns do not vary, and negative for
+  values worse than a constant. Use returns from rewards alone: the returns of `gae` include the
+  values. Subtract the mean from returns and values first if it is many standard deviations from 0,
+  since float32 sums of their squares would be too coarse.
 
   Shapes: [B,T] ×3 -> scalar.
 

@@ -1,4 +1,7 @@
-"""On-policy distillation: what a teacher says of responses that the student has sampled."""
+"""On-policy distillation: a teacher's log-probs of responses sampled by the student.
+
+The old policy π_old is the student's before the updates.
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,14 +16,14 @@ from gspo_jax.objectives.reductions import Mean, reduced
 def distillation_advantages(
   old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike, discount: Number = 0.0
 ) -> Array:
-  """Advantages of tokens by a teacher, without any other reward. [B,T] ×2 -> [B,T].
+  """Advantages of tokens from a teacher alone. [B,T] ×3 -> [B,T].
 
   Â_t = −Σ_{u≥t} γ^(u−t) (log π_old(y_u) − log π_teacher(y_u)).
 
-  γ is `discount`. With 1 the sum is, in the mean over responses of π_old, the negated reverse KL
-  divergence of what follows, KL(π_old‖π_teacher); with 0 each token answers for itself alone.
-  Time goes from one unmasked token of a row to the next one; masked positions get 0. Not relative
-  to a group: a token that the teacher finds as likely as the student does has 0.
+  γ is `discount`. With γ = 0, a token's advantage depends on its own log-probs only. With γ = 1,
+  the mean of Â_t over responses of π_old is the negative reverse KL divergence
+  KL(π_old‖π_teacher) of the tokens from t on. Masked positions are skipped in the sum, and have an
+  advantage of 0. Advantages are not relative to a group.
 
   Reference: K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025 (γ = 0); arXiv:2306.08543,
   Eq. 2 (MiniLLM, γ = 1); arXiv:2306.13649 (GKD).
@@ -51,7 +54,7 @@ def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: Arra
 
 
 def _log_ratio(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
-  """Detached log π_old/π_teacher, 0 at masked positions."""
+  """Computes log π_old/π_teacher without gradient, 0 at masked positions."""
   old_logp_BT = checks.log_probs(old_logp_BT, "old_logp_BT")
   dtype = old_logp_BT.dtype
   live_BT = checks.mask(mask_BT, "mask_BT", old_logp_BT.shape)

@@ -1,6 +1,6 @@
-"""Estimators of advantages: what each is made of, and what it goes with.
+"""Declarations of the estimators of advantages: function, requirements and combinations.
 
-A trainer and its checks read here what they would otherwise have to know of each.
+A trainer and its checks of configurations read these declarations.
 """
 
 import dataclasses
@@ -16,31 +16,35 @@ from gspo_jax.objectives.checks import Number
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-  """Declaration of an estimator: its function, needs and compatible parts."""
+  """Declaration of an estimator of advantages."""
 
   name: str  # Name in a configuration.
-  # (rewards [P, G], valid_PG, `options` by name) -> advantages [P, G]. None if they need more than
-  # rewards of a group.
+  # Function (rewards [P, G], valid_PG, options by name) -> advantages [P, G]. None if advantages
+  # need more than rewards of a group.
   of_group: Callable[..., Array] | None = None
-  options: tuple[str, ...] = ()  # Options of a loss, and `right_from`, for `of_group`.
-  group: bool = False  # Compares responses to a prompt: needs at least two.
-  relative: bool = False  # Groups of equal rewards get 0.
-  parts: bool = False  # Compares turns or lines: groups get 0 if these have equal rewards.
-  across_groups: bool = False  # Statistics of the whole batch, without masked responses.
-  # Requirements: a "critic", a "teacher", a "reference" (in the reward), "signals" (several
-  # rewards, costs), "turns" or "lines" with separate rewards. `beside` lists further allowed ones.
+  # Names of options of `of_group`: options of the loss, and `right_from`.
+  options: tuple[str, ...] = ()
+  group: bool = False  # Compares the responses to a prompt, and needs at least two.
+  relative: bool = False  # Groups of equal rewards have advantages of 0.
+  # Compares turns or lines. Groups have advantages of 0 if these have equal rewards.
+  parts: bool = False
+  across_groups: bool = False  # Uses statistics of the whole batch, without masked responses.
+  # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
+  # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
-  beside: frozenset[str] = frozenset()
-  kinds: tuple[str, ...] = ()  # Group estimators that it may replace; (): all.
-  by_token: bool = False  # Advantages differ between tokens of a response.
-  by_response: bool = True  # Also gives one per response, for losses without token advantages.
-  of_rewards: bool = True  # Includes advantages from a group's rewards.
-  on_devices: bool = False  # Computed after the passes of an iteration; logs have it from there.
+  beside: frozenset[str] = frozenset()  # Further parts of this kind that are allowed.
+  # Estimators of group rewards with which it may be combined. () means all.
+  kinds: tuple[str, ...] = ()
+  by_token: bool = False  # Advantages may differ between tokens of a response.
+  by_response: bool = True  # There is also one advantage per response, for losses that need it.
+  of_rewards: bool = True  # The advantages include those from a group's rewards.
+  on_devices: bool = False  # Computed on the devices, after the passes of an iteration.
 
 
 def _soft(
   reward_PG: ArrayLike, *, valid_PG: ArrayLike, beta: Number, soft_value: Number | None = None
 ) -> Array:
+  """Renames arguments of `soft_advantages` as options."""
   return soft_advantages(reward_PG, beta, soft_value, valid_PG=valid_PG)
 
 
@@ -48,10 +52,10 @@ def _soft(
 _WHOLE = frozenset({"turns"})
 
 
-_KINDS = ("std", "none", "leave_one_out")  # Turns and lines may use these too.
+_KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
-# By default a configuration gets the first with its needs met; without one, that of the loss's
-# publication (`policy_loss`).
+# By default, a configuration has the first estimator with nonempty `needs` that are all met. If
+# there is none, it has the estimator of the loss's publication (`policy_loss`).
 _ALL = (
   Estimator(
     "gae",

@@ -1,4 +1,4 @@
-"""Advantages by a value model: of tokens, or of turns."""
+"""Generalized advantage estimation (GAE) from a value model, over tokens or over turns."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ def gae(
 
   δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 
-  γ is `discount`, λ `trace`. Time goes from one unmasked token of a response to the next one.
-  After the last one Â is 0 and V `last_value_B`, by default 0: what a response that was cut off
-  would have come to is the value of its last state, and that of one that ended is 0
-  (arXiv:1712.00378). Masked positions are skipped, rewards there too, and get 0.
+  γ is `discount` and λ is `trace`. t + 1 is the next unmasked token of the response. Masked
+  positions are skipped; their rewards are ignored, and their results are 0. After the last token, Â
+  is 0 and V is `last_value_B`, by default 0. For a truncated response, `last_value_B` should be the
+  value of the state after its last token, and for other responses 0 (arXiv:1712.00378).
 
   Shapes: [B,T] ×3, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438.
-  Raises: ValueError for a `last_value_B` of packed rows, which hold several responses.
+  Raises: ValueError for `last_value_B` with packed rows, since these have several responses.
 
   Example:
     >>> reward_BT = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
@@ -47,18 +47,21 @@ def gae(
   last_B1 = jnp.zeros((1, 1), dtype)
   if last_value_B is not None:
     if response_BT is not None:
-      raise ValueError("last_value_B is of whole rows: give each response a row of its own")
+      raise ValueError(
+        "last_value_B has one value per row, but response_BT packs several responses into a row: "
+        "place each response in a separate row"
+      )
     last_B1 = checks.constant(last_value_B, "last_value_B", mask_BT, dtype, ("B",))
   checks.numbers(discount=discount, trace=trace)
   for name, factor in ("discount", discount), ("trace", trace):
     checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
   skip_BT = 1 - mask_BT.astype(dtype)
   response_BX = jnp.zeros((), int) if tokens.response_BT is None else tokens.response_BT
-  goes_on_BT = _next_is_alike(jnp.broadcast_to(response_BX, mask_BT.shape), mask_BT)
-  # Not masked at t + 1: the next unmasked token's.
-  next_value_BT = jnp.where(goes_on_BT, _shift(backward(skip_BT, value_BT)), last_B1)
+  has_next_BT = _next_is_alike(jnp.broadcast_to(response_BX, mask_BT.shape), mask_BT)
+  # V_{t+1}, where masked positions have the value of the next unmasked token.
+  next_value_BT = jnp.where(has_next_BT, _shift(backward(skip_BT, value_BT)), last_B1)
   delta_BT = jnp.where(mask_BT, reward_BT + discount * next_value_BT - value_BT, 0)
-  carry_BT = jnp.where(goes_on_BT, discount * trace, 0)
+  carry_BT = jnp.where(has_next_BT, discount * trace, 0)
   carry_BT = jnp.where(mask_BT, carry_BT, 1).astype(dtype)
   advantage_BT = jnp.where(mask_BT, backward(carry_BT, delta_BT), 0)
   return advantage_BT, jnp.where(mask_BT, advantage_BT + value_BT, 0)
@@ -79,13 +82,13 @@ def turn_gae(
   δ_u = r_u + γ V_{u+1} − V_u,  Â_u = δ_u + γλ Â_{u+1},  R_u = Â_u + V_u.
 
   V_u is the value at the first token of turn u, and r_u the sum of the rewards of its tokens. γ and
-  λ apply between turns, so that a long turn discounts nothing. All tokens of a turn have its Â_u,
-  and R_u is what their values are drawn to. `turn_BT` holds the number of each token's turn, in
-  [0, T); it differs between turns that follow each other. `last_value_B` as in `gae`.
+  λ apply once per turn, whatever its length. All tokens of a turn have its advantage Â_u and its
+  return R_u. `turn_BT` is the number of each token's turn, in [0, T). Consecutive turns must have
+  different numbers. `last_value_B` as in `gae`.
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
-  Reference: arXiv:1506.02438 with turns for steps, as the upper level of the "bi-level" GAE in the
-  code of RAGEN (arXiv:2504.20073), where one over the tokens of a turn follows, which is not here.
+  Reference: arXiv:1506.02438 with turns as steps. It is the upper level of the "bi-level" GAE in
+  the code of RAGEN (arXiv:2504.20073); the lower level, over the tokens of a turn, is not included.
 
   Example:
     >>> reward_BT = jnp.array([[0.0, 0.0, 0.0, 1.0]])
@@ -98,11 +101,13 @@ def turn_gae(
   mask_BT, dtype = tokens.mask_BT, value_BT.dtype
   reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
   turn_BT = checks.ids(turn_BT, "turn_BT", mask_BT)
-  goes_on_BT = _next_is_alike(turn_BT, mask_BT)
+  same_turn_BT = _next_is_alike(turn_BT, mask_BT)
   first_BT = mask_BT & ~_reversed(_next_is_alike(*map(_reversed, (turn_BT, mask_BT))))
-  total_BT = backward((goes_on_BT | ~mask_BT).astype(dtype), reward_BT)
+  # At the first token of a turn, the sum of the turn's rewards.
+  total_BT = backward((same_turn_BT | ~mask_BT).astype(dtype), reward_BT)
 
   def at_all_tokens(x_BT: Array) -> Array:
+    """Repeats the values of first tokens at all tokens of their turns."""
     since_first_BT = _reversed((~first_BT).astype(dtype))
     return jnp.where(mask_BT, _reversed(backward(since_first_BT, _reversed(x_BT))), 0)
 
@@ -113,7 +118,7 @@ def turn_gae(
 
 
 def backward(a_BT: Array, b_BT: Array) -> Array:
-  """x_t = b_t + a_t x_{t+1}, from the end of each row."""
+  """Computes x_t = b_t + a_t x_{t+1}, from the end of each row."""
 
   def combine(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
     return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
@@ -122,14 +127,15 @@ def backward(a_BT: Array, b_BT: Array) -> Array:
 
 
 def _next_is_alike(id_BT: Array, mask_BT: Array) -> Array:
-  """Whether the next unmasked token has the same id."""
+  """Whether the next unmasked token has the same id; False if masked."""
   id_BT = jnp.where(mask_BT, 1 + id_BT, 0)
-  next_id_BT = _shift(backward(1 - mask_BT.astype(id_BT.dtype), id_BT))  # 0 where there is none
+  # Id of the next unmasked token, 0 if there is none.
+  next_id_BT = _shift(backward(1 - mask_BT.astype(id_BT.dtype), id_BT))
   return mask_BT & (next_id_BT == id_BT)
 
 
 def _shift(x_BT: Array) -> Array:
-  """x_{t+1}, and 0 at the end."""
+  """Returns x_{t+1}, and 0 at the end of a row."""
   return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))
 
 

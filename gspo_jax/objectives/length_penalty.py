@@ -1,6 +1,6 @@
-"""Costs of length: terms to add to a reward before advantages are made of it.
+"""Penalties of length: terms to add to a reward before advantages are computed.
 
-Filter groups (dynamic sampling) and report accuracy by the reward without them.
+Accuracy and dynamic sampling should use the reward without these terms.
 """
 
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ from gspo_jax.objectives.checks import Number
 
 
 def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> Array:
-  """Penalty from 0 at max_length − buffer tokens linearly to −1 at max_length.
+  """Penalty of −1 from max_length tokens on, preceded by a linear ramp.
 
-  It stays −1 beyond.
+  It is 0 up to max_length − buffer tokens, and decreases linearly to −1 at max_length. All lengths
+  are in tokens.
 
-  Shapes: any -> the same. Lengths are in tokens.
+  Shapes: any -> the same.
   Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).
 
   Example:
@@ -30,10 +31,11 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
 
 
 def token_cost(length: ArrayLike, price: Number) -> Array:
-  """The cost of tokens, −λ for each, λ being `price`.
+  """Penalty of −`price` for each token.
 
   Shapes: any -> the same.
-  Reference: arXiv:2510.22477 (Agent-GSPO), from its abstract: a reward that penalises verbosity.
+  Reference: arXiv:2510.22477 (Agent-GSPO) penalises verbosity in the reward. We have read only its
+  abstract.
 
   Example:
     >>> print(token_cost(jnp.array([50, 100]), price=0.01))
@@ -44,6 +46,7 @@ def token_cost(length: ArrayLike, price: Number) -> Array:
 
 
 def _length(length: ArrayLike) -> Array:
+  """Checks lengths, and returns them in float32 or wider."""
   length = jnp.asarray(length)
   checks.require(length >= 0, "length must not be negative")
   return length.astype(jnp.promote_types(length.dtype, jnp.float32))

@@ -1,13 +1,16 @@
-"""The clipped policy losses with a ratio for each token: GRPO, DAPO, Dr. GRPO and PPO.
+"""Clipped policy losses with an importance ratio for each token: GRPO, DAPO, Dr. GRPO and PPO.
 
-Each loss is the negated objective, to be minimised, and returns (loss, metrics). It declares its
-options and what it clips, and gives its sums undivided (`terms.policy_loss`). In all of them:
+A loss is called as `loss, metrics = grpo_loss(...)`. Its function below computes the sums of the
+loss before they are divided, and the decorator `terms.policy_loss` adds the other forms. For all
+policy losses of this package:
 
-- logp_BT is differentiated; old log-probabilities, advantages and weights are constants.
-- Masked positions may hold anything. A response without unmasked tokens does not count.
-- `Options` (terms.py) lists the further keyword arguments: weights, packed rows, KL, entropy.
-- `dual_clip=c` bounds the objective by c·Â from below for Â < 0 (arXiv:1912.09729); off by default.
-- ValueError or TypeError name the argument whose shape, dtype or value is wrong.
+- The loss is the objective J, negated. It is to be minimised.
+- logp_BT is differentiated. Old log-probs, advantages and weights are constants.
+- Values at masked positions are ignored. Responses without unmasked tokens are excluded from means.
+- `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL, entropy.
+- With `dual_clip=c`, the objective of a token or response with Â < 0 is at least c·Â
+  (arXiv:1912.09729). None means no such bound.
+- If an argument has a wrong shape, dtype or value, ValueError or TypeError names it.
 """
 
 from typing import Literal, Unpack
@@ -39,11 +42,13 @@ def grpo_loss(
   J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  `aggregate`: "sequence" is the above; "token" is the mean over all tokens; "constant" divides the
-  sum over all tokens by the number of responses × `max_length`.
+  `aggregate`: "sequence" is the equation above: the mean over responses of means over tokens.
+  "token" is the mean over all tokens. "constant" is the sum over all tokens, divided by the number
+  of responses times `max_length`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2402.03300; as restated in arXiv:2507.18071, Eq. 2 and 3, ranges from its §5.1.
+  Reference: arXiv:2402.03300, as restated in arXiv:2507.18071, Eq. 2 and 3. The default ranges are
+  those of the latter, §5.1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -73,7 +78,8 @@ def dapo_loss(
 
   J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
-  Dynamic sampling is the caller's; for its soft overlong punishment see `overlong_penalty`.
+  DAPO also has dynamic sampling, which is up to the caller, and a soft overlong punishment, which
+  is `overlong_penalty`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.14476.
@@ -107,8 +113,8 @@ def dr_grpo_loss(
 
   J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
-  L is `max_length`, a constant: dividing by |y_i| instead favours short right and long wrong
-  answers. Goes with `group_advantages(normalize="none")`.
+  L is `max_length`. Dividing by |y_i| instead would favour short right and long wrong answers. The
+  paper's advantages are `group_advantages(normalize="none")`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.20783.
@@ -139,12 +145,14 @@ def ppo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """PPO: `grpo_loss` with advantages from `gae` and other ranges.
+  """PPO: `grpo_loss` with an advantage for each token, and other ranges.
 
   J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
 
+  The advantages are those of `gae`, from a value model. `aggregate` as in `grpo_loss`.
+
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
-  Reference: arXiv:1707.06347; as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
+  Reference: arXiv:1707.06347, as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -166,7 +174,7 @@ def _token_loss(
   aggregate: str,
   max_length: Number | None = None,
 ) -> Sums:
-  """The clipped loss with a ratio for each token."""
+  """Computes the clipped loss with a ratio for each token."""
   ratio_BT, clipped_BT = terms.clip(
     ratios.bounded_exp(batch.log_ratio_BT),
     stop_gradient(batch.log_ratio_BT),

@@ -1,6 +1,6 @@
-"""Losses that bound the update in another way than by clipping the objective.
+"""Policy losses that limit updates in other ways than the clipped objective of PPO.
 
-What the head of losses.py says of the arguments holds here too.
+The module losses.py describes arguments that all losses have. In equations, sg stops gradients.
 """
 
 from typing import Literal, Unpack
@@ -32,11 +32,13 @@ def cispo_loss(
 
   J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
 
-  Tokens outside the range keep a gradient. `clip_low` None is no lower bound.
-  Clip fractions count both signs of the advantage.
+  w_it = π_θ(y_it)/π_old(y_it).
+
+  The gradient of a token outside the range is bounded, but not 0. If `clip_low` is None, there is
+  no lower bound. Clip fractions include tokens with either sign of the advantage.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2506.13585, Eq. 4 and 5 (no lower bound there in practice).
+  Reference: arXiv:2506.13585, Eq. 4 and 5; in practice, the authors have no lower bound.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -70,17 +72,19 @@ def gmpo_loss(
   clip_high: Number = 0.4,
   **options: Unpack[Options],
 ) -> Sums:
-  """GMPO: a ratio per response, from bounded ratios of its tokens.
+  """GMPO: one ratio per response, from bounded ratios of its tokens.
 
   J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ),
   c_it = min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
 
-  GSPO bounds the geometric mean, GMPO what it is the mean of: one token far out costs its own
-  gradient, not the response's. The ranges are of the log-ratio.
+  GSPO bounds the geometric mean of the tokens' ratios, and GMPO bounds each of these ratios. So a
+  token outside the range loses its own gradient only, not that of the whole response. `clip_low`
+  and `clip_high` are bounds of log-ratios.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2507.20673v3, Eq. 4 in log space (Algorithm 1), range (e^−0.4, e^0.4) from §3.
-  Differs: of advantages per token, the sign is the token's and the size the response's mean.
+  Differs: advantages may be per token. Then a token's bound follows from the sign of its own
+  advantage, and Â_i is the mean over the response.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -117,16 +121,17 @@ def sapo_loss(
   tau_neg: Number = 1.05,
   **options: Unpack[Options],
 ) -> Sums:
-  """SAPO: a soft gate in the place of the clip.
+  """SAPO: a soft gate on the ratio instead of clipping.
 
   J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
   τ = tau_pos for Â > 0 and tau_neg otherwise.
 
-  The slope f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides; nothing counts as clipped.
-  The value has no meaning of its own: f(1) = 2/τ.
+  σ is the logistic function. The slope f' = 4 σ (1 − σ) is 1 at w = 1 and decreases on both sides.
+  The metrics have no clip fractions. The value of J is not an estimate of the reward, since f(1) is
+  2/τ and not 1.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2511.20347, Eq. 5 and 6, as others quote them: we have not read the paper.
+  Reference: arXiv:2511.20347, Eq. 5 and 6, as quoted by others. We have not read the paper.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -143,12 +148,13 @@ def sapo_loss(
   good_BX = batch.advantage_BX > 0
   tau_BX = jnp.where(good_BX, tau_pos, tau_neg).astype(batch.logp_BT.dtype)
   scale_BX = jnp.where(good_BX, 4 / tau_pos, 4 / tau_neg).astype(batch.logp_BT.dtype)
-  # σ(x) as 1 − σ(−x): its gradient has the factor 1 − σ(x), which for large x has no digits left.
+  # σ(x) is written as 1 − σ(−x). The gradient of σ(x) would be computed with 1 − σ(x), which is
+  # rounded to 0 for large x.
   gate_BT = 1 - sigmoid(tau_BX * (1 - ratios.bounded_exp(batch.log_ratio_BT)))
   loss_BT = terms.token_loss(batch, scale_BX * gate_BT * batch.advantage_BX)
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
-  nowhere_BT = jnp.zeros_like(batch.tokens.mask_BT)
-  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, nowhere_BT
+  clipped_BT = jnp.zeros_like(batch.tokens.mask_BT)
+  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, clipped_BT
 
 
 @policy_loss(levels=BY_TOKEN)
@@ -165,20 +171,21 @@ def dppo_loss(
   max_length: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """DPPO: a trust region by the divergence of token probabilities.
+  """DPPO: a trust region for the divergence of token probabilities.
 
   J = 1/(G L) Σ_i Σ_t M_it w_it Â_it,
   M_it = 0 where Â > 0, w > 1 and D_it > clip_high, or Â < 0, w < 1 and D_it > clip_low; else 1.
 
-  With p = π_old(y_t) and q = π_θ(y_t), D is the divergence of "y_t or another token":
-  "tv", |p − q|; "kl", p log(p/q) + (1 − p) log((1 − p)/(1 − q)). A ratio of 100 between 1e-5 and
-  1e-3 moves little and stays; one of 0.8 from 0.99 moves much and does not. L is `max_length`;
-  `aggregate` as in `grpo_loss`.
+  D is the divergence between two distributions over the events "y_t" and "another token", with the
+  probabilities p = π_old(y_t) and q = π_θ(y_t) of y_t. `divergence` "tv" is |p − q|, and "kl" is
+  p log(p/q) + (1 − p) log((1 − p)/(1 − q)). For example, a change of probability from 1e-5 to 1e-3
+  has the ratio 100 but a small D, and keeps its gradient. A change from 0.99 to 0.8 has the ratio
+  0.8 but a large D, and loses its gradient. L is `max_length`; `aggregate` as in `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2602.04879, Eq. 11 to 14; thresholds from the authors' script, where that of "kl"
-  is 0.05. There π_old is the policy that sampled, never a recomputed one. Their approximation by
-  the K likeliest tokens is not here.
+  Reference: arXiv:2602.04879, Eq. 11 to 14. The default thresholds are those of the authors' script
+  for "tv"; for "kl" it has 0.05. There, π_old has the sampler's log-probs, not recomputed ones.
+  Differs: the authors' approximation by the K likeliest tokens is not included.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
@@ -198,8 +205,8 @@ def dppo_loss(
     low=(batch.advantage_BX < 0) & (log_ratio_BT < 0) & low_BT,
   )
   ratio_BT = ratios.bounded_exp(batch.log_ratio_BT)
-  kept_BT = jnp.where(clipped_BT.high | clipped_BT.low, 0, ratio_BT)
-  return terms.token_sums(batch, batch.advantage_BX * kept_BT, clipped_BT, aggregate, max_length)
+  ratio_BT = jnp.where(clipped_BT.high | clipped_BT.low, 0, ratio_BT)
+  return terms.token_sums(batch, batch.advantage_BX * ratio_BT, clipped_BT, aggregate, max_length)
 
 
 @policy_loss(levels=BY_RESPONSE, advantage="none")
@@ -214,22 +221,22 @@ def vespo_loss(
   lambda_neg: Number = 2.0,
   **options: Unpack[Options],
 ) -> Sums:
-  """VESPO: REINFORCE weighted by a smooth function of the response's ratio.
+  """VESPO: REINFORCE with weights from a smooth function of the response's ratio.
 
   J = 1/Σ_i|y_i| Σ_i Σ_t sg[ φ(W_i) ] Â_i log π_θ(y_it),
   φ(W) = W^k exp( λ (1 − W) ),  W_i = exp( Σ_t log π_θ(y_it)/π_old(y_it) ),
   k = k_pos for Â ≥ 0 and k_neg otherwise,  λ = lambda_pos for Â ≥ 0 and lambda_neg otherwise.
 
-  W is the whole product, without a root. φ(1) = 1; k says how fast φ falls where W is below 1, λ
-  how fast where it is above. log φ = k log W − λ (W − 1), so φ is 0, and finite, however large or
-  small W is. Nothing counts as clipped.
+  W is the likelihood ratio of the whole response, without normalisation by length. φ(1) = 1. The
+  larger k is, the faster φ decreases below W = 1; the larger λ is, the faster above. φ goes to 0
+  for very small and very large W. The metrics have no clip fractions.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
-  Reference: arXiv:2602.10693v3, Eq. 20, with k and λ (there c_1 and c_2) of §4.1. There π_old is
-  the policy that sampled.
-  Differs: Eq. 20 has the sum over a response's tokens; their mean over a batch is that of the
-  authors' code.
+  Reference: arXiv:2602.10693v3, Eq. 20, with k and λ of §4.1, where they are called c_1 and c_2.
+  There, π_old has the sampler's log-probs, not recomputed ones.
+  Differs: Eq. 20 sums over the tokens of a response. The mean over all tokens of the batch is that
+  of the authors' code.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -269,21 +276,21 @@ def opmd_loss(
   beta: Number = 1.0,
   **options: Unpack[Options],
 ) -> Sums:
-  """OPMD, online policy mirror descent: REINFORCE with a squared log-ratio penalty.
+  """OPMD (online policy mirror descent): REINFORCE with a squared log-ratio penalty.
 
   J = 1/G Σ_i ( Â_i Σ_t log π_θ(y_it) − β/2 ( Σ_t log w_it )² ),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  The squared log-ratio is that of the whole response, not of its tokens. J is largest where it is
-  Â_i/β, the solution of max r − β KL(π_θ‖π_old) with Â_i for r_i − β log Z. Nothing counts as
-  clipped. The gradient is that of `soft_loss`, the old policy in the place of the reference,
-  divided by 2β.
+  The squared log-ratio is that of the whole response. J is largest if this log-ratio is Â_i/β. With
+  Â_i = r_i − β log Z, that policy maximises the mean of r − β KL(π_θ‖π_old). The gradient is that
+  of `soft_loss`, divided by 2β, with the old policy instead of the reference policy. The metrics
+  have no clip fractions.
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
-  Reference: arXiv:2501.12599 (Kimi k1.5), Eq. 3, with β for τ, where Â is r − mean r;
-  arXiv:2405.19107 (DRO), Eq. 8, is the same with a reference that stays and a learned value. The
-  default of β is DRO's, for rewards of variance 1.
+  Reference: arXiv:2501.12599 (Kimi k1.5), Eq. 3, where β is called τ, and Â is r − mean r.
+  arXiv:2405.19107 (DRO), Eq. 8, has the same objective with a fixed reference policy and a learned
+  value. The default of β is DRO's, for rewards of variance 1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -307,7 +314,7 @@ def opmd_loss(
 
 
 def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
-  """Divergence of old and current policy, binary per token."""
+  """Computes the divergence D of `dppo_loss`, [B, T]."""
   old_logp_BT = jnp.minimum(logp_BT - log_ratio_BT, 0)
   logp_BT = jnp.minimum(logp_BT, 0)
   old_BT = jnp.exp(old_logp_BT)
@@ -315,6 +322,7 @@ def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:
     return abs(jnp.exp(logp_BT) - old_BT)
   if kind != "kl":
     raise ValueError(f'divergence must be "tv" or "kl", got {kind!r}')
+  # The two terms of the binary KL divergence: of the token, and of all other tokens.
   token_part_BT = jnp.where(old_BT > 0, old_BT * (old_logp_BT - logp_BT), 0)
   others_BT = -jnp.expm1(old_logp_BT)
   others_part_BT = others_BT * (jnp.log(others_BT) - jnp.log(-jnp.expm1(logp_BT)))

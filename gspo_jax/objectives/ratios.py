@@ -1,7 +1,7 @@
 """Importance ratios π_θ/π_old of tokens, responses and segments of responses.
 
-All are formed in log space, in float32 or wider, and detached from the old policy. Masked tokens
-are in no sum and have the ratio 1.
+They are computed as differences of log-probs, in float32 or a wider type. Gradients go to π_θ only.
+Sums exclude masked tokens, whose own ratio is 1. In equations, sg stops gradients.
 """
 
 import math
@@ -16,14 +16,14 @@ from gspo_jax.objectives.aggregation import at_tokens, unit_sum
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import Mean
 
-# No log-probability is as large as this: only garbage is cut. It keeps the sums over a batch, and
-# the squares, of whatever finite numbers come in finite in float32.
+# Bound of log-ratios. Valid ones are much smaller. With the bound, sums and squares of arbitrary
+# finite inputs stay finite in float32.
 _GARBAGE = 1e12
-_TAIL = math.log(2)
+_TAIL = math.log(2)  # Smallest |log-ratio| in the tail.
 
 
 def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
-  """The ratio of each token. [B,T] ×3 -> [B,T].
+  """Computes the ratio of each token. [B,T] ×3 -> [B,T].
 
   w_it = π_θ(y_it)/π_old(y_it).
 
@@ -43,12 +43,14 @@ def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) 
 def sequence_ratio(
   logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
 ) -> Array:
-  """The ratio of each response, 1 for an empty row. [B,T] ×3 -> [B].
+  """Computes the ratio of each response. [B,T] ×3 -> [B].
 
   s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  With α = 1 it is GSPO's geometric mean, with 0 the raw likelihood ratio. In between, at 1/2, the
-  noise of independent tokens has the same size at every length.
+  α is `length_exponent`. With α = 1, s_i is GSPO's ratio, a geometric mean; with α = 0 it is the
+  likelihood ratio of the whole response. With α = 1/2, log s_i has the same variance at every
+  length, if tokens are independent. An empty row has the ratio 1.
+
   Reference: arXiv:2507.18071, Eq. 7.
 
   Example:
@@ -65,11 +67,13 @@ def sequence_ratio(
 def gspo_token_ratio(
   logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
 ) -> Array:
-  """GSPO-token's ratio of each token. [B,T] ×3 -> [B,T].
+  """Computes GSPO-token's ratio of each token. [B,T] ×3 -> [B,T].
 
   s_it = sg[s_i] · π_θ(y_it)/sg[π_θ(y_it)].
 
-  The value is that of s_i, the gradient goes through token t alone; its mean over t is that of s_i.
+  s_i is `sequence_ratio`. The value of s_it is s_i, but its gradient is that of token t alone. The
+  mean of s_it over t has the gradient of s_i.
+
   Reference: arXiv:2507.18071, Eq. 14.
 
   Example:
@@ -89,12 +93,13 @@ def segment_ratio(
   segment_BT: ArrayLike,
   length_exponent: Number = 1.0,
 ) -> Array:
-  """The ratio of each token's segment, differentiable in this token alone.
+  """Computes the ratio of each token's segment, differentiable in this token alone.
 
   s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
 
-  `segment_BT` holds the ids, in [0, T), of the segments z_ik of a row. With one per token this is
-  `token_ratio`, with one per row `gspo_token_ratio`, with one per packed response the same packed.
+  `segment_BT` has the number, in [0, T), of each token's segment z_ik. If each token is a segment,
+  the result is `token_ratio`. If each row is a segment, it is `gspo_token_ratio`. In packed rows,
+  segments of different responses must have different numbers. α is `length_exponent`.
 
   Shapes: [B,T] ×4 -> [B,T].
 
@@ -114,7 +119,14 @@ def segment_ratio(
 def unit_log_ratio(
   log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
 ) -> tuple[Array, Array]:
-  """1/|u|^α Σ_{t∈u} log w_t of each unit u, and |u|. [B,U] each; 0 for empty units."""
+  """Computes 1/|u|^α Σ_{t∈u} log w_t and |u| of each unit, [B,U].
+
+  A unit is a response or a segment of one. Empty units have 0.
+
+  Args:
+    id_BT: unit of each token. None if each row is one unit (U = 1).
+    length_exponent: α.
+  """
   checks.numbers(length_exponent=length_exponent)
   length_BU = unit_sum(mask_BT.astype(log_ratio_BT.dtype), id_BT)
   scale_BU = jnp.maximum(length_BU, 1) ** length_exponent
@@ -122,19 +134,29 @@ def unit_log_ratio(
 
 
 def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
-  """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale, differentiable in token t alone. [B,T]."""
+  """Computes sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale for each token, [B,T].
+
+  Its value is s, and its gradient is that of token t alone, times `scale`.
+  """
   logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # The difference of two -inf would be NaN.
-  step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
+  step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # The value is 0, the gradient is not.
   return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
 
 
 def scale(length_BX: Array, length_exponent: Number) -> Array:
-  """Scale |u|^(1−α): d log s / d logp is |u|^−α. A mean over u's tokens has the factor |u|^−1."""
+  """Returns `scale` of `detached_ratio`, |u|^(1−α).
+
+  The loss is a mean over the tokens of u, which multiplies gradients by |u|^−1. The product of both
+  factors is |u|^−α, the derivative of log s by a token's log-prob.
+  """
   return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
 
 
 def difference(logp: Array, other_logp: ArrayLike) -> Array:
-  """logp − other_logp in float32 or wider, finite; 0 if both are −inf."""
+  """Returns logp − other_logp in float32 or wider.
+
+  The result is finite for infinite log-probs, and 0 if both are −inf.
+  """
   dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
   logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
   nowhere = jnp.isneginf(logp) & jnp.isneginf(other_logp)
@@ -142,37 +164,47 @@ def difference(logp: Array, other_logp: ArrayLike) -> Array:
 
 
 def finite(x: Array) -> Array:
-  """Clips x at max^0.8 of its dtype, 1e30 in float32. Sums over a batch stay finite."""
+  """Clips x to ±max^0.8 of its dtype, about 1e30 in float32.
+
+  Sums over a batch then stay finite.
+  """
   largest = float(jnp.finfo(x.dtype).max) ** 0.8
   return jnp.clip(x, -largest, largest)
 
 
 def tail(log_ratio_BT: Array, number: Array) -> Mean:
-  """Share of `number` tokens with a ratio above 2 or below 1/2."""
+  """Returns the share of tokens with a ratio above 2 or below 1/2.
+
+  Args:
+    number: number of unmasked tokens.
+  """
   return Mean((abs(log_ratio_BT) > _TAIL).sum(dtype=number.dtype), number)
 
 
 def bounded_exp(log_x: Array, share: float = 0.75) -> Array:
-  """exp(log_x), constant beyond max^share: e^66 in float32, e^532 in float64.
+  """Returns exp(log_x), at most max^share of its dtype.
 
-  Nothing below is altered. In float32 exp overflows at e^88, and inf · 0 in the backward pass would
-  be NaN for every parameter; the last quarter of the exponents is room for advantages and sums.
+  By default the bound is e^66 in float32 and e^532 in float64. Without a bound, exp would be inf
+  above e^88 in float32, and inf · 0 in the backward pass would make all gradients NaN. The bound is
+  well below the largest float, so that products with advantages and sums stay finite, too.
   """
   return jnp.exp(_bounded(log_x, share))
 
 
 def bounded_expm1(log_x: Array, share: float = 0.75) -> Array:
-  """exp(log_x) − 1, precise near 0, bounded as `bounded_exp`."""
+  """Returns exp(log_x) − 1, precise near 0, with the bound of `bounded_exp`."""
   return jnp.expm1(_bounded(log_x, share))
 
 
 def _bounded(log_x: Array, share: float) -> Array:
+  """Returns log_x, at most share · log(max)."""
   return jnp.minimum(log_x, share * math.log(jnp.finfo(log_x.dtype).max))
 
 
 def _log_ratio(
   logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike
 ) -> tuple[Array, Array, Array]:
+  """Returns the checked log-probs, their log-ratio and the mask."""
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
   mask_BT = checks.mask(mask_BT, "mask_BT", logp_BT.shape)
   logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, logp_BT.dtype)
@@ -183,6 +215,7 @@ def _log_ratio(
 def _detached(
   logp_BT: Array, log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
 ) -> Array:
+  """Computes `detached_ratio` of each token's unit, and 1 at masked tokens."""
   log_ratio_BU, length_BU = unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent)
   scale_BX = scale(at_tokens(length_BU, id_BT), length_exponent)
   ratio_BT = detached_ratio(at_tokens(log_ratio_BU, id_BT), scale_BX, logp_BT)

@@ -1,7 +1,7 @@
 """Losses that may learn from responses of any policy: Soft Policy Optimization and imitation.
 
-They have no ratio to whatever sampled, and clip nothing. What the head of losses.py says of the
-arguments holds here too.
+They have no ratio to the policy that sampled the responses, and no clipping. The module losses.py
+describes arguments that all losses have.
 """
 
 from typing import Unpack
@@ -27,16 +27,16 @@ def soft_loss(
   beta: Number = 0.1,
   **options: Unpack[Options],
 ) -> Sums:
-  """SPO, Soft Policy Optimization, in the form of the other policy losses.
+  """SPO, Soft Policy Optimization, with arguments like other losses.
 
   L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
 
-  `spo_loss` in the form of the other policy losses: old_logp_BT are those of the reference, which
-  stays the same for a whole run, and the advantage is the soft one (`soft_advantages`).
+  This is `spo_loss` with the arguments of other policy losses. `old_logp_BT` are the log-probs of
+  the reference policy, which is fixed during a run. The advantages are those of `soft_advantages`.
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
-  Reference: as of `spo_loss`. The default of β is ours, for rewards between 0 and 1.
+  Reference: as for `spo_loss`. The default of β is our choice, for rewards between 0 and 1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -67,18 +67,18 @@ def spo_loss(
   *,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
-  """SPO, Soft Policy Optimization: a regression of soft values on rewards.
+  """SPO, Soft Policy Optimization: fits soft values to rewards.
 
   L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
 
-  Soft Policy Optimization: the log-ratio to the reference is read as a soft advantage, and the
-  value at the end of a response regressed on its reward. The responses may come from any policy.
-  `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
+  Q_i is the soft value of the state after response i, according to the policy: the soft value Q̂_0
+  of the prompt (`value_B`, from `soft_value`), and the log-ratio to the reference policy as a soft
+  advantage. It is fitted to the reward of the response. The responses may come from any policy.
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
-  Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, times 2, with an estimate of V* in the place of a
-  learned V; also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO (arXiv:2503.05453), of which
-  we have read the abstract and others' code, not the equations, calls it terminal Q-regression.
+  Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, times 2, with an estimate of V* instead of a
+  learned V. It is also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO (arXiv:2503.05453) calls
+  it terminal Q-regression; we have read the abstract and others' code, but not the equations.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -104,7 +104,10 @@ def spo_loss(
 def _soft_error(
   log_ratio_BT: Array, advantage_BU: Array, tokens: Tokens, beta: Number
 ) -> tuple[Array, Metrics]:
-  """Q_i − r_i of each response, and means of it and of Q_i − Q̂_0. Empty responses have 0."""
+  """Computes Q_i − r_i of each response [B, U], and metrics.
+
+  Empty responses have 0. The metrics are the means of Q_i − Q̂_0 and of Q_i − r_i.
+  """
   gain_BU = beta * tokens.sums(log_ratio_BT)
   error_BU = jnp.where(tokens.length_BU > 0, ratios.difference(gain_BU, advantage_BU), 0)
   number = tokens.responses()
@@ -122,18 +125,18 @@ def rft_loss(
   mask_BT: ArrayLike,
   **options: Unpack[Options],
 ) -> Sums:
-  """Imitation of chosen responses: best of n, rejection-sampling fine-tuning.
+  """Imitation of selected responses: best of n, rejection-sampling fine-tuning.
 
   L = −(Σ_i w_i Σ_t log π_θ(y_it))/(Σ_i w_i |y_i|),  w_i = max(Â_i, 0).
 
-  Supervised fine-tuning on responses that a reward has chosen (`selection_weights`): with w of 0
-  and 1 the mean over the tokens of the chosen ones. Others are in no term, the denominator and the
-  penalties included. old_logp_BT is in the metrics only.
+  This is supervised fine-tuning on responses selected by their rewards (`selection_weights`). With
+  weights of 0 and 1, L is a mean over the tokens of selected responses. Other responses are
+  excluded from the denominator and from penalties, too. Only metrics use `old_logp_BT`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all that are right),
+  Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all right responses),
   arXiv:2203.14465 (STaR).
-  Differs: the mean is over the tokens of a batch, not of each response.
+  Differs: the mean is over the tokens of a batch, not first over those of each response.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

@@ -1,14 +1,15 @@
-"""Sums that travel apart from what they are divided by, and the metrics that travel with them.
+"""Reductions: metrics and losses as sums, to be merged over micro-batches or devices.
 
-A mean over a batch that is split over micro-batches or devices is not the mean of the parts' means
-once lengths differ. So each loss exists in two forms: called, it returns (scalar, scalars); its
-`.sums` returns (Mean, reductions) undivided, to be merged first and computed once:
+If responses differ in length, the mean over a batch is not the mean over micro-batches of their
+means. So each loss has two forms. Called directly, it returns (scalar, dict of scalars). Its
+attribute `.sums` returns (Mean, dict of reductions), with numerators and denominators not yet
+divided. These are merged first, and divided once:
 
-  sums = merge(gspo_loss.sums(...), gspo_loss.sums(...))  # of two micro-batches
-  loss, metrics = compute(sums)
+  first, second = gspo_loss.sums(...), gspo_loss.sums(...)  # Two micro-batches
+  loss, metrics = compute(merge(first, second))
 
-No denominator depends on parameters, so the gradient of the loss is the sum of the numerators'
-gradients over the merged denominator.
+Denominators do not depend on parameters. So the gradient of the loss is the sum of the numerators'
+gradients, divided by the merged denominator.
 """
 
 import functools
@@ -25,14 +26,15 @@ from gspo_jax.objectives import signatures
 
 
 class _Over(NamedTuple):
-  """How a field of a reduction is reduced: of two values, of an array's axis, of a mapped axis."""
+  """The operation that reduces a field, such as a sum, in three forms."""
 
-  pair: Callable  # (x, y)
-  axis: Callable  # (x, axis)
-  devices: Callable  # (x, axis name)
+  pair: Callable  # (x, y): of two values.
+  axis: Callable  # (x, axis): over an axis of an array.
+  devices: Callable  # (x, axis name): over a mapped axis.
 
 
 def _log_psum(log_x: Array, axis_name: str) -> Array:
+  """Returns the logarithm of the sum of exp(log_x) over devices."""
   largest = jax.lax.pmax(log_x, axis_name)
   largest = jnp.where(largest == -jnp.inf, 0, largest)
   return largest + jnp.log(jax.lax.psum(jnp.exp(log_x - largest), axis_name))
@@ -45,12 +47,12 @@ _LOG_SUM = _Over(jnp.logaddexp, logsumexp, _log_psum)
 _LAST = _Over(
   lambda _, y: y,
   lambda x, axis: jax.lax.index_in_dim(x, -1, axis, keepdims=False),
-  lambda x, _: x,  # all devices know the same
+  lambda x, _: x,  # All devices have the same value.
 )
 
 
 class Mean(NamedTuple):
-  """numerator / denominator, and 0 where there was nothing to average."""
+  """numerator / denominator; 0 if the denominator is 0."""
 
   numerator: Array
   denominator: Array
@@ -65,7 +67,7 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-  """The largest value; -inf is the largest of none and is reported as 0."""
+  """The largest value; -inf if there is none, which is computed to 0."""
 
   value: Array
 
@@ -79,7 +81,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-  """The smallest value; +inf is the smallest of none and is reported as 0."""
+  """The smallest value; +inf if there is none, which is computed to 0."""
 
   value: Array
 
@@ -97,14 +99,15 @@ class Last(NamedTuple):
 
 
 class Std(NamedTuple):
-  """√(Σwx²/Σw − (Σwx/Σw)²). Give x as the distance from a value that it stays near: for ratios, 1.
+  """The standard deviation √(Σwx²/Σw − (Σwx/Σw)²) of x, with weights w.
 
-  (In float32 the squares of ratios like 1.0003 have no digits left for how much they differ.)
+  If values are close to a constant, sum their differences from it instead: for ratios, x − 1. In
+  float32, the squares of ratios such as 1.0003 would be too coarse.
   """
 
-  weight: Array
-  first: Array
-  second: Array
+  weight: Array  # Σw
+  first: Array  # Σwx
+  second: Array  # Σwx²
 
   def compute(self) -> Array:
     mean, square = _divide(self.first, self.weight), _divide(self.second, self.weight)
@@ -112,15 +115,20 @@ class Std(NamedTuple):
 
 
 class Explained(NamedTuple):
-  """1 − Var(error)/Var(target), of sums over tokens: 1 if there is no error, 0 if a constant would
-  do as well, less if it would do better; 0 where the target does not vary."""
+  """Explained variance, 1 − Var(error)/Var(target).
 
-  weight: Array
+  It is 1 without errors, 0 if a constant would predict as well, and negative if a constant would
+  predict better. If all targets are equal, it is 0.
+  """
+
+  weight: Array  # Number of tokens. The next four fields are sums over tokens.
   error: Array
   error_square: Array
   target: Array
   target_square: Array
-  low: Array  # the least and the largest target: rounding gives a constant a variance, too
+  # Smallest and largest target. They show that all targets are equal, even if rounding makes the
+  # variance differ from 0.
+  low: Array
   high: Array
 
   def compute(self) -> Array:
@@ -131,14 +139,14 @@ class Explained(NamedTuple):
 
 
 class EffectiveSize(NamedTuple):
-  """(Σw)² / (n Σw²): the effective sample size of n weights, as a share of n.
+  """The effective sample size (Σw)² / Σw² of n weights, divided by n.
 
-  The sums are kept as logarithms: the weights of whole sequences do not fit float32.
+  The fields are logarithms of sums, since weights of whole sequences may exceed float32.
   """
 
-  number: Array
-  log_first: Array
-  log_second: Array
+  number: Array  # n
+  log_first: Array  # log Σw
+  log_second: Array  # log Σw²
 
   @property
   def empty(self) -> Array:
@@ -149,6 +157,7 @@ class EffectiveSize(NamedTuple):
     return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)
 
 
+# Operations for the fields of each reduction.
 _OVER = {
   Mean: (_SUM, _SUM),
   Max: (_MAX,),
@@ -157,34 +166,34 @@ _OVER = {
   Std: (_SUM, _SUM, _SUM),
   Explained: (_SUM,) * 5 + (_MIN, _MAX),
   EffectiveSize: (_SUM, _LOG_SUM, _LOG_SUM),
-}  # how their fields are reduced
+}
 Reduction = Mean | Max | Min | Last | Std | Explained | EffectiveSize
 Metrics = dict[str, Reduction]
 Arguments = ParamSpec("Arguments")
 
 
 def merge(tree: Any, addend: Any) -> Any:
-  """Two trees of reductions, for example of two micro-batches, as one."""
+  """Merges two trees of reductions, for example of two micro-batches."""
   return _field_by_field(lambda over, x, y: over.pair(x, y), tree, addend)
 
 
 def psum(tree: Any, axis_name: str) -> Any:
-  """The reductions of all devices along a mapped axis as one."""
+  """Merges the reductions of all devices along a mapped axis."""
   return _field_by_field(lambda over, x: over.devices(x, axis_name), tree)
 
 
 def collapse(tree: Any, axis: int = 0) -> Any:
-  """Reductions stacked by `lax.scan` or `vmap` as one."""
+  """Merges reductions stacked by `lax.scan` or `vmap`."""
   return _field_by_field(lambda over, x: over.axis(x, axis), tree)
 
 
 def compute(tree: Any) -> Any:
-  """Scalars: divided here, and only here."""
+  """Computes the scalars of a tree of reductions."""
   return jax.tree.map(lambda a: a.compute(), tree, is_leaf=is_reduction)
 
 
 class Reduced(Protocol[Arguments]):
-  """A function of scalars, and with `.sums` of what they are made of."""
+  """A function that returns scalars; its `.sums` returns the reductions."""
 
   __name__: str
   __signature__: inspect.Signature
@@ -195,7 +204,7 @@ class Reduced(Protocol[Arguments]):
 
 
 def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
-  """Makes a function of reductions return scalars; `.sums` keeps the reductions."""
+  """Wraps a function of reductions to return scalars."""
 
   @functools.wraps(sums)
   def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -213,6 +222,8 @@ def is_reduction(x: object) -> bool:
 
 
 def _field_by_field(reduce: Callable, *trees: Any) -> Any:
+  """Calls `reduce` with operation and values of each field."""
+
   def by_field(*reductions: Any) -> Any:
     kind = type(reductions[0])
     return kind(*map(reduce, _OVER[kind], *reductions))
@@ -221,5 +232,6 @@ def _field_by_field(reduce: Callable, *trees: Any) -> Any:
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:
+  """Divides; returns 0 if the denominator is 0."""
   empty = denominator == 0
   return jnp.where(empty, 0, numerator / jnp.where(empty, 1, denominator))

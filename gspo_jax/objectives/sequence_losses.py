@@ -1,7 +1,7 @@
-"""The clipped policy losses with a ratio for a response, or for each segment of one: GSPO,
-GSPO-token, LUSPO and segments.
+"""Clipped policy losses with an importance ratio for each response or segment of a response.
 
-What the head of losses.py says of the arguments holds here too.
+They are GSPO, GSPO-token, LUSPO and `segment_loss`. The module losses.py describes arguments that
+all losses have.
 """
 
 from typing import Literal, Unpack
@@ -34,16 +34,17 @@ def gspo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """GSPO: one ratio per response, weighting and clipping all its tokens.
+  """GSPO: one ratio per response weights and clips all its tokens.
 
   J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
-  Reference: arXiv:2507.18071, Eq. 5 and 7, ranges from §5.1.
-  Differs: a `length_exponent` α other than 1 divides the sum by |y_i|^α (0: raw likelihood ratio).
-  A `clip_exponent` γ other than 0 multiplies the ranges by (clip_length/|y_i|)^γ (`length_factor`).
+  Reference: arXiv:2507.18071, Eq. 5 and 7. The default ranges are those of §5.1.
+  Differs: two options are additions. With `length_exponent` α, the sum is divided by |y_i|^α; with
+  α = 0, s_i is the likelihood ratio of the whole response. With `clip_exponent` γ, the ranges are
+  multiplied by (clip_length/|y_i|)^γ (`length_factor`).
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -77,12 +78,12 @@ def luspo_loss(
   J = 1/G Σ_i |y_i| min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  The gradient is s_i Â_i Σ_t ∇ log π_θ(y_it), so that a token counts the same in a long response as
-  in a short one. Penalties (KL, entropy) are multiplied too.
+  The gradient is s_i Â_i Σ_t ∇ log π_θ(y_it), so a token has the same weight in a long response as
+  in a short one. The KL penalty and the entropy bonus are multiplied by the length, too.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
-  Reference: arXiv:2602.05261, Eq. 6 and 7, ranges from §5.1.
+  Reference: arXiv:2602.05261, Eq. 6 and 7. The default ranges are those of §5.1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -117,12 +118,13 @@ def gspo_token_loss(
   J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
   s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
 
-  The value of s_it is that of s_i, its gradient goes through token t alone. With an advantage that
-  is constant over a response, value, clipping and gradient are those of `gspo_loss` (Eq. 17).
+  Here sg stops gradients. The value of s_it is s_i, but its gradient is that of token t alone. If
+  all tokens of a response have the same advantage, the loss has the value, the clipping and the
+  gradient of `gspo_loss` (Eq. 17).
 
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:2507.18071, Eq. 13 and 14.
-  Differs: `length_exponent` and `clip_exponent` as in `gspo_loss`.
+  Differs: `length_exponent` and `clip_exponent` are additions, as in `gspo_loss`.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -158,24 +160,25 @@ def segment_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """A ratio per segment of a response: turn, line, or thought with action.
+  """GSPO with one ratio per segment of a response.
 
   J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
 
-  `segment_BT` holds integer ids in [0, T) that differ between the K_i segments z_ik of a response,
-  and between the responses of a packed row. One segment per response is GSPO, one per token GRPO,
-  one per turn or think-action step the sub-sequence variant GSsPO: where the advantage is constant
-  over a segment, value and gradient are those of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number of each token, an integer in
+  [0, T). Segments of the same row have different numbers, in packed rows also those of different
+  responses. With one segment per response the loss is GSPO, and with one per token GRPO. If all
+  tokens of each segment have the same advantage, value and gradient of a response's loss are those
+  of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
-  `aggregate`: "sequence" is the above, "segment" the mean over all segments; "token" and "constant"
-  as in `grpo_loss`.
+  `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
+  and "constant" as in `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
-  Reference: ours, arXiv:2507.18071, Eq. 7 and 14, with a segment for the response. The unit is that
-  of GSsPO (arXiv:2602.01202), of which we have read the abstract and summaries by others (a
-  geometric mean over each sub-sequence, then a mean over these), not the equations.
-  `length_exponent` and `clip_exponent`, with the segment's length, are as in `gspo_loss`.
+  Reference: this loss is an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of
+  responses. GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence, such as a turn or a thought
+  with an action. We know its abstract and summaries, but not its equations.
+  `length_exponent` and `clip_exponent` as in `gspo_loss`, with the length of the segment.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -193,7 +196,8 @@ def segment_loss(
   )
   if aggregate not in ("sequence", "segment"):
     return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
-  segments_BU = jnp.round(batch.tokens.sums(1 / length_BX))  # each token's share of its segment
+  # Each token adds 1/|z_ik|, so the sum is the number of segments.
+  segments_BU = jnp.round(batch.tokens.sums(1 / length_BX))
   loss_BU = batch.tokens.sums(loss_BT / length_BX)
   if aggregate == "segment":
     return Mean(loss_BU.sum(), segments_BU.sum()), metrics, clipped_BT
@@ -210,7 +214,10 @@ def _response_loss(
   clip_exponent: Number = 0.0,
   length_exponent: Number = 1.0,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """The clipped loss of each response, lengths, metrics and clipped responses."""
+  """Computes losses of responses, lengths, metrics and clipped tokens.
+
+  The losses [B, U] are clipped, and have no penalties yet.
+  """
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
@@ -222,7 +229,8 @@ def _response_loss(
     ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  gain_BU = ratios.finite(weight_BU * advantage_BU)  # Leaves room for a factor of the length.
+  # The bound leaves enough of the float range to multiply by a length (`luspo_loss`).
+  gain_BU = ratios.finite(weight_BU * advantage_BU)
   loss_BU = -gain_BU * ratio_BU
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
   return loss_BU, length_BU, metrics, terms.either(clipped_BX, tokens)
@@ -238,7 +246,7 @@ def _segment_loss(
   clip_exponent: Number,
   length_exponent: Number,
 ) -> tuple[Array, Array, Metrics, Array]:
-  """The clipped loss of each token, segment lengths, metrics and clipped tokens."""
+  """Computes losses of tokens, segment lengths, metrics and clipped tokens."""
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, batch.tokens.mask_BT, segment_BT, length_exponent
   )

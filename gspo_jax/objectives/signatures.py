@@ -1,4 +1,4 @@
-"""Signatures with short types, for `help`."""
+"""Signatures with short names of types, as `help` shows them."""
 
 import inspect
 import re
@@ -10,9 +10,11 @@ from jax.typing import ArrayLike
 
 
 def short(function: Callable, scalars: Any) -> inspect.Signature:
-  """Returns the signature of a function, with arrays for reductions.
+  """Returns a signature with short types, and arrays for reductions.
 
-  scalars: type of reductions.
+  Args:
+    function: function that returns reductions.
+    scalars: union type of all reductions.
   """
   signature = inspect.signature(function)
   optional = {ArrayLike | None: "ArrayLike | None"}
@@ -25,7 +27,7 @@ def short(function: Callable, scalars: Any) -> inspect.Signature:
 
 
 class _Type(str):
-  """Text of a type, as a program names it."""
+  """Text of a type, without modules and quotes."""
 
   def __new__(cls, annotation: Any, names: dict[Any, str]) -> "_Type":
     text = inspect.formatannotation(annotation)

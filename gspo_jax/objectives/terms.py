@@ -1,5 +1,4 @@
-"""Parts that the policy losses share: how they are declared, their arguments, the clip gate, the
-penalties and the metrics."""
+"""Common parts of the policy losses: declaration, arguments, clipping, penalties and metrics."""
 
 import functools
 import inspect
@@ -17,58 +16,58 @@ from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3, kl_k3_weighted
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
-_ROUNDING = 256  # Units in the last place of 1: difference of two computations of a log-prob.
-_KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # (log π, log π_ref, log π_old) -> KL
+_ROUNDING = 256  # Largest rounding error of a log-ratio, in units of the machine epsilon.
+# Functions (log π, log π_ref, log π_old) -> estimate of the KL divergence.
+_KL: dict[str, Callable[[Array, Array, Array], Array]] = {
   "k1": lambda logp_BT, ref_logp_BT, _: kl_k1(logp_BT, ref_logp_BT),
   "k2": lambda logp_BT, ref_logp_BT, _: kl_k2(logp_BT, ref_logp_BT),
   "k3": lambda logp_BT, ref_logp_BT, _: kl_k3(logp_BT, ref_logp_BT),
   "k3_weighted": kl_k3_weighted,
 }
 
-# Levels of importance correction (corrections.py). The first two need a ratio or weight per
-# response, all three a ratio per token.
+# Levels of importance correction (corrections.py) for losses with a ratio per response, and for
+# losses with a ratio per token. The first is the default.
 BY_RESPONSE = ("geometric", "sequence")
 BY_TOKEN = ("token", "sequence", "geometric")
 
-Sums = tuple[Mean, Metrics, Array]  # The loss undivided, its metrics, and clipped [B, T].
+Sums = tuple[Mean, Metrics, Array]  # Loss not yet divided, metrics, mask of clipped tokens [B, T].
 
 
 class Options(TypedDict, total=False):
-  """The keyword arguments that every policy loss takes."""
+  """Keyword arguments of every policy loss."""
 
-  weight: Array  # [B] or [B, T], multiplies the objective: truncated_weight and its like
-  response_BT: Array  # ids in [0, T): the response of a packed row that a token belongs to
-  ref_logp_BT: Array  # log-probabilities of a reference policy
-  # Log-probabilities of the policy that sampled, for "k3_weighted" (default: `old_logp_BT`).
-  sampler_logp_BT: Array
-  # The estimate of KL(π_θ‖π_ref) to penalise: "k1", "k2", "k3" (default) or "k3_weighted" (kl.py).
+  weight: Array  # [B] or [B, T]: factor of the objective, for example `truncated_weight`.
+  response_BT: Array  # Response of each token in packed rows, a number in [0, T).
+  ref_logp_BT: Array  # Log-probs of a reference policy.
+  sampler_logp_BT: Array  # Log-probs of the sampler for "k3_weighted", by default `old_logp_BT`.
+  # Estimate of KL(π_θ‖π_ref) in the penalty (kl.py): "k1", "k2", "k3" (default) or "k3_weighted".
   kl: str
-  kl_coef: float  # its factor (default 0)
-  kl_mask_BT: Array  # 1 on the tokens that are penalised (default: all); means stay over all
-  entropy_BT: Array  # the policy's entropy at each token
-  entropy_coef: float  # the factor of the reward for it (default 0)
+  kl_coef: float  # Factor of the KL penalty, by default 0.
+  kl_mask_BT: Array  # 1 on tokens with a KL penalty, by default all; others have a penalty of 0.
+  entropy_BT: Array  # Entropy of the policy before each token.
+  entropy_coef: float  # Factor of the entropy bonus, by default 0.
 
 
 Arguments = ParamSpec("Arguments")
 
 
 class PolicyLoss(Protocol[Arguments]):
-  """A declared loss. Called, it returns (scalar, dict of scalars); a trainer reads of it these."""
+  """A policy loss, (arguments) -> (scalar, dict of scalars), with attributes for trainers."""
 
   __name__: str
-  sums: Callable[Arguments, tuple[Mean, Metrics]]  # undivided (reductions.py)
-  # bool [B, T]: tokens whose ratio a bound has replaced, so that they have no gradient (in
-  # `cispo_loss`: a bounded one).
+  sums: Callable[Arguments, tuple[Mean, Metrics]]  # Loss and metrics, undivided (reductions.py).
+  # Returns the mask of clipped tokens, bool [B, T]. A bound has replaced their ratio, so they have
+  # no gradient (in `cispo_loss` a bounded one).
   clipped: Callable[Arguments, Array]
-  undivided: Callable[Arguments, Sums]  # both of them
-  arguments: tuple[str, ...]  # names of all its arguments
-  options: Mapping[str, Any]  # published defaults of its numbers and words, KL's and entropy's too
-  choices: Mapping[str, tuple[str, ...]]  # words allowed for those that are words
+  undivided: Callable[Arguments, Sums]  # Returns the results of `sums` and `clipped`.
+  arguments: tuple[str, ...]  # Names of all arguments.
+  options: Mapping[str, Any]  # Defaults of numbers and words, those of KL and entropy included.
+  choices: Mapping[str, tuple[str, ...]]  # Allowed values of options that are words.
   by_token: bool  # Advantages may differ between tokens of a response.
-  levels: tuple[str, ...]  # Allowed levels of importance correction, its own first.
-  advantage: str  # Kind of advantages in its publication, named as in a configuration.
-  recorded: bool  # May learn from responses of another policy.
-  to_reference: bool  # Ratios are to a fixed reference policy, not to the old one.
+  levels: tuple[str, ...]  # Allowed levels of importance correction; the first is the default.
+  advantage: str  # Name of the estimator of advantages in the loss's publication.
+  recorded: bool  # The loss may learn from responses of another policy.
+  to_reference: bool  # Ratios are to a fixed reference policy, not to the old policy.
 
   def __call__(
     self, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -84,20 +83,20 @@ def policy_loss(
   recorded: bool = False,
   to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
-  """Declares a `PolicyLoss`.
+  """Declares a policy loss: a decorator of functions to `Sums`.
 
-  Decorates a function to `Sums`. It takes logp_BT, old_logp_BT, advantage_B or advantage_BT, and
-  mask_BT, then arrays of `Options` by name, `**options` for all of them, and numbers or words with
-  defaults: its options.
+  The first arguments of the function are logp_BT, old_logp_BT, advantage_B or advantage_BT, and
+  mask_BT. Further arguments are options (numbers or words with defaults) and arrays of `Options`.
+  With `**options`, the loss has all arguments of `Options`.
 
   Args:
-    levels: levels of importance correction, its own first. None means all that suit its advantages,
-      or none if it takes no `weight`.
-    by_token: whether advantages may differ between tokens of a response. None means that the third
-      argument is called `advantage_BT`.
-    advantage: name of its estimator of advantages.
-    recorded: whether it may learn from responses of another policy.
-    to_reference: whether its ratios are to a fixed reference policy.
+    levels: allowed levels of importance correction, the default first. None means all levels for
+      losses per token (`by_token`) or per response. A loss without argument `weight` has none.
+    by_token: whether advantages may differ between tokens of a response. None means that they may
+      if the argument is called `advantage_BT`.
+    advantage: name of the estimator of advantages.
+    recorded: whether the loss may learn from responses of another policy.
+    to_reference: whether ratios are to a fixed reference policy.
 
   Example:
     >>> @policy_loss()
@@ -114,7 +113,7 @@ def policy_loss(
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
     parameters = [*inspect.signature(function).parameters.values()]
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    shared = len(named) < len(parameters)  # It takes **options.
+    shared = len(named) < len(parameters)  # Whether the function has **options.
     names = (*named, *(Options.__annotations__ if shared else ()))
     tokens = "advantage_BT" in named if by_token is None else by_token
     suitable = (BY_TOKEN if tokens else BY_RESPONSE) if "weight" in names else ()
@@ -134,7 +133,7 @@ def policy_loss(
 def _with_forms(
   function: Callable[Arguments, Sums], names: tuple[str, ...]
 ) -> PolicyLoss[Arguments]:
-  """Adds the forms `sums`, `clipped` and `undivided`."""
+  """Returns the scalar form of a loss, with its other forms."""
 
   @functools.wraps(function)
   def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
@@ -161,13 +160,14 @@ def _with_forms(
 
 
 def _is_option(name: str) -> bool:
+  """Whether an argument is a number or word, not an array."""
   return "_BT" not in name and name != "weight"
 
 
 class Batch(NamedTuple):
-  """A loss's arguments as it uses them: float32 or wider, 0 where masked, constants detached.
+  """Checked arguments of a loss, in float32 or wider, and 0 at masked positions.
 
-  X is T, or 1 for what a whole row has in common.
+  Advantages and weights have no gradient. Their axis X is T, or 1 if a row has one value.
   """
 
   tokens: Tokens
@@ -175,16 +175,16 @@ class Batch(NamedTuple):
   log_ratio_BT: Array
   advantage_BX: Array
   weight_BX: Array
-  penalty_BT: Array | None  # KL and entropy, added to each token's loss
-  metrics: Metrics  # those that do not depend on the objective
+  penalty_BT: Array | None  # KL penalty less entropy bonus of each token. None without both.
+  metrics: Metrics  # Metrics common to all losses.
 
 
 class Clipped(NamedTuple):
-  """Flags where the upper, lower or dual bound took the ratio's place."""
+  """Masks of ratios replaced by the upper, lower or dual bound."""
 
   high: Array
   low: Array
-  dual: Array | None = None
+  dual: Array | None = None  # None without a dual bound.
 
 
 def batch(
@@ -198,10 +198,12 @@ def batch(
   response_BT: ArrayLike | None = None,
   **penalties: Any,
 ) -> Batch:
-  """Checks a loss's arguments.
+  """Checks a loss's arguments; computes log-ratio, penalty and metrics.
 
-  by_token: whether advantage and weight may differ between the tokens of a response; if not, they
-    are [B], and [B,T] in packed rows alone.
+  Args:
+    by_token: whether advantage and weight may differ between the tokens of a response. If not,
+      their shape is [B], or in packed rows also [B, T].
+    penalties: keyword arguments of `_penalty`.
   """
   shapes = ("B", "BT") if by_token or response_BT is not None else ("B",)
   logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
@@ -218,7 +220,7 @@ def batch(
 
 
 def token_loss(batch: Batch, objective_BT: Array) -> Array:
-  """−objective + penalty at each token."""
+  """Computes the loss of each token: weighted negative objective plus penalty."""
   loss_BT = -batch.weight_BX * objective_BT
   return ratios.finite(loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT)
 
@@ -230,7 +232,7 @@ def token_sums(
   aggregate: str,
   max_length: Number | None = None,
 ) -> Sums:
-  """Sums of a loss with a ratio for each token."""
+  """Computes the results of a loss with a ratio for each token."""
   metrics = update_metrics(batch, batch.log_ratio_BT, batch.tokens.mask_BT, clipped_BX)
   loss_BT = token_loss(batch, objective_BT)
   total = aggregation.aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length)
@@ -238,7 +240,7 @@ def token_sums(
 
 
 def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: Number = 1.0) -> Mean:
-  """The mean of responses' losses with penalties, times `factor_BU`."""
+  """Averages losses and mean penalties of responses, times `factor_BU`."""
   loss_BU = ratios.finite(factor_BU * loss_BU)
   loss = jnp.where(batch.tokens.length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
@@ -255,12 +257,19 @@ def clip(
   dual_clip: Number | None = None,
   factor: Number | None = None,
 ) -> tuple[Array, Clipped]:
-  """Clipped ratio of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
+  """Clips ratios; returns them with masks of the clipped ones.
 
-  It is 1 + clip_high where A > 0 and r is above that, 1 − clip_low where A < 0 and r is below that,
-  and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
-  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits. `factor`, of
-  the ratio's shape, multiplies both ranges (`clip_ranges.length_factor`); None: 1.
+  The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A): it is
+  1 + clip_high where A > 0 and r is larger, 1 − clip_low where A < 0 and r is smaller, and r
+  elsewhere. With a dual clip c, it is at most c where A < 0 (arXiv:1912.09729). Log-ratios are
+  compared, which is precise even for ranges of 3e-4.
+
+  Args:
+    ratio: r.
+    log_ratio: log r, without gradient.
+    advantage: A.
+    dual_clip: c. None means no dual clip.
+    factor: factor of both ranges, of the ratio's shape (`clip_ranges.length_factor`). None means 1.
   """
   clip_low = checks.bound(clip_low, "clip_low", ratio)
   clip_high = checks.bound(clip_high, "clip_high", ratio)
@@ -277,15 +286,20 @@ def clip(
 
 
 def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
-  """Tokens clipped by any of the bounds, bool [B, T]."""
+  """Returns the mask of tokens clipped by any bound."""
   flags = [flag_BX for flag_BX in clipped_BX if flag_BX is not None]
   return functools.reduce(jnp.logical_or, flags) & tokens.mask_BT
 
 
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
-  """Metrics of a clipped objective: `live` ratios, and clip fractions of tokens and responses.
+  """Computes metrics of a clipped objective: ratios and clip fractions.
 
-  A response counts by the share of its clipped tokens.
+  `clip_fraction/token` is the share of clipped tokens, and `clip_fraction/sequence` the mean over
+  responses of this share.
+
+  Args:
+    log_ratio: log-ratios of the loss, by token, segment or response.
+    live: mask of valid ones among them.
   """
   tokens = batch.tokens
   metrics = batch.metrics | ratio_metrics(log_ratio, live)
@@ -299,7 +313,7 @@ def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clip
 
 
 def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
-  """Moments and extremes of an objective's ratios (sequences, segments or tokens)."""
+  """Computes moments and extremes of ratios, and the mean |r − 1|."""
   log_ratio = stop_gradient(jnp.where(live, log_ratio, 0))
   smallest = jnp.where(live, log_ratio, jnp.inf).min()
   largest = jnp.where(live, log_ratio, -jnp.inf).max()
@@ -315,16 +329,17 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
 
 
 def _deviation(log_ratio: Array) -> Array:
-  """r − 1, at most 1e15 for a finite square. No trust region is that wide."""
+  """Returns r − 1, at most 1e15 for a finite square."""
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
 def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
-  """Distance of the policy from the old one, by tokens.
+  """Computes metrics of the distance from the old policy.
 
-  k1 and k3 (kl.py) of KL(π_old‖π_θ), and the share of tokens with a ratio above 2 or below 1/2. And
-  over how many tokens of a response its log-ratio is spread, in the mean over responses that moved
-  by more than rounding: the spread of that is another with every layout of a batch.
+  `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
+  with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
+  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). It ignores
+  log-ratios as small as rounding errors, since these depend on the layout of the batch.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
@@ -351,7 +366,10 @@ def _penalty(
   entropy_BT: ArrayLike | None = None,
   entropy_coef: Number = 0.0,
 ) -> tuple[Array | None, Metrics]:
-  """kl_coef · KL − entropy_coef · entropy per token, None if both are 0, and metrics."""
+  """Computes kl_coef · KL − entropy_coef · entropy of each token, and metrics.
+
+  The penalty is None without `ref_logp_BT` and `entropy_BT`. `Options` describes the arguments.
+  """
   checks.numbers(kl_coef=kl_coef, entropy_coef=entropy_coef)
   penalty_BT: Array | None = None
   metrics: Metrics = {}

@@ -178,7 +178,7 @@ def test_gae_of_turns_against_the_recursion(discount, trace, x64):
 
 def test_what_follows_a_packed_row_belongs_to_no_response_of_it():
   x = np.ones((2, 4))
-  with pytest.raises(ValueError, match="last_value_B is of whole rows"):
+  with pytest.raises(ValueError, match="last_value_B has one value per row"):
     O.gae(x, x, x, last_value_B=np.ones(2), response_BT=np.zeros((2, 4), int))
 
 
