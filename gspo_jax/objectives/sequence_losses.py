@@ -165,9 +165,9 @@ def segment_loss(
   J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
 
-  Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number of each token, an integer in
-  [0, T). Segments of the same row have different numbers, in packed rows also those of different
-  responses. With one segment per response the loss is GSPO, and with one per token GRPO. If all
+  Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number
+  of each token, an integer in [0, T). Segments of the same row have different numbers, in packed
+  rows also those of different responses. With one segment per response the loss is GSPO, and with one per token GRPO. If all
   tokens of each segment have the same advantage, value and gradient of a response's loss are those
   of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
