@@ -167,9 +167,9 @@ def segment_loss(
 
   Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number
   of each token, an integer in [0, T). Segments of the same row have different numbers, in packed
-  rows also those of different responses. With one segment per response the loss is GSPO, and with one per token GRPO. If all
-  tokens of each segment have the same advantage, value and gradient of a response's loss are those
-  of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  rows also those of different responses. With one segment per response the loss is GSPO, and with
+  one per token GRPO. If all tokens of each segment have the same advantage, value and gradient of a
+  response's loss are those of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
   and "constant" as in `grpo_loss`.
