@@ -170,7 +170,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
     r"^distillation\.teacher=/nowhere is not a directory: set it to a Hugging Face directory"
   )
   refused(student("/nowhere"), tmp_path, message)
-  message = r"^distillation\.teacher=http://a:80: no file system is known by http://"
+  message = r"^distillation\.teacher=http://a:80: http:// is not supported"
   refused(student("http://a:80"), tmp_path, message)
   nine = workdir / "checkpoints" / "rl" / "9"
   refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is not a complete checkpoint")

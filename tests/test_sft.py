@@ -148,7 +148,9 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch, capfd):
 def test_too_few_to_hold_out_is_an_error(tmp_path):
   (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
   with (
-    pytest.raises(DataError, match=r"sft\.target_loss holds out half of fewer than two demon"),
+    pytest.raises(
+      DataError, match=r"sft\.target_loss=.* holds out some demonstrations, so it needs at least 2"
+    ),
     opened(tmp_path / "run", sft__target_loss=0.1, data__train=str(tmp_path / "data.jsonl")),
   ):
     pass

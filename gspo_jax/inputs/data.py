@@ -29,7 +29,7 @@ class Data:
 
   @property
   def main_prompts(self) -> Sequence[Prompt]:
-    """Training prompts, else problems of benchmarks."""
+    """Training prompts. Without them, held-out problems for the run's own verifier."""
     problems = [prompt for b in self.held_out if not b.config.reward for prompt in b.problems]
     return self.train_prompts or problems
 
@@ -38,9 +38,9 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
   """Reads prompts, recorded responses and held-out problems.
 
   Raises:
-    ValueError: data or a gold answer is unusable.
+    ValueError: a file, row or gold answer is invalid; the message names it.
   """
-  # An environment's rewards replace the verifier.
+  # With an environment, the verifier scores nothing.
   verifier = "" if config.environment.name else config.reward.name
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   recordings = _read_recordings(config, tok) if config.job == "offline" else None
@@ -66,7 +66,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
 def _read_held_out(
   config: RunConfig, tok: Tokenizer, verifier: str, trained: Sequence[Sequence[Prompt]]
 ) -> list[HeldOut]:
-  """Reads the problems of each benchmark, and counts overlaps with `trained`."""
+  """Reads the problems of each benchmark, and counts overlaps with the `trained` prompts."""
   held_out = []
   for name, benchmark, key in config.benchmarks():
     check_gold = rewards.answer_check(benchmark.reward or verifier)
@@ -97,14 +97,24 @@ def _read_demonstrations(
   """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
-    raise sources.DataError("sft.target_loss holds out half of fewer than two demonstrations")
+    raise sources.DataError(
+      f"sft.target_loss={sft.target_loss:g} holds out some demonstrations, so it needs at least 2; "
+      f"data.train has {len(fitting)} that fit into sft.max_tokens={sft.max_tokens}"
+    )
   return fitting
 
 
 def check_environment(
   environment: environments.Make, tok: Tokenizer, prompt: Prompt, longest: int
 ) -> None:
-  """Creates and resets an environment. Raises ValueError if this fails."""
+  """Creates and resets an environment, as a trial. Raises ValueError if this fails.
+
+  Args:
+    environment: constructor of environments.
+    tok: tokenizer of the policy.
+    prompt: prompt of the trial.
+    longest: largest number of prompt tokens.
+  """
 
   def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
     return tok.encode(tok.chat(messages))
@@ -118,7 +128,7 @@ def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:
   """Returns section `reward` for each verifier of the run and its benchmarks.
 
   Raises:
-    ValueError: a verifier is in a missing module, or does not fit the keys of its section.
+    ValueError: a verifier cannot be imported, or contradicts other keys of the section.
   """
   sections = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():

@@ -31,19 +31,19 @@ class Meshes:
 
   @property
   def separate(self) -> bool:
-    """Whether the sampler has devices of its own."""
+    """Whether trainer and sampler have separate devices."""
     return self.sampler is not self.trainer
 
 
 def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
-  """Makes the meshes.
+  """Builds the meshes, and the sampler's layout of parameters.
 
   Args:
     config: configuration of the run.
     devices: devices of the meshes; None for all.
 
   Raises:
-    ValueError: there are too few devices, or the model does not fit a mesh.
+    ValueError: there are too few devices, or a weight does not divide over a mesh axis.
   """
   trainer, sampler = sharding.make_meshes(config.mesh, config.rollout_mesh, devices)
   rollout = sharding.rollout_rules(config.mesh, sampler, config.model.num_experts)
@@ -58,7 +58,7 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
 
 
 def check_devices(config: RunConfig, batch_shards: int) -> None:
-  """Raises ValueError if a step's rows do not divide over devices."""
+  """Raises ValueError if the rows of a micro-batch do not divide over the devices."""
   rows = {}
   if config.has_iterations:
     name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
@@ -74,7 +74,7 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if local slots cannot run the workloads of training or evaluations."""
+  """Raises ValueError if the local engine cannot run training's or evaluations' workloads."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))
@@ -104,7 +104,9 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  needed = count * (16 if trained else 4)  # Bytes; published weights are read in float32 first.
+  # Bytes in float32: parameter, gradient and two moments, or a parameter alone. (Published weights
+  # are read in float32 even if they are used in bfloat16.)
+  needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count
   if config.has_iterations:
@@ -120,5 +122,5 @@ def check_memory(
   if needed > available:
     raise ValueError(
       f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "
-      f"{available / 2**30:,.0f} GiB of the devices; make model.* smaller, or take more devices"
+      f"{available / 2**30:,.0f} GiB of the devices; make model.* smaller, or use more devices"
     )

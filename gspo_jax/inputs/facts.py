@@ -1,4 +1,4 @@
-"""Facts about machine and data for warnings."""
+"""Facts about machine and data, for rules that depend on them."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from gspo_jax.settings.run import RunConfig
 def describe(
   c: RunConfig, data: Data, encode: Callable[[str], list[int]], has_tokenizer: bool
 ) -> rules.DataFacts:
-  """Returns facts about machine and data for `rules.warnings`.
+  """Returns facts about machine and data for `rules.warnings`. About 500 answers are examined.
 
   Args:
     c: configuration of the run.
@@ -53,8 +53,7 @@ def _fitting_share(
 ) -> float:
   """Returns the share of gold answers within `limit` tokens.
 
-  About 500 prompts are read. The share is 1 for other verifiers, whose right responses may differ
-  from the gold answer.
+  It is 1 for verifiers that accept responses without the gold answer, such as programs.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0

@@ -1,4 +1,4 @@
-"""Trial of the user's loss and estimator on small arrays."""
+"""Trial of a user's loss and estimator of advantages on small arrays, before a run."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _check_loss(config: ObjectiveConfig, max_length: int) -> None:
     (_, sums), gradient_BT = jax.jit(jax.value_and_grad(numerator, has_aux=True))(
       logp_BT, hyperparameters
     )
-  except Exception as error:  # It is the user's.
+  except Exception as error:  # User code may raise anything.
     raise ValueError(f"{label} fails on arrays [{_B}, {_T}]: {_first_line(error)}") from error
   total, _, clipped_BT = sums
   fault = ""
@@ -77,7 +77,7 @@ def _check_estimator(config: ObjectiveConfig, group_size: int, right_from: float
   valid_PG[0, -1] = group_size == 1
   try:
     advantage_PG = advantages(config, reward_PG, valid_PG, right_from)
-  except Exception as error:  # It is the user's.
+  except Exception as error:  # User code may raise anything.
     reason = _first_line(error)
     raise ValueError(f"{label} fails on rewards {list(shape)}: {reason}") from error
   fault = ""

@@ -1,4 +1,4 @@
-"""Reads and checks a run's inputs, part by part."""
+"""Reads and checks a run's inputs: weights, tokenizer, data, devices."""
 
 import dataclasses
 import datetime
@@ -38,7 +38,7 @@ class Inputs:
   """Configuration of a run, and its checked inputs."""
 
   config: RunConfig
-  workdir: Path | None  # None for a dry run without one.
+  workdir: Path | None  # None for a dry run without a workdir.
   source: WeightSource
   tokenizer: Tokenizer
   environment: environments.Make | None  # None for single turns.
@@ -47,7 +47,7 @@ class Inputs:
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
-  contents: Mapping[str, str]  # Fingerprints of weights, data and user code, by key.
+  contents: Mapping[str, str]  # From `contents.describe`: checksums of weights, data, user code.
 
   @property
   def origins(self) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def read_inputs(
 
   Args:
     config: configuration of the run.
-    workdir: directory of the run; None for a dry run without one.
+    workdir: directory of the run; None for a dry run without a workdir.
     devices: descriptions of devices to plan for; None for all devices of this run.
 
   Raises:
-    ValueError: weights, tokenizer, data, mesh and model do not fit together; or the workdir belongs
+    ValueError: an input is missing or invalid, inputs contradict each other, or the workdir belongs
       to another configuration. The message says what to change.
   """
   check_paths(config, workdir)
@@ -105,10 +105,10 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model of the configured weights; without weights, the configured model.
+  """Returns the model of the weights. For random weights, it is the configured one.
 
-  A resumed run has the model of the commit or checkpoint recorded at its start. Collective. Raises
-  ValueError for a missing or unsupported config.json.
+  For a resumed run, these are the weights recorded at its first start. Collective: call it on all
+  hosts. Raises ValueError for a missing or unsupported config.json.
   """
   recorded = {}
   if workdir is not None:
@@ -124,7 +124,7 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs.
+  """Reads and checks a run's inputs, without comparing them with the last start's.
 
   Args:
     config: configuration of the run.
@@ -169,14 +169,14 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless adapters fit the model; those of a hub need a commit."""
+  """Raises ValueError unless adapters fit the model. A repository needs a commit."""
   from gspo_jax.models.hf import peft  # Only this check needs safetensors.
 
   adapter = lora.adapter
   if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
     raise ValueError(
-      f"lora.adapter={adapter} may change before the run is resumed: name its commit, "
-      f"lora.adapter={pinned}"
+      f"lora.adapter={adapter} may change before the run is resumed: name a commit, for example "
+      f"the present one, lora.adapter={pinned}"
     )
   files.located(adapter, "lora.adapter")
   peft.check(adapter, model, lora)
@@ -196,12 +196,14 @@ def read_tokenizer(
   for text in config.sampling.stop_strings:
     if not tokenizer.shows(tok, text):
       raise ValueError(
-        f"sampling.stop_strings: decoded text never has {text!r}, without special tokens; "
-        "name such a token as eos_token_id in the tokenizer's generation_config.json"
+        f"sampling.stop_strings: {text!r} never occurs in decoded text, which excludes special "
+        "tokens; to stop at a special token, add it to eos_token_id in the tokenizer's "
+        "generation_config.json"
       )
   for tag in shaping.TAGS[config.reward.format]:
     if not tokenizer.shows(tok, tag):
       raise ValueError(
-        f"reward.format={config.reward.format}: no decoded text of {name} has {tag!r}"
+        f"reward.format={config.reward.format}: no decoded text of {name} has {tag!r}; set the "
+        "format to none, or use another tokenizer"
       )
   return tok

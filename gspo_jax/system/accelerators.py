@@ -1,4 +1,4 @@
-"""Accelerators: speeds and sizes, from their data sheets."""
+"""Speeds and memory sizes of TPUs and NVIDIA GPUs, from their data sheets."""
 
 import dataclasses
 
@@ -21,17 +21,19 @@ class Cuda:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
+  """Speeds and sizes of one TPU chip or GPU."""
+
   flops: float  # bfloat16, per second
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, sum over links, both directions
-  network: float  # bytes per second to other slices, each way: a chip's share of its host's
+  network: float  # bytes per second to other slices, each way: a chip's share of the host's speed
   axes: int  # axes of the torus
   clock: float  # cycles per second
   host: str  # value of TPU_ACCELERATOR_TYPE for one host
   kinds: tuple[str, ...]  # JAX's names of a device
   devices: int = 1  # JAX devices of one chip
-  vector_memory: int = 16 * 2**20  # default limit of a kernel in its compiler
+  vector_memory: int = 16 * 2**20  # bytes for a Pallas kernel, by default of the compiler
   cuda: Cuda | None = None  # None for TPUs.
 
   @property
@@ -94,7 +96,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device by description, with the attributes of `jax.Device` for checks of a run."""
+  """Stand-in for an absent device, with the attributes of `jax.Device` used by checks."""
 
   platform: str  # "tpu" or "gpu"
   device_kind: str

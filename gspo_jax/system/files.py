@@ -1,4 +1,4 @@
-"""Paths and files of a run: atomic writes, checksums against damage, errors of one line."""
+"""Paths and files of a run: checks of paths, atomic writes, and checksums of JSON."""
 
 import contextlib
 import errno
@@ -17,15 +17,15 @@ class WriteError(Exception):
 
 
 def place(name: str) -> epath.Path:
-  """Returns the path of a name: local, `~` included, or in a bucket.
+  """Returns the path of a name: local, with `~` expanded, or gs://BUCKET/...
 
   Raises ValueError for other schemes.
   """
   scheme, separator, _ = name.partition("://")
   if separator and scheme != "gs":
     raise ValueError(
-      f"{name}: no file system is known by {scheme}://; use a path, gs://BUCKET/... or, for a"
-      " model, OWNER/NAME[@REVISION] of the Hugging Face hub"
+      f"{name}: {scheme}:// is not supported; use a local path, gs://BUCKET/... or, for a model, "
+      "OWNER/NAME[@REVISION] of the Hugging Face hub"
     )
   return epath.Path(name).expanduser()
 
@@ -34,7 +34,8 @@ def located(name: str, key: str) -> epath.Path:
   """Returns the path named by a key.
 
   Raises:
-    ValueError: there is no such file system, or it does not answer; the message names the key.
+    ValueError: the scheme is not supported, or the bucket cannot be reached; the message names the
+      key.
   """
   try:
     path = place(name)
@@ -43,24 +44,29 @@ def located(name: str, key: str) -> epath.Path:
   try:
     if "://" in name:
       path.exists()
-  except Exception as error:  # a bucket library is missing, or raises its own errors
+  except Exception as error:  # A library for buckets may be missing, or raise errors of any type.
     raise ValueError(f"{key}={name}: {type(error).__name__}: {error}") from error
   return path
 
 
 def check_writable(key: str, directory: str | os.PathLike) -> None:
-  """Raises ValueError, beginning with `key`, if the directory cannot be made or written to."""
+  """Raises ValueError if the directory cannot be created or written to.
+
+  Args:
+    key: key or flag with its value, the beginning of the error message.
+    directory: the directory, which need not exist.
+  """
   path = Path(directory)
   try:
     existing = next(p for p in (path, *path.absolute().parents) if _exists(p))
   except OSError as error:
-    raise ValueError(f"{key}: {error.strerror}; give another name") from error
+    raise ValueError(f"{key}: {error.strerror}; set another directory") from error
   if not existing.is_dir():
-    raise ValueError(f"{key}: {existing} is no directory; give one, or a new name")
+    raise ValueError(f"{key}: {existing} is not a directory; set another path")
   if existing.absolute() == path.absolute() == Path("/"):
-    raise ValueError(f"{key}: that is the root of all files; give a directory of its own")
+    raise ValueError(f"{key}: this is the root of the file system; set a directory below it")
   if not os.access(existing, os.W_OK | os.X_OK):
-    raise ValueError(f"{key}: {existing} is not writable; give another one")
+    raise ValueError(f"{key}: {existing} is not writable; set another directory")
 
 
 def _exists(path: Path) -> bool:
@@ -83,13 +89,13 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
-  """Writes texts to a temporary file, and renames it to `path`.
+  """Writes a temporary file, and renames it to `path`.
 
-  So readers see the whole old file or the whole new one. Lone surrogates are escaped, since UTF-8
-  excludes them.
+  So readers see either the whole old file or the whole new one. Lone surrogates are escaped, since
+  UTF-8 excludes them.
 
   Raises:
-    WriteError: the directory is gone or read-only, the disk is full, or the like.
+    WriteError: the file cannot be written, for example on a full disk.
   """
   path = Path(path)
   temporary = path.with_name(path.name + ".tmp")
@@ -104,13 +110,13 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
 
 
 def seal(value: Any) -> str:
-  """Returns one line of JSON with a checksum. `unseal` detects any change."""
+  """Returns a value as JSON with a checksum, for `unseal`."""
   text = json.dumps(value)
   return json.dumps(dict(crc32=zlib.crc32(text.encode()), value=value))
 
 
 def unseal(text: str | bytes) -> Any:
-  """Returns the sealed value. Raises ValueError if it has changed."""
+  """Returns the value of `seal`'s text. Raises ValueError if the text has changed."""
   try:
     sealed = json.loads(text)
     value = sealed["value"]
@@ -118,4 +124,4 @@ def unseal(text: str | bytes) -> Any:
       return value
   except (ValueError, TypeError, KeyError, RecursionError):
     pass
-  raise ValueError("its checksum does not fit")
+  raise ValueError("its checksum does not match")

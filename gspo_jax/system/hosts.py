@@ -1,4 +1,7 @@
-"""Decisions of the first process, shared with all processes of a run."""
+"""Communication between the processes of a run.
+
+The first process decides for all. A collective function must be called by all processes.
+"""
 
 import contextlib
 import os
@@ -19,7 +22,7 @@ def is_first() -> bool:
 
 
 def join() -> None:
-  """Connects the processes of all hosts, once.
+  """Connects the processes of all hosts, unless they are connected already.
 
   JAX finds the processes on a TPU slice, under Slurm, Open MPI and Kubernetes. Elsewhere, set the
   environment variables JAX_COORDINATOR_ADDRESS (host:port of the first process),
@@ -60,8 +63,9 @@ def gather(number: int) -> list[int]:
 def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
   """Runs `work` on the first process and returns its result on all. Collective.
 
-  The first process raises an error unchanged. The others raise ValueError or `otherwise` with the
-  error's text: ValueError for a ValueError. So no process waits for another after an error.
+  If `work` raises, the first process raises its error. The others raise an error with the same
+  text: a ValueError for a ValueError, else one of type `otherwise`. So all processes stop, and none
+  waits for another.
   """
   result = error = None
   if is_first():

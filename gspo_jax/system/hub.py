@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub as directories: OWNER/NAME, or OWNER/NAME@REVISION.
+"""Repositories of the Hugging Face hub, named OWNER/NAME or OWNER/NAME@REVISION.
 
 `Repository.directory` downloads small files (configuration, tokenizer, index of the weights) to the
 cache. A file of weights is either downloaded to the cache, or read in ranges. Cache, network and
@@ -30,8 +30,8 @@ from gspo_jax.system.transfer import Transfer
 # Names of repositories. A path that begins with a dot or a slash does not match.
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
-SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-AT_ONCE = 8  # concurrent downloads, as many as in `huggingface_hub`
+SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # Files of `Repository.directory`.
+AT_ONCE = 8  # Number of concurrent downloads, as in `huggingface_hub`.
 
 
 class HubError(ValueError):
@@ -39,18 +39,18 @@ class HubError(ValueError):
 
 
 def is_id(name: str) -> bool:
-  """Whether `name` is that of a repository. An existing path is not."""
+  """Whether `name` names a repository. The name of an existing path does not."""
   return bool(_ID.fullmatch(name)) and not os.path.exists(name)
 
 
 def pinned(name: str, file: str = "config.json") -> str:
   """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged. Collective.
 
-  The first process resolves the name. Without a network, the commit is the cached one of this
-  revision.
+  The first process resolves the name. Without a network, it uses the cached commit of the revision.
 
   Args:
-    file: a required file of the repository.
+    name: name of a repository, or a path.
+    file: a file that the repository must have.
 
   Raises:
     HubError: there is no such repository, revision or file, or it cannot be reached.
@@ -77,8 +77,8 @@ def _resolve(name: str, file: str = "config.json") -> str:
 def directory(name: str) -> epath.Path:
   """Returns the directory of a repository or path.
 
-  The directory of a repository is in the cache, with all small files. A path may be in a bucket
-  (`gs://`). Raises ValueError if it cannot be read.
+  The directory of a repository is in the cache, and contains the files of SMALL. A path may be in a
+  bucket (`gs://`). Raises ValueError if it cannot be read.
   """
   if is_id(name):
     return Repository.from_name(name).directory
@@ -90,7 +90,7 @@ def directory(name: str) -> epath.Path:
 
 
 def bucket_reader(path: epath.Path) -> tuple[int, Callable[[int, int], bytes]]:
-  """Returns size and reader of a file in a bucket, as `Repository.reader` does."""
+  """Returns size and reader of a file in a bucket, like `Repository.reader`."""
   with _raise_file_errors(path):
     system, name = fsspec.core.url_to_fs(str(path))
     size = system.size(name)
@@ -110,7 +110,9 @@ def _raise_file_errors(path: epath.Path) -> Iterator[None]:
   except FileNotFoundError:
     raise
   except ImportError as error:
-    raise HubError(f"{path}: pip install '.[gcs]' in the checkout reads it ({error})") from error
+    raise HubError(
+      f"{path}: reading it needs the extra gcs, pip install '.[gcs]' ({error})"
+    ) from error
   except Exception as error:
     raise HubError(f"{path}: {type(error).__name__}: {error}") from error
 
@@ -132,7 +134,7 @@ class Repository:
 
   @functools.cached_property
   def directory(self) -> epath.Path:
-    """Directory in the cache, with all small files."""
+    """Directory in the cache, with the files of SMALL."""
     from huggingface_hub import snapshot_download
 
     small = dict(allow_patterns=list(SMALL), tqdm_class=_no_bar())
@@ -141,7 +143,7 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of files. Only the cached ones if these include the weights or their index."""
+    """Names of files. Only cached ones if these include the weights or their index."""
     from huggingface_hub import HfApi
 
     local = [path.name for path in self.directory.iterdir()]
@@ -175,9 +177,10 @@ class Repository:
         list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
 
   def reader(self, file: str) -> tuple[int, Callable[[int, int], bytes]]:
-    """Returns a file's size, and a thread-safe function to read a range.
+    """Returns a file's size, and a function to read a range.
 
-    This method and the function raise HubError.
+    The function takes start and stop in bytes, and is thread-safe. Both raise HubError if the hub
+    cannot be read.
     """
     with _raise_hub_errors(self.name, file):
       remote = _Remote.find(self, file)
@@ -186,14 +189,14 @@ class Repository:
 
 @dataclasses.dataclass
 class _Remote:
-  """A file of a repository, with a temporary URL to read it, and its place in the cache."""
+  """A file of a repository, with a temporary URL to read it, and its path in the cache."""
 
   repository: Repository
   file: str
   url: str
-  location: str  # signed URL, valid for about an hour; reads of ranges skip the hub
+  location: str  # Signed URL of the storage behind the hub, valid for about an hour.
   size: int
-  blob: Path
+  blob: Path  # Path of the whole file in the cache.
 
   @classmethod
   def find(cls, repository: Repository, file: str) -> "_Remote":
@@ -236,8 +239,8 @@ class _Remote:
   def download(self, transfer: Transfer) -> None:
     """Downloads the file to the cache.
 
-    The library would restart a download of an ended process. So the whole file is stored here, and
-    the library only adds it to the revision.
+    `hf_hub_download` would begin again after an interruption. So this method downloads the file to
+    its path in the cache, and `hf_hub_download` only adds it to the revision.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import http_get
@@ -274,7 +277,7 @@ class _Remote:
 
 
 class _CountingFile(io.BufferedWriter):
-  """A file for appending. Its new bytes count in a transfer."""
+  """A file for appending, whose new bytes count in a transfer."""
 
   def __init__(self, path: Path, transfer: Transfer):
     super().__init__(io.FileIO(path, "ab"))
@@ -327,8 +330,8 @@ def _reason(error: BaseException, name: str, file: str) -> str:
     return f"{id_} is gated: ask for access at {page}, and {login}"
   if isinstance(error, errors.RepositoryNotFoundError):
     return (
-      f"{id_} is no directory here, and {constants.ENDPOINT} has no such repository, or a private "
-      f"one: {login}"
+      f"{id_} is neither a local directory nor a public repository of {constants.ENDPOINT}: "
+      f"correct the name or, for a private repository, {login}"
     )
   if isinstance(error, errors.RevisionNotFoundError):
     return f"{id_} has no revision {revision!r}: {page}/tree/main lists the existing ones"
@@ -341,8 +344,8 @@ def _reason(error: BaseException, name: str, file: str) -> str:
   if isinstance(error, httpx2.HTTPError | ConnectionError):
     reason = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return (
-      f"{id_} is no directory here, is not (whole) in {cache}, and {constants.ENDPOINT} does not "
-      f"answer as it should ({reason}): try again; the download so far is kept"
+      f"{id_} is not a local directory and not (whole) in {cache}, and {constants.ENDPOINT} does "
+      f"not answer as it should ({reason}): try again; the downloaded part is kept"
     )
   path = getattr(error, "filename", None) or constants.HF_HUB_CACHE
-  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME names the cache"
+  return f"{path}: {getattr(error, 'strerror', None) or error}; HF_HOME sets the cache's directory"

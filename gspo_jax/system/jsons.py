@@ -5,14 +5,15 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-DEEPEST = 200  # maximum nesting; code that shows or writes a value is recursive
+DEEPEST = 200  # Largest permitted nesting. Code that prints or writes values is recursive.
 
 
 def parse(text: str | bytes) -> Any:
   """Returns the value of a JSON text.
 
   Raises:
-    ValueError: it is no UTF-8, no JSON, an object has a key twice, or it is nested too deeply.
+    ValueError: the text is not UTF-8 or not JSON, an object has a key twice, or values are nested
+      too deeply.
   """
   try:
     if isinstance(text, bytes):
@@ -33,7 +34,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
   """Returns the object of a JSON text. Raises ValueError for other values."""
   value = parse(text)
   if not isinstance(value, dict):
-    raise ValueError(f"it is no JSON object, but {value!r:.40}")
+    raise ValueError(f"it is not a JSON object, but {value!r:.40}")
   return value
 
 

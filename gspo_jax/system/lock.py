@@ -20,12 +20,12 @@ FILE = "lock"
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """Locks directories for this run, and creates missing ones.
 
-  The first process takes the locks for the whole run. The kernel releases a lock at any end of the
-  process. On NFS the server holds it, across machines. On a file system without locks, a warning
-  says that a second run is not prevented. Directories in buckets (gs://) are skipped silently.
+  The first process takes the locks for all processes. The kernel releases them when this process
+  ends, however it ends. On NFS, locks hold across machines. On a file system without locks, a
+  warning is printed. Directories in buckets (gs://) are not locked.
 
   Raises:
-    ValueError: another run has a directory; raised on all processes.
+    ValueError: another run has locked a directory; raised on all processes.
     WriteError: a directory cannot be created or written.
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
@@ -35,7 +35,7 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
 
 
 def check(*directories: str | os.PathLike) -> None:
-  """Raises ValueError, as `alone_in` does, if another run has one of the directories."""
+  """Raises ValueError if another run has locked one of the directories."""
   for directory in (Path(d).absolute() for d in directories if d and "://" not in str(d)):
     if (directory / FILE).is_file():
       with open(directory / FILE, encoding="utf-8") as file:
@@ -66,9 +66,9 @@ def _lock(file: TextIO, kind: int, directory: Path) -> None:
       file.seek(0)
       raise ValueError(
         f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait for its "
-        "end, or use another --workdir and checkpoint.directory"
+        "end, or set another --workdir and checkpoint.directory"
       ) from error
     sys.stderr.write(
-      f"warning: {directory / FILE} cannot be locked ({error.strerror}); nothing keeps a second "
-      "run out\n"
+      f"warning: {directory / FILE} cannot be locked ({error.strerror}); do not start a second run "
+      "in this directory\n"
     )

@@ -1,4 +1,4 @@
-"""Meshes of devices by description, for checks without these devices."""
+"""Meshes of real devices, or of absent ones described by `accelerators.Device`."""
 
 import contextlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gspo_jax.system.accelerators import Device
 
 
 def abstract_mesh(device: Device, sizes: Sequence[int], axes: tuple[str, ...]) -> AbstractMesh:
-  """Makes a mesh of equal devices, in explicit mode."""
+  """Builds a mesh of absent devices, all like `device`, with explicit axes."""
   types = (AxisType.Explicit,) * len(axes)
   abstract = AbstractDevice(device.device_kind, None, device.platform)
   return AbstractMesh(tuple(sizes), axes, types, abstract_device=abstract)

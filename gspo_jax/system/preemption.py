@@ -1,8 +1,8 @@
-"""Stops of a run by a signal: it saves and ends, on Ctrl-C or before the machine is taken away.
+"""Preemption: a run that receives a signal saves its state and ends.
 
-TPU VMs, Kubernetes, Slurm and most others send SIGTERM. A run then saves its state and ends, and
-the same command resumes it. On several hosts, JAX's own service sends the notice from one host to
-all others, and all stop at the same check.
+Before they take a machine away, TPU VMs, Kubernetes, Slurm and most others send SIGTERM, the
+*notice*. Ctrl-C has the same effect. The same command resumes the run. On several hosts, JAX passes
+the notice from one host to all others, and all of them stop at the same call of `check`.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
 # Grace period in seconds. Kubernetes, Slurm and preemptible machines of Google usually send SIGKILL
-# 30 s after SIGTERM. Two less, since SIGKILL would destroy the exit code that restarts a run.
+# 30 s after SIGTERM. A run must end before, with the exit code for which it is restarted.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # name of the machine in Linux
 
@@ -41,9 +41,9 @@ class Preempted(Exception):
 
 
 def grace(seconds: float | None) -> float | None:
-  """Returns `checkpoint.grace_s`, or the platform's grace period.
+  """Returns the grace period: `seconds`, or for None the platform's.
 
-  None means that the process is not killed.
+  Returns None on an unknown platform. The process then has no time limit.
   """
   if seconds is not None:
     return seconds
@@ -53,14 +53,15 @@ def grace(seconds: float | None) -> float | None:
 
 
 class _Watch:
-  """Handler of this process's signals, with their state. There is one at most."""
+  """State of a watch over this process's signals. At most one exists at a time."""
 
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
-    self.describe: Callable[[], str] = lambda: "what is on disk"
-    self.first: int | None = None  # first signal
-    self.due = False  # whether `check` raises
-    self.timer: threading.Timer | None = None
+    self.describe: Callable[[], str] = lambda: "its files on disk"
+    self.first: int | None = None  # First signal.
+    self.due = False  # Whether the next `check` raises Preempted.
+    self.timer: threading.Timer | None = None  # Ends the process after the grace period.
+    # Time of the last `check`, and longest time between two checks, in seconds.
     self.checked, self.longest = time.monotonic(), 0.0
 
   @property
@@ -77,17 +78,19 @@ class _Watch:
       else:
         self.due = True
       if number != signal.SIGTERM:
-        stops.say(f"{stops.name(number)}: saves and ends when it can; Ctrl-C ends it at once")
+        stops.say(
+          f"{stops.name(number)}: the run saves and ends soon; press Ctrl-C to end it at once"
+        )
     if number == signal.SIGTERM:
       self.start_grace_period()
 
   def start_grace_period(self) -> None:
-    """Starts the time until this process will be killed."""
+    """Starts the grace period. At its end this process ends without saving."""
     self.due = True
     if self.timer is not None:
       return
     limit = "" if self.grace_s is None else f", for at most {self.grace_s:g} s"
-    stops.say(f"told to go; saving{limit}")
+    stops.say(f"preempted: saving{limit}")
     self.timer = threading.Timer(self.grace_s or 0.0, self.give_up)
     self.timer.daemon = True
     if self.grace_s is not None:
@@ -102,16 +105,18 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_checks = itertools.count()  # number of checks; all hosts stop at the same one
+_checks = itertools.count()  # Number of checks. All hosts stop at the check of the same number.
 _thread_check = threading.local()
 
 
 @contextlib.contextmanager
 def watch(grace_s: float | None) -> Iterator[None]:
-  """Defers signals to the next `check` in the context, or to its end.
+  """Makes signals raise `Preempted` at the next `check`.
 
-  A second Ctrl-C ends the process at once. The process ends `grace_s` after SIGTERM at the latest.
-  A watch inside another one has no effect. With several hosts, JAX handles SIGTERM.
+  After the last check, `Preempted` is raised at the end of the context. A second Ctrl-C ends the
+  process at once. `grace_s` seconds after SIGTERM the process ends without saving; None means the
+  platform's grace period. A watch inside another one has no effect. With several hosts, JAX handles
+  SIGTERM.
   """
   global _watch
   if _watch is not None:
@@ -126,7 +131,7 @@ def watch(grace_s: float | None) -> Iterator[None]:
     _watch = None
     if current.timer:
       current.timer.cancel()
-  if current.due:  # The signal came after the last check, or that exception was caught.
+  if current.due:  # The signal came after the last check, or the exception was caught.
     raise Preempted(current.code)
 
 
@@ -148,9 +153,9 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """Returns a warning if two checks were further apart than the grace period.
+  """Warns if two checks were further apart than the grace period; else "".
 
-  Covers checks since the last call; returns "" otherwise.
+  Only checks since the last call count.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -158,23 +163,23 @@ def too_long() -> str:
   if longest <= _watch.grace_s:
     return ""
   return (
-    f"warning: for {longest:.0f} s the run could not have been stopped, and {_watch.grace_s:g} s "
-    "after a notice (SIGTERM) the machine is taken away: work since the last checkpoint would be "
-    "lost. Set checkpoint.every_minutes to an affordable loss, and checkpoint.grace_s to the grace "
-    "period of your platform (docs/running.md)"
+    f"warning: for {longest:.0f} s the run could not stop, and {_watch.grace_s:g} s after a notice "
+    "(SIGTERM) the machine is taken away: such a preemption would lose all work since the last "
+    "checkpoint. Set checkpoint.every_minutes to an affordable loss, and checkpoint.grace_s to the "
+    "grace period of your platform (docs/running.md)"
   )
 
 
 def describe_resume(describe: Callable[[], str]) -> None:
-  """Sets the description of the resume point, for a process ending without saving."""
+  """Sets the description of the resume point. A process ending without saving prints it."""
   if _watch is not None:
     _watch.describe = describe
 
 
 def check_alone() -> None:
-  """Calls `check` if the run has one process, or the thread has its own check.
+  """Calls `check` if other processes need not call it too.
 
-  With several processes, all would have to call `check`.
+  This is the case for a run with one process, and in a thread with its own check (`checked_by`).
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()
@@ -182,9 +187,10 @@ def check_alone() -> None:
 
 @contextlib.contextmanager
 def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
-  """Replaces `check` in this thread.
+  """Replaces `check` in this thread within the context.
 
-  For threads with work that a save after a notice still needs. Their owner ends them.
+  It is for threads whose work is needed to save the state after a notice. They continue until
+  their owner ends them.
   """
   _thread_check.check = replacement
   try:

@@ -1,9 +1,10 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP, from the first second of a process to its last.
 
-Python runs a signal handler in the main thread, after its return from C: from a compiler after
-minutes. An exception of a handler may interrupt any statement, or is lost where Python ignores
-exceptions (in JAX's callbacks of the garbage collector, for example). So handlers raise nothing
-here: a thread receives the signals at once, and calls the latest `Answer`. Imports no slow module.
+Python runs a signal handler only when the main thread returns from C, which may take minutes in a
+compiler. An exception raised by a handler may interrupt any statement, and is lost where Python
+ignores exceptions (for example, in JAX's callbacks of the garbage collector). So these handlers
+raise no exception. A thread receives the signals at once, and calls the latest `Answer`. This
+module imports no slow module.
 """
 
 import contextlib
@@ -17,20 +18,20 @@ from typing import NoReturn
 from gspo_jax.verifiers.children import process_groups
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TRY_AGAIN = os.EX_TEMPFAIL  # 75, from sysexits.h: exit code after a notice
-INTERRUPTED = 128 + signal.SIGINT  # 130, as in shells: exit code after Ctrl-C
+TRY_AGAIN = os.EX_TEMPFAIL  # Exit code after SIGTERM or SIGHUP: 75, from sysexits.h.
+INTERRUPTED = 128 + signal.SIGINT  # Exit code after Ctrl-C: 130, as in shells.
 
-Answer = Callable[[int], None]  # function of the signal's number
+Answer = Callable[[int], None]  # Function of the signal's number.
 
 _answers: list[Answer] = []  # The last one is called.
-_pipe: tuple[int, int] | None = None  # C handlers write, the thread reads.
+_pipe: tuple[int, int] | None = None  # Python's C handlers write to it, and the thread reads.
 _lock = threading.Lock()
 
 
 def begin(text: str) -> None:
-  """Ends the process at once on a signal, with a line that ends in `text`.
+  """Makes signals end the process at once, after a line with `text`.
 
-  Commands call this first.
+  Commands call this before slow imports.
   """
   _install(SIGNALS)
   _answers.append(lambda number: end(number, text))
@@ -38,10 +39,10 @@ def begin(text: str) -> None:
 
 @contextlib.contextmanager
 def answered(answer: Answer, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
-  """Calls `answer` for these signals, in a thread.
+  """Makes these signals call `answer`, in a thread, within the context.
 
-  Ignored signals (nohup) stay ignored. Has no effect outside the main thread, where Python cannot
-  set handlers.
+  Signals that the process ignores (nohup) stay ignored. The context has no effect outside the main
+  thread, where Python cannot set handlers.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -58,7 +59,7 @@ def answered(answer: Answer, numbers: Sequence[int] = SIGNALS) -> Iterator[None]
 
 
 def listen() -> None:
-  """Answers pending signals, for a caller unable to wait for the thread."""
+  """Answers pending signals at once, without waiting for the thread."""
   if _pipe is None:
     return
   with _lock, contextlib.suppress(BlockingIOError):
@@ -77,7 +78,7 @@ def name(number: int) -> str:
 
 
 def end(number: int, text: str) -> NoReturn:
-  """Ends the process and its process groups at once, with a line."""
+  """Prints a line, and ends the process and its process groups at once."""
   say(f"{name(number)}: {text}")
   for group in list(process_groups):
     with contextlib.suppress(OSError):
@@ -86,9 +87,9 @@ def end(number: int, text: str) -> NoReturn:
 
 
 def say(text: str) -> None:
-  """Writes a line to stderr, past Python's buffers.
+  """Writes a line to stderr, bypassing Python's buffers.
 
-  If the terminal is gone (SIGHUP), this and all later output is discarded.
+  If the terminal is gone (SIGHUP), this line and all later output are discarded.
   """
   try:
     os.write(2, f"gspo_jax: {text}\n".encode())
@@ -108,7 +109,7 @@ def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
     threading.Thread(target=_listen_always, name="stops", daemon=True).start()
   wakeup = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
   before = {n: signal.getsignal(n) for n in numbers}
-  # JAX replaces C handlers, while Python still reports _ignore. JAX's handler stays.
+  # A handler reported as _ignore may have been replaced by JAX in C, and must stay.
   before = {
     n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None, _ignore)
   }
@@ -128,7 +129,7 @@ def _listen_always() -> None:
 
 
 def _reset() -> None:
-  """Resets the signals in a fork, which has no such thread."""
+  """Restores default handlers in a forked child. It lacks the thread."""
   if _pipe is not None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

@@ -1,4 +1,4 @@
-"""Text on a terminal or a page."""
+"""Helpers for text on a terminal or a page."""
 
 import difflib
 import re
@@ -12,12 +12,12 @@ _INVISIBLE = re.compile(
 
 
 def visible(text: str) -> str:
-  r"""Returns the text with invisible characters spelled out, an escape as \x1b."""
+  r"""Returns the text with invisible characters as escape sequences, such as \x1b."""
   return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-  """Returns a hint with the most similar word, or ""."""
+  """Returns a hint with the most similar word; "" if none is similar."""
   near = difflib.get_close_matches(word, [*words], n=1)
   return f"; did you mean {near[0]}?" if near else ""
 

@@ -46,13 +46,18 @@ class Transfer:
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
-    """Counts received bytes, or bytes present `before`, without effect on the speed.
+    """Counts bytes.
 
-    Raises RuntimeError after `close`, to end threads.
+    Args:
+      count: number of bytes.
+      before: whether they were present before the transfer; such bytes do not count in the speed.
+
+    Raises:
+      RuntimeError: the transfer is closed. This ends threads that still receive.
     """
     with self._lock:
       if self._closed:
-        raise RuntimeError("the transfer was broken off")
+        raise RuntimeError("the transfer is closed")
       self._present += count
       self._received += 0 if before else count
       if self._active and self._received and self._clock() >= self._due:

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, named `package.module:function`."""
+"""Functions and classes written by the user, named `package.module:function`."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ def load(name: str, label: str) -> Callable[..., Any]:
 
   Args:
     name: `package.module:function`.
-    label: key and name, for error messages.
+    label: key and name, such as "reward.name='my:f'", for error messages.
 
   Raises:
     ValueError: it cannot be imported, or is not callable.
@@ -26,12 +26,12 @@ def load(name: str, label: str) -> Callable[..., Any]:
     imported = importlib.import_module(module)
     exists = hasattr(imported, function)  # Also by the module's __getattr__.
     loaded = getattr(imported, function) if exists else None
-  except (Exception, SystemExit) as error:  # It is the user's.
+  except (Exception, SystemExit) as error:  # User code may raise anything.
     message = f"{type(error).__name__}: {error}"
     raise ValueError(f"{label} cannot be imported: {message}") from error
   if not exists:
     hint = did_you_mean(function, vars(imported))
     raise ValueError(f"{label} cannot be imported: {module} has no {function}{hint}")
   if not callable(loaded):
-    raise ValueError(f"{label}: {function} is no function or class, but {loaded!r}")
+    raise ValueError(f"{label}: {function} is not a function or class, but {loaded!r}")
   return loaded

@@ -1,9 +1,10 @@
-"""Threads for calls of user code: a call has a time limit, and stops are checked during a wait.
+"""Threads for calls of user code, with time limits.
 
-A thread cannot be killed. A call beyond its limit is given up: its result is a TooLong, and a new
-thread serves the queue. `GivenUp` is raised in the old thread as soon as it runs Python again. That
-ends a loop, but not a wait for a socket or `time.sleep`. All threads are daemons, so the process
-can end without them. At most MOST_HANGING old threads may remain; later calls then fail at once.
+A thread cannot be killed. If a call exceeds its limit, it fails with TooLong, and a new thread
+replaces the old one. In the old thread, `GivenUp` is raised as soon as it runs Python again. This
+ends a loop, but not a wait for a socket or in `time.sleep`. All threads are daemons, so the process
+can end without them. If MOST_HANGING old threads are still running, further calls fail at once.
+While a caller waits for its calls, it also checks for preemption.
 """
 
 import concurrent.futures
@@ -19,12 +20,12 @@ from typing import Any
 
 from gspo_jax.system import preemption
 
-POLL_S = 0.1  # Seconds between checks of stops and time limits during a wait.
-MOST_HANGING = 1000  # Threads of calls beyond their limits, in a process.
+POLL_S = 0.1  # Seconds between checks for preemption and time limits during a wait.
+MOST_HANGING = 1000  # Largest number of threads of calls beyond their limits.
 
 
 class GivenUp(SystemExit):
-  """Raised in the thread of a call beyond its limit; a thread ends silently with it."""
+  """Raised in the thread of a call beyond its limit, which then ends without a message."""
 
 
 class TooLong(TimeoutError):
@@ -32,11 +33,11 @@ class TooLong(TimeoutError):
 
 
 class Call(concurrent.futures.Future):
-  """A call, and its result.
+  """A call, and the future of its result.
 
   Attributes:
-    limit_s: seconds from its start in a thread, without queueing.
-    deadline: end of these seconds, by `time.monotonic`; None before the start.
+    limit_s: time limit in seconds, without the time in the queue.
+    deadline: end of the time limit, by `time.monotonic`; None before the call starts.
   """
 
   def __init__(self, function: Callable, arguments: tuple, limit_s: float):
@@ -45,7 +46,7 @@ class Call(concurrent.futures.Future):
     self._function, self._arguments = function, arguments
 
   def compute(self) -> tuple[Any, BaseException | None]:
-    """Returns the function's value and exception."""
+    """Returns (value, None), or (None, exception) if the function raises."""
     try:
       return self._function(*self._arguments), None
     except BaseException as error:  # User code may raise SystemExit or KeyboardInterrupt.
@@ -58,7 +59,8 @@ class Workers:
   def __init__(self, count: int):
     self._missing = count  # Threads to start before the next call.
     self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    # Either the thread of a running call removes it here, or `expire`; that one sets its result.
+    # A running call is removed either by its thread or by `expire`. Whoever removes it sets its
+    # result.
     self._running: dict[Call, threading.Thread] = {}
     self._hanging: list[threading.Thread] = []
 
@@ -78,7 +80,7 @@ class Workers:
     return call
 
   def run(self, function: Callable, *arguments: Any, limit_s: float) -> Call:
-    """Returns a finished call. Raises Preempted as `wait`."""
+    """Runs a call and waits for it. Raises Preempted as `wait` does."""
     call = self.submit(function, *arguments, limit_s=limit_s)
     self.wait([call])
     return call
@@ -107,7 +109,7 @@ class Workers:
         raise
 
   def expire(self) -> None:
-    """Gives up calls beyond their limits."""
+    """Fails calls beyond their limits, and replaces their threads."""
     clock = time.monotonic()
     for call, thread in list(self._running.items()):
       if clock > call.deadline and self._running.pop(call, None):
@@ -144,14 +146,14 @@ class Workers:
 
 @functools.cache
 def shared(count: int, name: str = "") -> Workers:
-  """Returns the process's workers of `count` threads, by name."""
+  """Returns the process-wide workers of this name and number of threads."""
   return Workers(count)
 
 
 def interruptible(function: Callable, *arguments: Any) -> Any:
-  """Returns the value of a call without a time limit, for a long wait in the function.
+  """Calls a function, and checks for preemption during the call.
 
-  Raises the function's exception, or Preempted as `Workers.wait`.
+  There is no time limit. Raises the function's exception, or Preempted as `Workers.wait` does.
   """
   return shared(1, "interruptible").run(function, *arguments, limit_s=math.inf).result()
 

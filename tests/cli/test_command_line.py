@@ -260,7 +260,7 @@ def test_the_weights_say_the_model_unless_a_flag_or_a_variant_does(case, run_for
     ("gs://bucket/run", r"--workdir=gs://bucket/run: .* set --config\.checkpoint\.directory="),
     ("--dry_run", "--workdir=--dry_run: that is a flag"),
     ("~nouser/run", r"--workdir=~nouser/run: .*directory\. Write an absolute"),
-    ("/", "--workdir=/: that is the root of all files; give a directory of its own"),
+    ("/", "--workdir=/: this is the root of the file system; set a directory below it"),
   ],
 )
 def test_a_workdir_that_is_none_is_refused(workdir, message, run_forked, tmp_path):
@@ -282,7 +282,7 @@ def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, run_forked, tmp
 def test_a_dump_of_nowhere_is_one_line(run_forked, tmp_path):
   done = run_forked("gspo_jax.replay", "foo://x", cwd=tmp_path)
   assert done.returncode == 2 and "Traceback" not in done.stderr
-  assert "foo://x: no file system is known by foo://" in done.stderr
+  assert "foo://x: foo:// is not supported" in done.stderr
 
 
 def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
@@ -299,13 +299,13 @@ def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
 
 
 REFUSED = {
-  r"checkpoint\.directory=foo://x: no file system is known": {"checkpoint__directory": "foo://x"},
+  r"checkpoint\.directory=foo://x: foo:// is not supported": {"checkpoint__directory": "foo://x"},
   r"checkpoint\.directory=/dev/null/ck: /dev/null is no directory": {
     "checkpoint__directory": "/dev/null/ck",
   },
-  r"weights=foo://x: no file system is known": {"weights": "foo://x"},
-  r"^tokenizer=foo://x: no file system is known": {"tokenizer": "foo://x"},
-  r"data\.eval=foo://x: no file system is known": {"data__eval": "foo://x"},
+  r"weights=foo://x: foo:// is not supported": {"weights": "foo://x"},
+  r"^tokenizer=foo://x: foo:// is not supported": {"tokenizer": "foo://x"},
+  r"data\.eval=foo://x: foo:// is not supported": {"data__eval": "foo://x"},
   r"engine\.server\.directory=gs://x: servers read it as a local": {
     "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
     "engine__server__directory": "gs://x",

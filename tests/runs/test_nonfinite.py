@@ -280,7 +280,7 @@ def damaged(directory, name, content):
   [
     ("other", b"", "state cannot be restored: "),
     (nonfinite.ABOUT, b"{", "failure.json: it is not JSON"),
-    (nonfinite.ABOUT, b"[]", "failure.json: it is no JSON object"),
+    (nonfinite.ABOUT, b"[]", "failure.json: it is not a JSON object"),
     (
       nonfinite.ABOUT,
       b'{"phase": "eval", "config": {}}',

@@ -12,7 +12,7 @@ from gspo_jax.system import files
 )
 def test_a_scheme_that_is_none_is_told_with_its_key(name, tmp_path):
   scheme = name.partition(":")[0]
-  with pytest.raises(ValueError, match=r"^data\.eval=.*: no file system is known by " + scheme):
+  with pytest.raises(ValueError, match=r"^data\.eval=.*: " + scheme + r".* is not supported"):
     files.located(name, "data.eval")
   assert files.located(str(tmp_path), "weights") == tmp_path
 
@@ -37,12 +37,12 @@ def test_a_place_that_can_be_no_directory_is_told(tmp_path):
   (tmp_path / "file").touch()
   (tmp_path / "link").symlink_to("/nowhere/at/all")
   wrong = {
-    tmp_path / "file": "is no directory",
-    tmp_path / "file" / "run": "is no directory",
-    tmp_path / "link": "is no directory",
+    tmp_path / "file": "is not a directory",
+    tmp_path / "file" / "run": "is not a directory",
+    tmp_path / "link": "is not a directory",
     tmp_path / ("x" * 300): "File name too long",
     Path("/" + "x/" * 3000): "File name too long",
-    Path("/"): "the root of all files",
+    Path("/"): "this is the root of the file system",
   }
   for path, why in wrong.items():
     with pytest.raises(ValueError, match=f"^--workdir=X: .*{why}"):

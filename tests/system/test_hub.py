@@ -65,7 +65,7 @@ def test_what_is_a_repository_and_what_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["https://huggingface.co/org/model", "s3://bucket/model"])
 def test_an_address_is_no_directory(name):
-  with pytest.raises(ValueError, match=f"^{name}: no file system .*gs://BUCKET.*OWNER/NAME"):
+  with pytest.raises(ValueError, match=f"^{name}: .*is not supported.*gs://BUCKET.*OWNER/NAME"):
     hub.directory(name)
 
 
@@ -190,13 +190,13 @@ def test_without_a_network(server, repository, tmp_path, monkeypatch):
 CASES = {
   "unknown": (
     "org/nothing",
-    "org/nothing is no directory here, and http.* has no such repo.*TOKEN",
+    "org/nothing is neither a local directory nor a public repository of http.*TOKEN",
   ),
   "revision": (f"{ID}@v9", f"{ID} has no revision 'v9': .*/{ID}/tree/main"),
   "gated": ("org/gated", "org/gated is gated: ask for access at http.*/org/gated, .*auth login"),
   "file": ("org/empty", "org/empty has no config.json: "),
   "offline": (ID, f"{ID} is not .whole. in the cache, .*HF_HUB_OFFLINE is set"),
-  "down": (ID, f"{ID} is no directory here, is not .whole. in .*does not answer.*ConnectError"),
+  "down": (ID, f"{ID} is not a local directory and not .whole. in .*does not answer.*ConnectError"),
 }
 
 

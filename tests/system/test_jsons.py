@@ -40,7 +40,7 @@ def test_many_keys_are_looked_at_once():
 
 def test_an_object_is_asked_for(tmp_path):
   assert jsons.parse(b'\xef\xbb\xbf{"a": [1]}') == {"a": [1]}
-  with pytest.raises(ValueError, match=r"it is no JSON object, but \[1\]"):
+  with pytest.raises(ValueError, match=r"it is not a JSON object, but \[1\]"):
     jsons.parse_object("[1]")
   with pytest.raises(ValueError, match=f"^{tmp_path} cannot be read: Is a directory"):
     jsons.read_object(tmp_path)

@@ -56,6 +56,6 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
     pass
   stderr = capsys.readouterr().err
   assert stderr == (
-    f"warning: {tmp_path}/lock cannot be locked (No locks available); nothing keeps a second run "
-    "out\n"
+    f"warning: {tmp_path}/lock cannot be locked (No locks available); do not start a second run "
+    "in this directory\n"
   )

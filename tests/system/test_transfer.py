@@ -49,5 +49,5 @@ def test_nothing_of_what_takes_no_time_or_is_another_hosts():
 def test_threads_whose_work_is_in_vain_end():
   transfer = Transfer("x", 1, stream=io.StringIO())
   transfer.close()
-  with pytest.raises(RuntimeError, match="broken off"):
+  with pytest.raises(RuntimeError, match="the transfer is closed"):
     transfer.add(1)
