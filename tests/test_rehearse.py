@@ -65,7 +65,7 @@ REFUSED = {
   ),
   "checkpoints below a file": (
     dict(checkpoint__directory="HERE/file/checkpoints"),
-    r"checkpoint\.directory=.*file is no directory",
+    r"checkpoint\.directory=.*file is not a directory",
   ),
   "a run that replays itself": (
     dict(rl__replay="HERE/run/batches", rl__iterations=1),

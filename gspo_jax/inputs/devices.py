@@ -58,7 +58,7 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
 
 
 def check_devices(config: RunConfig, batch_shards: int) -> None:
-  """Raises ValueError if the rows of a micro-batch do not divide over the devices."""
+  """Raises ValueError if a micro-batch's rows do not divide over devices."""
   rows = {}
   if config.has_iterations:
     name = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
