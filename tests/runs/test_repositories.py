@@ -119,12 +119,12 @@ def test_a_model_of_another_shape_is_refused(server, tmp_path):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(weights="org/nothing"), r"--config\.weights=org/nothing: org/nothing is neither a local directory"),
+    (dict(weights="org/nothing"), r"--config\.weights=org/nothing: org/nothing is neither a"),
     (dict(weights=f"{ID}@v9"), rf"--config\.weights={ID}@v9: {ID} has no revision 'v9'"),
-    (dict(tokenizer="org/nothing"), r"--config\.tokenizer=org/nothing: org/nothing is no direct"),
+    (dict(tokenizer="org/nothing"), r"--config\.tokenizer=org/nothing: org/nothing is neither a"),
     (
       TAUGHT | {"distillation.teacher": "org/nothing"},
-      r"--config\.distillation\.teacher=org/nothing: org/nothing is neither a local directory",
+      r"--config\.distillation\.teacher=org/nothing: org/nothing is neither a",
     ),
   ],
 )
