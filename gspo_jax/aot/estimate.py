@@ -1,23 +1,23 @@
 """Lower bounds on a program's time, memory and HBM traffic, by arithmetic without compiling it.
 
 `update_bound` estimates time and memory of an update, so that a search can skip slow settings
-without compiling them. `needed` estimates the HBM traffic of a program if it moves nothing twice,
-to compare with the traffic of the compiled program. A device's traffic for each program:
+without compiling them. `needed` estimates the HBM traffic that a program cannot avoid, to compare
+with the traffic of the compiled program. A device's traffic for each program:
 
-  train    Reads and writes the policy's weights and optimizer state, the critic's weights, and all
+  train    Reads and writes the weights of policy and critic, the policy's optimizer state, and all
            gradients. Each micro-batch reads the weights twice, for the forward and the backward
            pass. It writes and reads the activations saved by `compute.remat`, and with `fsdp` the
            gradients of gathered weights before their scatter.
   score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
   publish  Reads the trainer's weights and writes the sampler's.
   prefill  Reads the layers' weights and writes the prompts' keys and values.
-  decode   Reads the weights of the layers and the head, but only of experts that some token
-           chooses, in expectation with all experts equally likely. Reads the filled part of the
-           cache and writes one position per slot.
+  decode   Reads the weights of the layers and the head. Of the experts it reads those that some
+           token chooses; their expected number assumes that all experts are equally likely. Reads
+           the filled part of the cache and writes one position per slot.
 
 Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
-products. The embedding table does not count, since a pass looks up only a few of its rows. It does
-count if it is the head too.
+products. In a pass the embedding table does not count, since only a few of its rows are looked up.
+It does count if it is the head too.
 """
 
 import dataclasses
@@ -243,7 +243,7 @@ def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mes
 
 
 def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per device of all weights after gathering over `fsdp`.
+  """Bytes per device of the layers and the head after gathering over `fsdp`.
 
   They are gathered in the dtypes of the matrix products.
   """

@@ -1,6 +1,6 @@
 """Turns a rollout into the mini-batches of an iteration, and maps arrays back to rollout order.
 
-In names, an older token was sampled by weights before the iteration's. A unit is a segment of a
+A token is older if it was sampled by the weights of an earlier iteration. A unit is a segment of a
 response with its own importance ratio (sampling/parts.py).
 """
 
@@ -79,12 +79,12 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`) the first tokens may differ. Otherwise only the sampler's
   experts may differ, if responses of a group prefilled the prompt under different weights: a
   resumed partial rollout prefills again, and with a lag servers may load new weights between two
-  responses. The kind of engine is ignored, so a replayed run (`rl.replay`) has the same updates.
+  responses. The engine does not matter, so a replayed run (`rl.replay`) makes the same updates.
 
   Args:
     older: result of `has_older`.
   """
-  # With a lag, experts of older tokens are in the batch only if R3 replays them.
+  # With a lag and without R3, `sampler_experts` leaves out experts of older tokens.
   may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (may_differ and rollout.routing is not None)
 
@@ -244,9 +244,10 @@ def train_batch(
 def sampler_experts(
   rollout: Rollout, segments_BT: np.ndarray, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the sampler's experts, with NO_EXPERT for padding and older tokens.
+  """Returns the sampler's experts, with NO_EXPERT for padding.
 
-  Older tokens keep their experts if updates replay them. None if the sampler recorded no experts.
+  With a `version`, and unless updates replay them, tokens fed to other weights have NO_EXPERT too.
+  None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
@@ -310,7 +311,7 @@ def minibatches(
     parts: number of mini-batches.
     prompts: number of groups in all mini-batches.
     packed: whether several sequences share a row (packing.py).
-    response_tokens: maximum response length, for packing. With 0, no prompt is shared in a row.
+    response_tokens: maximum response length, for packing; 0 turns off sharing of prompts in a row.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:

@@ -135,9 +135,9 @@ class Collector:
     The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
     its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
     up to `extra_rounds`. The batch has the mixed groups, filled up with the earliest other ones.
-    With `extra_rounds`, the others have advantages of 0, since only reward shaping distinguishes
-    their responses; `costs.teaches` has an exception. With `rl.token_budget`, the batch may have
-    fewer groups.
+    With `extra_rounds`, advantages of the others are set to 0: their responses differ by reward
+    shaping alone. An exception are groups that costs distinguish (`costs.teaches`). With
+    `rl.token_budget`, the batch may have fewer groups.
 
     Args:
       step: number of the iteration.
@@ -177,7 +177,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Restarts responses with tokens more than `rl.max_age` versions old; counts them."""
+    """Begins responses with tokens more than `rl.max_age` versions old again; counts them."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -246,9 +246,9 @@ class Collector:
     as mini-batches.
 
     The surplus groups of earlier iterations count as finished, at most max(1, N // 2) of them, the
-    oldest first; the others wait. At most G responses for each other group are in flight, with G =
-    `rl.group_size`. Whenever G of these have ended, an extra prompt starts. If all extra prompts
-    started at once, more short groups might finish than needed, and be trained on later.
+    oldest first; the others wait. With F finished groups at the start, new prompts start only while
+    at most G (N - F) responses are in flight, G = `rl.group_size`. If all extra prompts started at
+    once, more groups of short responses would finish than needed, and become older by waiting.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -267,7 +267,7 @@ class Collector:
     draws = itertools.count()
 
     def start_prompts() -> None:
-      """Starts a prompt for every G responses missing in flight, up to `rl.extra_prompts`."""
+      """Starts a prompt for every G responses below `max_in_flight`, within the limit."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
       count = min(free, N + c.rl.extra_prompts - len(waiting) - len(groups))
       if count > 0:

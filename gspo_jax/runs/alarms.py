@@ -2,8 +2,8 @@
 
 Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
 1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each alarm has
-a condition on metrics, with a threshold in the section `alarms`. When the condition becomes true, a
-warning is printed. While it is true, the metric `warning/<name>` is 1.
+a condition on metrics, most of them with a threshold in the section `alarms`. When the condition
+becomes true, a warning is printed. While it is true, the metric `warning/<name>` is 1.
 """
 
 import collections
@@ -119,7 +119,7 @@ ALARMS = {
     "ratio/deviation",
   ),
   "mismatch": Alarm(
-    "Log-probs of sampler and trainer differ by more than the clip range.",
+    "Log-probs of sampler and trainer differ by more than alarms.mismatch times the clip range.",
     "Give the sampler the trainer's types (engine.dtype, engine.weights_dtype, "
     "engine.cache_dtype), or widen the clip range.",
     "mismatch/sequence/abs/mean",
@@ -145,21 +145,21 @@ ALARMS = {
     "docs/sampling.md#rollouts-in-eight-bits",
   ),
   "ratio_tail": Alarm(
-    "For more than a tenth of the tokens, the updates have changed the probability by a factor "
-    "above 2.",
+    "For more than a tenth of the tokens, beyond the mismatch of sampler and trainer, importance "
+    "ratios differ from 1 by a factor above 2.",
     "Lower rl_optimizer.learning_rate, or take fewer updates (rl.minibatches, rl.epochs).",
     "ratio/tail",
   ),
   "recomputed": Alarm(
-    "Rounding errors of recomputed log-probs exceed the clip range.",
+    "Rounding errors of recomputed log-probs exceed alarms.mismatch times the clip range.",
     "Set compute.dtype=float32, or widen the clip range.",
     "mismatch/recomputed",
     "docs/running.md#recomputed-log-probabilities",
   ),
   "reward": Alarm(
     "The reward has fallen far below its best.",
-    "Lower rl_optimizer.learning_rate, and start a new run from an earlier checkpoint (key "
-    "weights).",
+    "Lower rl_optimizer.learning_rate, and start a new run from an earlier checkpoint, with the "
+    "configuration key weights.",
     "reward/mean",
   ),
   "unknown": Alarm(
@@ -171,7 +171,8 @@ ALARMS = {
   "uniform_groups": Alarm(
     f"{_IDLE}rewards are equal within each group.",
     "Use problems of another difficulty, a larger rl.group_size or graded rewards. If all "
-    "responses are wrong since a jump of the gradient norm, lower rl_optimizer.learning_rate.",
+    "responses have been wrong ever since the gradient norm jumped, lower "
+    "rl_optimizer.learning_rate.",
     "groups_without_spread",
     "docs/data.md#query-set",
   ),
@@ -258,8 +259,8 @@ _BOUNDS = (
     _DISTANCE,
     _mismatch_limit,
     "log-probs of sampler and trainer differ by {:.2g} in the mean, and the clip range is {:.2g}: "
-    "with objective.old_logp=sampler responses are clipped before any update, and with recompute "
-    "ratios ignore the difference",
+    "if objective.old_logp is sampler, responses are clipped before any update; if it is "
+    "recompute, ratios leave this difference out",
   ),
   Bound(
     "recomputed",
@@ -278,7 +279,7 @@ _BOUNDS = (
     "ratio_tail",
     "ratio/tail",
     _ratio_tail_limit,
-    "the updates have changed the probability of {:.1%} of the tokens by a factor above 2",
+    "importance ratios of {:.1%} of the tokens differ from 1 by a factor above 2",
   ),
 )
 _CLIPS = (
@@ -292,7 +293,7 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
 
   The mean log-prob difference of a response is taken as normal with mean 0. Its standard deviation
   follows from the mean of its absolute value, σ √(2/π), in the row. None if the row lacks this mean
-  or the clip range, and if old log-probs are recomputed or responses masked by a correction.
+  or the clip range, if old log-probs are recomputed, or if a correction masks responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}
@@ -317,5 +318,5 @@ def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """Returns a finite value. None replaces an absent, NaN or infinite one, null in the file."""
+  """Returns the value; None if it is absent, NaN or infinite (null in metrics.jsonl)."""
   return value if value is not None and math.isfinite(value) else None

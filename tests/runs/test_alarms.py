@@ -50,7 +50,10 @@ TROUBLE = {
   "unknown": ({"eval/verifier/unknown": 0.0625}, "no verdict on 6.25% of the responses"),
   "mismatch": ({"mismatch/sequence/abs/mean": 4e-4}, "of sampler and trainer differ by 0.0004"),
   "mismatch_tail": ({"mismatch/tail": 0.12}, "factor above 2 on 12.0% of the tokens"),
-  "ratio_tail": ({"ratio/tail": 0.12}, "probability of 12.0% of the tokens by a factor above 2"),
+  "ratio_tail": (
+    {"ratio/tail": 0.12},
+    "importance ratios of 12.0% of the tokens differ from 1 by a factor above 2",
+  ),
   "recomputed": ({"mismatch/recomputed": 4e-4}, "those of the first update by 0.0004"),
 }
 

@@ -39,8 +39,7 @@ class Scheduler:
   """Schedules one workload's requests on the slots, with fixed weights.
 
   Args:
-    params: parameters in the sampler's layout. On CPU, unstacked parameters avoid a copy in every
-      decode step.
+    params: parameters in the sampler's layout (`transformer.decoding_params`).
     version: weight version.
     model: configuration of the model.
     workload: limits of the requests.
@@ -96,7 +95,7 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests to prefill, with the displaced responses to restart (refill.py); [] for a new one.
+    # Requests to prefill, each with responses that lost their cache pages (refill.py) or [].
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
@@ -110,7 +109,7 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    self._prefills = []  # Since the last call: experts, [(row, length, list for its experts), ...].
+    self._prefills = []  # Since the last call: experts, [(row, length, list for row's experts)].
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:
@@ -310,7 +309,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # The slot decodes until the next call cancels it.
+          self._cancelled.append(id_)  # Calls in flight still decode it; the next one cancels it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.
