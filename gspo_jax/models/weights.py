@@ -83,6 +83,8 @@ class Moe:
 
 @flax.struct.dataclass
 class BiasedMoe(Moe):
+  """A mixture of experts with biases on all products (GPT-OSS)."""
+
   router_bias: Any  # l E
   gate_bias: Any  # l E F
   up_bias: Any  # l E F
@@ -91,7 +93,7 @@ class BiasedMoe(Moe):
 
 @flax.struct.dataclass
 class ExtendedMoe(Moe):
-  """A mixture of experts with further parts, each None where it is absent."""
+  """A mixture of experts with a bias on the choice or shared experts; each may be None."""
 
   choice_bias: Any  # l E, with `router.choice_bias`
   shared: Dense | None  # Of every token, with `router.shared_width`

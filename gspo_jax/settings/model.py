@@ -230,7 +230,8 @@ _QWEN2 = dict(family="qwen2", qk_norm=False, attention_bias=True)
 def _published() -> dict[str, ModelConfig]:
   """Published models by name, from https://huggingface.co/OWNER/NAME/blob/main/config.json.
 
-  Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai.
+  Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai,
+  MiniMaxAI.
 
   Qwen3 models of April 2025 have the shape and rope_theta, 1e6, of their Base models. Those of July
   2025 ("2507") have a larger rope_theta, which depends on the model, and an eightfold context.

@@ -1,4 +1,4 @@
-"""Declaration of a family of models, and the parts that most families share."""
+"""Types of a family's declaration, and the tables that most families share."""
 
 import dataclasses
 import functools
@@ -17,22 +17,31 @@ from gspo_jax.settings.model import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """An architecture of transformers: keys of its config.json, and what its name implies.
+  """A model class of transformers: how its config.json is read and written.
 
-  read, write: keys of config.json without an equal field -> fields of ModelConfig, and back.
+  name: name of the class.
+  fields: field of ModelConfig -> key of config.json. "group.field" is a field of a group.
+  implied: fields without a key, with their value for every model of the class.
+  fixed: keys with a single supported value.
+  defaults: values of missing keys, from transformers' configuration class.
+  pattern: n if every n-th layer is global and the others have the sliding window. 0 if all layers
+    have it, None if none has. A list in `layer_types` takes precedence.
+  ropes_by_kind: whether global and local layers have separate rotary parameters.
+  quantised: quant_method of quantised files that can be read; "" for none.
+  outer: model_type of the multimodal model with this one in its text_config; "" for none.
+  read: (config.json) -> fields that are computed from several keys.
+  write: (ModelConfig) -> the keys of `read`.
   """
 
   name: str
-  fields: Mapping[str, str]  # Field of ModelConfig, dotted in groups -> key of config.json.
-  implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields without a key.
-  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Keys with one value.
-  # Defaults of optional keys, from transformers' configuration class.
+  fields: Mapping[str, str]
+  implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # Every n-th layer is global, without layer_types; 0: all are local. None: no windows.
   pattern: int | None = None
-  ropes_by_kind: bool = False  # Local layers have separate rope_parameters.
-  quantised: str = ""  # Quant_method of published files that are read.
-  outer: str = ""  # Model_type of another model with this one in its text_config.
+  ropes_by_kind: bool = False
+  quantised: str = ""
+  outer: str = ""
   read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
   write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
@@ -49,10 +58,10 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """Declares the differences of a family of models; `transformer` has the rest.
+  """A family of models, by its differences from a Llama; `transformer` has the rest.
 
-  architectures: by their model_type in config.json.
-  names: entries of NAMES that differ in the family's files.
+  architectures: model_type in config.json -> architecture.
+  names: entries of NAMES that are different in the family's files.
   block: dataclass of a layer's weights. It has `attention`, `ffn`, and any of the norms before them
     (`attention_norm`, `ffn_norm`) and after them (`attention_post_norm`, `ffn_post_norm`).
   norm: norm of queries and keys, of each layer and of the last hidden states.
@@ -136,7 +145,11 @@ class Family:
 
 
 def keys(alike: str, **renamed: str) -> dict[str, str]:
-  """Maps ModelConfig fields to keys of config.json; `alike` names are equal."""
+  """Returns field of ModelConfig -> key of config.json.
+
+  alike: names that field and key share, separated by spaces.
+  renamed: field=key for the others.
+  """
   return dict(zip(alike.split(), alike.split())) | renamed
 
 
@@ -150,7 +163,7 @@ FIELDS = keys(
 MOE_FIELDS = keys(
   "num_experts moe_intermediate_size norm_topk_prob", experts_per_token="num_experts_per_tok"
 )
-# Keys of Mixtral's kind, without a width of dense layers.
+# Keys of models with experts in every layer: intermediate_size is the width of an expert.
 LOCAL_EXPERTS = dict(
   num_experts="num_local_experts",
   experts_per_token="num_experts_per_tok",
@@ -158,12 +171,12 @@ LOCAL_EXPERTS = dict(
 )
 NO_BIAS = dict(attention_bias=False)
 
-LAYER = "model.layers.{l}."
+LAYER = "model.layers.{l}."  # Start of the names of a layer's tensors.
 
 
-def shared_names(part: str) -> dict[str, tuple[str, str]]:
-  """Returns names of shared experts, in the part `mlp.{part}` of a layer."""
-  start = f"{LAYER}mlp.{part}."
+def shared_names(module: str) -> dict[str, tuple[str, str]]:
+  """Returns the names of shared experts, in a module of `mlp`."""
+  start = f"{LAYER}mlp.{module}."
   return {
     "Moe.shared.gate": (start + "gate_proj.weight", "F D"),
     "Moe.shared.up": (start + "up_proj.weight", "F D"),
@@ -171,8 +184,10 @@ def shared_names(part: str) -> dict[str, tuple[str, str]]:
   }
 
 
-# Parameter -> (name in the files, axes there). Letters of one axis are merged, such as N and H in
-# q_proj; a letter in braces is part of the name: one tensor per layer and expert.
+# Parameter -> (name of its tensor in the files, axes of the tensor). The letters are those of
+# `models/weights.py`. NH is one axis with the heads and their places. A letter in braces is a
+# number in the name: {E} means one tensor per expert. 2F is one axis with first gate and then up;
+# in F2 they alternate.
 NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (LAYER + "input_layernorm.weight", "D"),
@@ -197,11 +212,11 @@ NAMES = {
   "final_norm": ("model.norm.weight", "D"),
   "head": ("lm_head.weight", "V D"),
 }
-WIDE_NORMS = {  # With `Family.norm_heads`.
+WIDE_NORMS = {  # Scales of q/k norms with `Family.norm_heads`.
   "attention.q_norm": (LAYER + "self_attn.q_norm.weight", "NH"),
   "attention.k_norm": (LAYER + "self_attn.k_norm.weight", "KH"),
 }
-POST_NORMS = {
+POST_NORMS = {  # Norms after attention and feed-forward layer.
   "attention_post_norm": (LAYER + "post_attention_layernorm.weight", "D"),
   "ffn_post_norm": (LAYER + "post_feedforward_layernorm.weight", "D"),
 }

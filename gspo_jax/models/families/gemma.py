@@ -18,6 +18,8 @@ from gspo_jax.settings.model import ModelConfig
 
 @flax.struct.dataclass
 class Block:
+  """Weights of a layer with norms before and after attention and feed-forward layer."""
+
   attention_norm: Any  # l D
   attention: Attention
   attention_post_norm: Any  # l D
@@ -27,6 +29,7 @@ class Block:
 
 
 def embed_scale(config: ModelConfig) -> float:
+  """Returns √D, times the configured multiplier."""
   return math.sqrt(config.hidden_size) * config.multipliers.embedding
 
 
@@ -42,7 +45,7 @@ FAMILY = base.Family(
     gemma2=base.Architecture(
       "Gemma2ForCausalLM",
       WINDOWED | base.keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
-      # Its class reads the pattern from layer_types only.
+      # transformers' class ignores the pattern, and reads layer_types.
       fixed=FIXED | dict(sliding_window_pattern=2),
       defaults=DEFAULTS
       | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, rope_theta=1e4),
@@ -52,7 +55,7 @@ FAMILY = base.Family(
       "Gemma3ForCausalLM",
       WINDOWED | dict(local_rope_theta="rope_local_base_freq"),
       implied=dict(qk_norm=True),
-      # transformers reads a bound on scores and ignores it.
+      # transformers' class ignores this bound.
       fixed=FIXED | dict(attn_logit_softcapping=None),
       defaults=DEFAULTS
       | dict(final_logit_softcapping=0.0, rope_theta=1e6, rope_local_base_freq=1e4)
@@ -67,7 +70,7 @@ FAMILY = base.Family(
   base.POST_NORMS | {"ffn_norm": (base.LAYER + "pre_feedforward_layernorm.weight", "D")},
   block=Block,
   norm=rms_norm_around_one,
-  norm_scale=dict(constant=0.0, wide=True),  # Scales are 1 + weight, in float32.
+  norm_scale=dict(constant=0.0, wide=True),  # Factors are 1 + scale, in float32.
   experts="none",
   dense_activation=functools.partial(jax.nn.gelu, approximate=True),  # The tanh form.
   embed_scale=embed_scale,

@@ -11,13 +11,14 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the dense first layers, and the width of shared experts."""
+  """Reads the dense first layers, and the total width of shared experts."""
   shared = raw.get("n_shared_experts", 1) * raw["moe_intermediate_size"]
   dense = min(raw.get("first_k_dense_replace", 1), raw["num_hidden_layers"])
   return {"mlp_only_layers": tuple(range(dense)), "router.shared_width": shared}
 
 
 def write_layers(config: ModelConfig) -> dict[str, Any]:
+  """Returns the keys of `read_layers`; {} if the width is not one of whole experts."""
   shared, rest = divmod(config.router.shared_width, config.moe_intermediate_size or 1)
   if rest:
     return {}

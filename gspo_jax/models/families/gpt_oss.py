@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspo_jax.models.families import declaration as base
 from gspo_jax.models.families.mistral import WINDOWED
 
-ALPHA, LIMIT = 1.702, 7.0  # Of `activation`.
+ALPHA, LIMIT = 1.702, 7.0  # Constants of `activation`.
 
 
 def activation(a: jax.Array, u: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ FAMILY = base.Family(
     gpt_oss=base.Architecture(
       "GptOssForCausalLM",
       WINDOWED | base.LOCAL_EXPERTS | base.keys("attention_bias"),
-      # A softmax over the chosen experts alone; one scaling of positions for all layers.
+      # A softmax over the chosen experts' logits is a renormalised one over all experts'.
       implied={"norm_topk_prob": True, "scores.sinks": True, "rope.local": True},
       fixed=dict(swiglu_alpha=ALPHA, swiglu_limit=LIMIT),
       defaults=dict(num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128)

@@ -10,7 +10,7 @@ FAMILY = base.Family(
     llama=base.Architecture(
       "LlamaForCausalLM",
       base.FIELDS,
-      # With this key the output projection has a bias too, unlike Qwen2's.
+      # With attention_bias=true, the output projection would have a bias too.
       fixed=base.NO_BIAS | dict(mlp_bias=False),
       defaults=dict(rope_theta=1e4),  # Missing in Llama 1 and 2.
     )

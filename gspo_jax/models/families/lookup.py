@@ -19,24 +19,27 @@ FAMILIES: dict[str, Family] = {
 
 
 def family(config: ModelConfig) -> Family:
-  """Returns the functions of the model's family."""
+  """Returns the declaration of the model's family."""
   return FAMILIES[config.family]
 
 
 def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
-  """Returns names and axes of parameters in published files."""
+  """Returns parameter -> (name, axes) of its tensor in published files."""
   return NAMES | dict(family(config).names)
 
 
 def relatives(name: str) -> list[str]:
-  """Returns families with equal layers, itself first."""
+  """Returns the families with the layers of family `name`, which comes first."""
   layers = {x: dataclasses.replace(f, architectures={}, names={}) for x, f in FAMILIES.items()}
   same = [x for x in layers if layers[x] == layers.get(name)]
   return sorted(same, key=lambda x: x != name)
 
 
 def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
-  """Returns the differences of a model from stored hyper-parameters, beyond float32's rounding."""
+  """Lists hyperparameters of a model that differ from stored ones, for an error message.
+
+  stored: fields of ModelConfig, from JSON. A rounding of numbers to float32 is no difference.
+  """
   if model.family in relatives(stored.get("family")):
     stored = dict(stored) | dict(family=model.family)
   old, new = _flat(stored), _flat(dataclasses.asdict(model))
@@ -48,7 +51,7 @@ def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-  """Returns the keys of a section, dotted in groups, with tuples instead of lists."""
+  """Returns the values of a section by name, "group.field" in a group. Lists become tuples."""
   values = {}
   for key, value in section.items():
     value = tuple(value) if isinstance(value, list) else value
@@ -57,5 +60,5 @@ def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _rounded(a: Any, b: Any) -> bool:
-  """Whether two numbers are equal in float32, the precision of some files."""
+  """Whether two numbers are equal after rounding to float32."""
   return isinstance(a, float) and np.float32(a) == np.float32(b)

@@ -12,13 +12,14 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_share(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the rotated share of a head, published as `rotary_dim`."""
+  """Reads the rotated share of a head from `rotary_dim`, unless `partial_rotary_factor` has it."""
   if "rotary_dim" not in raw or raw["partial_rotary_factor"] != 1:
     return {}
   return {"rope.share": raw["rotary_dim"] / raw["head_dim"]}
 
 
 def write_share(config: ModelConfig) -> dict[str, Any]:
+  """Returns `rotary_dim`, the number of rotated places."""
   return dict(rotary_dim=int(config.head_dim * config.rope.share))
 
 

@@ -15,7 +15,7 @@ FAMILY = base.Family(
     ),
     ministral3=base.Architecture(
       "Ministral3ForCausalLM",
-      base.FIELDS | {"rope.query_beta": "llama_4_scaling_beta"},  # Among the rotary parameters.
+      base.FIELDS | {"rope.query_beta": "llama_4_scaling_beta"},  # A key of rope_parameters.
       fixed=dict(sliding_window=None),
       defaults=dict(num_key_value_heads=8, head_dim=128),
       outer="mistral3",

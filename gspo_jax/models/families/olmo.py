@@ -13,6 +13,8 @@ from gspo_jax.models.weights import Attention, Dense
 
 @flax.struct.dataclass
 class Block:
+  """Weights of a layer with norms after attention and feed-forward layer."""
+
   attention: Attention
   attention_post_norm: Any  # l D
   ffn: Dense

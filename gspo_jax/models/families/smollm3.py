@@ -8,7 +8,7 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the layers without positions, listed or every n-th."""
+  """Reads the layers without positions, from a flag per layer or as every n-th layer."""
   rotary, layers = raw.get("no_rope_layers"), raw["num_hidden_layers"]
   if rotary is None:
     interval = raw.get("no_rope_layer_interval", 4)
@@ -20,6 +20,7 @@ def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_layers(config: ModelConfig) -> dict[str, Any]:
+  """Returns a flag per layer: 1 with positions, 0 without."""
   rotary = [int(config.kind(layer).rotary) for layer in range(config.num_layers)]
   return dict(no_rope_layers=rotary)
 
