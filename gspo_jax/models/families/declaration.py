@@ -29,7 +29,7 @@ class Architecture:
   ropes_by_kind: whether global and local layers have separate rotary parameters.
   quantised: quant_method of quantised files that can be read; "" for none.
   outer: model_type of the multimodal model with this one in its text_config; "" for none.
-  read: (config.json) -> fields that are computed from several keys.
+  read: (config.json) -> fields computed from several keys.
   write: (ModelConfig) -> the keys of `read`.
   """
 
@@ -186,8 +186,8 @@ def shared_names(module: str) -> dict[str, tuple[str, str]]:
 
 # Parameter -> (name of its tensor in the files, axes of the tensor). The letters are those of
 # `models/weights.py`. NH is one axis with the heads and their places. A letter in braces is a
-# number in the name: {E} means one tensor per expert. 2F is one axis with first gate and then up;
-# in F2 they alternate.
+# number in the name: {E} means one tensor per expert. 2F is one axis with first gate and then up.
+# F2 is one axis with gate and up in turn.
 NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (LAYER + "input_layernorm.weight", "D"),

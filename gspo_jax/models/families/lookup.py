@@ -36,7 +36,7 @@ def relatives(name: str) -> list[str]:
 
 
 def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
-  """Lists hyperparameters of a model that differ from stored ones, for an error message.
+  """Lists differences of a model from stored hyperparameters, for an error message.
 
   stored: fields of ModelConfig, from JSON. A rounding of numbers to float32 is no difference.
   """
