@@ -29,7 +29,7 @@ def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
 
 
 def relatives(name: str) -> list[str]:
-  """Returns the families with the layers of family `name`, which comes first."""
+  """Returns the families with the same layers, beginning with family `name`."""
   layers = {x: dataclasses.replace(f, architectures={}, names={}) for x, f in FAMILIES.items()}
   same = [x for x in layers if layers[x] == layers.get(name)]
   return sorted(same, key=lambda x: x != name)
