@@ -31,7 +31,7 @@ class Scored(Protocol):
   """A rollout with its rewards and advantages (`rollouts.collector.Collected`)."""
 
   rollout: Rollout
-  step: int  # Number of the iteration, which is also the version of its weights before updates.
+  step: int  # Number of the iteration, and version of the weights before its updates.
   reward_PG: np.ndarray
   known_B: np.ndarray  # bool: the reward function returned a verdict on the response.
   advantage_PG: np.ndarray

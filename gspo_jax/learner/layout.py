@@ -10,9 +10,9 @@ There are three arrangements:
 Losses and metrics read arrays [B, T] by sequence. A sequence and its model row are on the same
 device, so rearranging needs no communication.
 
-No loss needs the logits of a prompt. If prompt lengths are known, the head therefore reads only
-[B, U], the positions before response tokens (`before_responses`). In packed rows, the head reads
-all positions.
+The head computes logits. No loss needs those of a prompt. If prompt lengths are known, the head
+therefore reads only [B, U], the positions before response tokens (`before_responses`). In packed
+rows, it reads all positions.
 
 Letters in addition to those of structs.py:
 
@@ -120,6 +120,7 @@ def plain(
 
 
 def _next(x_BT: Array, last: int = 0) -> jax.Array:
+  """Returns the values of the next position, and `last` at the end of a row."""
   # `jnp.roll` loses the sharding of a single row in JAX 0.12.
   after = ((0, 0), (0, 1), *((0, 0),) * (x_BT.ndim - 2))
   return jnp.pad(x_BT[:, 1:], after, constant_values=last)
@@ -151,18 +152,20 @@ def trees(
   G, branch = math.gcd(group_size, sharding.rows_per_device(B)), response_tokens
   if G == 1 or not 0 < branch < T - 1:
     return plain(inputs, old_experts_BTlk, response_tokens)
-  trunk = -(-(T - branch - 1) // G) * G
+  trunk = -(-(T - branch - 1) // G) * G  # Rounded up, so that a tree fills whole rows.
 
   def on_each_device(sequences, prompt_B):
     rows, size = len(prompt_B), trunk + G * branch
     tree_B1, member_B1 = (x[:, None] for x in jnp.divmod(jnp.arange(rows, dtype=jnp.int32), G))
     time_1T, shared_B1 = jnp.arange(T, dtype=jnp.int32)[None], jnp.maximum(prompt_B[:, None] - 1, 0)
+    # Whether a token is in the trunk, and its position relative to the prompt's last token.
     in_trunk_BT, after_BT = time_1T < shared_B1, time_1T - shared_B1
     in_branch_BT = trunk + member_B1 * branch + after_BT
     place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, in_branch_BT)
     dropped = rows // G * size
     read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
     place_BT = jnp.where(read_BT, place_BT, dropped)
+    # Only the first sequence of a tree writes the trunk; all of them read it.
     written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), dropped, place_BT)
     arranged = arrange(sequences, written_BT, (rows, size // G))
     return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)

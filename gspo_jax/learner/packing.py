@@ -62,6 +62,8 @@ def places(
 ) -> Places:
   """Computes the order and the places of `plan`.
 
+  In the body, arrays [X] are over the sequences of one device, and arrays [P] over groups.
+
   Args:
     length_B: number of tokens of each sequence, prompt included.
     T: length of a row.

@@ -80,9 +80,9 @@ def log_probs(
   """Returns log-probs and entropies [B, T], the model's output and the rows.
 
   The log-prob at position t is log π(token t | tokens before t), and the entropy is that of the
-  same distribution. Position 0 is 0. If the head reads only response tokens (layout.py), the
-  positions of prompts are 0 too. For a token with a recorded support (the tokens within top-k,
-  top-p and min-p), π is normalised over the support instead of the vocabulary.
+  same distribution. Position 0 is 0. If the head reads only the positions before response tokens
+  (layout.py), the positions of prompts are 0 too. For a token with a recorded support (the tokens
+  within top-k, top-p and min-p), π is normalised over the support instead of the vocabulary.
 
   Args:
     params: parameters of the model.
@@ -163,7 +163,7 @@ class OldPolicy(NamedTuple):
   """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  # Experts chosen by the trainer's router. None if neither R2 nor the volatility metric needs them.
+  # Experts chosen by the trainer's router. None unless R2 or the volatility metric needs them.
   old_experts_BTlk: jax.Array | None
 
 
@@ -172,9 +172,9 @@ def make_old_policy(
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
   """Builds the jitted pass of the old policy, (params, inputs) -> `OldPolicy`.
 
-  The trainer's router chooses the experts, except with R3, which replays the sampler's. The first
-  update of an iteration has the same weights and experts. So with `objective.old_logp=recompute`
-  its importance ratio is 1 up to rounding.
+  The trainer's router chooses the experts; with R3, those of the sampler are replayed. The first
+  update of an iteration has the same weights and experts. So with `objective.old_logp=recompute`,
+  its importance ratios are 1 up to rounding.
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 

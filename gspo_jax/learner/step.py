@@ -232,6 +232,8 @@ def make_sft_step(
 
 @functools.lru_cache(maxsize=8)
 def _sft_step(learner: Learner, apply: Callable) -> Callable:
+  """Builds the function of `make_sft_step`, once for equal arguments."""
+
   def numerator(trained, i, *, frozen, part, hyperparameters, critic_weight):
     (policy, _), batch = trained, part(i)
     logp_BT, entropy_BT, out, _ = log_probs(lora.join(policy, frozen), batch.inputs, learner)

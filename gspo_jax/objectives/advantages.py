@@ -100,9 +100,9 @@ def constrained_advantages(
     [[ 1.  -0.5 -0.5]]
   """
   if len(rewards) != len(reward_weights):
-    raise ValueError(f"{len(reward_weights)} reward_weights for {len(rewards)} rewards")
+    raise ValueError(f"got {len(reward_weights)} reward_weights for {len(rewards)} rewards")
   if len(costs) != len(multipliers):
-    raise ValueError(f"{len(multipliers)} multipliers for {len(costs)} costs")
+    raise ValueError(f"got {len(multipliers)} multipliers for {len(costs)} costs")
   for weight in reward_weights:
     checks.numbers(reward_weights=weight)
   for multiplier in multipliers:
@@ -186,7 +186,7 @@ def turn_advantages(
   """
   reward_PGU = jnp.asarray(reward_PGU)
   if reward_PGU.ndim != 3 or 0 in reward_PGU.shape:
-    raise ValueError(f"reward_PGU has shape {reward_PGU.shape}, expected [P, G, U], none of them 0")
+    raise ValueError(f"reward_PGU has shape {reward_PGU.shape}, expected [P, G, U] > 0")
   checks.numbers(discount=discount)
   checks.require((discount >= 0) & (discount <= 1), "discount must be in [0, 1]")
   P, G, U = reward_PGU.shape

@@ -108,7 +108,7 @@ class Collector:
     )
     if self._buckets != (config.data.max_prompt_tokens,) and hosts.is_first():
       sizes = " or ".join(map(str, self._buckets))
-      sys.stderr.write(f"updates pad prompts to {sizes} tokens; each length compiles once\n")
+      sys.stderr.write(f"updates pad prompts to {sizes} tokens, one program for each length\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
     self._num_sampled = round(config.sampled_share * P)  # The other groups are recorded.

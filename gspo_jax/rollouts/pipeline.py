@@ -289,7 +289,8 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
   except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-    raise ValueError(f"rl.replay: {path} is no batch of this configuration: {error}") from error
+    reason = f"it has no field {error}" if isinstance(error, KeyError) else error
+    raise ValueError(f"rl.replay: {path} is no batch of this configuration: {reason}") from error
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
