@@ -33,7 +33,7 @@ CALLS = 2**31  # Exclusive upper bound on a conversation's tool calls.
 LIMIT_KEY = "time_limit_s of the environment's class"  # Names the limit in messages.
 REASON = 300  # Maximum number of characters of a failure's description.
 
-Render = Callable[[Sequence[Message]], Sequence[int]]
+Render = Callable[[Sequence[Message]], Sequence[int]]  # Function from messages to token ids.
 
 
 class Unusable(ValueError):
@@ -145,7 +145,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
 
 
 def answer(call: concurrent.futures.Future) -> Answer:
-  """Returns the answer from a finished call of `step`; a failed call's has its `failure`."""
+  """Returns a finished call's answer. After an exception, it describes the failure."""
   error = call.exception()
   if error is None:
     return call.result()

@@ -153,12 +153,14 @@ class Driver:
       self._environment_calls.append((trajectory, response, self._step(trajectory, response)))
 
   def _pop_failed(self) -> list[Trajectory]:
+    """Returns failed trajectories not yet yielded, once."""
     failed, self._failed = self._failed, []
     return failed
 
   def _step(self, trajectory: Trajectory, response: Response) -> concurrent.futures.Future:
     """Starts the environment's step after a finished turn; returns its future."""
     environment = trajectory.environment
+    # Hosts other than the first have no environments; `_finish_turns` broadcasts the answers.
     if environment is None or isinstance(environment, SingleTurn):
       call = concurrent.futures.Future()
       call.set_result(Answer())
@@ -174,6 +176,7 @@ class Driver:
     return submit(conversations.step, environment, turn, limit_s=self._time_limit_s)
 
   def _wait(self, return_when: str = concurrent.futures.ALL_COMPLETED) -> None:
+    """Waits for all environment steps, or for the first."""
     self._workers.wait([call for *_, call in self._environment_calls], return_when)
 
   def _finish_turns(self, submit_next: bool = True) -> Iterator[Trajectory]:

@@ -22,8 +22,8 @@ class Workload:
   prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
   group_size: int = 1  # Number of trajectories with the same prompt.
-  stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The turn includes its stop token.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a turn, with the token that completes one.
+  stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The stop token belongs to the turn.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a turn, at the token that completes one.
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
   partial: bool = False  # Whether unfinished trajectories are resumed.
   record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
@@ -64,7 +64,7 @@ class Sizes:
   rows: int  # Maximum number of prefixes in one prefill, per shard.
   entries: int  # Number of prefixes in the queue, per shard.
   longest: int  # Maximum number of tokens of a prefix, of a displaced response too (refill.py).
-  prompt: int  # Padded length of the longest prefix of a request.
+  prompt: int  # Padded length of the longest prefix of a request, without displaced responses.
   prefix: int  # Padded length of `longest`; positions of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
@@ -96,7 +96,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
     window = workload.window  # Without the padding of `prefix`, which takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
-    least = -(-window // S) + 1  # A slot copies the last page of a prefix, so that page is twice.
+    least = -(-window // S) + 1  # A slot copies a prefix's last page, so this page exists twice.
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} positions for each of "
@@ -143,8 +143,8 @@ class Request:
   samples: int = 1  # Number of responses.
   first_sample: int = 0  # Sample number of the first response; the others follow.
   seed: int = 0
-  stop_ids: tuple[int, ...] = ()  # Token ids that end a response. It includes its stop token.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a response, with the token completing one.
+  stop_ids: tuple[int, ...] = ()  # Token ids that end a response. The stop token belongs to it.
+  stop_strings: tuple[str, ...] = ()  # Texts that end a response, at the token that completes one.
   prior: tuple[int, ...] = ()  # Earlier tokens after the prompt, sampled or observed.
   unfinished: int = 0  # Number of tokens at the end of `prior` that belong to the current turn.
   tag: Any = None  # Caller's label; engines do not use it.
@@ -219,10 +219,10 @@ class Usage:
   prefilled: int = 0  # Tokens computed in prefill.
   padded: int = 0  # Tokens computed in prefill, padding included; 0 for servers.
   steps: int = 0  # Decode steps; 0 for servers.
-  slot_steps: int = 0  # Decode steps times slots; `tokens` would be as many if no slot were free.
+  slot_steps: int = 0  # Decode steps times slots. A free slot samples no token in a step.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
-  put_aside: int = 0  # Responses that gave their pages back because none was free, and restarted.
+  put_aside: int = 0  # Responses displaced because no page was free, and restarted (refill.py).
   cache_bytes: int = 0  # Size of the cache, summed over devices; the maximum over workloads.
   # Metrics of servers, the newest by name; {} for a local engine.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -96,8 +96,9 @@ class Trajectory:
     calls: number of tool calls in each finished turn.
     finished: whether the trajectory has ended: its environment ended it, it reached the maximum
       length or number of turns, or it failed.
-    stopped: whether the environment ended it after a turn with a stop token or stop string.
-    limit: maximum number of tokens after the prompt, as set by the latest driver; 0 before it.
+    stopped: whether its last turn ended with a stop token or stop string, and its environment was
+      done (as it is after a single turn).
+    limit: maximum number of tokens after the prompt, set by the latest driver; 0 before the first.
     experts: experts chosen for every token but the last, at its first forward pass, int8 or int16
       [prompt + n - 1, l, k]; None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN; a
@@ -186,12 +187,7 @@ class Trajectory:
     self._turn_start = len(self.tokens)
 
   def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
-    """Finishes the trajectory.
-
-    Args:
-      stopped: whether the environment ended it after a complete turn.
-      figures: figures from the environment, which replace the defaults. None means no figures.
-    """
+    """Finishes the trajectory; the environment's figures replace default ones, if not None."""
     self.finished, self.stopped = True, stopped
     if not isinstance(self.environment, SingleTurn):
       self.figures = self._default_figures(float(self.rewards.sum() > 0)) | dict(figures or {})

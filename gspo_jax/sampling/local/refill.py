@@ -77,13 +77,14 @@ class _Owners(NamedTuple):
     ).released()
 
   def released(self) -> "_Owners":
-    """Returns a copy without the pages of ended responses and of used-up prefixes."""
+    """Returns a copy without the pages of free slots and unused queue entries."""
     return self._replace(
       table_Bn=jnp.where(self.remaining_B[:, None] > 0, self.table_Bn, NONE),
       staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
     )
 
   def put_into(self, state: Any) -> Any:
+    """Returns the state with these owners and their pages."""
     return state.replace(
       slots=state.slots.replace(remaining_B=self.remaining_B),
       cache=state.cache.replace(table_Bn=self.table_Bn),
@@ -111,6 +112,7 @@ def _allocate_pages(state):
     return pages.free(state.cache.replace(table_Bn=owners.table_Bn), owners.staged_Rn)
 
   def lacks_pages(owners):
+    # Prefixes in the queue have all pages, so that no response can start.
     stuck = (owners.remaining_B == 0).all() & (owners.waiting_R > 0).any() & ~free(owners).any()
     return needs_page(owners).any() | stuck
 

@@ -42,7 +42,7 @@ class Rows:
   token_B: Any  # Next input token, int32.
   position_B: Any  # Position of the next input token from the start of the prompt, int32.
   start_B: Any  # Position of the first token after the prompt, int32.
-  remaining_B: Any  # Number of tokens still to sample at most, int32; 0 for a free slot.
+  remaining_B: Any  # Maximum number of tokens still to sample, int32; 0 for a free slot.
   seed_B: Any  # Seed of the request, uint32. Seed, prompt and sample determine the PRNG key.
   prompt_B: Any  # Hash of the prompt, uint32.
   sample_B: Any  # Number of the response among those to the prompt, int32.

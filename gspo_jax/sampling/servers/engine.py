@@ -226,7 +226,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished by then.
 
-    If no server is usable, the loading thread first publishes again; another thread returns.
+    If no server is usable then, the loading thread publishes the weights again before it returns.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -258,6 +258,7 @@ class ServerEngine:
     answers = []
     self._stopping = True
     try:
+      # Servers answer an abort with the tokens so far. Calls without an answer are then cancelled.
       for end_calls in (self._pool.abort, self._pool.cancel):
         self._pool.run(end_calls(list(self._pending)))
         end = time.monotonic() + ABORT_S
@@ -329,7 +330,7 @@ class Pending:
     self.experts: np.ndarray | None = None
     self.stopped = False
     self.failed_at: list[str] = []  # URLs of the failed calls since the last part.
-    self.failure = ""  # Reason for giving up, after too many failed calls; "" before.
+    self.failure = ""  # Description, after too many failed calls in a row; "" before.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 
   @property
@@ -349,9 +350,9 @@ class Pending:
     self.version = np.concatenate([self.version, part.version[:end]])
     if part.experts is not None:
       # Every call prefills the prefix again; only the experts of a token's first pass are recorded.
-      fed = self.request.prefix_length + len(self.tokens) - 1
+      inputs = self.request.prefix_length + len(self.tokens) - 1
       filled = 0 if self.experts is None else len(self.experts)
-      new = part.experts[filled:fed]
+      new = part.experts[filled:inputs]
       self.experts = np.concatenate([self.experts, new]) if filled else new
     return len(part.tokens[:end])
 

@@ -160,18 +160,18 @@ def _read_experts(
     )
   file = io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True))
   experts = np.lib.format.read_array(file, allow_pickle=False)
-  fed, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
+  inputs, shape = len(call.tokens) + len(part.tokens) - 1, experts.shape
   moe_layers = list(filter(model.is_moe, range(model.num_layers)))
   for count in (len(moe_layers), model.num_layers):  # Some servers send dense layers, too.
-    if experts.size == fed * count * model.experts_per_token and experts.dtype.kind in "iu":
-      experts = experts.reshape(fed, count, model.experts_per_token)
+    if experts.size == inputs * count * model.experts_per_token and experts.dtype.kind in "iu":
+      experts = experts.reshape(inputs, count, model.experts_per_token)
       experts = experts if count == len(moe_layers) else experts[:, moe_layers]
       if 0 <= experts.min() <= experts.max() < model.num_experts:
         return experts.astype(routing.storage_dtype(model.num_experts))
   raise Failed(
     "body",
     f"the answer's routed experts have shape {shape} and type {experts.dtype}, or ids beyond the "
-    f"model's: the call has {fed} tokens, {len(moe_layers)} layers with experts and "
+    f"model's: the call has {inputs} input tokens, {len(moe_layers)} layers with experts and "
     f"{model.experts_per_token} of {model.num_experts} experts per token",
   )
 
