@@ -47,9 +47,9 @@ class Prompt(Protocol):
 
 # Function from B responses, their prompts, and whether each response stopped (was not truncated).
 # It returns B outcomes and B values. The values may be None: then a response's value is 1 if its
-# outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or if its
-# value is at least `reward.right_from`. An outcome without a verdict may be a `pool.Failure`, with
-# its reason.
+# outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or its
+# value at least `reward.right_from`. An outcome without a verdict may be a `pool.Failure`, with its
+# reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
