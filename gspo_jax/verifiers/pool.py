@@ -256,7 +256,7 @@ class _Worker:
       return {}
 
   def kill(self) -> None:
-    """Kills the process, if any, and all processes that it started."""
+    """Kills the process, if any, and its child processes."""
     process, pipe = self.process, self.pipe
     self.process, self.pipe, self.item = None, None, None
     if process is not None:

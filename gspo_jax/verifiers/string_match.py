@@ -54,7 +54,7 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
 
 
 def check_answer(text: str) -> None:
-  """Raises ValueError for a gold answer that is empty after `normalise`."""
+  """Raises ValueError for an empty gold answer, after `normalise`."""
   if not normalise(text):
     raise ValueError(
       f"the gold answer {text!r:.80} has only white space and punctuation: give it a text"

@@ -1,3 +1,4 @@
-"""Programs, verified by their tests in sandboxes."""
+"""Verifies programs by running them on tests, in sandboxes."""
 
-ISOLATIONS = ("auto", "namespaces", "none")  # "auto" never takes "none".
+# Values of reward.isolation. "auto" means "namespaces", or an error if they are not available.
+ISOLATIONS = ("auto", "namespaces", "none")

@@ -1,9 +1,9 @@
-"""Tests of a programming problem, as text in data sets, and comparison of outputs.
+"""Reads the tests of a programming problem, extracts programs, and compares outputs.
 
-An answer is a JSON object in one of these forms:
+In a data set, the gold answer of a problem has its tests, as a JSON object in one of these forms:
 
-  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; with
-      "input_files" and "output_files", lists of names, files may take their place
+  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; or files with
+      the names in the lists "input_files" and "output_files"
   {"inputs": [...], "outputs": [...], "fn_name": "name"}   calls of a function
   {"prompt": ..., "test": ..., "entry_point": ...}         assertions in Python: HumanEval's columns
   {"public_test_cases": ..., "private_test_cases": ..., "metadata": ...}   LiveCodeBench's columns
@@ -28,45 +28,45 @@ from gspo_jax.verifiers import thought
 from gspo_jax.verifiers.programs import files
 from gspo_jax.verifiers.programs.sandbox import wire
 
-MAX_DECODED = 1 << 30  # maximum bytes of decompressed private tests; the largest have about 100 MB
+MAX_DECODED = 1 << 30  # Maximum bytes of decompressed private tests; the largest have about 100 MB.
 _HUMANEVAL = ("prompt", "test", "entry_point")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,9})?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-  """Tests of a program."""
+  """Tests of a program. Some fields are for some kinds only."""
 
-  kind: str  # "stdin": whole programs | "call": one function | "check": assertions
-  inputs: tuple[Any, ...] = ()  # stdin: texts; call: lists of arguments; check: one placeholder
-  outputs: tuple[Any, ...] = ()  # Expected outputs, parallel to `inputs`.
-  function: str = ""  # call, check: name of the function
-  wrapped: bool = False  # call: an expected value may be the only item of a list (APPS, TACO)
-  preamble: str = ""  # check: code before the function
-  code: str = ""  # check: the assertions
-  input_files: tuple[str, ...] = ()  # stdin: files with the standard input
-  output_files: tuple[str, ...] = ()  # stdin: files that may replace the standard output
-  tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0 for none
+  kind: str  # "stdin": whole programs. "call": calls of a function. "check": assertions about one.
+  inputs: tuple[Any, ...] = ()  # stdin: texts. call: lists of arguments. check: one placeholder.
+  outputs: tuple[Any, ...] = ()  # Expected output of each input.
+  function: str = ""  # call, check: name of the function.
+  wrapped: bool = False  # call: an expected value may be the only item of a list (APPS, TACO).
+  preamble: str = ""  # check: code before the function, with its head.
+  code: str = ""  # check: the assertions.
+  input_files: tuple[str, ...] = ()  # stdin: names of files to read in place of standard input.
+  output_files: tuple[str, ...] = ()  # stdin: names of files that may replace standard output.
+  tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0 for none.
 
   def passes(self, output: str, expected: Any) -> bool:
-    """Compares printed text, or the JSON of a call, with the expected output."""
+    """Whether an output, printed text or a call's value as JSON, is the expected one."""
     if self.kind == "stdin":
       return same_text(output.rpartition(files.MARK)[2], expected, self.tolerance)
     return same_result(output, expected, self.wrapped, self.tolerance)
 
 
 def parse(text: str) -> Tests:
-  """Parses an answer.
+  """Parses the tests in a gold answer.
 
   Raises:
-    ValueError: it is not JSON of a known form, or its tests cannot tell right from wrong.
+    ValueError: the text is not JSON of a known form, or every program would pass the tests.
   """
   try:
     fields = _loads(text)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"tests must be a JSON object, and {text[:60]!r} is not: {error}") from error
+    raise ValueError(f"tests must be a JSON object, but {text[:60]!r} is not: {error}") from error
   if not isinstance(fields, dict):
-    raise ValueError(f"tests must be a JSON object, and {text[:60]!r} is not")
+    raise ValueError(f"tests must be a JSON object, but {text[:60]!r} is not")
   try:
     if "private_test_cases" in fields:
       fields = _from_livecodebench(fields)
@@ -77,7 +77,7 @@ def parse(text: str) -> Tests:
     names = (tuple(fields.get(f"{kind}_files", ())) for kind in ("input", "output"))
     return _cases(fields["inputs"], fields["outputs"], fields.get("fn_name"), *names)
   except KeyError as error:
-    raise ValueError(f"tests {text[:60]!r}... have no {error}") from error
+    raise ValueError(f"tests {text[:60]!r}... have no field {error}") from error
   except (AttributeError, RecursionError, TypeError, ValueError) as error:
     raise ValueError(f"tests {text[:60]!r}... cannot be read: {error}") from error
 
@@ -87,12 +87,12 @@ def _loads(text: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-  """Reads an integer of any length; `int` refuses texts of more than 4,300 digits."""
+  """Reads an integer of any length. Python's `int` refuses more than 4,300 digits."""
   return int(digits) if len(digits) < 4300 else int(decimal.Decimal(digits))
 
 
 def _require_check(prompt: Any, code: Any, function: Any) -> None:
-  """Raises ValueError unless `code` defines a `check` of the function."""
+  """Raises ValueError unless `code` has assertions, and its `check` uses the function."""
   if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
     raise ValueError("prompt, test and entry_point must be text, and the last one a name")
   _parse_code(standalone(prompt), "prompt")
@@ -107,7 +107,7 @@ def _require_check(prompt: Any, code: Any, function: Any) -> None:
   kinds = [x for x in ast.walk(tree) if isinstance(x, ast.Assert | ast.Raise)]
   texts = (getattr(x, "id", getattr(x, "attr", "")) for x in ast.walk(tree))
   if not kinds and not any("assert" in text.lower() for text in texts):
-    raise ValueError("test asserts nothing, so that every program is right")
+    raise ValueError("test asserts nothing, so every program would be right")
 
 
 def _parse_code(code: str, name: str) -> ast.Module:
@@ -118,7 +118,7 @@ def _parse_code(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """Completes a preamble to valid Python, with a body for its last function."""
+  """Completes a preamble's last function, of which it has only the head, by `pass`."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -133,10 +133,13 @@ def _cases(
   input_files: tuple[str, ...] = (),
   output_files: tuple[str, ...] = (),
 ) -> Tests:
+  """Builds tests of a function, or of a whole program without a function's name."""
   if not isinstance(inputs, list) or not isinstance(outputs, list):
     raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
-    raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    raise ValueError(
+      f"{len(inputs)} inputs and {len(outputs)} outputs: give one output per input, and any input"
+    )
   if not isinstance(function, str | None):
     raise ValueError(f"fn_name must be text, not {function!r:.40}")
   if not all(isinstance(name, str) for name in (*input_files, *output_files)):
@@ -144,12 +147,12 @@ def _cases(
   if not function:
     texts = tuple(map(_text, inputs)), tuple(map(_text, outputs))
     if not any(text.strip() for text in texts[1]):
-      raise ValueError("no output is expected, so that `pass` is right")
+      raise ValueError("no output is expected, so the program `pass` would be right")
     return Tests("stdin", *texts, input_files=input_files, output_files=output_files)
   wrapped = not all(isinstance(case, str) for case in inputs)
   if all(x in (None, "null") or (wrapped and x == [None]) for x in outputs):
-    raise ValueError("no result is expected, so that `pass` is right")
-  if not wrapped:  # LiveCodeBench: an argument per line, as JSON
+    raise ValueError("no result is expected, so a function of `pass` would be right")
+  if not wrapped:  # LiveCodeBench has an argument per line, as JSON.
     arguments = tuple([_loads(line) for line in case.split("\n")] for case in inputs)
     return Tests("call", arguments, tuple(map(_loads, outputs)), function)
   if not all(isinstance(case, list) for case in inputs):
@@ -158,6 +161,7 @@ def _cases(
 
 
 def _text(value: Any) -> str:
+  """Converts an input or output to text; a list has a line per item."""
   if value is None:
     raise ValueError("an input or output is null")
   return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -178,12 +182,13 @@ def _load_column(column: Any) -> Any:
 
 
 def decode_private(column: str | list) -> list[dict[str, str]]:
-  """Decodes LiveCodeBench's private tests: JSON, or base64 of zlib of pickled JSON.
+  """Decodes LiveCodeBench's private tests.
 
-  The pickle may have strings and builtin containers only; no name in it is imported or called.
+  They are JSON, or JSON that was pickled, compressed by zlib and encoded in base64. The pickle may
+  have strings and builtin containers only; no name in it is imported or called.
 
   Raises:
-    ValueError: it is none of these, or decompresses to more than `MAX_DECODED` bytes.
+    ValueError: the column has neither form, or more than `MAX_DECODED` bytes.
   """
   if not isinstance(column, str):
     return column
@@ -216,18 +221,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def extract(response: str, fences: bool = True) -> str | None:
-  """Extracts the program of a response; None if there is none.
+  """Returns the program in a response; None if there is none.
 
-  It is the last complete fenced block marked as Python, else the last one without a mark. Only text
-  after the thought counts (`thought.after`). The indentation of a fence, as in a list, is removed
-  from its lines.
+  It is the last complete Markdown block between fences (```) with the language Python, else the
+  last one without a language. Only text after the thought counts (`thought.after`). The indentation
+  of a fence, as in a list, is removed from the lines of its block.
 
-  Args:
-    fences: whether a program must be fenced. If not, a response without any fence is a program as a
-      whole, since base models complete functions.
+  fences: whether a program must be in a block. If not, a response without any fence is a program as
+    a whole, since base models complete functions without fences.
   """
   text = thought.after(response)
-  blocks, block, mark, opening, indent = {}, None, "", "", 0
+  blocks, block, mark, opening, indent = {}, None, "", "", 0  # Last complete block by language.
   for line in text.split("\n"):
     fence, label = _fence(line)
     if fence and block is None:
@@ -246,7 +250,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence, three or more of ` or ~, and its mark. Returns "", "" without one."""
+  """Returns a line's fence (three or more ` or ~) and language; "" for none."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -257,23 +261,23 @@ def _fence(line: str) -> tuple[str, str]:
 
 
 def completes(program: str, tests: Tests) -> str:
-  """Prepends the prompt to a program without a definition of the tested function."""
+  """Prepends the preamble to a program without the tested function."""
   name = re.escape(tests.function)
   defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
   return program if defined else tests.preamble + program
 
 
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
-  """Compares printed output by LiveCodeBench's rule.
+  """Whether printed outputs are equal by LiveCodeBench's rule.
 
-  Both texts and their lines are stripped. The numbers of lines must be equal, and each line must be
-  the same text or the same sequence of decimal numbers. A decimal of `expected` (with a point or an
-  exponent) may differ by `tolerance`, absolutely or relative to its size.
+  Spaces around the texts and their lines do not count. The numbers of lines must be equal, and each
+  line must be the same text or the same sequence of decimal numbers. A decimal of `expected`, with
+  a point or an exponent, may differ by `tolerance`, absolutely or relative to its size.
 
-  Reference: grade_stdio in lcb_runner/evaluation/testing_util.py.
+  Reference: grade_stdio in lcb_runner/evaluation/testing_util.py of LiveCodeBench.
   """
   ours, gold = output.strip(), expected.strip()
-  if ours.count("\n") != gold.count("\n"):  # First, to avoid splitting millions of lines.
+  if ours.count("\n") != gold.count("\n"):  # Avoids splitting an output of millions of lines.
     return False
   bound = decimal.Decimal(tolerance)
   lines = zip(ours.split("\n"), gold.split("\n"))
@@ -307,30 +311,27 @@ def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
     return x == y
   try:
     return abs(x - y) <= tolerance * max(1, abs(y))
-  except ArithmeticError:  # too large exponents
+  except ArithmeticError:  # An exponent is too large.
     return False
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns an upper bound on the length of an equal output, printed or as JSON.
-
-  1 MiB is added for spaces and other spellings of numbers.
-  """
+  """Returns a generous bound on the length of an equal output with longer spellings."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
 
 def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: float = 0.0) -> bool:
-  """Compares returned values by LiveCodeBench's rule (grade_call_based): a tuple is a list.
+  """Whether a returned value is the expected one by LiveCodeBench's rule.
 
-  This holds for the outermost tuple only.
+  In grade_call_based a returned tuple equals a list of its items, but a tuple within the value does
+  not. The comparison takes linear time: it builds no sets or dicts of the value.
 
   Args:
-    text: JSON with `wire.encode(value)`; any other text is unequal. It is compared in linear time,
-      without building sets or dicts of it.
-    expected: JSON value.
-    wrapped: whether the value is converted to JSON, as in APPS and TACO. The expected value may
-      then be the only item of a list, all tuples are lists, and keys are texts.
+    text: JSON `{"value": wire.encode(value)}`; any other text is unequal.
+    expected: the expected value, from JSON.
+    wrapped: whether the value is converted to JSON first, as in APPS and TACO. The expected value
+      may then be the only item of a list, all tuples are lists, and keys are texts.
     tolerance: allowed error of a float in `expected`, absolute or relative to it; 0 for none.
   """
   try:
@@ -345,14 +346,14 @@ def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: floa
 
 
 class _Rule(NamedTuple):
-  """Options of a comparison of values."""
+  """Options for comparing values."""
 
-  as_json: bool  # Whether tuples are lists, and keys of dicts texts.
+  as_json: bool  # Whether all tuples count as lists, and keys of dicts as texts.
   tolerance: float  # Allowed error of a float, absolute or relative; 0 for none.
 
 
 def _same(value: Any, expected: Any, rule: _Rule) -> bool:
-  """Compares a value, as `wire.encode` writes it, with the expected one."""
+  """Whether a value encoded by `wire.encode` is the expected one."""
   if isinstance(value, dict):
     ((kind, content),) = value.items()
     if kind == "dict":
@@ -376,7 +377,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Compares the pairs of a dict. Keys of `expected` are texts, as in JSON."""
+  """Whether the pairs of a dict are the expected ones, whose keys are texts."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)
@@ -390,7 +391,7 @@ def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
 
 
 def number_keys(value: Any) -> Any:
-  """Converts the keys of each dict to integers if all of them are integers as text."""
+  """Converts the keys of each dict to integers, if all are texts of integers."""
   if isinstance(value, list):
     return [number_keys(item) for item in value]
   if not isinstance(value, dict):

@@ -1,14 +1,15 @@
-"""Programs with input and output files, run with standard input and output.
+"""Runs programs that read and write files like programs with standard input and output.
 
-Code before the program copies the standard input to the input files. At the program's end, the
-output files are written to the standard output, after a mark. All this happens in the program's
-process, so a program can forge its own output only.
+Code before the program copies the standard input to its input files. At the program's end, its
+output files are copied to the standard output, each after a mark. All this happens in the program's
+process, so a program can forge nothing but its own output.
 """
 
 from collections.abc import Sequence
 
-MARK = "\0output file\0"
+MARK = "\0output file\0"  # Printed before the content of an output file.
 
+# Code before the program. `_print_outputs` flushes files that the program did not close.
 _PROLOGUE = """
 def _use_files(inputs, outputs, mark):
   import atexit, gc, io, os
@@ -41,7 +42,13 @@ def _use_files(inputs, outputs, mark):
 
 
 def with_files(program: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-  """Converts a program with files to one with standard input and output."""
+  """Converts a program with files to one with standard input and output.
+
+  Args:
+    program: code of the program.
+    inputs: names of its input files; each has the whole input.
+    outputs: names of its output files.
+  """
   arguments = f"{list(inputs)!r}, {list(outputs)!r}, {MARK.encode()!r}"
   run = f"exec(compile({program!r}, 'program', 'exec'), globals())"
   return f"{_PROLOGUE}\n_use_files({arguments})\n{run}\n"

@@ -1,7 +1,7 @@
 """Starts, uses and ends sandboxes, and tests whether this machine allows them.
 
-This is the verifier's side. The inside is in sandbox/, loaded by an interpreter without the
-verifier's environment.
+This is the verifier's side. The code that runs inside is in sandbox/. It is loaded by an
+interpreter without the verifier's packages and environment variables.
 """
 
 import contextlib
@@ -23,21 +23,22 @@ from gspo_jax.verifiers.programs import ISOLATIONS
 from gspo_jax.verifiers.programs.sandbox import wire
 from gspo_jax.verifiers.programs.sandbox.isolation import SCRATCH
 
-START_LIMIT_S = 60.0  # Limit for a sandbox to be ready, and for an overdue report.
+# Seconds until a sandbox must be ready, and after a test's time limit until it must report.
+START_LIMIT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
   """Resources that one test may use."""
 
-  cpu_s: int = 6  # LiveCodeBench's limit per test; whole seconds, as the kernel counts
-  wall_s: float = 15.0  # longer than the CPU time, for busy machines
-  memory_bytes: int = 1 << 30  # address space
-  output_bytes: int = 16 << 20
-  file_bytes: int = 16 << 20  # Largest file.
-  scratch_bytes: int = 64 << 20  # All files together, in memory.
+  cpu_s: int = 6  # CPU seconds, LiveCodeBench's limit; the kernel counts whole ones.
+  wall_s: float = 15.0  # Wall-clock seconds; more than CPU seconds, for busy machines.
+  memory_bytes: int = 1 << 30  # Address space.
+  output_bytes: int = 16 << 20  # Each of standard output, standard error and result.
+  file_bytes: int = 16 << 20  # Size of one file.
+  scratch_bytes: int = 64 << 20  # Size of all files, in memory; unlimited with isolation="none".
   open_files: int = 64
-  threads: int = 64
+  threads: int = 64  # Unlimited with isolation="none".
 
 
 DEFAULTS = Limits()
@@ -48,24 +49,27 @@ class SandboxError(Exception):
 
 
 class Sandbox(contextlib.AbstractContextManager):
-  """One sandbox: an interpreter that runs tests one after another, each in a fresh process."""
+  """A sandbox: an interpreter that runs tests one after another, each in a new process."""
 
   def __init__(self, isolation: str, limits: Limits, channel: socket.socket | None = None):
-    """Starts the sandbox.
+    """Starts the sandbox, and waits until it is ready.
 
     Args:
-      channel: socket for the process of the first test, which is then the only one; None without.
+      isolation: "namespaces" or "none".
+      limits: resources of each test.
+      channel: socket for the process of the test. The sandbox then runs a single test. None for any
+        number of tests without a socket.
 
     Raises:
-      SandboxError: it does not start; the message names the step that the kernel denied.
+      SandboxError: the sandbox does not start, e.g. since the kernel denies a step.
     """
     if isolation not in ISOLATIONS[1:]:
-      raise ValueError(f"no isolation is called {isolation!r}")
+      raise ValueError(f"isolation={isolation!r} is not one of {', '.join(ISOLATIONS[1:])}")
     self._directory, self._process, self._control = "", None, None
     try:
       self._start(isolation, limits, channel)
       self._receive(START_LIMIT_S)
-    except OSError as error:  # no memory, no space, or too many processes or files
+    except OSError as error:  # No memory, no space, or too many processes or files.
       self.close()
       raise SandboxError(f"no sandbox could be started: {error}") from error
     except BaseException:
@@ -73,6 +77,7 @@ class Sandbox(contextlib.AbstractContextManager):
       raise
 
   def _start(self, isolation: str, limits: Limits, channel: socket.socket | None) -> None:
+    """Starts the interpreter; see `runner.main`."""
     self._limits = limits
     if isolation == "none":
       self._directory = tempfile.mkdtemp(prefix="gspo_jax_")
@@ -91,8 +96,8 @@ class Sandbox(contextlib.AbstractContextManager):
       f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
       "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
     )
-    # No site-packages and no user settings at the start. A fixed hash seed fixes the order of sets,
-    # so a program passes in all runs or in none.
+    # The interpreter starts without site-packages and user settings. A fixed hash seed fixes the
+    # order of sets: a program passes in all runs or in none.
     with theirs:
       self._process = subprocess.Popen(
         [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
@@ -110,10 +115,13 @@ class Sandbox(contextlib.AbstractContextManager):
     """Starts a test.
 
     Args:
-      request: the test. The program's process has a copy, so it is independent of the expected
+      request: the test. The program's process has a copy, so it must not depend on the expected
         output.
       most: maximum bytes of a reported output; None for no maximum. It may depend on the expected
-        output, since the sandbox reads it after the program's end.
+        output, since the sandbox reads it only after the program's end.
+
+    Raises:
+      SandboxError: the sandbox died.
     """
     try:
       self._control.settimeout(None)
@@ -123,7 +131,7 @@ class Sandbox(contextlib.AbstractContextManager):
       raise SandboxError(f"the sandbox died: {error!r}") from error
 
   def report(self) -> dict[str, Any]:
-    """Returns the report on the running test, with the fields of runner._run.
+    """Waits for the running test, and returns its report (`runner._run`).
 
     Raises:
       SandboxError: the sandbox died, or its report is long overdue.
@@ -131,13 +139,14 @@ class Sandbox(contextlib.AbstractContextManager):
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
   def run(self, request: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """Runs a test and returns its report; arguments and errors as in `start` and `report`."""
     self.start(request, most)
     return self.report()
 
   def close(self) -> None:
     """Kills all processes of the sandbox, and removes its files."""
     if self._process is not None:
-      if self._process.poll() is None:  # Otherwise another process may have its number.
+      if self._process.poll() is None:  # After its end another process may have its id.
         with contextlib.suppress(ProcessLookupError):
           os.killpg(self._process.pid, signal.SIGKILL)
       self._process.wait()
@@ -151,7 +160,8 @@ class Sandbox(contextlib.AbstractContextManager):
     self.close()
 
   def _receive(self, limit_s: float) -> dict[str, Any]:
-    # A timer instead of a socket timeout: this is a blocking read of a whole message.
+    """Returns the sandbox's next message; kills the sandbox after `limit_s` seconds."""
+    # A socket's timeout would be for each read, and a message takes several.
     timer = threading.Timer(limit_s, self._process.kill)
     timer.daemon = True
     timer.start()
@@ -167,7 +177,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 def _remove(directory: str) -> None:
-  """Removes a program's files, of any depth and permissions. Failures raise nothing."""
+  """Removes a program's files, of any depth and permissions. Ignores failures."""
   for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
     with contextlib.suppress(OSError):
       os.rmdir(directory)
@@ -179,25 +189,27 @@ def _remove(directory: str) -> None:
       )
 
 
+# Environment variables of the sandbox's interpreter.
 _ENVIRONMENT = {
   "PYTHONHASHSEED": "0",
   "PYTHONIOENCODING": "utf-8:surrogateescape",
   "LC_ALL": "C.UTF-8",
-  "OPENBLAS_NUM_THREADS": "1",  # BLAS reserves memory for every thread
+  "OPENBLAS_NUM_THREADS": "1",  # BLAS reserves memory for each thread.
 }
 
 
 def _packages() -> list[str]:
-  """Returns the trainer's package directories. A program sees only NumPy in them."""
+  """Returns the directories of installed packages; `paths.plan` makes NumPy readable."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def choose_isolation(setting: str) -> str:
-  """Returns `setting`, or "namespaces" for "auto", after a trial. Never falls back to "none".
+  """Returns the isolation for a setting, after running a trial program with it.
+
+  setting: value of reward.isolation. "auto" means "namespaces", and never falls back to "none".
 
   Raises:
-    ValueError: the name is unknown, or programs cannot be confined here; the message has the reason
-      and the remedy.
+    ValueError: the value is unknown, or programs cannot be confined on this machine.
   """
   if setting not in ISOLATIONS:
     raise ValueError(f"reward.isolation={setting!r} is not one of {', '.join(ISOLATIONS)}")
@@ -208,7 +220,7 @@ def choose_isolation(setting: str) -> str:
     ending = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
     if isolation == "none" or ending == "confined":
       return isolation
-    reason = f"a trial program ends with {ending!r}"
+    reason = f"a trial program ended with {ending!r}"
   except SandboxError as error:
     reason = str(error)
   if isolation == "none":
@@ -222,7 +234,7 @@ def choose_isolation(setting: str) -> str:
 
 
 def describe(setting: str, isolation: str) -> str:
-  """Describes the chosen isolation in one line."""
+  """Describes the chosen isolation in one line; arguments are input and result of the choice."""
   if isolation == "none":
     return "reward.isolation=none: programs run with your rights, your files and your network"
   return f"reward.isolation={setting}: {isolation} (tried out: no network, threads are bounded)"
@@ -230,7 +242,8 @@ def describe(setting: str, isolation: str) -> str:
 
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
-# Looks for an open network and unlimited threads: the kernel does not count those of its root.
+# Trial program: prints "confined", or finds a network or an unlimited number of threads. (The
+# kernel does not limit the threads of the root user.)
 _PROBE = """
 import _thread, socket, statistics
 faults = []

@@ -1,13 +1,14 @@
-"""Verifier of programs by their tests. Imports no jax; works from any thread.
+"""Verifier of programs by their tests. Imports no JAX, and works from any thread.
 
-Every candidate has a separate sandbox (sandbox/isolation.py confines it), and every test in it a
-separate process. Tests are judged here, outside the sandbox. The sandbox never sees the expected
-output. It returns the printed or returned value as text, with a length limit from the expected
-output. Comparing takes linear time and memory (cases.py).
+Each candidate program has its own sandbox (sandbox/isolation.py confines it), and each test its own
+process there. The sandbox returns the printed or returned value as text. It is compared with the
+expected output here, in linear time and memory (cases.py). So the sandbox never has the expected
+output while the program runs; only the output's maximum length is derived from it.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
-a stub that sends its arguments to the first sandbox. So no code of the candidate shares a process
-with an assertion: ending early, patching builtins or forging messages cannot make one pass.
+a stub, which sends its arguments to the first sandbox and receives the value. So no code of the
+candidate shares a process with an assertion. It cannot make one pass by ending early, by patching
+builtins or by forging messages.
 """
 
 import concurrent.futures
@@ -27,19 +28,19 @@ from gspo_jax.verifiers.programs import cases, files, process
 from gspo_jax.verifiers.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.verifiers.programs.sandbox import assertions, wire
 
-TOLERANCE = 1e-6  # as in programming contests
+TOLERANCE = 1e-6  # Usual in programming contests.
 
 
 class Outcome(enum.StrEnum):
-  """Outcome of a response: all tests passed, or the failure of the first one."""
+  """Outcome of a response: all tests passed, or the first failure."""
 
-  RIGHT = "right"
-  WRONG = "wrong"
-  UNPARSABLE = "unparsable"  # no program in the response
-  ERROR = "error"  # an exception, a signal, no result, or too much output
-  TIMEOUT = "timeout"  # The program's: CPU or wall-clock time.
-  MEMORY = "memory"
-  CRASH = "crash"  # The verifier's or the tests': no verdict on the program.
+  RIGHT = "right"  # The program passed all tests.
+  WRONG = "wrong"  # It had another output than expected, or failed an assertion.
+  UNPARSABLE = "unparsable"  # The response has no program.
+  ERROR = "error"  # It ended by an exception or a signal, without result, or with too much output.
+  TIMEOUT = "timeout"  # It took too much CPU or wall-clock time.
+  MEMORY = "memory"  # It needed too much memory.
+  CRASH = "crash"  # The verifier or the tests failed: no verdict on the program.
 
 
 OUTCOMES = tuple(Outcome)
@@ -49,9 +50,10 @@ OUTCOMES = tuple(Outcome)
 def open_verifier(
   workers: int, time_limit_s: float, memory_mb: int, isolation: str, tolerance: float
 ) -> Iterator[Callable]:
-  """Opens a `CodeVerifier` with the interface of `gspo_jax.rewards`.
+  """Yields the verifying function of a `CodeVerifier`, for `gspo_jax.rewards.scorer`.
 
-  The isolation of programs is named in a line at the start, and in the metrics.
+  It maps (responses, prompts, finished) to (outcomes, None). The chosen isolation is printed, and
+  is the metric verifier/isolation/NAME. Arguments are keys of the section `reward`.
   """
   cpu_s = math.ceil(time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
@@ -66,21 +68,21 @@ def open_verifier(
 
 
 def check_answer(text: str) -> None:
-  """Raises ValueError, with the reason, for an answer without passable tests."""
+  """Raises ValueError for an answer without valid tests; see `cases.parse`."""
   cases.parse(text)
 
 
 class CodeVerifier(contextlib.AbstractContextManager):
-  """Scores responses with programs.
+  """Verifies batches of responses with programs.
 
   Args:
-    workers: number of candidates that run at the same time.
+    workers: number of programs that run at the same time.
     limits: resources of a test.
-    isolation: one of `process.ISOLATIONS`; "auto" never takes "none".
+    isolation: one of `ISOLATIONS`, as for `process.choose_isolation`.
     tolerance: allowed error of a decimal in an expected output, absolute or relative; 0 for none.
 
   Raises:
-    ValueError: programs cannot be confined.
+    ValueError: programs cannot be confined on this machine.
   """
 
   def __init__(
@@ -93,17 +95,21 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self.isolation = process.choose_isolation(isolation)
     self._limits, self._tolerance = limits, tolerance
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
-    self._open: set[Sandbox] = set()
-    self._kills = 0
+    self._open: set[Sandbox] = set()  # Sandboxes in use.
+    self._kills = 0  # Number of calls of `_kill`. Work submitted before the last one must end.
     self._submitted = threading.local()  # Per thread: `_kills` when its work was submitted.
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
     """Returns one outcome per response, in order. Equal programs for equal tests run once.
 
-    A failure of the verifier on a response is a crash, the outcome of this response alone.
+    If the verifier fails on a response, the outcome of this response is a crash.
+
+    Args:
+      responses: texts of the responses.
+      answers: the tests of each response, in a form of `cases`.
 
     Raises:
-      ValueError: the lengths differ, or an answer has no tests.
+      ValueError: the lengths differ, or an answer has no valid tests.
     """
     tests = {
       text: dataclasses.replace(cases.parse(text), tolerance=self._tolerance)
@@ -119,17 +125,17 @@ class CodeVerifier(contextlib.AbstractContextManager):
     }
     try:
       return [futures[pair].result() for pair in pairs]
-    except BaseException:  # an interrupt
+    except BaseException:  # After an interrupt, no program may run on.
       for future in futures.values():
         future.cancel()
       self._kill()
       raise
 
   def outcome(self, program: str, tests: cases.Tests) -> Outcome:
-    """Runs a program on its tests up to the first failure, as LiveCodeBench does.
+    """Runs a program on its tests until the first failure, as LiveCodeBench does.
 
     Raises:
-      SandboxError: the verifier failed, not the program.
+      SandboxError: the sandbox failed, not the program.
     """
     if tests.kind == "check":
       return self._check(program, tests)
@@ -138,7 +144,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     with self._sandbox() as sandbox:
       for value, expected in zip(tests.inputs, tests.outputs):
         if failure := _test(sandbox, program, tests, value, expected):
-          # A second try: JSON has converted integer keys of dicts to text.
+          # JSON has converted integer keys of dicts to text, so the test is repeated with integers.
           numbered = cases.number_keys(value) if tests.wrapped else value
           if numbered == value or _test(sandbox, program, tests, numbered, expected):
             return failure
@@ -152,22 +158,24 @@ class CodeVerifier(contextlib.AbstractContextManager):
     """Returns the outcome of a program, after a second try if the verifier fails.
 
     Args:
-      kills: value of `_kills` when the work was submitted. After a further kill, the work ends.
+      program: None for a response without program.
+      tests: tests of the program.
+      kills: value of `_kills` when the work was submitted.
     """
     if program is None:
       return Outcome.UNPARSABLE
     self._submitted.kills, reason = kills, ""
-    for _ in range(2):  # The first failure may be the machine's (out of memory).
+    for _ in range(2):  # The first failure may be the machine's, e.g. for lack of memory.
       try:
         return self.outcome(program, tests)
-      except Exception as error:  # a full disk, a directory too deep to delete, ...
+      except Exception as error:  # For example a full disk, or a directory too deep to delete.
         reason = f"{type(error).__name__}: {error}"
       if kills != self._kills:
         break
     return pool.Failure(Outcome.CRASH, reason)
 
   def _check(self, program: str, tests: cases.Tests) -> Outcome:
-    """Runs assertions in one sandbox, the program in another, with a socket between."""
+    """Runs assertions in one sandbox and the program in another, with a socket between."""
     ours, theirs = socket.socketpair()
     with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
       ours.close()
@@ -191,16 +199,18 @@ class CodeVerifier(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
+    """Opens a sandbox. `_kill` closes it, too."""
     with Sandbox(self.isolation, self._limits, channel) as sandbox:
       self._open.add(sandbox)
       try:
         if getattr(self._submitted, "kills", self._kills) != self._kills:
-          raise SandboxError("interrupted during its start")
+          raise SandboxError("the sandbox was interrupted during its start")
         yield sandbox
       finally:
         self._open.discard(sandbox)
 
   def _kill(self) -> None:
+    """Ends all running programs."""
     self._kills += 1
     for sandbox in list(self._open):
       sandbox.close()
@@ -209,7 +219,15 @@ class CodeVerifier(contextlib.AbstractContextManager):
 def _test(
   sandbox: Sandbox, program: str, tests: cases.Tests, value: Any, expected: Any
 ) -> Outcome | None:
-  """Runs one test. Returns its failure, or None if the program passes."""
+  """Runs one test; returns the failure, or None if the program passes.
+
+  Args:
+    sandbox: sandbox of the program.
+    program: code of the program.
+    tests: tests of the program, for their kind.
+    value: input of this test.
+    expected: expected output of this test.
+  """
   request = {"kind": tests.kind, "code": program}
   if tests.kind == "stdin":
     request["stdin"] = value
@@ -220,14 +238,17 @@ def _test(
     return failure
   output = report["stdout" if tests.kind == "stdin" else "result"]
   if tests.kind == "call" and output == "":
-    return Outcome.ERROR  # It ended without a result, with any status.
+    return Outcome.ERROR  # The function ended the process, with any exit status.
   if output is None or not tests.passes(output, expected):
     return Outcome.WRONG
   return None
 
 
 def _failure(report: dict[str, Any]) -> Outcome | None:
-  """Returns the failure of a program before its end, or None if it reached its end."""
+  """Returns the failure of a process, or None if it ended normally.
+
+  report: see `runner._run`.
+  """
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
     return Outcome.TIMEOUT

@@ -1,13 +1,14 @@
 """Runs assertions in Python (HumanEval) on a function in another sandbox.
 
-No code of the candidate is in this process: `candidate` is a stub. It sends its arguments over a
-channel, and receives a value or the name of an exception. So a candidate can only return or raise.
-Each of the following answers ends the assertions, even inside `except`:
+No code of the candidate program is in this process. The assertions call a stub, which sends its
+arguments over a channel, and receives a value or the name of an exception. So all that a candidate
+can do is to return or raise. Some answers end the assertions at once, even inside `except`, since
+they might pass by accident or design:
 
-- StopIteration, since `all(map(candidate, cases))` would take it for the end of the cases;
-- NaN and infinity, unless the tests mention them: they pass `not abs(x - y) > 1e-6` and
-  `abs(x - y) <= 1e-6 * max(abs(x), abs(y))`;
-- an invalid message, or none.
+- StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
+- NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity
+  passes `abs(x - y) <= 1e-6 * max(abs(x), abs(y))`.
+- An invalid message, or none.
 """
 
 import ast
@@ -18,19 +19,20 @@ from typing import Any
 
 from . import wire
 
-# Exit statuses, beside `runner.FAILED`.
+# Exit statuses of this process, beside `runner.FAILED`.
 OUT_OF_MEMORY = 101
-ASSERTION = 102  # an assertion failed
-RAISED = 103  # the candidate's function raised
-GONE = 104  # the candidate ended before its answer
-CHECKED = 105  # all assertions passed, and the function was called
-BROKEN = 106  # the tests never called the function, or with arguments that cannot be sent
+ASSERTION = 102  # An assertion failed.
+RAISED = 103  # The candidate's function raised an exception.
+GONE = 104  # The candidate's process ended before its answer.
+CHECKED = 105  # All assertions passed, and the function was called.
+BROKEN = 106  # The tests never called the function, or with arguments that cannot be sent.
 
+# Names and texts that mention NaN or infinity.
 _NONFINITE = frozenset("nan inf infinity isnan isinf isfinite isposinf isneginf".split())
 
 
 class _EndAssertions(BaseException):
-  """Ends the assertions. Not an Exception; every further call of the stub raises it again."""
+  """Ends the assertions. It is no Exception, so `except Exception` does not catch it."""
 
 
 class _CandidateError(Exception):
@@ -38,23 +40,32 @@ class _CandidateError(Exception):
 
 
 class _Candidate:
-  """The stub. `ended` is the final status, even if the assertions catch its exception."""
+  """The stub in place of the candidate's function.
+
+  Args:
+    channel: descriptor of the channel to the other sandbox.
+    most: maximum bytes of an answer.
+    allow_nonfinite: whether NaN and infinity are valid answers.
+  """
 
   def __init__(self, channel: int, most: int, allow_nonfinite: bool):
     self._channel, self._most, self._allow_nonfinite = channel, most, allow_nonfinite
-    # Whether a returned value was not data; an assertion may then pass it back as an argument.
+    # Whether the function returned a value that is no data. An assertion may pass it back as an
+    # argument.
     self._opaque = False
-    self.called, self.ended = False, 0
+    self.called = False  # Whether the assertions called the function.
+    self.ended = 0  # Exit status once the assertions must end, even if they catch the exception.
 
   def call(self, *arguments, **options) -> Any:
+    """Returns the candidate's value, or raises its exception."""
     if self.ended:
       raise _EndAssertions
     self.called = True
     try:
       question = wire.encode([arguments, options])
-    except TypeError:  # a function, say
+    except TypeError:  # An argument is no data, for example a function.
       self._end(ASSERTION if self._opaque else BROKEN)
-    except Exception:  # Too deep, so the value came from the candidate.
+    except Exception:  # An argument is nested too deeply, so it came from the candidate.
       self._end(ASSERTION)
     try:
       wire.send(self._channel, question)
@@ -65,7 +76,7 @@ class _Candidate:
       self._end(GONE)
     except MemoryError:
       self._end(OUT_OF_MEMORY)
-    except Exception:  # forged
+    except Exception:  # The message is invalid, and so forged.
       self._end(ASSERTION)
     if raised is not None:
       self._raise(raised)
@@ -75,7 +86,10 @@ class _Candidate:
     return value
 
   def _raise(self, name: str) -> None:
-    """Raises the function's exception, so that tests of errors can pass."""
+    """Raises the function's exception: tests may expect one.
+
+    name: name of a builtin exception. Its subclass is raised, to tell it from errors of the tests.
+    """
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
       kind = Exception
@@ -89,12 +103,13 @@ class _Candidate:
     raise mixed.__new__(mixed)  # Some constructors need arguments, which are unknown.
 
   def _end(self, status: int) -> None:
+    """Ends the assertions with an exit status."""
     self.ended = status
     raise _EndAssertions
 
 
 def _is_finite(value: Any) -> bool:
-  """Whether a value has neither NaN nor infinity in it."""
+  """Whether a value contains neither NaN nor infinity."""
   if isinstance(value, float):
     return math.isfinite(value)
   if isinstance(value, complex):
@@ -112,7 +127,13 @@ def _mentions_nonfinite(code: str) -> bool:
 
 
 def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) -> int:
-  """Runs the tests and returns their exit status. `load` runs a module."""
+  """Runs the assertions and returns an exit status.
+
+  Args:
+    request: code of the assertions, preamble and name of the function.
+    channel: descriptor of the channel to the other sandbox.
+    load: function that runs code as a module, `runner._load`.
+  """
   stub = _Candidate(channel, request["output_bytes"], _mentions_nonfinite(request["code"]))
 
   def candidate(*arguments, **options):

@@ -1,8 +1,11 @@
-"""System calls allowed to a program, on x86-64 and AArch64. All others are refused.
+"""List of the system calls allowed to a program on x86-64 and AArch64. All others are refused.
 
-The list names allowed calls, so calls of future kernels are refused too. It omits all calls that
-reach another process, the network, or an inode visible to other processes: sockets, signals,
-priorities, locks, leases, watches on files, attributes, and starting processes.
+Since the list names the allowed calls, calls of future kernels are refused too. It omits all calls
+that affect other processes, the network, or files visible to other processes: sockets, signals,
+priorities, locks, leases, watches on files, attributes of files, and starting processes.
+
+A seccomp filter applies it: a program of the kernel's virtual machine (classic BPF), which the
+kernel runs on each system call.
 """
 
 import ctypes
@@ -11,7 +14,8 @@ import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Numbers on x86-64 and AArch64, by name. None means that the architecture has no such call.
+# Numbers of allowed calls on x86-64 and AArch64, by name. None if the architecture has no such
+# call.
 ALLOWED = dict(
   read=(0, 63), write=(1, 64), readv=(19, 65), writev=(20, 66), pread64=(17, 67),
   pwrite64=(18, 68), preadv=(295, 69), pwritev=(296, 70), lseek=(8, 62), close=(3, 57),
@@ -47,31 +51,32 @@ ALLOWED = dict(
   epoll_wait=(232, None), epoll_pwait=(281, 22), eventfd=(284, None), eventfd2=(290, 19),
   recvfrom=(45, 207), getsockname=(51, 204), getsockopt=(55, 209),
 )  # fmt: skip
-# Calls allowed for some values of one argument: numbers, index of the argument, its values. They
-# are compared in 32 bits, as the kernel reads them.
+# Calls allowed for some values of one argument: (numbers as above, index of the argument, values).
+# Values are compared in 32 bits, as the kernel reads them.
 ALLOWED_VALUES = dict(
-  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no locks, leases,
-  # notices or signals.
+  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not for locks,
+  # leases, notices or signals.
   fcntl=((72, 25), 1, (0, 1, 2, 3, 4, 1030, 1032)),
-  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: no flags of inodes.
+  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not for flags of files.
   ioctl=((16, 29), 1, (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
   prctl=((157, 167), 0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
   prlimit64=((302, 261), 0, (0,)),  # Limits of the process itself.
-  socketpair=((53, 199), 0, (1,)),  # AF_UNIX: the loop of asyncio wakes itself with it.
+  socketpair=((53, 199), 0, (1,)),  # AF_UNIX: asyncio's event loop wakes itself with it.
 )
-# Calls with other rules: threads may be started, but not processes; `send` is `sendto` without an
-# address.
+# Calls with rules of their own in `program`. By `clone` a program may start threads, but no
+# processes. By `sendto` it may send to a connected socket, but not to an address.
 CLONE, CLONE3, SENDTO = (56, 220), (435, 435), (44, 206)
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE_THREAD = 0x00010000
-_CLONE_NEW = 0x7E020080  # any namespace
-_X32 = 0x40000000
-_NEWEST = 424  # Newer calls; the C library falls back to older ones.
+_CLONE_THREAD = 0x00010000  # Flag of `clone` for a thread.
+_CLONE_NEW = 0x7E020080  # Flags of `clone` for new namespaces.
+_X32 = 0x40000000  # Lowest number of a call in the x32 mode of x86-64, which is refused.
+# Calls from this number on are reported as absent, so that the C library tries older ones.
+_NEWEST = 424
 _EPERM, _ENOSYS = 1, 38
 _PR_SET_SECCOMP = 22
 
-# Instructions of the classic BPF: (code, jump if true, jump if false, operand).
+# Instructions of classic BPF: (code, instructions to skip if true, and if false, operand).
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW = (_RETURN, 0, 0, 0x7FFF0000)
 _KILL = (_RETURN, 0, 0, 0x80000000)
@@ -81,12 +86,17 @@ _NUMBER = (_LOAD, 0, 0, 0)
 
 
 def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
-  """Loads the low (or high) 32 bits of an argument."""
+  """Returns the instruction to load the low or high 32 bits of a call's argument."""
   return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 
 def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
-  """Returns the filter for an architecture. `column` is its index in the tables above."""
+  """Returns the filter's instructions for an architecture.
+
+  Args:
+    column: index of the architecture in the tables above.
+    architecture: the kernel's number for it.
+  """
   lines = [
     (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), _KILL,
     _NUMBER, (_AT_LEAST, 0, 1, _X32), _REFUSE,
@@ -100,7 +110,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
   ]
   rules += [
     (CLONE, [_argument(0), (_ANY_BIT, 2, 0, _CLONE_NEW), (_ANY_BIT, 0, 1, _CLONE_THREAD), _ALLOW]),
-    # A filter cannot read its flags in memory. The C library falls back to clone.
+    # A filter cannot read the flags of clone3, which are in memory. The C library tries clone then.
     (CLONE3, [_ABSENT]),
     (SENDTO, [_argument(4), (_EQUAL, 0, 3, 0), _argument(4, True), (_EQUAL, 0, 1, 0), _ALLOW]),
   ]
@@ -111,14 +121,14 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
 
 
 def apply() -> None:
-  """Confines this process and its children to the calls above for good.
+  """Confines this process and its children to the allowed calls, for good.
 
   Raises:
-    OSError: the architecture is another one, or the kernel has no seccomp filters.
+    OSError: the architecture is not supported, or the kernel has no seccomp filters.
   """
   machine = os.uname().machine
   if machine not in _ARCHITECTURES:
-    raise OSError(f"no list of system calls for {machine!r}")
+    raise OSError(f"there is no list of system calls for the architecture {machine!r}")
   lines = program(*_ARCHITECTURES[machine])
   code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
   pointer = struct.pack("H6xQ", len(lines), ctypes.addressof(code))

@@ -1,9 +1,9 @@
-"""Confinement of a candidate program by the kernel. Linux on x86-64 and AArch64.
+"""Confines a candidate program by means of the Linux kernel, on x86-64 and AArch64.
 
-A program runs in separate mount, process, network, IPC and host-name namespaces (and a user
-namespace if not root). The root directory has Python and the system's libraries, read-only, and an
-empty memory file system as the working directory. Resource limits and a list of allowed system
-calls (`calls.py`) are further bounds.
+A program runs in its own mount, process, network, IPC and host-name namespaces (and in a user
+namespace if not root). Its root directory has Python and the system's libraries, read-only, and an
+empty file system in memory as the working directory. Resource limits and a list of allowed system
+calls (`calls.py`) confine it further.
 """
 
 import contextlib
@@ -24,22 +24,23 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE = 1, 2, 4, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
 SCRATCH = "/scratch"  # Working directory of programs; /tmp is a link to it.
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-# A program's user is UID plus a process id, and no other process has it: limits per user hold.
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")  # Readable in a sandbox.
+# A program's user id is UID plus a process id. No other process has it, so the kernel's limits per
+# user count the program alone.
 UID = 0x70000000
 _MAX_PID = 1 << 22
 _ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
 
 
 def enter_namespaces(identity: int) -> bool:
-  """Leaves the parent's namespaces. The next child is process 1 of a new one.
+  """Moves this process to new namespaces; its next child is process 1 there.
 
-  Root without the right to unshare (in a container) first becomes the user `identity`, since the
-  kernel does not limit the threads of its root. Returns whether this process is still the machine's
-  root, which can take another user's identity.
+  Returns whether this process is still the machine's root user, so that a program can become
+  another user later. In a container, root may lack the right to create namespaces. It then becomes
+  the user `identity` first, since the kernel limits no threads of root, and needs a user namespace.
 
   Raises:
-    OSError: the kernel or a container's policy denies it.
+    OSError: the kernel or a container's policy denies a step.
   """
   spaces = NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS
   if os.geteuid() == 0 and _has_users():
@@ -48,7 +49,8 @@ def enter_namespaces(identity: int) -> bool:
       return True
     with contextlib.suppress(OSError):
       take_identity(identity)
-      _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")  # /proc
+      # Files of /proc/self belong to the new user only with this flag.
+      _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
   uid, gid = os.geteuid(), os.getegid()
   _check(_libc.unshare(spaces | NEW_USER), "unshare with a user namespace")
   for name, line in (
@@ -69,18 +71,19 @@ def _has_users() -> bool:
 
 
 def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
-  """Enters a new root in memory, with `mounts` and an empty SCRATCH.
+  """Changes the root directory to a new file system in memory.
 
-  It ends with the namespace, and leaves nothing on disk.
+  It has the mounted paths, read-only, and an empty SCRATCH. It vanishes with the namespace.
 
   Args:
-    mounts: from readable paths of the host to paths inside.
+    mounts: paths inside, by readable path of the host.
+    scratch_bytes: maximum size of all files in SCRATCH.
 
   Raises:
     OSError: a mount fails, for example on kernels before 5.12.
   """
   _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-  # Opened first, since the new root hides all files below its mount point.
+  # All paths are opened first, since the new root will hide the files below its mount point.
   mounts = mounts | {path: path for path in DEVICES}
   sources = {target: os.open(path, os.O_PATH) for path, target in mounts.items()}
   links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
@@ -103,9 +106,8 @@ def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
   os.mkdir(_ROOT + SCRATCH)
   os.symlink(SCRATCH, _ROOT + "/tmp")
   os.chdir(_ROOT)
-  _check(
-    _libc.pivot_root(b".", b"."), "pivot_root"
-  )  # The old root is now mounted over the new one.
+  # Mounts the old root over the new one, to be unmounted at once.
+  _check(_libc.pivot_root(b".", b"."), "pivot_root")
   _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
   os.chdir("/")
   mount_scratch(scratch_bytes)
@@ -113,29 +115,32 @@ def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
 
 
 def mount_scratch(size: int) -> None:
-  """Mounts an empty SCRATCH of at most `size` bytes."""
+  """Mounts an empty file system of at most `size` bytes at SCRATCH."""
   options = f"size={size},nr_inodes=4096,mode=1777"
   _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def unmount_scratch() -> None:
+  """Unmounts SCRATCH, and thereby deletes its files."""
   _check(_libc.umount2(SCRATCH.encode(), _MNT_DETACH), f"umount of {SCRATCH}")
 
 
 def die_with_parent() -> None:
+  """Lets the kernel kill this process when its parent ends."""
   _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def hide_from_debuggers() -> None:
-  """Hides this process's memory and descriptors from other processes of the user."""
+  """Hides this process's memory and descriptors from other processes of its user."""
   _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def set_limits(limits: dict, tasks: int | None) -> None:
-  """Sets `process.Limits` for this process.
+  """Sets resource limits of this process.
 
   Args:
-    tasks: maximum processes and threads of this user; None for no maximum.
+    limits: fields of `process.Limits`.
+    tasks: maximum number of processes and threads of this user; None for no maximum.
   """
   most_of = {
     resource.RLIMIT_CPU: limits["cpu_s"],
@@ -144,13 +149,14 @@ def set_limits(limits: dict, tasks: int | None) -> None:
     resource.RLIMIT_NOFILE: limits["open_files"],
     resource.RLIMIT_CORE: 0,
     resource.RLIMIT_MEMLOCK: 0,
-    # Solutions rely on deep recursion in C.
+    # Programs rely on deep recursion.
     resource.RLIMIT_STACK: min(limits["memory_bytes"] // 4, 1 << 28),
   }
   if tasks is not None:
     most_of[resource.RLIMIT_NPROC] = tasks
   for kind, soft in most_of.items():
-    hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU, then SIGKILL a second later.
+    # At the soft limit of CPU time the kernel sends SIGXCPU, at the hard one SIGKILL.
+    hard = soft + (kind == resource.RLIMIT_CPU)
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
       soft, hard = min(soft, most), min(hard, most)
@@ -158,14 +164,14 @@ def set_limits(limits: dict, tasks: int | None) -> None:
 
 
 def take_identity(uid: int) -> None:
-  """Becomes a user without any files. Requires the machine's root."""
+  """Becomes another user, who owns no files. Only the machine's root can do this."""
   os.setgroups([])
   os.setresgid(uid, uid, uid)
   os.setresuid(uid, uid, uid)
 
 
 def drop_capabilities() -> None:
-  """Gives up every capability for good."""
+  """Gives up all capabilities of the process, for good."""
   _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
   header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
   _check(_libc.capset(header, data), "capset")
@@ -184,6 +190,7 @@ def _set_mount(target: str, attributes: int, flags: int) -> None:
 
 
 def _check(result: int, action: str) -> None:
+  """Raises OSError for a failed system call."""
   if result < 0:
     error = ctypes.get_errno()
     raise OSError(error, f"{action}: {os.strerror(error)}")

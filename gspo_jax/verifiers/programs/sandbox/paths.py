@@ -1,9 +1,9 @@
-"""Paths inside a sandbox. Python and NumPy have fixed paths there, independent of the host.
+"""Paths inside a sandbox: Python and NumPy have fixed paths there, independent of the host.
 
-An interpreter may be in a home directory or a checkout. At its own path it would reveal the names
-of all directories above it. System directories, which every machine has, keep their paths. Text in
-memory, such as the file name of a code object, may still have a path of the host. No file can be
-opened or examined by it.
+The host's interpreter may be in a home directory or a checkout. At the same path inside, it would
+reveal the names of all directories above it. System directories, which every machine has, keep
+their paths. Texts in memory, such as the file name of a code object, may still have a path of the
+host. But no file can be opened or examined by it.
 """
 
 import os
@@ -16,14 +16,15 @@ SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/e
 
 
 def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-  """Plans the readable paths for this interpreter.
+  """Plans the paths of this interpreter inside.
 
   Args:
-    packages: directories with NumPy, on the host.
+    packages: directories of installed packages on the host. Only NumPy is made readable, unless a
+      directory is within another readable one.
 
   Returns:
-    mounts: from paths of the host to paths inside.
-    moved: from prefixes of this interpreter's paths to prefixes inside.
+    mounts: paths inside, by path of the host.
+    moved: prefixes of paths inside, by prefix of this interpreter's paths on the host.
     packages: directories with NumPy, inside.
   """
   system = [*SYSTEM, *(path for path in ("/lib", "/lib64") if not os.path.islink(path))]
@@ -51,7 +52,7 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
 
 
 def inside(path: str, moved: dict[str, str]) -> str:
-  """Converts a path of the host to a path inside. Only moved prefixes change."""
+  """Converts a path of the host to a path inside, by its prefix."""
   for prefix in sorted(moved, key=len, reverse=True):
     if _below(path, [prefix]):
       return moved[prefix] + path[len(prefix) :]
@@ -59,12 +60,14 @@ def inside(path: str, moved: dict[str, str]) -> str:
 
 
 def _below(path: str, directories: Iterable[str]) -> bool:
+  """Whether a path is one of the directories, or within one."""
   return any(path == directory or path.startswith(f"{directory}/") for directory in directories)
 
 
 def move_modules(moved: dict[str, str]) -> None:
   """Updates the paths of this interpreter and its modules, for further imports."""
-  sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix  # no environment inside
+  # There is no virtual environment inside.
+  sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix
   names = "prefix exec_prefix base_prefix base_exec_prefix executable _base_executable _stdlib_dir"
   for name in names.split():
     _move(sys, name, moved)
@@ -81,7 +84,7 @@ def move_modules(moved: dict[str, str]) -> None:
 
 
 def _move(holder: Any, name: str, moved: dict[str, str]) -> None:
-  """Updates an attribute with a path or a list of paths."""
+  """Converts an attribute with a path or a list of paths; ignores others."""
   value = getattr(holder, name, None)
   if isinstance(value, list):
     value[:] = [inside(path, moved) for path in value]

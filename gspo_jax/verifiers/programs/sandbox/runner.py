@@ -1,10 +1,14 @@
-"""Runs candidate programs inside a sandbox, one process per test, and reports their ends.
+"""Inside of a sandbox: runs candidate programs, one process per test, and reports their ends.
 
-There are three kinds of processes. The *outer* process leaves the parent's namespaces. Its child,
-the *keeper*, is process 1 of the new ones. It is trusted, and never runs code of a candidate: it
-forks a process per test, enforces time limits, collects the output and kills remaining processes.
-The forked process, the *candidate*, gives up every right and then runs the program. The verifier
-trusts the keeper's messages only, and no expected output ever enters a candidate's sandbox.
+Each of these processes is the parent of the next:
+
+  outer      Moves to new namespaces of the kernel, and waits.
+  keeper     Process 1 of the new namespaces. It is trusted, and never runs code of a candidate. It
+             forks a process per test, enforces time limits, collects the output, and kills all
+             processes of a test at its end.
+  candidate  Gives up all rights, then runs the program.
+
+The verifier trusts the messages of the keeper. No expected output is in a process with a program.
 """
 
 import atexit
@@ -23,23 +27,26 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit statuses are reasons of failures, never successes, so a forged one only changes the name of
-# the failure. `assertions` has more of them.
+# Exit status of a failed candidate; `assertions` has more. Forging it is no success without output.
 FAILED = 1
 
-_RESULT, _CHANNEL = 3, 4  # descriptors in the candidate's process
+_RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
 
-# Imports that LiveCodeBench prepends to every program (lcb_runner/evaluation/testing_util.py).
+# The prelude: imports that LiveCodeBench prepends to every program
+# (lcb_runner/evaluation/testing_util.py), by `from NAME import *` and by `import NAME`.
 _STAR = (
   "string re datetime collections heapq bisect copy math random statistics itertools functools "
   "operator io sys json builtins typing"
 ).split()
 _PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
-builtins.exit = builtins.quit = sys.exit  # `site`, which is not imported here, would define them.
+builtins.exit = builtins.quit = sys.exit  # Python's module `site` defines them, but is not loaded.
 
 
 def main(settings: str) -> None:
-  """Runs the outer process. `settings` is JSON from `process.Sandbox`."""
+  """Runs the outer process, and in a fork of it the keeper.
+
+  settings: JSON from `process.Sandbox`.
+  """
   s = json.loads(settings)
   s["uid"] = isolation.UID + os.getpid()
   root = False
@@ -63,16 +70,21 @@ def main(settings: str) -> None:
       paths.move_modules(moved)
     _run_keeper(s, root)
   except wire.Closed:
-    pass  # The verifier is gone. All processes of the namespace end with this one.
+    pass  # The verifier has ended. All processes of the namespace end with this one.
   except BaseException as error:
     wire.send(s["control"], {"error": f"{type(error).__name__}: {error}"})
 
 
 def _run_keeper(s: dict, root: bool) -> None:
-  """Runs the keeper: one report for each request."""
+  """Runs the keeper: executes a test for each request, and sends a report.
+
+  Args:
+    s: settings.
+    root: whether this process is the machine's root user.
+  """
   isolation.hide_from_debuggers()
   if s["isolation"] == "namespaces" and os.getpid() != 1:
-    raise RuntimeError("this must be process 1 of a namespace: it kills every other process")
+    raise RuntimeError("not process 1 of a namespace, but about to kill all other processes")
   prelude = {}
   os.chdir(s["directory"])
   wire.send(s["control"], {"ready": True})
@@ -91,7 +103,7 @@ def _run_keeper(s: dict, root: bool) -> None:
 
 
 def _import_prelude(prelude: dict) -> None:
-  """Imports the prelude once, in the keeper, for all candidates."""
+  """Fills `prelude` with LiveCodeBench's imports, once for all candidates."""
   for name in _STAR:
     exec(f"from {name} import *", prelude)
   for name in _PLAIN:
@@ -100,11 +112,15 @@ def _import_prelude(prelude: dict) -> None:
 
 
 def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
-  """Runs one test in a separate process, and reports its end.
+  """Runs one test in a new process, and returns the report.
 
-  The maximum length of a reported output, in bytes, is a second message; a longer output is None.
-  It depends on the expected output, so it is read after the end of the candidate, which would
-  otherwise have a copy.
+  A second message of the verifier has the maximum bytes of a reported output; a longer output is
+  None. This number depends on the expected output. So it is read after the candidate's end, since
+  the candidate has a copy of all that was read before.
+
+  Fields of the report: `stdout`, `result` (JSON of a call's value) and `stderr`; `reason` ("ended",
+  "timeout", or "output" for too much output), `status` (exit status, or minus a signal's number),
+  and `cpu_s`, `cpu_limit_s` and `wall_s` in seconds.
   """
   stdin = os.memfd_create("stdin")
   os.write(stdin, request.get("stdin", "").encode("utf-8", "surrogatepass"))
@@ -145,7 +161,11 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
 
 
 def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
-  """Collects output until the process ends, is late or writes too much. Then kills it."""
+  """Collects output until a candidate ends, is late or writes too much.
+
+  Then kills its processes. Returns the `reason` of the report, and the output by name. Raises
+  Closed if the verifier ended.
+  """
   handle = os.pidfd_open(candidate)
   output = {name: bytearray() for name in readers}
   names = {reader: name for name, reader in readers.items()}
@@ -186,7 +206,7 @@ def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str
 
 
 def _drain(reader: int, output: bytearray) -> int | None:
-  """Reads once. Returns the number of bytes, 0 at the end, or None if none are ready."""
+  """Reads once; returns the bytes' number: 0 at the end, None if none is ready."""
   try:
     part = os.read(reader, 1 << 16)
   except BlockingIOError:
@@ -196,19 +216,19 @@ def _drain(reader: int, output: bytearray) -> int | None:
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Kills the candidate and its children. The candidate stays a zombie until `wait4`."""
+  """Kills a candidate and its children. Its id stays reserved until `wait4`."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
       os.kill(-1, signal.SIGKILL)  # All processes of the namespace except this one.
     else:
       os.kill(candidate, signal.SIGKILL)
-      os.killpg(candidate, signal.SIGKILL)  # Its session; the filter forbids leaving it.
+      os.killpg(candidate, signal.SIGKILL)  # Its children, unless they left the group.
   except ProcessLookupError:
     pass
 
 
 def _reap() -> None:
-  """Waits for the candidate's orphans, which are now children of process 1."""
+  """Waits for the candidate's children, inherited by process 1."""
   try:
     while True:
       os.waitpid(-1, 0)
@@ -219,14 +239,17 @@ def _reap() -> None:
 def _candidate(
   s: dict, request: dict, prelude: dict, root: bool, keeper: int, descriptors: list
 ) -> None:
-  """Gives up every right, runs the program, and never returns."""
+  """Runs the candidate: gives up all rights, runs the program, and ends the process.
+
+  descriptors: standard input, output and error, result and channel; 0 for no channel.
+  """
   code = FAILED
   try:
     isolation.die_with_parent()
     if os.getppid() != keeper:
       os._exit(FAILED)  # The keeper died before `die_with_parent`.
     os.setsid()
-    # Copied to high numbers first, so that no descriptor is overwritten before its copy.
+    # Copies to high numbers come first: no descriptor is overwritten before its copy.
     high = [fcntl.fcntl(d, fcntl.F_DUPFD, 200) for d in descriptors if d]
     for target, descriptor in enumerate(high):
       os.dup2(descriptor, target)
@@ -237,7 +260,7 @@ def _candidate(
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(50_000)
     code = _KINDS[request["kind"]](request, prelude)
-  except SystemExit:  # Any status: the printed output decides.
+  except SystemExit:  # The program's exit status does not matter, only its output.
     code = 0
   except MemoryError:
     code = OUT_OF_MEMORY
@@ -252,7 +275,7 @@ def _candidate(
 
 
 def _finish() -> None:
-  """Runs Python's steps at the end of a program."""
+  """Runs Python's steps at the end of a program: `os._exit` omits them."""
   threading._shutdown()  # Waits for the program's threads.
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -261,18 +284,21 @@ def _finish() -> None:
 
 
 def _report(error: BaseException) -> None:
+  """Prints an exception on stderr."""
   try:
     import traceback
 
     traceback.print_exception(error, limit=-5)
-  except BaseException:  # The program has replaced functions used here.
+  except BaseException:  # The program may have replaced functions used here.
     pass
 
 
 def _confine(s: dict, root: bool) -> None:
+  """Gives up all rights of this process; see `isolation`."""
   if s["isolation"] == "namespaces" and root:
     isolation.take_identity(s["uid"])
-  # Without namespaces, the limit would count the user's other processes too.
+  # The kernel limits the threads of a user. Without namespaces, this would be all processes of the
+  # trainer's user, so there is no limit.
   alone = s["isolation"] == "namespaces"
   isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
   if s["isolation"] != "none":
@@ -281,9 +307,10 @@ def _confine(s: dict, root: bool) -> None:
 
 
 def _load(request: dict, name: str, names: dict) -> dict:
-  """Runs the program as the module `name` with the variables `names`.
+  """Runs the program as the module `name`, and returns the module's variables.
 
-  `quit()` ends the module. Definitions before it remain.
+  names: variables of the module before the program. A call of `quit()` only ends the module, so
+    functions defined before it can be tested.
   """
   module = types.ModuleType(name)
   sys.modules[name] = module
@@ -291,7 +318,8 @@ def _load(request: dict, name: str, names: dict) -> dict:
   with contextlib.suppress(SystemExit):
     for part in ("preamble", "code"):
       if request.get(part):
-        module.__dict__.pop(request.get("function"), None)  # The preamble's function has no body.
+        # The preamble's function has no real body, so it is removed before the program.
+        module.__dict__.pop(request.get("function"), None)
         exec(compile(request[part], f"<{part}>", "exec", dont_inherit=True), module.__dict__)
   return module.__dict__
 
@@ -313,7 +341,7 @@ def _call(request: dict, prelude: dict) -> int:
 
 
 def _encode_value(value) -> dict:
-  """Encodes a value as data. A value of another type equals no expected one."""
+  """Encodes a value, or its type's name if it is no data."""
   try:
     return {"value": wire.encode(value)}
   except TypeError:
@@ -321,6 +349,7 @@ def _encode_value(value) -> dict:
 
 
 def _find(module: dict, name: str):
+  """Returns a function of the module, or a method of its class `Solution`."""
   if name not in module and "Solution" in module:
     return getattr(module["Solution"](), name)
   return module[name]

@@ -1,23 +1,28 @@
-"""Messages between the verifier and a sandbox, and values of candidate programs as data.
+"""Messages between the verifier and a sandbox, and encoding of values as data.
 
-A value is sent as JSON of builtin containers, strings and numbers. So no method of a candidate
-compares its values. `decode` runs in sandboxes only: keys of its sets and dicts may be chosen to
-collide.
+The values of a candidate program are sent as JSON of builtin containers, strings and numbers. So
+they are compared without calling methods that the program defines. `decode` runs in sandboxes only:
+a program may choose keys of sets and dicts with colliding hashes, to take quadratic time.
 """
 
 import json
 import os
 from typing import Any
 
-_INT_BITS = 13_000  # Longer integers are sent in hexadecimal: Python limits decimal conversions.
+# Integers of more bits are sent in hexadecimal, since Python limits conversions from decimal.
+_INT_BITS = 13_000
 
 
 class Closed(Exception):
-  """The other side is gone."""
+  """The process on the other side has ended or closed the connection."""
 
 
 def send(descriptor: int, message: Any) -> None:
-  """Writes one message: its length in 8 bytes, then JSON."""
+  """Writes one message: its length in 8 bytes, then JSON.
+
+  Raises:
+    Closed: the other side is closed.
+  """
   data = json.dumps(message).encode()
   data = memoryview(len(data).to_bytes(8, "big") + data)
   try:
@@ -31,16 +36,17 @@ def receive(descriptor: int, limit: int) -> Any:
   """Reads one message of at most `limit` bytes.
 
   Raises:
-    Closed: the other side is gone.
+    Closed: the other side is closed.
     ValueError: the message is longer than `limit`, or is not JSON.
   """
   size = int.from_bytes(_read(descriptor, 8), "big")
   if size > limit:
-    raise ValueError(f"a message of {size} bytes, more than {limit}")
+    raise ValueError(f"a message has {size} bytes, more than the limit of {limit}")
   return json.loads(_read(descriptor, size))
 
 
 def _read(descriptor: int, size: int) -> bytes:
+  """Reads exactly `size` bytes; raises Closed if fewer arrive."""
   parts = []
   while size:
     try:
@@ -55,12 +61,13 @@ def _read(descriptor: int, size: int) -> bytes:
 
 
 def encode(value: Any) -> Any:
-  """Encodes a value as JSON for `decode`.
+  """Encodes a value as JSON, for `decode`.
 
-  Subclasses of builtin types become the builtin type; NumPy scalars become Python's.
+  JSON's own types are unchanged. Others are dicts of one item: their kind, and their content.
+  Subclasses of builtin types become the builtin type, and NumPy scalars Python's.
 
   Raises:
-    TypeError: it has parts other than None, numbers, strings and builtin containers.
+    TypeError: a part is not None, a number, a string, bytes or a builtin container.
   """
   if value is None:
     return None
@@ -91,7 +98,7 @@ def decode(value: Any) -> Any:
   """Decodes a value of `encode`.
 
   Raises:
-    ValueError, TypeError, RecursionError: `encode` does not write this value.
+    ValueError, TypeError, RecursionError: the value is not from `encode`.
   """
   if isinstance(value, list):
     return [decode(item) for item in value]
@@ -110,4 +117,4 @@ def decode(value: Any) -> Any:
     return bytes.fromhex(content)
   if kind == "complex":
     return complex(*content)
-  raise ValueError(f"no value of kind {kind!r}")
+  raise ValueError(f"a value has the unknown kind {kind!r}")
