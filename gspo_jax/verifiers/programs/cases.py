@@ -118,7 +118,7 @@ def _parse_code(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """Completes a preamble's last function, of which it has only the head, by `pass`."""
+  """Completes a preamble with an unfinished function by the body `pass`."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
