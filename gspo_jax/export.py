@@ -2,10 +2,10 @@
 
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
-RUN is a value of the key `weights`: a workdir, for its newest checkpoint, or a checkpoint.
-transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged as in training; with
---adapters only the adapters are written, in PEFT's format. The command runs on the CPU and needs
-memory for one copy of the weights.
+RUN is a workdir, for its newest checkpoint, or a checkpoint, as in the key `weights`. transformers,
+vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into the weights. With --adapters
+they are written alone, in PEFT's format. The command runs on the CPU, and needs memory for one copy
+of the weights.
 """
 
 import json
@@ -44,12 +44,12 @@ def export(
   """Writes a model directory: config, weights, stop tokens and tokenizer.
 
   Args:
-    run: name of a checkpoint, a value of the key `weights`.
+    run: workdir or checkpoint, as in the key `weights`.
     directory: new or empty directory.
     dtype: dtype of the written weights.
     tokenizer: name of the tokenizer; "" for the tokenizer recorded in the run.
     adapters: whether to write PEFT's two files instead of config and weights.
-    base: name of the adapters' base; "" for the published model of the run's start.
+    base: name of the adapters' base model; "" for the published model that the run started from.
 
   Returns:
     The exported checkpoint.
@@ -57,7 +57,7 @@ def export(
   Raises:
     ValueError: the checkpoint does not exist, is damaged, or has no model configuration; the
       tokenizer is missing; the directory is not empty; there are no adapters to write; or a value
-      is NaN, or beyond `dtype`.
+      is NaN or exceeds the range of `dtype`.
   """
   checkpoint = weight_source.find(run, "RUN")
   if checkpoint is None:
@@ -95,21 +95,21 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
-  """Returns the adapters' base, by default a published model; "" without."""
+  """Returns the adapters' base model; "" for the run's own cold start."""
   if name or checkpoint.config["job"] != "sft+rl":
     return _absolute(name) or _published(checkpoint)
-  return ""  # The base is the cold start's result.
+  return ""
 
 
 def _unpublished_base(checkpoint: RunCheckpoint) -> str:
-  """Returns the checkpoint of the adapters' base; "" for a published one."""
+  """Returns the checkpoint of the adapters' base model; "" for a published model."""
   if checkpoint.config["job"] == "sft+rl":
     return str(checkpoint.path.parent.parent / "sft")
   return checkpoint.config.get("provenance", {}).get("start", {}).get("checkpoint", "")
 
 
 def _published(checkpoint: RunCheckpoint) -> str:
-  """Returns the published model at the run's start; "" without one."""
+  """Returns the published model of the run's start; "" for other weights."""
   return _absolute(checkpoint.config.get("provenance", {}).get("start", {}).get("directory", ""))
 
 
@@ -140,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   origin = "" if options.base or not options.adapters else _unpublished_base(checkpoint)
   if origin:
     sys.stderr.write(
-      f"{options.directory / peft.CONFIG} names no base, since that of the adapters is {origin}: "
-      f"export it by `python -m gspo_jax.export {origin} BASE`, and repeat this command with "
-      "--base=BASE\n"
+      f"{options.directory / peft.CONFIG} names no base model: the adapters belong to the "
+      f"checkpoint {origin}. Export it by `python -m gspo_jax.export {origin} BASE`, and repeat "
+      "this command with --base=BASE\n"
     )
   config = checkpoint.config
   if types := sampler_types(config.get("engine", {}), config.get("compute", {}).get("dtype", "")):

@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
---help has more. Only the modules of command lines (this one, aot) use flags and ConfigDict. The
-same command with the same workdir continues an interrupted run.
+--help lists all flags. The same command with the same workdir continues an interrupted run. Flags
+and ConfigDict are used by modules of command lines alone: this one, `cli` and `aot`.
 """
 
 import contextlib
@@ -44,10 +44,12 @@ from gspo_jax.system import files, hosts, preemption
 from gspo_jax.system.text import visible
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; created if missing.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print the size of the run, start nothing.")
+_DRY_RUN = flags.DEFINE_bool(
+  "dry_run", False, "Check the configuration, print the run's size, train nothing."
+)
 
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", "", "With --dry_run: other devices, v5p:4x4x4 or h100:8, as for gspo_jax.aot."
+  "topology", "", "With --dry_run: devices to plan for, such as v5p:4x4x4 or h100:8."
 )
 
 
@@ -96,9 +98,9 @@ def _model_of_weights(config: RunConfig) -> ModelConfig:
 
 
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
-  """Makes several hosts stop together, at their next common check.
+  """Makes hosts stop together after a signal, at the same check.
 
-  A single host ends at once outside of phases.
+  A single host needs no watch outside of phases: it ends at once.
   """
   if jax.process_count() == 1:
     return contextlib.nullcontext()
@@ -106,7 +108,7 @@ def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def plan() -> None:
-  """Prints a summary of the run. Refuses bad input as a run does; writes nothing."""
+  """Prints a summary of the run, after a run's checks of its inputs. Writes no files."""
   from gspo_jax.aot import chips, plan  # Only a dry run needs it.
 
   config = read_config(_model_of_weights)
@@ -134,7 +136,10 @@ def hide_save_tracebacks() -> None:
 
 
 def end_process(message: str) -> NoReturn:
-  """Ends the process at once. (Orbax's threads may wait forever, and JAX for the other hosts.)"""
+  """Prints a message, and ends the process at once.
+
+  A normal exit might never end, since Orbax waits for its threads, and JAX for other hosts.
+  """
   sys.stderr.write(f"{visible(message)}\n")
   sys.stderr.flush()
   os._exit(1)
@@ -192,7 +197,7 @@ def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: the directory of the run")
   if _TOPOLOGY.value and not _DRY_RUN.value:
-    raise ValueError("--topology is for --dry_run: a run uses the devices of its machine")
+    raise ValueError("--topology needs --dry_run, since a run uses the devices of its machine")
   if _WORKDIR.value:
     _check_workdir()
 

@@ -1,7 +1,7 @@
 """Repeats updates with NaN or infinity, and locates the cause.
 
-`python -m gspo_jax.replay RUN/failures/rl_000012` reads a run's dump (runs/nonfinite.py). The exit
-code is 1 if any metric is non-finite again, and 0 otherwise.
+`python -m gspo_jax.replay RUN/failures/rl_000012` reads the dump of a failed run
+(runs/nonfinite.py). The exit code is 1 if a metric is NaN or infinite again, and 0 otherwise.
 """
 
 import dataclasses
@@ -85,9 +85,9 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 
 
 def _log_probs(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
-  """Returns log-probs [B, T] by origin, and the mask.
+  """Returns log-probs [B, T] of three policies by name, and the mask.
 
-  Those of the policy are recomputed.
+  Those of "policy", the parameters of the dump, are computed here.
   """
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
@@ -104,7 +104,7 @@ def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]
 
 
 def _counts(params: Any) -> Iterator[tuple[str, int]]:
-  """Yields each parameter with non-finite values, and their number."""
+  """Yields names of parameters with non-finite values, and their counts."""
   bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
   for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
     if count:

@@ -1,4 +1,4 @@
-"""Opening of a run: all steps that can fail before training, cheap checks first."""
+"""Opening of a run: all that can fail before training, with cheap checks first."""
 
 import contextlib
 import dataclasses
@@ -39,16 +39,15 @@ from gspo_jax.system.meshes import use_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-  """Scorers and signals. Their processes run on the first host only."""
+  """Scorers of responses, and signals of `constraints`. Their processes run on the first host."""
 
-  scorers: Mapping[str, rewards.Scorer | None]  # By verifier; values are None on other hosts.
-  # Constraints' rewards and costs. None on other hosts, or without constraints.
-  signals: Signals | None = None
+  scorers: Mapping[str, rewards.Scorer | None]  # By name of the verifier. None on other hosts.
+  signals: Signals | None = None  # None on other hosts, and without constraints.
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """Parts of an open run, the inputs of its phases."""
+  """An open run: its inputs, and the objects that its phases share."""
 
   inputs: Inputs
   scoring: Scoring
@@ -91,7 +90,7 @@ class Run:
     return self.inputs.source.load(self.config.model, self.mesh, "float32", seed)
 
   def collector(self) -> Collector:
-    """Builds the collector of RL's groups."""
+    """Builds the collector. It samples and scores RL's groups of responses."""
     data = self.inputs.data
     return Collector(
       self.config,
@@ -107,12 +106,12 @@ class Run:
     )
 
   def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
-    """Builds the pipeline of RL's batches.
+    """Builds the pipeline. It orders sampling and updates of RL.
 
     Args:
       collector: collector of groups.
       stages: stopwatch of an iteration's stages.
-      last: last finished iteration.
+      last: number of the last finished iteration.
     """
     return Pipeline(
       collector,
@@ -126,13 +125,13 @@ class Run:
     )
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
-    """Builds a phase.
+    """Builds a phase of training.
 
     Args:
       name: "sft" or "rl".
       total: number of steps.
       updates: gradient updates per step.
-      keep: number of newest steps to keep mini-batches of, for a dump after a non-finite update.
+      keep: number of newest steps whose mini-batches are kept, for a dump after NaN or infinity.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -151,10 +150,13 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(inputs: Inputs) -> Iterator[Run]:
-  """Opens a run in its directory, after `read_inputs`.
+  """Opens a run in its workdir, and locks the workdir.
+
+  Args:
+    inputs: result of `read_inputs`.
 
   Raises:
-    ValueError: the workdir belongs to a running process; or a verifier or the engine cannot start.
+    ValueError: another process runs in the workdir, or a verifier or the engine cannot start.
     WriteError: the workdir cannot be written.
   """
   with (
@@ -166,7 +168,10 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
 
 
 def rehearse(inputs: Inputs) -> list[float]:
-  """Runs `open_run`'s checks without writing; returns `try_rewards`. Raises ValueError as it."""
+  """Runs the checks of `open_run` without writing. Returns `try_rewards`.
+
+  Raises ValueError as `open_run` does.
+  """
   config, workdir = inputs.config, inputs.workdir
   if workdir is not None:
     hosts.run_on_first_host(lambda: lock.check(workdir, config.checkpoint.directory))
@@ -183,9 +188,9 @@ def rehearse(inputs: Inputs) -> list[float]:
 def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
-  Returns both scores, NaN without a verdict. Returns [] if the verifier will score nothing: with an
-  environment, in a cold start alone, or with recorded rewards. Raises ValueError if the verifier
-  fails on both.
+  Returns both scores, with NaN for a failed verifier. Returns [] if the run's verifier is not used:
+  with an environment, for a cold start alone, and with recorded rewards. Raises ValueError if the
+  verifier fails on both.
   """
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
@@ -197,7 +202,7 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
 
 @contextlib.contextmanager
 def _open_parts(inputs: Inputs) -> Iterator[Run]:
-  """Opens the parts of a run in a locked workdir. Raises errors as `open_run`."""
+  """Opens the parts of a run in a locked workdir. Raises errors as `open_run` does."""
   config, workdir = inputs.config, inputs.workdir
   restore_workdir(workdir, config.checkpoint.directory)
   values = dataclasses.asdict(config)
@@ -227,9 +232,9 @@ def open_scoring(
   """Opens scorers and signals on the first host.
 
   Args:
-    sections: section `reward` by verifier.
+    sections: section `reward` for each verifier.
     constraints: section with the signals.
-    reward: section `reward` of the run, for the signals.
+    reward: section `reward` of the run, from which signals take settings of verifiers.
 
   Raises:
     ValueError: a verifier cannot start.
@@ -242,13 +247,13 @@ def open_scoring(
 
 
 def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluator:
-  """Builds the evaluator, with its result files in `directory`."""
+  """Builds the evaluator. It writes its results to `directory`."""
   config, tok, benchmarks = inputs.config, inputs.tokenizer, []
   for b in inputs.data.held_out:
     scorer = scoring.scorers[b.config.reward or config.reward.name]
     environment = None if b.config.reward else inputs.environment
     benchmarks.append(Benchmark(b.name, b.config, b.problems, scorer, environment))
-  settings = (
+  settings = (  # An interrupted evaluation resumes only if these are unchanged.
     config.sampler_compute,
     config.reward,
     tok.path,
@@ -290,7 +295,7 @@ def open_engine(
     publish: function from the trainer's parameters to the sampler's parameters.
     tok: tokenizer of the policy.
     workdir: directory of the run.
-    profiler: profiler of the decode steps.
+    profiler: profiler, which counts decode steps.
   """
   if config.engine.name == "local":
     stepped = functools.partial(profiler.count, "sample")

@@ -23,11 +23,11 @@ from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
-HELD_OUT = 128  # Held-out demonstrations; at most half of all.
+HELD_OUT = 128  # Number of held-out demonstrations, at most half of all.
 
 
 def sft(run: Run) -> Any:
-  """Trains for `sft.steps` updates or down to `sft.target_loss`; returns the parameters.
+  """Trains for `sft.steps` updates, or until `sft.target_loss`; returns the parameters.
 
   Raises:
     Preempted: the run was asked to stop; the resume point is saved.
@@ -60,7 +60,7 @@ def sft(run: Run) -> Any:
         break
       chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in held_out_ids)
       batch = train_batch(chosen, tok, c.sft.max_tokens)
-      phase.keep_batches(step, [batch])  # Many batches are kept, so in host memory.
+      phase.keep_batches(step, [batch])  # In host memory, since many batches are kept.
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
         row = dict(step=step, learning_rate=optimizer.last_rate(schedule, state.opt_state))
@@ -96,7 +96,7 @@ def _warn(updates: int, loss: float, target: float) -> None:
 
 
 def _wait(phase: Phase, state: TrainState) -> None:
-  """Waits for dispatched updates, timed as `update`."""
+  """Waits for dispatched updates. So the next stage's time excludes them."""
   with phase.stages("update"):
     jax.block_until_ready(state)
 
@@ -116,7 +116,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
     chosen = prompts[start : start + rows]
     filled = chosen + prompts[:1] * (rows - len(chosen))
     batch = train_batch(filled, run.tokenizer, c.sft.max_tokens)
-    batch.mask_BT[len(chosen) :] = 0  # Masks the batch rows of padding.
+    batch.mask_BT[len(chosen) :] = 0  # Masks the rows that only fill the batch.
     batches.append(sharding.put_batch(batch, run.mesh))
 
   def loss(params: Any) -> float:
@@ -127,7 +127,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
 
 
 def _learned(run: Run, loss: float | None) -> bool:
-  """Whether a held-out loss has reached `sft.target_loss`."""
+  """Whether a held-out loss has reached `sft.target_loss`; False without a loss (None)."""
   return loss is not None and loss <= run.config.sft.target_loss
 
 
@@ -190,8 +190,8 @@ def params_after(run: Run) -> Any:
     if end is None:
       raise ValueError(
         f"the last checkpoint in {checkpoints.directory} is missing or damaged, and RL needs the "
-        "final parameters of the cold start (the KL penalty in all iterations): restore it, or use "
-        "another --workdir"
+        "final parameters of the cold start, at its start and for a KL penalty: restore the "
+        "checkpoint, or use another --workdir"
       )
     state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))
   return jax.block_until_ready(state.params)

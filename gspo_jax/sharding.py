@@ -28,12 +28,12 @@ BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# Mesh axes of experts split over a whole slice. `expert` comes first, so chips with the same
-# `expert` index have neighbouring experts: in training, all of these are on each of the chips.
+# Mesh axes of experts split over a whole slice. With `expert` first, a chip's experts in sampling
+# are among its experts in training, which are split over `expert` alone.
 SLICE = ("expert", "fsdp")
 
-Axes = str | tuple[str, ...]  # a mesh axis, or several
-Rules = Mapping[str, Axes]
+Axes = str | tuple[str, ...]  # A mesh axis, or several.
+Rules = Mapping[str, Axes]  # Mesh axes by letter. A dimension without an entry is not split.
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 # Weights are whole over D. Otherwise each decode step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
@@ -44,10 +44,10 @@ ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Copies of the experts on the ax
 def make_meshes(
   config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Builds the meshes of trainer and sampler.
+  """Builds the meshes of trainer and sampler. They are equal without `rollout_mesh`.
 
-  They are equal without `rollout_mesh`, else the sampler's has the devices after the trainer's. For
-  `devices` None means all. Too few raise ValueError.
+  The sampler's devices follow the trainer's in `devices` (None: all devices). Raises ValueError for
+  too few devices.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.enabled:
@@ -79,10 +79,10 @@ def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Builds a mesh over `devices` (None: all), with `data` over slices first.
+  """Builds a mesh over `devices` (None: all). Only the axis `data` crosses slices.
 
-  Described devices (`accelerators.Device`) have an abstract mesh. Raises ValueError if the product
-  of the sizes is not the number of devices, or slices divide a replica.
+  For `accelerators.Device` the mesh is abstract. Raises ValueError if the product of the sizes is
+  not the number of devices, or if `data` is not a multiple of the number of slices.
   """
   devices = jax.devices() if devices is None else devices
   sizes, named = axis_sizes(config), _named(config, section)
@@ -110,7 +110,7 @@ def make_mesh(
       f"{len(slices)}, and take equally many devices of each"
     )
   within = [sizes[0] // len(slices), *sizes[1:]]
-  # Sides of a TPU's torus are split only if no product of sides has an axis's size: 8x8 on 4x4x4.
+  # An axis may take a part of a torus's side: 8x8 on 4x4x4, where no product of sides is 8.
   grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
   return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -121,7 +121,7 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns a sampler's layout; ValueError if its chips do not divide the experts."""
+  """Returns the sampler's rules. Raises ValueError if the experts do not divide over its chips."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
   chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill: "expert".
@@ -142,7 +142,7 @@ def parts(axes: Axes | None, sizes: Mapping[str, int]) -> int:
 
 
 def spec(letters: str, rules: Rules) -> P:
-  """PartitionSpec of an array's `letters`; ValueError if a mesh axis repeats."""
+  """Returns the PartitionSpec of an array's letters. Raises ValueError if a mesh axis repeats."""
   axes = [rules.get(letter) for letter in letters]
   used = [a for split in axes for a in each(split)]
   if len(used) != len(set(used)):
@@ -156,26 +156,26 @@ def without_mesh() -> bool:
 
 
 def platform() -> str:
-  """Kind of the mesh's devices: "cpu", "tpu", "gpu"; the default backend without a mesh."""
+  """Kind of the mesh's devices: "cpu", "tpu" or "gpu". Without a mesh, of the default backend."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
 
 
 def device_kind() -> str:
-  """JAX's name of the mesh's devices, a key of `accelerators`; "" without a mesh."""
+  """Returns the `device_kind` of the mesh's devices; "" without a mesh."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return "" if device is None else device.device_kind
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  """Reshards `x` to `pspec`; pending sums in its gradient stay pending."""
+  """Reshards `x` to `pspec`. Mesh axes over which its gradient is still to be summed are kept."""
   if without_mesh():
     return x
   return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x`; merging a split axis needs the result's sharding."""
+  """Reshapes `x` to sharding `out`. Merging a split axis needs it."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -196,7 +196,7 @@ def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
 def einsum(
   equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
 ) -> jax.Array:
-  """`product` in sharding `out`, needed to contract sharded axes, and `dtype` if not None."""
+  """jnp.einsum with a result in sharding `out`, and in `dtype` (None: as `product`)."""
   kwargs |= dict(out_sharding=None if without_mesh() else out)
   if dtype is None:
     return product(equation, x, y, **kwargs)
@@ -204,7 +204,7 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight; common letters are contracted.
+  """`einsum` of activations with a weight; letters in both are contracted.
 
   The gradient of `w` is written with `x` first. JAX would put the other factor first, and XLA on
   CPU would compute its inputs, such as an activation's derivative, in transposed order: the update
@@ -235,13 +235,13 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _cotangent_spec(x: jax.Array) -> P:
-  """Spec of a cotangent: sums over the array's replicated axes are pending."""
+  """Returns the spec of a cotangent. Sums over the axes `reduced` of `x` are still to come."""
   pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec.partitions, unreduced=pspec.reduced)
 
 
 def spec_of(x: jax.Array) -> P:
-  """PartitionSpec of the array, padded with None to its rank."""
+  """Returns the array's PartitionSpec, padded with None to its rank."""
   split = () if without_mesh() else jax.typeof(x).sharding.spec.partitions
   return P(*split, *[None] * (x.ndim - len(split)))
 
@@ -267,7 +267,7 @@ def is_per_replica(x: jax.Array) -> bool:
 
 
 def gather_whole(x: jax.Array, pspec: P) -> jax.Array:
-  """Gathers over "fsdp" inside `shard_map`, for an input split as `pspec`."""
+  """Gathers an input of `shard_map`, split as `pspec`, over "fsdp"."""
   if without_mesh():
     return x
   split = [each(axes) for axes in pspec]
@@ -319,12 +319,12 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1, and needs no collectives: XLA on CPU would copy."""
+  """Whether `axis` has size 1. Collectives are skipped then, since XLA on CPU would copy."""
   return axis_size(axis) == 1
 
 
 def all_gather(x: jax.Array, axis: Axes) -> jax.Array:
-  """Concatenates parts along dimension 0 over `axis`, inside `shard_map`."""
+  """Concatenates the devices' parts along dimension 0, over `axis`, inside `shard_map`."""
   for name in reversed(each(axis)):
     x = x if _alone(name) else jax.lax.all_gather(x, name, tiled=True)
   return x
@@ -391,7 +391,7 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Fetches whole arrays to every process; distributed ones are gathered."""
+  """Fetches whole arrays to every process. Arrays on several hosts are gathered."""
 
   def gather_hosts(x: Any) -> Any:
     is_local = getattr(x, "is_fully_addressable", True)

@@ -22,7 +22,7 @@ KEY = "distillation.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """Source of a teacher's weights, and their model configuration."""
+  """A teacher: the source of its weights, and its model configuration."""
 
   source: WeightSource
   model: ModelConfig
@@ -33,7 +33,7 @@ def find_teacher(config: RunConfig, recorded: Mapping[str, Any] | None = None) -
 
   Args:
     config: configuration of the run.
-    recorded: recorded origin of the teacher, as for `weight_source.resolve`; None for a new run.
+    recorded: `WeightSource.about` of the teacher at the run's first start; None for a new run.
 
   Raises:
     ValueError: the directory or checkpoint does not exist or cannot be read.
@@ -62,7 +62,7 @@ def check_teacher(
   if other not in (None, tok.path) and tokenizer.load(other).token_bytes() != tok.token_bytes():
     raise ValueError(
       f"{named} has another tokenizer, {other!r}, than the policy, tokenizer="
-      f"{tok.path!r}: equal token ids mean other texts; take a teacher with the policy's tokenizer"
+      f"{tok.path!r}: a token id means different texts; use a teacher with the policy's tokenizer"
     )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   if window > model.max_position_embeddings:
@@ -88,9 +88,9 @@ def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
 
 
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
-  """Returns the teacher's jitted function from a batch to log-probs [B, T].
+  """Returns the teacher's jitted scoring function.
 
-  The log-probs are at the policy's temperature, so that teacher and policy of equal logits have
-  equal log-probs.
+  It computes log-probs [B, T] from parameters and a batch. They are at the policy's temperature, so that equal logits of teacher and policy give equal
+  log-probs.
   """
   return make_score(dataclasses.replace(learner, model=teacher.model))
