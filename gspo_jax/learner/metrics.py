@@ -2,8 +2,9 @@
 
 Several metrics are reported separately for classes of responses or segments:
 
-- Age: the age of a token is the current version of the weights less the version that sampled it.
-  The age of a response is that of its oldest token. The last class includes all older responses.
+- Age: the age of a token is the version of the weights before the updates, less the version that
+  sampled it. The age of a response is that of its oldest token. The last class includes all older
+  responses.
 - Length: the upper limits of the classes are powers of two, chosen from the maximum length.
   `.../le_64` is about responses of 33 to 64 tokens. The first class includes all shorter responses.
 - Segment: a segment is in two classes. One is its number in the response, "1" to "4"; segments
@@ -28,7 +29,7 @@ from gspo_jax.objectives.reductions import Max, Mean, Metrics, Std
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import Rollout, TrainBatch
 
-LENGTH_CLASSES = 6
+LENGTH_CLASSES = 6  # Maximum number of classes by length.
 NUMBERED, THIRDS = 4, ("first", "middle", "last")  # Classes of segments, by number and by third.
 VOLATILITY = "router/volatility"  # Name of a metric: share of changed experts.
 
@@ -36,7 +37,7 @@ VOLATILITY = "router/volatility"  # Name of a metric: share of changed experts.
 def ages(rollout: Rollout, version: int) -> np.ndarray:
   """Computes responses' ages relative to `version`, int32 [B], on the host.
 
-  Recorded responses have no version, and padding neither. Their age is -1, which is in no class.
+  Recorded responses and padding have no version. Their age is -1, which is in no class.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
@@ -50,7 +51,7 @@ def lag_metrics(
 
   Args:
     version: current version of the weights.
-    trained_B: mask of trained responses. None means that all sampled tokens are averaged.
+    trained_B: mask of trained responses. None means that all sampled tokens are trained.
   """
   trained_BL = rollout.version >= 0
   if trained_B is not None:
@@ -67,8 +68,8 @@ def age_metrics(
   """Returns metrics of the responses of each age; 0 for an empty class.
 
   - `by_age/responses`: share of the trained responses.
-  - `by_age/ratio_deviation`: mean of |s_i - 1|, with the geometric ratio s_i = exp(1/|y_i| Σ_t log
-    w_it) even if the loss uses another ratio.
+  - `by_age/ratio_deviation`: mean of |s_i - 1|, with s_i = exp(1/|y_i| Σ_t log w_it), GSPO's ratio,
+    even if the loss has another ratio.
   - `by_age/clip_fraction`: share of clipped tokens.
   - `mismatch/by_age`: mean of |1/|y_i| Σ_t Δ_it|, with Δ the trainer's log-prob less the sampler's.
 
@@ -134,7 +135,7 @@ def length_metrics(
   """Returns spread of ratios and share of clipped tokens by length class.
 
   The spread `by_length/log_ratio_std` is the standard deviation of log s_i = 1/|y_i| Σ_t log w_it,
-  even if the loss uses another ratio. A class without responses has 0.
+  even if the loss has another ratio. A class without responses has 0.
 
   Args:
     clipped_BT: mask of tokens clipped by the loss.

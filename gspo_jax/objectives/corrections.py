@@ -1,9 +1,10 @@
 """Corrections for differences between the probabilities of sampler and trainer, and their metrics.
 
-A sampler may round differently than the trainer, or have older weights. The functions below return
-a weight of each token [B, T] or response [B], which a loss takes as its argument `weight`. For
-packed rows, weights of responses are [B, T], too. Weights have no gradient. They are 0 at masked
-positions and for empty rows. Tokens with a weight of 0 stay in the loss's denominator.
+A sampler may round differently than the trainer, or have older weights. The functions below, except
+for `mismatch`, return a weight of each token [B, T] or response [B], which is the argument `weight`
+of a loss. For packed rows, weights of responses are [B, T], too. Weights have no gradient. Tokens
+with a weight of 0 stay in the loss's denominator. At masked positions, the weights of
+`truncated_weight` and `masked_weight` are 0.
 """
 
 from collections.abc import Callable
