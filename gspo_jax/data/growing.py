@@ -91,7 +91,7 @@ class Growing:
     return f"{self.path} grows: {len(self)} rows {checksum:08x}"
 
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
-    """Sets the held-out problems, and counts shared ones."""
+    """Sets the held-out problems, and counts how many of them are among the rows."""
     self._held_out = sources.Prompts(held_out)
     self._count_shared()
 

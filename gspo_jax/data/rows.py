@@ -62,4 +62,4 @@ class Reader:
   def left_out(self) -> str:
     """Describes how many rows are excluded, with the first bad row."""
     bad = f"{self.skipped.count} bad rows"
-    return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"
+    return f"{bad}, {self.filtered} rows excluded by the filter{self.skipped.first}"

@@ -146,7 +146,7 @@ def _load_part(
   path = part["path"]
   if path.partition(":")[0] in TASKS:
     if part["where"] or part["form"]:
-      raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
+      raise DataError(f"{key}={part[0]}: embedded tasks have neither formats nor filters")
     return Embedded(config, tok, path, key)
   reader = reader_of(config, tok, part, key, prefix, check)
   prompts = reader(read(path, key))
@@ -197,7 +197,7 @@ class Batches(Iterator[list[structs.Prompt]]):
     if batch_size < 1:
       raise ValueError(f"a batch size of {batch_size}: it must be at least 1")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._grows = hasattr(source, "lengths")
+    self._grows = hasattr(source, "lengths")  # Only `growing.Growing` has them.
     self._contents = "" if self._grows else _contents(source)
     self._rendered = "" if self._grows else rendered(source)
     self._start(0)
@@ -268,7 +268,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Returns the number of prompts until all epochs are complete."""
+  """Returns the number of prompts drawn until every source is used up once."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -312,7 +312,7 @@ def require_same_on_hosts(parts: Sequence[Any]) -> None:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """Returns the metric of skipped rows, if any."""
+  """Returns the metric of skipped rows; {} if there are none."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
@@ -384,14 +384,16 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     if on_error == "raise":
       raise DataError(reason)
   if not rows:
-    raise DataError(f"no row has a demonstration of at most sft.max_tokens={length} tokens")
+    raise DataError(
+      f"no row has a demonstration of at most sft.max_tokens={length} tokens. Raise it"
+    )
   if isinstance(source, Embedded):
     return source
   return Prompts(tuple(rows), source.skipped + len(source) - len(rows))
 
 
 def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
-  """Returns a message about `end` tokens."""
+  """Returns the message about a prompt and demonstration of `end` tokens."""
   return (
     f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
     " Raise it, or set data.on_error=skip to exclude such rows"

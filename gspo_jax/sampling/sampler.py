@@ -104,7 +104,7 @@ def sample(
   Args:
     logits_BV: logits of the model.
     keys_B: PRNG key of each response.
-    position_B: position of the new token, folded into the key.
+    position_B: index of the new token after the prompt, folded into the key.
     config: temperature and truncation.
     support_BX: token ids to sample from, as returned by `support`; None to apply `truncate`.
     vocabulary: exclusive upper bound on sampled token ids, the tokenizer's size; 0 for no bound.

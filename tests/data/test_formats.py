@@ -144,7 +144,7 @@ def test_filters(tmp_path, where, kept):
     row["info"] = dict(date=f"2024-{5 + i:02d}-30T12:00:00")
   path = write(tmp_path / "a.jsonl", rows)
   if not kept:
-    with pytest.raises(sources.DataError, match=r"0 bad rows, 10 that the filter leaves out"):
+    with pytest.raises(sources.DataError, match=r"0 bad rows, 10 rows excluded by the filter"):
       load(f"{path} where {where}")
     return
   source = load(f"{path} where {where}")
