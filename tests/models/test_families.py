@@ -33,7 +33,7 @@ from gspo_jax.models.hf import peft  # noqa: E402
 from gspo_jax.models.params import with_adapters  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
 from gspo_jax.settings.mesh import MeshConfig  # noqa: E402
-from gspo_jax.settings.model import REFERENCE  # noqa: E402
+from gspo_jax.settings.model import PUBLISHED, REFERENCE  # noqa: E402
 from gspo_jax.settings.sampling import EngineConfig  # noqa: E402
 from gspo_jax.settings.training import LoraConfig  # noqa: E402
 from gspo_jax.structs import ModelInputs  # noqa: E402
@@ -208,6 +208,35 @@ def test_frequencies_are_those_of_transformers(keys, size):
   rotation = positions.rotation_of(hf_config._from_hf(raw), local=False)
   np.testing.assert_allclose(rotation.frequency_h, frequency_h.numpy(), rtol=1e-6)
   assert rotation.factor == pytest.approx(attention, rel=1e-12)
+
+
+CONTEXT = "max_position_embeddings"
+SIZES = {  # Named size: model_type, and published keys beside the defaults of transformers' class.
+  "gpt-oss-120b": ("gpt_oss", {}),
+  "gpt-oss-20b": ("gpt_oss", dict(num_hidden_layers=24, num_local_experts=32)),
+  "GLM-4.5-Air": (
+    "glm4_moe",
+    dict(attention_bias=True, head_dim=128) | rope("default", 1e6, partial_rotary_factor=0.5),
+  ),
+  "MiniMax-M2": ("minimax_m2", dict(rotary_dim=64)),
+  "OLMoE-1B-7B-0924": ("olmoe", dict(intermediate_size=1024)),
+  "Qwen1.5-MoE-A2.7B": ("qwen2_moe", {CONTEXT: 8192} | rope("default", 1e6)),
+  "SmolLM3-3B": ("smollm3", {CONTEXT: 65_536} | rope("default", 5e6)),
+  "Mixtral-8x7B-v0.1": ("mixtral", {CONTEXT: 32_768}),
+  "Mistral-7B-v0.3": (
+    "mistral",
+    {CONTEXT: 32_768}
+    | dict(vocab_size=32_768, rms_norm_eps=1e-5, sliding_window=None)
+    | rope("default", 1e6),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_named_sizes_are_those_of_transformers(name):
+  model_type, keys = SIZES[name]
+  raw = transformers.AutoConfig.for_model(model_type, **keys).to_dict()
+  assert hf_config._from_hf(raw) == PUBLISHED[name]
 
 
 def tensors(directory):
