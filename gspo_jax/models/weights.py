@@ -96,8 +96,8 @@ class ExtendedMoe(Moe):
   """A mixture of experts with a bias on the choice or shared experts; each may be None."""
 
   choice_bias: Any  # l E, with `router.choice_bias`
-  shared: Dense | None  # Of every token, with `router.shared_width`
-  shared_gate: Any  # l D 1
+  shared: Dense | None  # Shared experts, for all tokens, with `router.shared_width`
+  shared_gate: Any  # l D O, with `router.shared_gate`
 
 
 class InStack(NamedTuple):

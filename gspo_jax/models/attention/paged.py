@@ -189,7 +189,7 @@ def _kernel(
 
       return 1 - side, highest, old * total + weight.sum(-1, keepdims=True), old * sums + value
 
-    zeros = jnp.zeros((K, n, 1), jnp.float32)
+    zeros = jnp.zeros((K, n, 1), jnp.float32)  # A sink is a first score of weight 1, without value.
     start = (zeros + sinks[0][:, :, :1], zeros + 1) if sinks else (zeros + NEGATIVE, zeros)
     carry = (side, *start, jnp.zeros((K, n, H), jnp.float32))
     side, _, total, sums = jax.lax.fori_loop(begin, last + 1, attend_page, carry)
