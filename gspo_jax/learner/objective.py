@@ -79,7 +79,7 @@ def configured_loss(
   options = {key: value for key, value in options.items() if key in loss.arguments}
   undivided = functools.partial(loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT)
   total, loss_metrics, clipped_BT = undivided(**options)
-  # The metric is the distance from the old policy, but this loss computes it from the reference.
+  # `ratio/tail` is the distance from the old policy; this loss computes that from the reference.
   if loss.to_reference:
     loss_metrics = {name: x for name, x in loss_metrics.items() if name != "ratio/tail"}
   metrics |= loss_metrics | {"loss/policy": total}

@@ -1,7 +1,7 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
 A response is unknown if it has no verdict, because the verifier or environment failed on it. The
-reason is recorded. Unknown responses are excluded from statistics and updates.
+reason is recorded. Unknown responses are excluded from statistics, and from updates by rewards.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class Group:
   prompt: Prompt
   trajectories: list[Trajectory]
   responses: Sequence[str] = ()  # Decoded texts.
-  reward_G: np.ndarray | None = None  # float32
-  correct_G: np.ndarray | None = None  # float32: correctness before reward shaping.
+  reward_G: np.ndarray | None = None  # float32: shaped rewards.
+  correct_G: np.ndarray | None = None  # float32: 1 for right responses, before reward shaping.
   # Reasons for missing verdicts, by index of the unknown response.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # Further rewards and costs by name, float32 [G] each (rewards/signals.py).
@@ -48,6 +48,7 @@ class Group:
 
   @property
   def finished(self) -> bool:
+    """Whether all responses are finished."""
     return not self.unfinished
 
   @property

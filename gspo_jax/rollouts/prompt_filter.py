@@ -1,8 +1,8 @@
 """Excludes prompts whose responses are always right or always wrong, since these teach nothing.
 
-A response is right if the verifier's score is at least `reward.right_from`. Shaped rewards do not
-matter here: with a bonus for short answers, they differ even if all responses of a group are right.
-A group is all right if all of its responses are. It is all wrong if no response is right and all
+`Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
+rewards: with a bonus for short answers, these differ even if all responses of a group are right. A
+group is all right if all of its responses are. It is all wrong if no response is right and all
 scores are equal.
 """
 
