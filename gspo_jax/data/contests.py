@@ -11,6 +11,7 @@ from typing import Any
 from gspo_jax.data.files import BadRow
 from gspo_jax.data.filters import as_text
 
+# Fields of a row with parts of the statement.
 _STATEMENT = ("description", "input_format", "output_format", "note", "question")
 _INTERACTIVE = re.compile(
   r"\binteractive (?:problem|task)\b|\bflush(?:ing)? the (?:output|standard output|stdout)\b", re.I
@@ -41,7 +42,8 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
     stdin and stdout.
 
   Raises:
-    BadRow: a comparison with the expected output would refuse right programs.
+    BadRow: a comparison with the expected output would refuse right programs, or a test is
+      incomplete.
   """
   statement = _require_single_answer(row)
   for name, reason in {
@@ -106,6 +108,6 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test ends with an ellipsis. A grid of dots does not."""
+  """Whether a test ends with an ellipsis. Further dots mean a grid of dots instead."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -66,7 +66,7 @@ class Skipped:
   def warn(self, title: str) -> None:
     """Logs a warning if there were bad rows. `title` names the data set."""
     if self.count:
-      logging.warning("%s: %d rows left out%s", title, self.count, self.first)
+      logging.warning("%s: %d bad rows are excluded%s", title, self.count, self.first)
 
 
 def read(spec: str, key: str) -> Iterator[Row]:
@@ -87,7 +87,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # A pattern may match further files at a later start. Ids with full paths stay unique.
+    # A pattern may match further files at a later start. Full paths keep ids unchanged then.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -134,6 +134,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
 
 
 def _json_row(line: bytes) -> Any:
+  """Decodes a row of JSON. Raises BadRow if it is malformed."""
   try:
     return jsons.parse(line)
   except ValueError as error:
@@ -145,6 +146,9 @@ def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
   for number, line in enumerate(lines, first):
     if line.strip():
       yield number, functools.partial(_json_row, line)
+
+
+# Readers of a file by its ending. Each yields the file's rows.
 
 
 def _json_lines(file: epath.Path) -> Numbered:

@@ -149,7 +149,7 @@ def _stop_texts(tok: Tokenizer) -> list[str]:
 
 
 def _last_tag(prompt: str) -> tuple[str, str]:
-  """Returns a prompt's last tag and the white space after it. Without a tag both are ""."""
+  """Returns the tag at a prompt's end and the white space after it; "" for each if none."""
   match = _LAST.search(prompt[-_TAIL:])
   return (match[1], match[2]) if match else ("", "")
 

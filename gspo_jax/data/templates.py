@@ -64,6 +64,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 _EXTENSIONS = [_Generation, "jinja2.ext.loopcontrols"]
+# Arguments and functions that every template has.
 _FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
 
 

@@ -76,9 +76,7 @@ class HFTokenizer:
   tokenizer: tokenizers.Tokenizer
   chat_template: str  # Jinja source; "" for plain prompts.
   special_tokens: dict[str, str]  # Texts by name: bos_token, eos_token, ...
-  add_bos: (
-    bool  # Whether plain prompts begin with the bos token; chat templates write it themselves.
-  )
+  add_bos: bool  # Whether plain prompts begin with the bos token. (Chat templates write it.)
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
   vocab_size: int  # Largest id + 1; at most the model's vocabulary.
