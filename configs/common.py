@@ -1,6 +1,8 @@
-"""`base()`, the default of every key, and parts of configurations. The files next to this one are
-differences from it; docs/keys.md has all keys with their reasons, as `gspo_jax.settings` declares
-them."""
+"""`base()`, a configuration with the default of every key, and helpers for other configurations.
+
+Each other file of this folder changes some values of `base()`. docs/keys.md lists all keys, which
+`gspo_jax.settings` declares.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -24,14 +26,20 @@ BOXED = "{question}\nPlease reason step by step, and put your final answer withi
 
 
 def base() -> ConfigDict:
-  """The default run, with all keys."""
+  """Returns the default configuration, with all keys."""
   values = section(RunConfig())
-  values.objective.tuned = ConfigDict()  # {loss: {option: value}}, which no class has
+  values.objective.tuned = ConfigDict()  # {loss: {option: value}}; ObjectiveConfig lacks this key.
   return values
 
 
 def section(config: Any, **changes: Any) -> ConfigDict:
-  """The keys of a section of `gspo_jax.settings`, with these changed; None keeps its type."""
+  """Converts a section of `gspo_jax.settings` to a ConfigDict.
+
+  Args:
+    config: the section, as a dataclass.
+    changes: values that replace those of the section. A key with value None accepts the declared
+      type later.
+  """
   values = {}
   for name, kind in ranges.kinds(type(config)).items():
     value = getattr(config, name)
@@ -48,48 +56,54 @@ def section(config: Any, **changes: Any) -> ConfigDict:
 
 
 def optimizer(learning_rate: float) -> ConfigDict:
-  """A section like `rl_optimizer`."""
+  """Returns a section like `rl_optimizer`."""
   return section(OptimizerConfig(learning_rate))
 
 
 def benchmark(samples: int, **changes: Any) -> ConfigDict:
-  """A section of eval.benchmarks; docs/evaluation.md has more."""
+  """Returns a section of eval.benchmarks (docs/evaluation.md)."""
   return section(BenchmarkConfig(), samples=samples, **changes)
 
 
 def extra_reward(**changes: Any) -> ConfigDict:
-  """A section of constraints.rewards."""
+  """Returns a section of constraints.rewards."""
   return section(RewardSignal(), **changes)
 
 
 def cost(**changes: Any) -> ConfigDict:
-  """A section of constraints.costs."""
+  """Returns a section of constraints.costs."""
   return section(CostSignal(), **changes)
 
 
 def paper_benchmarks() -> ConfigDict:
-  """Evaluations of the paper besides AIME'24 (arXiv:2507.18071, §5.1)."""
+  """Returns the paper's benchmarks other than AIME'24 (arXiv:2507.18071, §5.1)."""
   return ConfigDict(
     dict(
       # Average Pass@1 over 8 samplings, 202410-202502. Data: livecodebench@FILES where
       # contest_date>=2024-10-01 and contest_date<2025-03-01
       livecodebench=benchmark(samples=8, reward="code"),
-      # Elo rating; the number of samples is a choice. Data: codeforces@FILES where rating>0
+      # Elo rating; the paper gives no number of samples. Data: codeforces@FILES where rating>0
       codeforces=benchmark(samples=8, reward="code", rating=True),
     )
   )
 
 
 def model(size: ModelConfig) -> ConfigDict:
-  """A named size as a section; each of its numbers can be overridden."""
+  """Converts a model's configuration to a section, in which each value can be changed."""
   return section(size)
 
 
 def size(name: str) -> ModelConfig:
-  """A published size by its name in `sizes.PUBLISHED`, or that of a Hugging Face directory or
-  repository."""
+  """Returns the configuration of a published model.
+
+  Args:
+    name: name in `sizes.PUBLISHED`, or a Hugging Face directory or repository.
+
+  Raises:
+    ValueError: the name is none of these.
+  """
   if "/" in name or Path(name).is_dir():
-    from gspo_jax.models import hf  # needs safetensors
+    from gspo_jax.models import hf  # Imported here: published sizes do not need safetensors.
 
     return hf.load_config(name)
   if name not in sizes.PUBLISHED:
@@ -100,7 +114,10 @@ def size(name: str) -> ModelConfig:
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:
-  """The part of --config=file.py:arg after the colon, checked."""
+  """Returns the part of --config=file.py:arg after the colon; None without one.
+
+  Raises ValueError if it is not one of `allowed`.
+  """
   if arg and arg not in allowed:
     raise ValueError(f"config variant {arg!r} is not one of: {', '.join(allowed) or '(none)'}")
   return arg or None

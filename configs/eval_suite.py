@@ -1,4 +1,4 @@
-r"""The paper's benchmarks and a few more, as a job of their own.
+r"""Evaluation of a model on the paper's benchmarks and a few more, without training.
 
 Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR \
              --config.weights=MODEL \
@@ -7,12 +7,12 @@ Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR 
 Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B
 Expected:  not run by us at this size
 
-Benchmarks without data are left out. An evaluation that was interrupted goes on when the same
-command is given again. The results are in DIR/metrics.jsonl, by problem in DIR/evaluations/, and by
-response in DIR/rollouts/. Training evaluates the same sections every `eval.every` iterations where
-its config has them.
+Benchmarks without data are skipped. The same command resumes an interrupted evaluation. Results are
+in DIR/metrics.jsonl, those of each problem in DIR/evaluations/, and responses in DIR/rollouts/. A
+training configuration with these benchmarks evaluates them every `eval.every` iterations.
 
-configs/eval_suite.py:tiny has random weights of toy size and the byte tokenizer.
+configs/eval_suite.py:tiny is a test of the set-up, with a small random model and the byte
+tokenizer.
 """
 
 from gspo_jax.configs import common, moe_aime
@@ -22,11 +22,11 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = moe_aime.get_config(arg)
   config.update(
     job="eval",
-    distributed=False,  # a single host
-    data=dict(eval="", prompt_template=common.BOXED),  # the benchmarks below are all there is
+    distributed=False,  # A single host.
+    data=dict(eval="", prompt_template=common.BOXED),  # Only the benchmarks below are evaluated.
   )
   config.eval.benchmarks = dict(
-    aime24=common.benchmark(samples=32),  # §5.1: average Pass@1 over 32 samplings
+    aime24=common.benchmark(samples=32),  # §5.1: average Pass@1 over 32 samplings.
     **common.paper_benchmarks(),
     gsm8k=common.benchmark(samples=1),
     math=common.benchmark(samples=4),
@@ -34,7 +34,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   )
   if common.variant(arg, "tiny"):
     config.update(
-      data=dict(max_prompt_tokens=1920),  # bytes
+      data=dict(max_prompt_tokens=1920),  # Bytes.
       reward=dict(workers=2),
       eval=dict(batch=10),
     )

@@ -3,14 +3,16 @@ r"""GSPO and GRPO on granite-3.1-1b-a400m and GSM8K, on one chip or a machine wi
 Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR \
              --config.weights=ibm-granite/granite-3.1-1b-a400m-base \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-           and the same with configs/granite_moe.py:grpo
+           For GRPO instead of GSPO: --config=configs/granite_moe.py:grpo
 Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
-Expected:  not run by us at this size. `aot`, GiB of a device in an update and in decoding:
-           v6e 28.5 and 23.3 of 32, H100 26.2 and 19.6 of 73
+Expected:  not run by us at this size. Memory of a device by `aot`, in an update and in decoding:
+           v6e 28.5 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
 
-A small mixture of experts with 32 experts, 8 of them per token: what GSPO is said to do for
-routing can be looked at here. configs/granite_moe.py:tiny has random weights of toy size and the
-byte tokenizer; it needs the two data files only, and its reward stays near 0.
+The model has 32 experts, 8 of them per token. So this configuration can compare what both losses do
+to routing, the paper's reason for GSPO in mixtures of experts.
+
+configs/granite_moe.py:tiny is a test of the set-up, with a small random model and the byte
+tokenizer. It needs only the two data files, and its reward stays near 0.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     data=dict(max_prompt_tokens=384),
     engine=dict(slots=64, cache_tokens=40_960),
     rl=dict(prompts=16, group_size=8, microbatches=8),
-    objective=dict(volatility=True),  # experts that an update changes
+    objective=dict(volatility=True),  # Records how many experts an update changes.
   )
   if name == "grpo":
     config.update(objective=dict(name="grpo", clip_low=0.2, clip_high=0.27))

@@ -3,19 +3,21 @@ r"""GSPO on Qwen3-0.6B to 8B and GSM8K, on one chip.
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
              --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB; 4B, 8B); 0.6B-t4
-Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory
+Hardware:  named after the colon: 0.6B or 1.7B on v5e (16 GiB), v6e (32 GiB) or h100 (80 GB);
+           4B-h100, 8B-h100, 0.6B-t4
+Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler
 
-Where the float32 moments of all parameters do not fit, adapters are trained (lora.rank).
+If optimizer moments of all parameters do not fit, adapters are trained instead (lora.rank).
 
-configs/gsm8k.py:tiny has random weights of toy size, adapters, and the byte tokenizer; it needs the
-two data files only, and its reward stays near 0.
+configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
+tokenizer. It needs only the two data files, and its reward stays near 0.
 """
 
 from gspo_jax.configs import common, dense_math
 
-# Rows of a micro-batch, what the backward pass recomputes, responses decoded at once, positions of
-# all their caches (112 KiB each, of 4B and 8B 144), rank of adapters.
+# Rows of a micro-batch; compute.remat; engine.slots, the responses decoded at once;
+# engine.cache_tokens, the positions of all their caches (112 KiB each; 144 KiB for 4B and 8B);
+# lora.rank.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
@@ -39,13 +41,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config = dense_math.get_config(f"Qwen3-{name.partition('-')[0]}-Base")
     config.update(
       compute=dict(remat=remat, logits_chunk=128),
-      data=dict(max_prompt_tokens=384),  # the longest question has 991 bytes
+      data=dict(max_prompt_tokens=384),  # The longest question has 991 bytes.
       engine=dict(slots=slots, cache_tokens=positions),
-      rl=dict(prompts=32, microbatches=64 // rows),  # 64 responses per update
+      rl=dict(prompts=32, microbatches=64 // rows),  # An update has 64 responses.
     )
   if name == "0.6B-t4":
-    config.update(compute=dict(attention="blockwise"))  # cuDNN's is for GPUs from Ampere on
+    config.update(compute=dict(attention="blockwise"))  # cuDNN's attention needs Ampere or newer.
   if rank:
-    # Ten times the rate of all parameters: docs/one_chip.md
+    # Ten times the learning rate for training all parameters (docs/one_chip.md).
     config.update(lora=dict(rank=rank), rl_optimizer=dict(learning_rate=1e-5))
   return config

@@ -6,11 +6,11 @@ Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
 Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size
 
-The paper gives the model, the clipping ranges, the four mini-batches and the evaluation. It
-gives no learning rate, batch, group or response length: those are choices.
+Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper does not say
+learning rate, batch size, group size and response length; here they are our choices.
 
-configs/moe_aime.py:tiny is the same configuration at toy size: byte tokenizer, random weights, sums
-instead of AIME, a minute on two CPU cores.
+configs/moe_aime.py:tiny has the same code paths with a small random model, the byte tokenizer, and
+sums instead of AIME. It takes a minute on two CPU cores.
 """
 
 from gspo_jax.configs import common
@@ -19,22 +19,24 @@ from gspo_jax.configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    # By the compiler sparsecore hides most of the links' time (docs/sharding.md). Not prefetch: its
-    # 13.5 GiB leave no room for remat="both" of 32,768 tokens a chip, which costs more.
+    # By the compiler's schedule, xla="sparsecore" hides most of the communication
+    # (docs/sharding.md). prefetch=True would take 13.5 GiB, and leave too little memory for
+    # remat="both" with 32,768 tokens per chip, which saves more time.
     compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
-    # The sampler's own log-probs (§5.4) need bfloat16. cache_dtype="int8" and weights_dtype="int8"
-    # sample in 193 s, but are for objective.old_logp="recompute" (docs/sampling.md).
+    # With old log-probs from the sampler (§5.4), it needs bfloat16. With cache_dtype="int8" and
+    # weights_dtype="int8", sampling would take an estimated 193 s, but would need
+    # objective.old_logp="recompute" (docs/sampling.md).
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),
-    # §5.1: average Pass@1 over 32 samplings
+    # §5.1: average Pass@1 over 32 samplings.
     eval=dict(samples=32, greedy=False, batch=8, benchmarks=common.paper_benchmarks()),
     checkpoint=dict(keep=3, best="eval/accuracy"),
   )
   if common.variant(arg, "tiny"):
     config.update(
       compute=dict(logits_chunk=16),
-      engine=dict(cache="paged", page_tokens=16),  # as on TPU
+      engine=dict(cache="paged", page_tokens=16),  # A paged cache, as on TPU.
       reward=dict(workers=1),
       sampling=dict(max_new_tokens=24),
       objective=dict(volatility=True),
@@ -45,23 +47,24 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   else:
     config.update(
       distributed=True,
-      weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
+      weights="",  # Required: a model fine-tuned from Qwen3-30B-A3B-Base, the cold start (§5.1).
       model=common.model(common.size("Qwen3-30B-A3B-Base")),
-      compute=dict(logits_chunk=2048),  # of 151,936 logits each
-      engine=dict(slots=1024),  # what `aot --search` recommends, for a mean of 8,192 tokens
-      # 64 chips: 4x4 and 4 of the torus. With the sampler's experts over 16 of them and not all,
-      # tokens travel less far, and by the compiler sampling takes 321 s an iteration, not 362.
+      compute=dict(logits_chunk=2048),  # Each position has 151,936 logits.
+      engine=dict(slots=1024),  # Recommended by `aot --search`, for 8,192 tokens per response.
+      # 64 chips: sides 4x4 and 4 of the torus. With the sampler's experts split over 16 chips
+      # instead of all 64, tokens travel less far: by `aot` sampling takes 321 s per iteration
+      # instead of 362.
       mesh=dict(fsdp=16, expert=4, rollout_experts="fsdp"),
       data=dict(
-        train="",  # to be set: problems with verifiable answers
-        eval="",  # to be set: AIME'24, 30 problems
+        train="",  # Required: problems with verifiable answers.
+        eval="",  # Required: AIME'24, 30 problems.
         question_field="problem",
         prompt_template=common.BOXED,
         max_prompt_tokens=2048,
       ),
       reward=dict(workers=16),
-      sampling=dict(max_new_tokens=30_720),  # with the prompt, the 32,768 positions of the model
-      # 1,024 responses per update (arXiv:2512.01374), 64 rows at once
+      sampling=dict(max_new_tokens=30_720),  # With the prompt, 32,768, the model's positions.
+      # 1,024 responses per update (arXiv:2512.01374), in micro-batches of 64 rows.
       rl=dict(iterations=1000, prompts=256, group_size=16, microbatches=16, packed=True),
       checkpoint=dict(every=10),
     )

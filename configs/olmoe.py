@@ -4,11 +4,11 @@ Command:   python -m gspo_jax.main --config=configs/olmoe.py --workdir=DIR \
              --config.weights=allenai/OLMoE-1B-7B-0924 \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
 Hardware:  v5e-8 (16 GiB a chip) or one card of 80 GB, with adapters
-Expected:  not run by us at this size. `aot`, GiB of a device in an update and in decoding:
-           v5e-8 4.5 and 6.9 of 16, H100 24.4 and 39.3 of 73
+Expected:  not run by us at this size. Memory of a device by `aot`, in an update and in decoding:
+           v5e-8 4.5 and 6.9 of 16 GiB, H100 24.4 and 39.3 of 73 GiB
 
-configs/olmoe.py:tiny has random weights of toy size and the byte tokenizer; it needs the two data
-files only, and its reward stays near 0.
+configs/olmoe.py:tiny is a test of the set-up, with a small random model and the byte tokenizer. It
+needs only the two data files, and its reward stays near 0.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     return config
   config = dense_math.get_config("OLMoE-1B-7B-0924")
   config.update(
-    mesh=dict(expert=-1, fsdp=1),  # all devices
+    mesh=dict(expert=-1, fsdp=1),  # All devices split the experts.
     compute=dict(remat="full", logits_chunk=128),
     data=dict(max_prompt_tokens=384),
     engine=dict(slots=64, cache_tokens=81_920),
     rl=dict(prompts=32, microbatches=8),
-    objective=dict(volatility=True),  # experts that an update changes
+    objective=dict(volatility=True),  # Records how many experts an update changes.
     # Moments of 7 B parameters in float32 do not fit, so adapters are trained (docs/one_chip.md).
     lora=dict(rank=32),
     rl_optimizer=dict(learning_rate=1e-5),

@@ -5,10 +5,11 @@ Hardware:  two CPU cores and 10 GiB of memory; a quarter of an hour
 Expected:  eval/accuracy 0.24 -> 0.38, greedy 0.32 -> 0.43 (experiments/e18_real_model)
 Paper:     arXiv:2507.18071
 
-The weights are those of the hub; --config.weights=DIR takes a directory. Held-out problems have
-texts of their own (docs/data.md#word-problems). docs/pretrained.md goes through it.
+The weights come from the hub, or with --config.weights=DIR from a directory. Held-out problems and
+training problems have different texts (docs/data.md#word-problems). docs/pretrained.md explains
+this configuration step by step.
 
-configs/smollm2.py:svamp has SVAMP in their place, whose file is to be named:
+configs/smollm2.py:svamp trains on problems of SVAMP instead, from a file that you name:
 --config.data.train='svamp@FILE where idx<850' --config.data.eval='svamp@FILE where idx>=850'
 """
 
@@ -27,17 +28,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       train="word_problems:train",
       eval="word_problems:heldout",
       prompt_template="{question}\nExpression: ",
-      chat_template=False,  # the cold start teaches this form, which no chat has
-      max_prompt_tokens=41,  # the longest text
+      chat_template=False,  # The cold start teaches the form of the prompt above.
+      max_prompt_tokens=41,  # The longest text.
     ),
-    reward=dict(name="math", workers=1),  # evaluates the expression
-    sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the end are 13
-    sft=dict(steps=40, batch=16),  # some 20 % right: it knows the form, and not yet what to do
+    reward=dict(name="math", workers=1),  # The verifier evaluates the expression.
+    sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the stop token take 13.
+    sft=dict(steps=40, batch=16),  # About 20 % are right then: enough for RL, with room to improve.
     sft_optimizer=dict(learning_rate=1e-5),
     rl=dict(iterations=30, prompts=16, group_size=8),
     rl_optimizer=dict(learning_rate=1e-5),
     eval=dict(every=10, problems=160, samples=2, batch=160),
-    alarms=dict(ratio=0.03),  # a mean of ten log-ratios varies more than one of thousands
+    alarms=dict(ratio=0.03),  # Ratios of ten tokens vary more than those of thousands.
   )
   if common.variant(arg, "svamp"):
     config.update(

@@ -2,10 +2,10 @@
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
 Hardware:  any machine with two CPU cores; about two minutes
-Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with 20 seeds of 20 (experiments/tiny_gspo)
+Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with each of 20 seeds (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 
-configs/tiny.py:gemma is the same with a small Gemma 3.
+configs/tiny.py:gemma trains a small Gemma 3 instead.
 """
 
 from gspo_jax.configs import common
@@ -20,16 +20,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     job="sft+rl",
     model=dict(
-      # The usual base, a million, is for windows of thousands of tokens: over the 18 of a sum most
-      # frequencies would not move, and heads find the digits to add late, or never.
+      # With the usual base, a million, most frequencies hardly turn within the 18 tokens of a sum,
+      # and attention heads find the digits to add late, or never.
       rope_theta=10.0,
-      num_heads=8,  # more of them begin near the right digits
+      num_heads=8,  # With more heads, some begin nearer to the right digits.
       num_kv_heads=4,
     ),
-    mesh=dict(data=-1, fsdp=1),  # so small a model is not split
-    engine=dict(steps=5),  # half a response
+    mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
+    engine=dict(steps=5),  # Half a response.
     objective=dict(
-      # A hundred times the paper's: ten tokens average out less than thousands.
+      # A hundred times the paper's ranges. Ratios of responses with ten tokens vary more than those
+      # with thousands.
       tuned={
         name: dict(clip_low=0.03, clip_high=0.04) for name in ("gspo", "gspo_token", "segment")
       },
@@ -38,7 +39,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sft=dict(
       steps=800,
-      target_loss=0.14,  # which carries the pupil forgets costs 0.125, and nobody can know
+      target_loss=0.14,  # Forgotten carries are random: no model has less than 0.125.
       batch=128,
       load_balance_coef=0.01,
     ),

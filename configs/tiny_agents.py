@@ -1,7 +1,7 @@
-"""The calculator of configs/tiny_tools.py after a wasteful teacher: GSPO with a cost per question.
+"""The task of configs/tiny_tools.py with a cost per tool call: GSPO removes useless calls.
 
-The teacher of the cold start asks three in five of his questions twice, and the calculator says the
-same again. docs/multi_turn.md has what becomes of it with and without a cost.
+The demonstrations of the cold start repeat three in five calls of the calculator, which answers the
+same again. docs/multi_turn.md compares runs with and without the cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
 Hardware:  any machine with two CPU cores; about seven minutes
@@ -17,21 +17,23 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   common.variant(arg)
   config = tiny_tools.get_config()
   config.update(
-    model=dict(moe_intermediate_size=64),  # copying takes no knowledge
+    model=dict(moe_intermediate_size=64),  # A small model can copy.
     data=dict(checks=0.6),
     environment=dict(
-      max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
-      call_cost=0.3,  # a right answer earns 1
-      charge="right",  # where most answers are wrong, to give up at once would pay
+      max_turns=6,  # Two operations, asked twice each, the answer, and a spare turn.
+      call_cost=0.3,  # A right answer is worth 1.
+      # Costs for wrong answers too would make it worthwhile to give up at once, as long as most
+      # answers are wrong.
+      charge="right",
     ),
-    sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
+    sampling=dict(max_new_tokens=64),  # Five turns take 61, with the calculator's answers.
     objective=dict(name="gspo"),
     sft=dict(
       batch=64,
-      max_tokens=70,  # a demonstration has no turn to spare: it takes 70
+      max_tokens=70,  # The longest demonstration.
     ),
     rl=dict(iterations=32, prompts=32),
-    rl_optimizer=dict(learning_rate=4e-4),  # fewer responses than usual, and fewer iterations
+    rl_optimizer=dict(learning_rate=4e-4),  # Twice that of tiny.py, for fewer and smaller batches.
     eval=dict(every=32, problems=128, greedy=False),
   )
   return config

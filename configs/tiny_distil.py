@@ -1,14 +1,14 @@
-"""A small dense Qwen3 learns to add from a larger mixture of experts that has learned it by GSPO.
+"""On-policy distillation: a small dense Qwen3 learns to add from a mixture of experts.
 
-The teacher is a finished run of configs/tiny.py, the student has a tenth of its weights. After a
-cold start of its own the student samples, the teacher scores each token, and that is all it learns
-from: the verifier measures, and teaches nothing.
+The teacher is a finished run of configs/tiny.py. The student has a tenth of its parameters, and a
+separate cold start. The student samples responses, and learns from the teacher's log-probs of their
+tokens alone. Verdicts are used in metrics only.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_distil.py --workdir=/tmp/tiny_distil
 Hardware:  any machine with two CPU cores; about two minutes for each
-Expected:  eval/accuracy 0.36 to 0.41 -> 0.83 to 0.91 without a verdict, seeds 17, 18 and 19; with
-           rewards and no teacher 0.86 to 0.94 (docs/objectives.md)
+Expected:  eval/accuracy 0.36 to 0.41 -> 0.83 to 0.91, seeds 17, 18 and 19; with rewards instead of
+           the teacher 0.86 to 0.94 (docs/objectives.md)
 Source:    K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025
 """
 
@@ -22,8 +22,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     model=common.model(sizes.tiny_dense(vocab_size=264)),
     objective=dict(
-      name="ppo_clip",  # takes advantages by token
-      aggregate="token",  # a teacher's advantages are of tokens: all count alike
+      name="ppo_clip",  # A loss for advantages of tokens.
+      aggregate="token",  # Advantages belong to tokens, so all tokens have equal weight.
       volatility=False,
     ),
     distillation=dict(teacher="/tmp/tiny", reward_weight=0.0),
@@ -31,5 +31,5 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     model=dict(hidden_size=64, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=16),
   )
-  config.model.rope_theta = 10.0  # as in configs/tiny.py
+  config.model.rope_theta = 10.0  # As in configs/tiny.py.
   return config

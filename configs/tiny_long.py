@@ -1,8 +1,8 @@
-"""A small Qwen3-MoE writes long responses: cold start from a forgetful pupil, then GSPO.
+"""A small Qwen3-MoE learns a task with longer responses: cold start, then GSPO.
 
-The base of the experiments (experiments/): the ratio of a sequence is a mean over tokens, and the
-tasks of configs/tiny.py have ten to a response. Here they are 48, 96 or 192 (docs/data.md); with
-configs/tiny_long.py:long 192, 384 or 768.
+Most experiments (experiments/) start from this configuration. A sequence's ratio averages over its
+tokens, and responses of configs/tiny.py have only ten. Here they have 48, 96 or 192 (docs/data.md);
+with configs/tiny_long.py:long 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
 Hardware:  any machine with two CPU cores; a cold start and 40 iterations in about three minutes
@@ -21,28 +21,28 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     model=dict(
       hidden_size=96,
       num_layers=2,
-      num_heads=8,  # more of them begin near the lines to add
+      num_heads=8,  # With more heads, some begin nearer to the lines to add.
       num_kv_heads=4,
       moe_intermediate_size=128,
-      # What a line needs stands 5 to 12 tokens back. With a base of 10 all frequencies tell these
-      # apart; with 30 the same seed took twice as many updates to find them.
+      # The operands of a line are 5 to 12 tokens before it. With base 10, all frequencies
+      # distinguish these positions. With base 30, the same seed needed twice as many updates.
       rope_theta=10.0,
     ),
-    mesh=dict(data=-1, fsdp=1),  # so small a model is not split
+    mesh=dict(data=-1, fsdp=1),  # Splitting such a small model gains nothing.
     data=dict(
       train="recurrence:train",
       eval="recurrence:heldout",
-      max_prompt_tokens=12,  # two lines
+      max_prompt_tokens=12,  # Two lines.
       lines=lines,
-      carry_errors=0.1,  # the pupil is right on 69, 51 and 30 % of the three lengths
+      carry_errors=0.1,  # 69, 51 and 30 % of demonstrations of the three lengths are right.
     ),
     reward=dict(name="recurrence"),
     sampling=dict(max_new_tokens=6 * max(lines)),
-    engine=dict(steps=48),  # the shortest response
+    engine=dict(steps=48),  # The shortest response.
     objective=dict(volatility=True),
     sft=dict(
       steps=1600,
-      target_loss=0.04,  # which carries the pupil forgets costs 0.024, and nobody can know
+      target_loss=0.04,  # Forgotten carries are random: no model has less than 0.024.
       check_every=20,
       batch=16,
       log_every=50,
@@ -50,7 +50,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sft_optimizer=dict(learning_rate=2e-3, schedule="cosine", warmup_steps=30),
     rl=dict(iterations=40, prompts=16, dump_every=40),
-    rl_optimizer=dict(learning_rate=1e-4),  # constant, so that a run may be made longer
+    rl_optimizer=dict(learning_rate=1e-4),  # Constant, so that a run can be extended.
     eval=dict(every=20, problems=192, batch=192, greedy=False),
     checkpoint=dict(every=100),
     alarms=dict(entropy=0.001),

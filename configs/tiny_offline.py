@@ -1,7 +1,7 @@
 """The model of configs/tiny.py learns from recorded responses, without sampling: SPO.
 
-The responses are those that a run of GSPO has dumped, or any file like it (docs/data.md); the
-weights to begin with those of its cold start, which is the reference policy.
+The responses are those recorded by a run of GSPO, or other files in this format (docs/data.md). The
+initial weights are those of that run's cold start. They are also the reference policy.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_offline.py --workdir=/tmp/offline
@@ -22,12 +22,16 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     weights="",
     offline=dict(fresh=0.0),
     objective=dict(
-      name="spo",  # | rft: imitates the best of each group, or with advantage=reward all right ones
-      # The value is 0.3 log(1 + 0.4 (e^(1/0.3) - 1)), of a reference that is right on 40 %, as cold
-      # starts of tiny.py are. A group's own would be that of the better policy that sampled it.
+      # Or "rft", to imitate the best response of each group, or with advantage="reward" all right
+      # responses.
+      name="spo",
+      # Soft value of the reference policy, right on 40 %: 0.3 log(1 + 0.4 (e^(1/0.3) - 1)). An
+      # estimate from the groups would be that of the better policy that sampled them.
       tuned=dict(spo=dict(beta=0.3, soft_value=0.74)),
-      volatility=False,  # no experts are on record
+      volatility=False,  # The recorded responses have no experts.
     ),
-    rl=dict(iterations=20),  # of 64 groups: a run of tiny.py has dumped five times as many
+    rl=dict(
+      iterations=20
+    ),  # With 64 groups each. tiny.py has recorded fewer: 4 iterations' groups.
   )
   return config

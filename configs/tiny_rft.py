@@ -1,4 +1,4 @@
-"""The model of configs/tiny.py learns by rejection sampling: the best of eight, imitated.
+"""The model of configs/tiny.py imitates the best of its eight responses (rejection sampling).
 
 Command:   python -m gspo_jax.main --config=configs/tiny_rft.py --workdir=/tmp/rft
 Hardware:  any machine with two CPU cores; about two minutes
@@ -14,7 +14,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     objective=dict(
       name="rft",
-      advantage="best",  # | reward: all that are right
+      advantage="best",  # Or "reward", to imitate all right responses.
     ),
   )
   return config

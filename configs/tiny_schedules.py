@@ -1,42 +1,43 @@
-"""What changes while a run goes on, one at a time: length of responses, problems, sizes of groups.
+"""Schedules, one at a time: the length limit, the problems, or the group sizes change in a run.
 
-:length   configs/tiny_long.py whose responses may have 48 tokens at first, then 96, then 192
-:growing  configs/tiny.py after its cold start, on a file of sums to which another process appends
-:groups   the same on a file that stays, with fewer responses to what is often solved
+:length   configs/tiny_long.py with a length limit of 48 tokens at first, then 96, then 192
+:growing  RL of configs/tiny.py on a file of sums, to which another process appends lines
+:groups   RL of configs/tiny.py on a fixed file of sums, with smaller groups for easy problems
 
-The files have sums and their answers, and no demonstrations: the last two begin with the weights of
-a cold start of configs/tiny.py.
+The files contain sums with answers, but no demonstrations. So :growing and :groups start from the
+weights of a cold start of configs/tiny.py.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --workdir=/tmp/length
            python -m gspo_jax.main --config=configs/tiny.py --config.job=sft --workdir=/tmp/start
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
-           configs/tiny_schedules.py:growing in the same way, while lines are appended to its file
+           For :growing use the last command, and append lines to its file during the run.
 Hardware:  any machine with two CPU cores; two to four minutes
-Expected:  eval/accuracy 0.39 to 0.44 -> 0.88 to 0.91 by :groups, with 45 % fewer tokens than with
-           whole groups; 0.88 to 0.92 by :growing, 0.70 to 0.83 without what is appended;
-           :length 0.26 to 0.29 -> 0.46 to 0.56, seeds 17 to 19 (docs/objectives.md)
-Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
+Expected:  eval/accuracy, seeds 17 to 19 (docs/objectives.md):
+           :groups 0.39 to 0.44 -> 0.88 to 0.91, with 45 % fewer tokens than with whole groups;
+           :growing 0.39 to 0.44 -> 0.88 to 0.92, without appended lines 0.70 to 0.83;
+           :length 0.26 to 0.29 -> 0.46 to 0.56
+Paper:     arXiv:2507.18071, §5.1 mentions longer responses and updated query sets, without rules
 """
 
 from gspo_jax.configs import common, tiny, tiny_long
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  which = common.variant(arg, "length", "growing", "groups") or "length"
-  if which == "length":
+  schedule = common.variant(arg, "length", "growing", "groups") or "length"
+  if schedule == "length":
     config = tiny_long.get_config()
-    config.schedule.new_tokens = "1:48,7:96,13:192"  # all of 8 lines, of 16, of 32
+    config.schedule.new_tokens = "1:48,7:96,13:192"  # Enough for 8, 16 and 32 lines.
     config.rl.iterations = 24
     return config
   config = tiny.get_config()
-  config.update(job="rl", weights="", data=dict(train=""))  # the file: JSON lines
+  config.update(job="rl", weights="", data=dict(train=""))  # A file of JSON lines.
   config.update(rl=dict(iterations=24), eval=dict(every=12, greedy=False))
-  if which == "growing":
+  if schedule == "growing":
     config.schedule.refresh_every = 2
   else:
     config.schedule.group_size_min = 2
-    # Rows of the update that a smaller group leaves empty cost nothing.
+    # Smaller groups leave rows of an update empty. Packed, these rows take no time.
     config.rl.update(packed=True, microbatches=4)
   return config

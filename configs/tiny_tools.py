@@ -1,7 +1,7 @@
 """A small Qwen3-MoE learns to use a calculator over several turns: cold start, then GSPO-token.
 
-A problem is `37*58+46=`, which the model cannot do in its head. The teacher of the cold start asks
-the calculator for two in five operations only; docs/multi_turn.md shows a conversation.
+A problem is `37*58+46=`, too hard for the model without the calculator. Demonstrations of the cold
+start use the calculator for two in five operations only. docs/multi_turn.md shows a conversation.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_tools.py --workdir=/tmp/tools
 Hardware:  any machine with two CPU cores; about 6 minutes
@@ -15,7 +15,7 @@ from gspo_jax.configs import common, tiny
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = tiny.get_config(arg)
   config.update(
-    model=dict(num_layers=2),  # enough for copying
+    model=dict(num_layers=2),  # Enough for copying.
     data=dict(
       train="calculator:train",
       eval="calculator:heldout",
@@ -24,17 +24,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     environment=dict(
       name="calculator",
-      max_turns=4,  # two operations and the answer, and one to spare
+      max_turns=4,  # Two operations, the answer, and a spare turn.
     ),
-    sampling=dict(max_new_tokens=36),  # three turns take 33, the calculator's answers included
+    sampling=dict(max_new_tokens=36),  # Three turns take 33, with the calculator's answers.
     engine=dict(steps=4),
     objective=dict(
-      name="gspo_token",  # | segment: a ratio per turn | gspo: one advantage for all turns
+      name="gspo_token",  # Or "segment", a ratio per turn, or "gspo", one advantage for all turns.
     ),
     sft=dict(
       steps=400,
-      target_loss=0.0,  # what the pupil has in his head, so small a model never learns
-      max_tokens=42,  # a demonstration has no turn to spare: it takes 33
+      target_loss=0.0,  # Off: the model never learns the results computed without the calculator.
+      max_tokens=42,  # A demonstration has no spare turn: it takes 33.
     ),
     rl=dict(iterations=40),
     eval=dict(every=5),
