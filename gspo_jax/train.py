@@ -107,7 +107,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 class Programs:
   """Programs of the trainer in an iteration."""
 
-  # From a rollout to segment numbers. None means one importance ratio per response.
+  # From a rollout to segment numbers. None means a loss without segments.
   segments: batches.Segments | None
   passes: Sequence[tuple[Pass, Callable]]  # Forward passes before the updates.
   advantages: advantages.Part  # Fills advantages on the devices, and returns their metrics.
@@ -192,7 +192,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # Without a lag, a batch may be older only if the run was resumed from one with a lag.
+  # Without a lag, a batch restored or replayed from a run with a lag may be older.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)

@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources. Indices run through one after the other; weights are for sampling."""
+  """Several sources. Indexing concatenates them; weights are for sampling alone."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -110,7 +110,7 @@ def load_spec(
     raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
   if len(parts) == 1:
     return _load_part(config, tok, parts[0], key, "", check)
-  # Two sources may have the same id, so ids begin with the source's name.
+  # Rows of two files may have the same id, so ids begin with the source's name.
   sources = [
     _load_part(config, tok, part, key, f"{part['form'] or ''}@{part['path']}#", check)
     for part in parts
@@ -268,7 +268,7 @@ class Batches(Iterator[list[structs.Prompt]]):
 
 
 def epoch_of(source: Source) -> int:
-  """Returns the number of prompts drawn until every source is used up once."""
+  """Returns the number of prompts drawn until every source is completed once."""
   if not isinstance(source, Mixture):
     return len(source)
   total = sum(source.weights)
@@ -340,8 +340,8 @@ def pack_demonstrations(
     Tokens, int32 [B, T]; and mask, float32 [B, T], as in `demonstration_tokens`, 0 on prompts.
 
   Raises:
-    DataError: a prompt with its demonstration is longer than `length`. `fitting` finds such rows
-      before training starts.
+    DataError: a prompt with its demonstration is longer than `length`. `fitting` finds such rows of
+      files before training starts.
   """
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
@@ -385,7 +385,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
       raise DataError(reason)
   if not rows:
     raise DataError(
-      f"no row has a demonstration of at most sft.max_tokens={length} tokens. Raise it"
+      f"no row has a prompt and demonstration of at most sft.max_tokens={length} tokens. Raise it"
     )
   if isinstance(source, Embedded):
     return source

@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
-  """Returns the engine's workload for an evaluation. `requests` are its other limits."""
+  """Returns the engine's workload for an evaluation. `requests`: its other fields."""
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
 
@@ -96,7 +96,7 @@ class Evaluator:
       Metrics by name; and a record of each sampled response, without those of greedy decoding.
 
     Raises:
-      NoVerdictError: no response of a round has a verdict.
+      NoVerdictError: none of a round's responses so far has a verdict.
     """
     c, row, records = self.config, {}, []
     rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]

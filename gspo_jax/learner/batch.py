@@ -44,7 +44,7 @@ def place(
   """Builds the mini-batches of an iteration, and moves them to the devices.
 
   Args:
-    segments: function returned by `make_segments`. None means one importance ratio per response.
+    segments: function returned by `make_segments`. None means a loss without segments.
   """
   rollout, version = scored.rollout, scored.step
   older = has_older(rollout, version)
@@ -157,7 +157,7 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
   """Builds a function (rollout) -> segment number of each token, int32 [B, L].
 
-  Each segment has its own importance ratio. None means one ratio per response.
+  Each segment has its own importance ratio. None means a loss without segments.
   """
   unit = objective.segment_unit
   if unit is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch, and passes that compute arrays without gradient.
+"""Log-probabilities of a batch, and passes without gradients of parameters.
 
 The passes before the updates fill fields of the mini-batches, such as the old policy's
 log-probabilities (`fill`). The pass after the updates is for the samples log (`make_review`).
@@ -44,8 +44,8 @@ class Learner:
   # With "stop", all later updates are skipped too, so parameters stay unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
-  # Maximum response length; some losses divide by it. The other positions of a row are for the
-  # prompt. In SFT it is 0: prompt lengths are unknown, so log-probs of all tokens are computed.
+  # Maximum response length; some losses divide by it. In SFT prompt lengths are unknown, and the
+  # value is 0: log-probs of all tokens are computed.
   response_tokens: int = 0
   # Number of classes of the metrics `by_age/...` (metrics.py). 0 means no such metrics.
   ages: int = 0
@@ -114,7 +114,7 @@ def log_probs(
 
 
 def shift_right(x_RT: jax.Array, rows: Rows) -> jax.Array:
-  """Moves values from position t to t + 1, by sequence [B, T].
+  """Moves values from position t to t + 1, and from rows to sequences [B, T].
 
   The model predicts token t + 1 at position t. Position 0 of the result is 0.
   """
@@ -201,11 +201,11 @@ def make_review(
 
   - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
   - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
-  - `gradient_BT`, only if importance ratios are per segment: derivative of the undivided loss with
-    respect to each token's log-prob (`token_gradient`).
+  - `gradient_BT`, only if importance ratios are per segment: derivative of the loss's numerator, a
+    sum, with respect to each token's log-prob (`token_gradient`).
 
   Args:
-    old_policy: pass of `make_old_policy`. It computes the new log-probs too, so it is not compiled
+    old_policy: pass of `make_old_policy`, reused for the new parameters, so it is not compiled
       again. With R2, another pass is compiled, to replay the old policy's experts.
   """
 
@@ -303,9 +303,9 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function i -> micro-batch i.
 
-  The number is `learner.microbatches`. If rows are packed, it is the number of micro-batches with
-  tokens, at most `learner.microbatches`; each micro-batch then has all sequences, and the mask is 0
-  for those in the rows of other micro-batches.
+  If rows are not packed, the number is `learner.microbatches`. Otherwise only micro-batches with
+  tokens count; each of them has all sequences, with a mask of 0 on sequences in other
+  micro-batches' rows.
   """
   number = learner.microbatches
   if batch.inputs.places:

@@ -163,21 +163,21 @@ def segment_loss(
   """GSPO with one ratio per segment of a response.
 
   J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
-  s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
+  s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],
+  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
   Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number
-  of each token, an integer in [0, T). Segments of the same row have different numbers, in packed
-  rows also those of different responses. With one segment per response the loss is GSPO, and with
-  one per token GRPO. If all tokens of each segment have the same advantage, value and gradient of a
-  response's loss are those of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  of each token, an integer in [0, T). No two segments of a row have the same number, even if they
+  belong to different packed responses. With one segment per response the loss is GSPO, and with one
+  per token GRPO. If all tokens of each segment have the same advantage, value and gradient of a
+  response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
   and "constant" as in `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
-  Reference: this loss is an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of
-  responses. GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence, such as a turn or a thought
-  with an action. We know its abstract and summaries, but not its equations.
+  Reference: an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of responses.
+  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence; we know its abstract only.
   `length_exponent` and `clip_exponent` as in `gspo_loss`, with the length of the segment.
 
   Example:
@@ -216,7 +216,7 @@ def _response_loss(
 ) -> tuple[Array, Array, Metrics, Array]:
   """Computes losses of responses, lengths, metrics and clipped tokens.
 
-  The losses [B, U] are clipped, and have no penalties yet.
+  The losses [B, U], of U responses packed in a row, are clipped and have no penalties yet.
   """
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
@@ -229,7 +229,8 @@ def _response_loss(
     ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  # The bound leaves enough of the float range to multiply by a length (`luspo_loss`).
+  # `finite` and `bounded_exp` leave enough of the float range to multiply by a length
+  # (`luspo_loss`).
   gain_BU = ratios.finite(weight_BU * advantage_BU)
   loss_BU = -gain_BU * ratio_BU
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)

@@ -1,7 +1,8 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
-A response is unknown if it has no verdict, because the verifier or environment failed on it. The
-reason is recorded. Unknown responses are excluded from statistics, and from updates by rewards.
+A response is unknown if it has no verdict: the verifier or environment failed on it, or it was not
+sampled. The reason is recorded. Unknown responses are excluded from statistics, and from updates by
+rewards.
 """
 
 import dataclasses
@@ -174,9 +175,9 @@ def restored(
 ) -> list[Group]:
   """Restores unscored groups, and the environments of unfinished conversations.
 
-  Responses sampled under another configuration may be longer than `longest`. They are shortened,
-  and are unfinished again. Environments run on the first host. If one fails, its trajectory is
-  finished as failed.
+  Responses sampled under another configuration may be longer than `longest`. They are cut to fewer
+  tokens, and sampling resumes them. Environments run on the first host. If one fails, its
+  trajectory is finished as failed.
 
   Args:
     states: states of the groups.

@@ -2,10 +2,10 @@
 
 Batch i is the training data of iteration i. Version i is the weights before the updates of
 iteration i, and `first` is the version at the start of the run. With `rl.lag` = L, batch j is
-sampled with version max(first, j - L). Sampling of batch i + L starts at the beginning of iteration
-i, when version i is published. So the age of a batch is known in advance, and no batch is discarded
-as too old. Batches depend on iteration numbers and not on time: the same seed gives the same
-results.
+sampled with version max(first, j - L). Sampling of batch i + L may start at the beginning of
+iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
+discarded as too old. Batches depend on iteration numbers and not on time: the same seed gives the
+same results.
 
 There are three arrangements:
 
@@ -13,10 +13,10 @@ There are three arrangements:
   might deadlock: collectives on the same devices, started in different orders, wait for each other.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
-- Servers: a worker thread sends requests to servers. New weights are sent to the servers as soon as
-  they are published, and responses in flight continue under them. So batch j = i + L has tokens of
-  versions i to j, and depends on the times at which weights arrive. Such batches can be recorded
-  (`rl.record`) and replayed (`rl.replay`).
+- Servers, with a lag and one process: a worker thread sends requests to servers. New weights are
+  sent to the servers as soon as they are published, and responses in flight continue under them. So
+  batch j = i + L has tokens of versions i to j, and depends on the times at which weights arrive.
+  Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
 
 import base64
@@ -74,8 +74,8 @@ class Pipeline:
     last: last finished iteration.
     batches: directory in which batches are recorded.
     mesh: mesh of the engine. None if the engine has the trainer's mesh.
-    publish: with a mesh of the engine, copies the trainer's parameters to it. Later updates must
-      not change the copy.
+    publish: copies the trainer's parameters to `mesh`, if that is not None. Later updates must not
+      change the copy.
   """
 
   def __init__(
@@ -93,8 +93,8 @@ class Pipeline:
     self._collector, self._engine, self._stages = collector, engine, stages
     self._rl, self._last_started, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
-    # With servers, the worker thread sends requests, but the main thread loads weights: it checks
-    # the servers' log-probs against the trainer's, which needs the trainer's devices.
+    # With servers, the worker thread sends requests, but the main thread loads weights: loading
+    # also compares log-probs of servers and trainer, on the trainer's devices.
     self._loads_during_steps = rl.lag > 0 and engine.loads_beside_steps
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -225,7 +225,7 @@ class Pipeline:
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # Names of their own, since the seconds of the main thread's stages add up to the iteration's.
+    # The worker's times have other names: those of the main thread add up to the iteration's time.
     times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
     batch.collected.metrics.update(times)
     return batch

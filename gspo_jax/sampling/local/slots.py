@@ -35,8 +35,8 @@ from gspo_jax.sharding import BATCH, P
 class Rows:
   """State of B responses in slots, or of B prefixes in the queue.
 
-  A prefix has the values with which its next response starts. The last token of a prefix is not in
-  the cache, since decoding starts with this token as input.
+  The fields of a prefix are the initial ones of its next response. The last token of a prefix is
+  not in the cache, since decoding starts with this token as input.
   """
 
   token_B: Any  # Next input token, int32.
