@@ -109,7 +109,8 @@ class ModelInputs:
   # int32 [B, T, X]: token ids over which log-probs are normalised, padded with -1 (models/head.py).
   # None for the whole vocabulary
   support_BTX: Array | None = None
-  # int32: length of the prompt shared by a group's sequences. None if they may have different ones
+  # int32: length of the prompt shared by a group's sequences. None if prompts may differ in a group,
+  # or if their lengths are unknown
   prompt_B: Array | None = None
   places: Places | None = None  # None if each row is one sequence
 

@@ -23,7 +23,7 @@ def length_factor(
   fraction is clipped at every length. An empty unit has the factor of one token.
 
   Shapes: [B,U], number, number -> [B,U].
-  Raises: ValueError for γ below 0, or other than 0 without L above 0.
+  Raises: ValueError if γ is negative, or if γ is not 0 and L is missing or not positive.
 
   Example:
     >>> print(length_factor(jnp.array([[100.0], [400.0]]), clip_length=100, clip_exponent=0.5))

@@ -19,7 +19,7 @@ def gae(
   last_value_B: ArrayLike | None = None,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-  """Generalized advantage estimation of tokens' advantages and returns.
+  """Generalized advantage estimation: advantages and returns of tokens.
 
   δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 

@@ -67,7 +67,7 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-  """The largest value; -inf if there is none, which is computed to 0."""
+  """The largest value. Without values it is -inf, which `compute` returns as 0."""
 
   value: Array
 
@@ -81,7 +81,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-  """The smallest value; +inf if there is none, which is computed to 0."""
+  """The smallest value. Without values it is +inf, which `compute` returns as 0."""
 
   value: Array
 
@@ -173,7 +173,10 @@ Arguments = ParamSpec("Arguments")
 
 
 def merge(tree: Any, addend: Any) -> Any:
-  """Merges two trees of reductions, for example of two micro-batches."""
+  """Merges two trees of reductions, for example of two micro-batches.
+
+  Both have the same structure.
+  """
   return _field_by_field(lambda over, x, y: over.pair(x, y), tree, addend)
 
 
@@ -183,7 +186,7 @@ def psum(tree: Any, axis_name: str) -> Any:
 
 
 def collapse(tree: Any, axis: int = 0) -> Any:
-  """Merges reductions stacked by `lax.scan` or `vmap`."""
+  """Merges reductions stacked by `lax.scan` or `vmap` along `axis`."""
   return _field_by_field(lambda over, x: over.axis(x, axis), tree)
 
 
