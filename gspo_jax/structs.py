@@ -109,8 +109,8 @@ class ModelInputs:
   # int32 [B, T, X]: token ids over which log-probs are normalised, padded with -1 (models/head.py).
   # None for the whole vocabulary
   support_BTX: Array | None = None
-  # int32: length of the prompt shared by a group's sequences. None if prompts may differ in a group,
-  # or if their lengths are unknown
+  # int32: length of the prompt shared by a group's sequences. None if prompts may differ within a
+  # group, or if their lengths are unknown
   prompt_B: Array | None = None
   places: Places | None = None  # None if each row is one sequence
 
@@ -133,7 +133,7 @@ class AdvantageInputs:
   reward_BT: Array | None = None  # float32: reward, at the last token of a response, turn or line
   teacher_logp_BT: Array | None = None  # float32: teacher's log-probs, for distillation
   last_value_B: Array | None = None  # float32: value of the state after the last token
-  cut_off_B: Array | None = None  # bool: the response is truncated, so `last_value_B` counts
+  cut_off_B: Array | None = None  # bool: the response is truncated, so `last_value_B` is used
   turn_BT: Array | None = None  # int32: turn of each token
 
 
@@ -155,9 +155,8 @@ class TrainBatch:
   inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  # float32: log-probs of the old policy, the denominator of importance ratios. They do not change
-  # during an iteration's updates. They are the sampler's, unless a pass of the trainer replaces
-  # them.
+  # float32: log-probs of the old policy, the denominator of importance ratios. They are fixed during
+  # an iteration's updates. They are the sampler's, unless a pass of the trainer replaces them
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
