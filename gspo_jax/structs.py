@@ -155,8 +155,8 @@ class TrainBatch:
   inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  # float32: log-probs of the old policy, the denominator of importance ratios. They are fixed during
-  # an iteration's updates. They are the sampler's, unless a pass of the trainer replaces them
+  # float32: log-probs of the old policy, the denominator of importance ratios. They are fixed for
+  # all updates of an iteration. They are the sampler's, unless a pass of the trainer replaces them
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
