@@ -3,11 +3,11 @@ r"""GSPO on Qwen3-0.6B to 8B and GSM8K, on one chip.
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
              --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  named after the colon: 0.6B or 1.7B on v5e (16 GiB), v6e (32 GiB) or h100 (80 GB);
-           4B-h100, 8B-h100, 0.6B-t4
+Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB), named after the colon
 Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler
 
-If optimizer moments of all parameters do not fit, adapters are trained instead (lora.rank).
+The variants are 0.6B or 1.7B on v5e, v6e or h100, 4B-h100, 8B-h100 and 0.6B-t4. If optimizer
+moments of all parameters do not fit, adapters are trained instead (lora.rank).
 
 configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
 tokenizer. It needs only the two data files, and its reward stays near 0.

@@ -1,8 +1,8 @@
 """An importance ratio for each segment of a response (GSsPO): for turns, steps or lines.
 
 By default, segments are the turns of conversations of configs/tiny_tools.py.
-configs/tiny_segments.py:steps has segments of one operand each, and :long lines of
-configs/tiny_long.py. The clip range of a segment of n tokens is c/sqrt(n).
+configs/tiny_segments.py:steps has segments of one operand each, configs/tiny_segments.py:long the
+lines of configs/tiny_long.py. The clip range of a segment of n tokens is c/sqrt(n).
 
 Command:   python -m gspo_jax.main --config=configs/tiny_segments.py --workdir=/tmp/segments
 Hardware:  any machine with two CPU cores; a cold start of two minutes and one of RL

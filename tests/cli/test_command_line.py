@@ -239,7 +239,7 @@ def test_a_dry_run_takes_the_devices_of_a_topology(topology, message, run_forked
 SIZES = {
   "the weights'": ("tiny", [], "model.hidden_size: 128 -> 8"),
   "a flag that agrees": ("tiny", ["model.num_layers=1"], "model.num_layers: 4 -> 1"),
-  "a flag": ("tiny", ["model.num_layers=2"], "model.num_layers=2 and not 1: set these"),
+  "a flag": ("tiny", ["model.num_layers=2"], "model.num_layers=2 and not 1. Set these"),
   "a variant": ("tiny:gemma", [], "model.family='gemma' and not 'qwen3'"),
 }
 
