@@ -63,7 +63,7 @@ def check_answer(text: str) -> None:
 
 
 def word(text: str) -> str | None:
-  """Returns a gold answer of words, in lower case; None for other answers."""
+  """Returns a gold answer of words, in lower case. Returns None for other answers."""
   return golds.word(_gold(text))
 
 
@@ -193,7 +193,7 @@ class MathVerifier(contextlib.AbstractContextManager):
 
 
 def boxed(solution: str) -> str | None:
-  """Returns the boxed answer of a solution; None without a box."""
+  """Returns the boxed answer of a solution. Returns None without a box."""
   return extract(solution) if BOX.search(solution) else None
 
 
@@ -209,14 +209,14 @@ def _gold(answer: str) -> str:
 
 
 def _quick_outcome(candidate: str | None, answer: str) -> Outcome | pool.Failure | None:
-  """Returns a crash if the gold answer is a placeholder, else the outcome of `quick_judge`."""
+  """Returns a crash for a placeholder as gold answer, else `quick_judge`."""
   if golds.placeholder(_gold(answer)):
     return pool.Failure(Outcome.CRASH, PLACEHOLDER.format(answer))
   return quick_judge(candidate, answer)
 
 
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
-  """Compares texts and plain numbers, without SymPy; returns None for other answers.
+  """Compares texts and plain numbers, without SymPy. Returns None for other answers.
 
   candidate: None for a response without answer.
   """

@@ -62,7 +62,7 @@ def check_answer(text: str) -> None:
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
-  """Returns the answer in a response; None without one.
+  """Returns the answer in a response. Returns None without one.
 
   It is the content of the last `<answer>`, else the last line, in both cases the part after "the
   answer is". Only text after the thought counts (`thought.after`). An answer has at most `longest`
@@ -82,12 +82,12 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
 
 
 def _without_label(line: str) -> str:
-  """Returns the text after the last "the answer is" or "answer:", else the whole line."""
+  """Returns the text after the last "the answer is", else the line."""
   return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 
 def last_tagged(text: str) -> str | None:
-  """Returns the content of the last `<answer>...</answer>`; None without one.
+  """Returns the content of the last `<answer>...</answer>`. Returns None without one.
 
   If such pairs are nested, it is the content of the inner one.
   """

@@ -1,4 +1,8 @@
-"""Equality of two SymPy expressions: proved if that is cheap, else tested numerically."""
+"""Decides whether two SymPy expressions are equal.
+
+The proof is exact if that is fast. Otherwise the expressions are compared at some points in many
+digits, so a wrong answer could pass by accident, with a negligible probability.
+"""
 
 import contextlib
 import itertools
@@ -7,45 +11,49 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL
 
-MAX_TERMS = 1000  # Terms of a sum.
-DIGITS = 120  # digits of agreement of two values without variables, relative to their size
-PRINTED = 14  # digits of a double that are always right
-_POINTS = [  # one value per variable, in the order of their names
+MAX_TERMS = 1000  # Maximum number of terms of an evaluated sum.
+DIGITS = 120  # Digits in which two equal values agree, relative to their size.
+PRINTED = 14  # Correct digits of a printed floating-point number (float64).
+# Points for comparisons: a value for each variable, in the order of names.
+_POINTS = [
   [sp.Rational(n, d) for n, d in ((13, 11), (29, 17), (41, 37), (53, 43), (67, 59), (71, 61))],
   [sp.Rational(n, d) for n, d in ((5, 17), (11, 23), (7, 31), (19, 41), (23, 47), (31, 59))],
   [sp.Rational(n, d) for n, d in ((-7, 5), (31, 13), (-17, 19), (23, 7), (-29, 31), (37, 11))],
   [sp.Rational(n, d) for n, d in ((19, 7), (-13, 29), (37, 3), (-43, 41), (17, 53), (-5, 47))],
   [sp.Rational(n, d) for n, d in ((-11, 3), (-3, 13), (-19, 23), (-41, 7), (-2, 37), (-59, 5))],
 ]
-_FAR = [  # far from 0 and near 0, on all sides of the kinks of moduli and roots
+# Further points for expressions with kinks (|x|, roots), far from 0 and near 0, on all sides.
+_FAR = [
   [sp.Rational(n, 3) for n in (10007, -10009, 10037, -10039, 10061, -10067)],
   [sp.Rational(n, 3) for n in (-10079, 10091, -10093, 10099, -10103, 10111)],
   [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
 ]
 
-# Further points, for narrow domains of logarithms: each variable takes all steps from -12 to 12.
+# Further points for expressions that are real in few places, such as logarithms: each variable
+# takes all steps from -12 to 12.
 _STEPS = [
   [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
   for scale in (1, 30)
   for k in range(25)
 ]
-_INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # values of exponents of negative numbers, even and odd
+_INTEGERS = [2, 3, 5, 8, 4, 7, 6, 9]  # Values of exponents such as n in (-1)^n, even and odd.
 
 _UNEVALUATED = (sp.Sum, sp.Product, sp.Integral, sp.Limit)
-_REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)  # SymPy's
+# Errors of SymPy for unsupported operations.
+_REFUSALS = (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError)
 
-# Functions by cases: a few points may miss a case.
+# Functions by cases: comparison at a few points might miss a case.
 _PIECEWISE = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
 
 def same_expression(a, b) -> bool:
-  """Compares expressions or matrices wherever both are defined."""
+  """Whether two expressions or matrices are equal wherever both are defined."""
   if a == b:
     return True
   matrices = [isinstance(side, sp.MatrixBase) for side in (a, b)]
   if any(matrices):
     return all(matrices) and a.shape == b.shape and all(map(same_expression, a, b))
-  # Capital letters that are multiplied may be matrices: their order counts.
+  # Letters may be matrices (`values.MATRICES`), so the order of a product counts.
   if any(map(_has_products, (a, b))) and sp.expand(a - b) != 0:
     return False
   a, b = commuting(a), commuting(b)
@@ -68,7 +76,7 @@ def same_expression(a, b) -> bool:
 
 
 def commuting(value):
-  """Replaces variables by commuting ones."""
+  """Replaces non-commuting variables by commuting ones."""
   if isinstance(value, sp.MatrixBase):
     return value.applyfunc(commuting)
   twins = {s: sp.Symbol(s.name, real=True) for s in value.free_symbols if not s.is_commutative}
@@ -76,6 +84,7 @@ def commuting(value):
 
 
 def _has_products(value) -> bool:
+  """Whether there is a product of several non-commuting variables."""
   return any(
     len({s for f in mul.args for s in f.free_symbols if not s.is_commutative}) > 1
     for mul in value.atoms(sp.Mul)
@@ -84,7 +93,7 @@ def _has_products(value) -> bool:
 
 
 def evaluate(value):
-  """Evaluates sums and integrals, unless they have many terms."""
+  """Evaluates sums, products, integrals and limits, unless one has many terms."""
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
@@ -96,7 +105,7 @@ def evaluate(value):
 
 
 def is_zero(value) -> bool:
-  """Whether SymPy finds a difference to be 0."""
+  """Whether SymPy proves a difference to be 0."""
   with contextlib.suppress(*_REFUSALS):
     return sp.sympify(value).equals(0) is True
   return False
@@ -111,14 +120,14 @@ def _is_large(value) -> bool:
 
 
 def _replace_functions(a, b):
-  """Replaces values of unknown functions by variables."""
+  """Replaces the values of unknown functions, such as f(2), by variables."""
   functions = a.atoms(sp.core.function.AppliedUndef) | b.atoms(sp.core.function.AppliedUndef)
   twins = {f: sp.Symbol(f"value of {f}", real=True) for f in functions}
   return (a.xreplace(twins), b.xreplace(twins)) if twins else (a, b)
 
 
 def _same_value(a, b) -> bool:
-  """Compares many digits of two numbers, relative to their size."""
+  """Whether two numbers agree in `DIGITS` digits, relative to their size."""
   if not (a.is_finite and b.is_finite):
     return False
   if sp.S.Zero in (a, b):
@@ -134,6 +143,7 @@ def _same_value(a, b) -> bool:
 
 
 def _is_zero(value) -> bool:
+  """Whether a number is 0, first by its size, then by SymPy's proof."""
   size = sp.Abs(value).evalf(15, maxn=800)
   if size.is_Float and size > sp.Float(10) ** -300 and size._prec > 1:
     return False
@@ -141,7 +151,10 @@ def _is_zero(value) -> bool:
 
 
 def _same_at_points(a, b, symbols) -> bool:
-  """Compares values at two or more points. Roots and logarithms must be real at a point."""
+  """Whether two expressions agree at all tried points, at least two.
+
+  Points at which a root or logarithm is not real are not used.
+  """
   count, integers = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
   for index, point in enumerate([*points, *_STEPS]):
@@ -166,18 +179,22 @@ def _same_at_points(a, b, symbols) -> bool:
 
 
 def _exponents(value) -> set:
-  """Returns variables in exponents of negative numbers. They are integers, as in (-1)^n."""
+  """Returns the variables in exponents of negative numbers.
+
+  They are integers, as in (-1)^n.
+  """
   powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
   return set().union(*(power.exp.free_symbols for power in powers))
 
 
 def _has_kinks(value) -> bool:
-  """Whether there are moduli or roots. A few points may miss one side of their kinks."""
+  """Whether there are moduli or roots. They have kinks."""
   exponents = [power.exp for power in value.atoms(sp.Pow)]
   return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
 
 
 def _real_inside(expressions, values) -> bool:
+  """Whether all arguments of roots and logarithms are positive at a point."""
   for part in (p for e in expressions for p in sp.preorder_traversal(e)):
     if isinstance(part, sp.Pow) and not part.exp.is_integer:
       inside = part.base
@@ -191,7 +208,7 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """Returns the constant value of `a / b`. Returns None if it is not constant."""
+  """Returns the constant value of `a / b`. Returns None if it varies or is 0."""
   a, b = _replace_functions(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
@@ -208,7 +225,10 @@ def constant_ratio(a, b):
 
 
 def rounds_to(rounded, places: int, value) -> bool:
-  """Whether a decimal is an irrational number, rounded correctly to 14 digits or more."""
+  """Whether a decimal is the correct rounding of an irrational number.
+
+  It must have at least `PRINTED` digits.
+  """
   if value.free_symbols or not value.is_real or value.is_Rational:
     return False
   digits = len(str(abs(rounded.p) * 10**places // rounded.q)) if rounded != 0 else 0

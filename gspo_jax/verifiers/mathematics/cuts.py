@@ -1,4 +1,4 @@
-"""Splits tokens at relations and other operators, and drops conditions without content."""
+"""Splits tokens at operators outside of brackets, and removes trivial conditions."""
 
 import re
 
@@ -8,11 +8,15 @@ _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", 
 
 
 def find(tokens: list[Token], *texts: str) -> bool:
+  """Whether one of these operators occurs outside of brackets."""
   return len(cut(tokens, *texts)[1]) > 1
 
 
 def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
-  """Returns operators outside of brackets (relations by default), and the parts between them."""
+  """Returns the operators outside of brackets, and the parts between them.
+
+  texts: operators to split at; by default relations, which are returned as in `_RELATIONS`.
+  """
   names = dict(zip(texts, texts)) or _RELATIONS
   operators, parts, depth = [], [[]], 0
   for token in tokens:
@@ -27,12 +31,12 @@ def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]
 
 
 def split(tokens: list[Token]) -> list[list[Token]]:
-  """Splits at separators outside of brackets."""
+  """Splits at commas, semicolons, "and" and "or" outside of brackets."""
   return cut(tokens, ",", ";", "and", "or")[1]
 
 
 def match(tokens: list[Token], start: int = 0) -> int:
-  """Returns the index of the closing bracket for the one at `start`, or -1."""
+  """Returns the index of the bracket closing the one at `start`. Returns -1 without one."""
   depth = 0
   for index in range(start, len(tokens)):
     depth += _depth_change(tokens[index])
@@ -45,7 +49,7 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
   r"""Returns name, content and end of the environment at `start`.
 
   Raises:
-    Unreadable: the environment does not end.
+    Unreadable: the environment is not closed, or by another name.
   """
   end = match(tokens, start)
   labels = [tokens[i + 1 : match(tokens, i + 1) + 1] for i in (start, end) if end > start]
@@ -56,19 +60,19 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
 
 
 def _depth_change(token: Token) -> int:
-  """Returns 1 if a token opens a bracket or environment, -1 if it closes one, else 0."""
+  """Returns 1 for an opening bracket or \\begin, -1 for a closing one, else 0."""
   name = token.text if token.kind == "command" else token.kind
   return {"open": 1, "begin": 1, "close": -1, "end": -1}.get(name, 0)
 
 
 def without_reals(tokens: list[Token]) -> list[Token]:
-  r"""Removes "\in \mathbb{R}", a condition without content, after a name."""
+  r"""Removes the trivial condition "\in \mathbb{R}" after a name."""
   operators, parts = cut(tokens)
   return parts[0] if operators == ["in"] and shape(parts[1]) == "mathbbR" else tokens
 
 
 def without_integers(tokens: list[Token]) -> list[Token]:
-  r"""Removes ", k \in \mathbb{Z}" after a formula with the letter k."""
+  r"""Removes the condition ", k \in \mathbb{Z}" after a formula in k."""
   *before, last = split(tokens)
   operators, parts = cut(last)
   if not before or operators != ["in"] or shape(parts[1]) != "mathbbZ":
@@ -79,4 +83,5 @@ def without_integers(tokens: list[Token]) -> list[Token]:
 
 
 def shape(tokens: list[Token]) -> str:
+  """Joins tokens to a text without spaces and braces."""
   return re.sub("[ {}]", "", spell(tokens))

@@ -1,4 +1,7 @@
-"""Compares answers parsed by `structure`. Numbers have no absolute tolerance."""
+"""Compares answers parsed by `structure`.
+
+Numbers are compared exactly, or in many digits relative to their size.
+"""
 
 import fractions
 import re
@@ -24,7 +27,10 @@ from gspo_jax.verifiers.mathematics.values import rational
 
 
 def same_answer(gold, ours) -> bool:
-  """Whether `ours` gives the answer `gold`, both from `structure.read`."""
+  """Whether two nodes of `structure.read` are the same answer.
+
+  It is not symmetric: the relation m + n = 204 may answer the gold number 204, but not vice versa.
+  """
   if isinstance(gold, Choice) or isinstance(ours, Choice):
     return _same_choice(gold, ours)
   if isinstance(gold, Named) or isinstance(ours, Named):
@@ -51,7 +57,7 @@ def same_answer(gold, ours) -> bool:
 
 
 def _single(gold, ours) -> bool:
-  """Compares a list or set of one item as this item."""
+  """Compares answers, with a list or set of one item as the item."""
   for group, other in ((gold, ours), (ours, gold)):
     if isinstance(group, Group) and group.kind in ("list", "set") and len(group.items) == 1:
       return same_answer(group.items[0], other)
@@ -59,7 +65,7 @@ def _single(gold, ours) -> bool:
 
 
 def _same_choice(gold, ours) -> bool:
-  """Compares choices: (B) 5 equals B and 5, but neither (C) 5 nor (B) 6."""
+  """Compares choices: (B) 5 equals B and 5, but not (C) 5."""
   if isinstance(gold, Choice) and isinstance(ours, Choice):
     values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
     return gold.letter == ours.letter and values
@@ -69,7 +75,7 @@ def _same_choice(gold, ours) -> bool:
 
 
 def _spelling(node) -> str | None:
-  """Returns the text of a word or of a lone letter. Returns None for other nodes."""
+  """Returns the text of a word or a single letter. Returns None for other nodes."""
   if isinstance(node, Word):
     return node.text
   if isinstance(node, Scalar) and isinstance(node.value, sp.Symbol) and not node.unit:
@@ -78,6 +84,7 @@ def _spelling(node) -> str | None:
 
 
 def _same_named(gold, ours) -> bool:
+  """Compares answers, at least one of them with a name: x = 5."""
   if isinstance(gold, Named) and isinstance(ours, Named):
     if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
       ours = _rename_parameter(ours, gold.parameter)
@@ -88,12 +95,16 @@ def _same_named(gold, ours) -> bool:
     relations = [node.relation if isinstance(node, Named) else node for node in (gold, ours)]
     return None not in relations and _same_relation(*relations)
   if isinstance(ours, Named) and ours.name in names.CONSTANTS:
-    return False  # i = 18 is false for any question.
+    return False  # A constant has no other value: i = 18 is false.
   return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
 
 
 def _rename_parameter(function: Named, parameter: str) -> Named:
-  """Writes f(t) = t + 1 as f(x) = x + 1, unless x already occurs there."""
+  """Renames a function's parameter.
+
+  It writes f(t) = t + 1 as f(x) = x + 1. Returns the function unchanged if the new parameter
+  already occurs in it.
+  """
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
   if isinstance(function.value, Pieces):
     value = piecewise.rename(function.value, old, new)
@@ -109,9 +120,9 @@ def _rename_parameter(function: Named, parameter: str) -> Named:
 
 
 def _is_sum(relation: Relation) -> bool:
-  """Whether a relation gives the value of a sum of letters, m + n = 204.
+  """Whether a relation states a sum's value: m + n = 204.
 
-  x + y = 204 is a line instead.
+  But x + y = 204 is the equation of a line.
   """
   total, *values = relation.members
   letters = total.args if isinstance(total, sp.Add) else ()
@@ -124,14 +135,20 @@ def _is_sum(relation: Relation) -> bool:
 
 
 def _is_name(term) -> bool:
-  """Whether a term is a letter other than x, y and z, or x_1, α, a length AB."""
+  """Whether a term of a sum is a name.
+
+  Names are m, x_1, α, and a length AB. The letters x, y and z are coordinates.
+  """
   letters = term.args if isinstance(term, sp.Mul) else (term,)
   pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
   return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:
-  """Compares chains from either end, and single relations up to a constant factor."""
+  """Compares relations, in either direction.
+
+  Single relations are also equal up to a constant factor: x = y and 2x = 2y.
+  """
   for other in (ours, _reverse(ours)):
     if gold.operators == other.operators:
       if all(map(algebra.same_expression, gold.members, other.members)):
@@ -145,12 +162,13 @@ _REVERSE = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def _reverse(relation: Relation) -> Relation:
+  """Writes a relation from right to left."""
   operators = tuple(_REVERSE.get(o, o) for o in reversed(relation.operators))
   return Relation(operators, relation.members[::-1])
 
 
 def _proportional(gold: Relation, ours: Relation) -> bool:
-  """Whether the differences of both sides have a constant ratio."""
+  """Whether two relations are equal up to a constant factor, positive for inequalities."""
   a, b = (algebra.commuting(r.members[0] - r.members[1]) for r in (gold, ours))
   if isinstance(a, sp.MatrixBase) or isinstance(b, sp.MatrixBase):
     return False
@@ -164,11 +182,12 @@ def _proportional(gold: Relation, ours: Relation) -> bool:
 
 
 def _same_group(gold: Group, ours: Group) -> bool:
+  """Compares the items of two groups, by the rules of their kinds."""
   kinds = {gold.kind, ours.kind}
   if "ratio" in kinds and len(kinds) > 1:
     return False
   if kinds == {"list"} and all(getattr(i, "kind", "") == "tuple" for i in gold.items + ours.items):
-    kinds = {"set"}  # Repeated solutions count once; repeated numbers do not.
+    kinds = {"set"}  # Repeated solutions, as tuples, count once; repeated numbers count each.
   if len(gold.items) != len(ours.items) and kinds != {"set"}:
     return _single(gold, ours)
   if kinds == {"tuple"}:
@@ -178,7 +197,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
   if kinds == {"list"}:
-    # Labels on one side only, x = 1, y = 2 against 1, 2, require the same order.
+    # If one side only has names (x = 1, y = 2 against 1, 2), the order counts.
     same = _any_order if _has_labels(gold) == _has_labels(ours) else _in_order
     return same(gold.items, ours.items)
   if "tuple" in kinds:
@@ -203,7 +222,10 @@ def _in_order(a, b) -> bool:
 
 
 def _any_order(a, b) -> bool:
-  """Matches items one to one, in any order. Greedy, since equality is transitive here."""
+  """Whether items match one to one, in any order.
+
+  Each item takes the first match, which is right if equality is transitive.
+  """
   unmatched = list(b)
   for item in a:
     match = next((i for i, other in enumerate(unmatched) if same_answer(item, other)), None)
@@ -214,7 +236,7 @@ def _any_order(a, b) -> bool:
 
 
 def _same_vector(matrix, group) -> bool:
-  """Compares a column or a row with a tuple."""
+  """Whether a matrix of one column or row equals a tuple."""
   if not isinstance(matrix, Scalar) or not isinstance(matrix.value, sp.MatrixBase):
     return False
   if not isinstance(group, Group) or group.kind != "tuple" or group.brackets not in ("()", "[]"):
@@ -223,6 +245,7 @@ def _same_vector(matrix, group) -> bool:
 
 
 def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
+  """Compares matrices, rational numbers, or other values, with their units."""
   matrices = [isinstance(side.value, sp.MatrixBase) for side in (gold, ours)]
   if any(matrices):
     return (
@@ -241,12 +264,12 @@ def _same_scalar(gold: Scalar, ours: Scalar) -> bool:
 
 
 def _one_in_degrees(gold: Scalar, ours: Scalar) -> bool:
-  """Whether exactly one of them is an angle in degrees."""
+  """Whether exactly one of two values is in degrees."""
   return [bool(s.unit and s.unit.degrees) for s in (gold, ours)].count(True) == 1
 
 
 def _same_real(gold: Scalar, ours: Scalar) -> bool:
-  """Compares symbolic values. Units are compared as in `quantity.same`."""
+  """Compares symbolic values, with units as in `quantity.same`."""
   a, b = gold.value, ours.value
   if _one_in_degrees(gold, ours):
     plain, degrees = (gold, ours) if ours.unit and ours.unit.degrees else (ours, gold)
@@ -275,7 +298,7 @@ def _percent(unit: Unit | None) -> bool:
 
 
 def _same_region(gold, ours) -> bool:
-  """Compares sets of real numbers; a tuple may be an open interval."""
+  """Compares sets of real numbers. A tuple of two numbers may be an open interval."""
   variables = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
   if len(variables) > 1:
     return False
@@ -295,7 +318,10 @@ def _same_region(gold, ours) -> bool:
 
 
 def _pieces(region: sp.Set) -> list[tuple] | None:
-  """Returns the intervals (start, end, left open, right open) of a set. None for other sets."""
+  """Returns a set's intervals as (start, end, left open, right open).
+
+  Returns None if it does not consist of intervals and points.
+  """
   if region is sp.S.EmptySet:
     return []
   pieces = []
@@ -311,7 +337,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 
 def same_text(gold: str, ours: str) -> bool:
-  """Compares texts. Repeated spaces do not count, nor do first capitals of words."""
+  """Compares texts, without repeated spaces and first capitals of words."""
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):

@@ -1,8 +1,8 @@
-r"""Parses one expression, without lists and relations, to SymPy.
+r"""Parses one expression, without lists and relations, to a SymPy value.
 
-Unsupported tokens raise `Unreadable`: nothing is skipped, so nothing escapes the comparison.
-Numbers stay exact. Sizes are bounded before anything is computed. Letters that may be matrices do
-not commute (`values.MATRICES`); `algebra.same_expression` compares their order.
+Every token counts: an unsupported one raises `Unreadable`. Numbers stay exact. The size of a result
+is bounded before it is computed. Letters that may be matrices do not commute (`values.MATRICES`);
+`algebra.same_expression` compares their order.
 """
 
 import re
@@ -14,7 +14,8 @@ from gspo_jax.verifiers.mathematics.cuts import split
 from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import MAX_FACTORIAL, number, power, symbol
 
-MAX_DEPTH = 40
+MAX_DEPTH = 40  # Maximum depth of nested brackets and exponents.
+# Errors of SymPy for unsupported operations, such as sums of matrices of different shapes.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError, ValueError)
 _BASE = re.compile(r"\(?(?:in )?base[ -]?\w+\)?")
 _TRIG = {
@@ -30,8 +31,8 @@ GREEK = frozenset(
   """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon
   phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell""".split()
 )
-_FUNCTIONS = frozenset("fghFGH")  # letters that name a function before a bracket
-_OPERATORS = forms.ENDS | {"pm", "mp", "cdot", "bmod", "mod"}
+_FUNCTIONS = frozenset("fghFGH")  # A letter of a function, if a bracket follows.
+_OPERATORS = forms.ENDS | {"pm", "mp", "cdot", "bmod", "mod"}  # Commands that begin no factor.
 _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
 
@@ -45,7 +46,7 @@ def read(tokens: list[Token], sign: int = 1):
   try:
     value = reader.sum()
   except _REFUSALS as error:
-    raise Unreadable(str(error)) from error  # SymPy rejects shapes of matrices and the like.
+    raise Unreadable(str(error)) from error
   if reader.position < len(tokens):
     raise Unreadable(f"unexpected {tokens[reader.position].text!r}")
   if isinstance(value, sp.MatrixBase):
@@ -56,12 +57,12 @@ def read(tokens: list[Token], sign: int = 1):
 
 
 class _Reader:
-  """A recursive-descent reader of tokens."""
+  """A recursive-descent parser. Each method reads from the current position on."""
 
   def __init__(self, tokens: list[Token], sign: int):
     self.tokens, self.sign = tokens, sign
-    self.position = self.depth = self.bars = 0
-    self.bound: set[str] = set()  # variables of sums, possibly i or e
+    self.position = self.depth = self.bars = 0  # `bars`: number of open |.
+    self.bound: set[str] = set()  # Variables of sums; i and e among them are no constants.
 
   def peek(self, offset: int = 0) -> Token:
     index = self.position + offset
@@ -122,8 +123,7 @@ class _Reader:
   def starts_factor(self) -> bool:
     token = self.peek()
     if token.kind == "number":
-      # Neither "3 4" nor 2x3 is a product.
-      return False
+      return False  # Neither "3 4" nor 2x3 is a product.
     if token.kind in ("letter", "word") or token.kind == "open":
       return True
     if token.text == "|":
@@ -140,7 +140,7 @@ class _Reader:
     return self.power()
 
   def plus_minus(self) -> int:
-    r"""Returns the sign of a \pm or \mp at this position, 1 or -1. Returns 0 without one."""
+    r"""Reads a \pm or \mp, and returns its sign, 1 or -1; 0 without one."""
     return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
 
   def power(self):
@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Multiplies the letters of a word except its last, a possible base of an exponent (ab^2)."""
+    """Returns the product of a word's letters except the last, the base of ab^2."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -164,7 +164,7 @@ class _Reader:
     return sp.Mul(*map(self.letter, token.text[:-1]))
 
   def exponent(self):
-    """Reads an exponent: a group, or a signed atom. Carets associate to the right."""
+    """Reads an exponent: an atom with an optional sign. x^a^b is x^(a^b)."""
     self.depth += 1
     if self.depth > MAX_DEPTH:
       raise Unreadable("nested too deeply")
@@ -173,7 +173,7 @@ class _Reader:
       self.depth -= 1
       return value
     before = self.letters_before()
-    digits = self.peek().kind == "number"  # x^2\frac{1}{3} has no mixed number.
+    digits = self.peek().kind == "number"  # 2\frac{1}{3} in x^2\frac{1}{3} is no mixed number.
     value = self.postfix(number(self.take().text) if digits else self.atom())
     if self.accept("^"):
       value = power(value, self.exponent())
@@ -218,7 +218,7 @@ class _Reader:
     raise Unreadable(f"unexpected {token.text!r}")
 
   def mixed(self, value):
-    r"""Reads the rest of a mixed number, 3\frac{1}{2} or 3 1/2, or of a number in a base, 204_5."""
+    r"""Reads the rest of a mixed number (3\frac{1}{2}), or a number's base (204_5)."""
     if base := self.base():
       return sp.Symbol(f"{value}_{base}", real=True)
     following = [self.peek(i) for i in range(4)]
@@ -238,7 +238,7 @@ class _Reader:
     return value
 
   def base(self) -> str:
-    """Reads a base: _5, _{five}, "base 5". Returns "" without one."""
+    """Reads a number's base, as in _5, _{five} or "base 5". Returns "" without one."""
     if self.accept("_"):
       text = self.subscript()
       return numerals.base(text) or text
@@ -266,7 +266,7 @@ class _Reader:
     return self.tokens[start : self.position - 1]
 
   def inner(self, tokens: list[Token]):
-    """Returns the value of separate tokens."""
+    """Parses other tokens as an expression, e.g. the content of brackets."""
     reader = _Reader(tokens, self.sign)
     reader.depth, reader.bound = self.depth + 1, self.bound
     value = reader.sum()
@@ -282,7 +282,7 @@ class _Reader:
     return symbol(name)
 
   def named(self, name: str):
-    """Reads the subscript, primes and arguments after a letter."""
+    """Reads a letter's subscript, primes and arguments."""
     plain = True
     if self.accept("_"):
       name, plain = f"{name}_{self.subscript()}", False
@@ -307,11 +307,11 @@ class _Reader:
     self.bars = bars
     floors = {"lfloor": sp.floor, "lceil": sp.ceiling}
     value = floors[token.text](value) if token.text in floors else value
-    digits = token.text == "(" and value.is_Integer and self.base()  # (204)_5
+    digits = token.text == "(" and value.is_Integer and self.base()  # For example (204)_5.
     return sp.Symbol(f"{value}_{digits}", real=True) if digits else value
 
   def argument(self):
-    r"""Reads the argument of a command: a group, digit, letter or command (\frac12, \sqrt2)."""
+    r"""Reads a command's argument: a group, or one digit, letter or command (\frac12)."""
     if self.peek().text == "{":
       return self.bracket(self.take())
     token = self.peek()
@@ -387,7 +387,7 @@ class _Reader:
     return result if exponent is None else power(result, exponent)
 
   def operand(self):
-    r"""Reads a function's operand: brackets, or factors up to the next operator or function."""
+    r"""Reads a function's operand: brackets, or factors before an operator or function."""
     if self.peek().text in ("(", "{", "["):
       return self.postfix(self.atom())
     negative = self.accept("-")

@@ -1,8 +1,8 @@
-r"""Finds the answer in a response: a box, or a sentence of a known form.
+r"""Finds the answer in a response: a box (`\boxed{}`), or a sentence of a known form.
 
-Other text is not an answer. An answer is taken as a whole: `quantity` and `structure` read all of
-it or nothing, so "18 is wrong" and "18 or 19" are not numbers. Every pattern is linear, without
-nested repetitions.
+Other text is no answer. An answer is later parsed as a whole or not at all. So it must not contain
+other words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text,
+since they have no nested repetitions.
 """
 
 import re
@@ -11,14 +11,17 @@ from gspo_jax.verifiers import string_match, thought
 from gspo_jax.verifiers.mathematics import quantity, spelling, units
 from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
 
-TAIL = 2000  # characters searched at the end of a response without a box
-_MAX_MATCHES = 16  # maximum number of boxes or markers examined, the last ones
+TAIL = 2000  # Characters at the end of a response that are searched if it has no box.
+_MAX_MATCHES = 16  # Maximum number of boxes or markers to examine, from the end.
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# Spaces and delimiters between two boxes of a list.
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
-# Only a name may follow the "and": "and the sum is 7" begins another answer.
+# "and" or "or" before a box, with at most a name such as "x =" between. "And the sum is" begins
+# another answer.
 _JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
+# A marker that announces an answer: "####", "answer is", "answer:", also in other languages.
 _MARKER = re.compile(
   r"####|(?:(?<![\w-])(?:answers?|(?:correct|right|best) (?:option|choice|letter)|ответ|respuesta"
   r"|r[ée]ponse|antwort|risposta|resposta)(?!\w)|答案)(?: to [\w' ]{1,60}\bis)?[*_]{0,3}\s{0,3}"
@@ -26,17 +29,17 @@ _MARKER = re.compile(
   re.IGNORECASE,
 )
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
-# A full stop after B may belong to a choice: B. 18.
+# The end of a sentence. A full stop after a letter from A to J may belong to a choice: "B. 18".
 _SENTENCE = re.compile(
   r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])(?<!\bMr)(?<!\bMrs)(?<!\bi\.e)[.;](?=\s)|(?<=[a-z])!(?=\s)|[\n。]|\s(?=∴)"
 )
-# Words that may stand before an answer, or before the sentence that states it.
+# Words before an answer, or before the sentence that states it.
 _LEAD = re.compile(
   r"(?:\W?(?:so|thus|therefore|hence|then|and|now|finally|still|just|simply|exactly|equal to|option"
   r"|choice|a total of|each|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
   re.IGNORECASE,
 )
-# Verbs before the number that a sentence states, of any subject. "Cannot be" is not among them.
+# Verbs before a stated number, after any subject: "the total is 18". "Cannot be" is not among them.
 _VERBS = (
   """is are was were equals? has have had gives?(?:_us)? makes? gets? got obtain leaves? yields?
   becomes? costs? takes? needs? earn(?:s|ed)? totals? ends?_with left_with
@@ -44,7 +47,8 @@ _VERBS = (
   (?:must|will|should|turn(?:s|ed)?_out_to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
-# Verbs that report a number with a unit, "Jojo scored 54 points": stems, and irregular past tenses.
+# Verbs before a reported number with a unit, "Jojo scored 54 points": stems of regular verbs, and
+# irregular past tenses.
 _STEMS = """
   scor walk earn us need collect receiv produc sav pick bak plant donat deliver bik hik travel
   practic climb complet finish work play cook wash harvest contribut start cover invest rais
@@ -67,7 +71,8 @@ _NO_REPORT = re.compile(  # Words of wishes, thoughts or other subjects before s
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
 _RETRACTION = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
-# Text after an answer and its unit that does not change them; only some words allow numbers.
+# Text after an answer and its unit that does not change them. The words of the first two lines may
+# be followed by any text, the others by text without numbers.
 _TRAILER = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
   r"(?: .*)?"
@@ -77,13 +82,14 @@ _TRAILER = re.compile(
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
+# The same after the result of a calculation.
 _TRAILER_OF_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
 _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
-# Characters outside sums of counts such as "9 eggs * $2/egg": other signs, and single letters
-# except articles and x.
+# Characters that are in no calculation with counts such as "9 eggs * $2/egg": other signs, and
+# single letters except articles and the x of a product.
 _NOT_IN_SUM = re.compile(
   r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
   r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
@@ -91,7 +97,7 @@ _NOT_IN_SUM = re.compile(
 _OPERATOR = re.compile(
   r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
 )
-_UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, before an equals sign
+_UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # A lone x before an equals sign.
 # A unit of one letter after a formula, as in "$5\\sqrt{2}$ m".
 _UNIT_AFTER_FORMULA = re.compile(
   r"((?<!\\)\$|\\\)|π(?= \w[²³/])) ([msghJNVWKL](?:[²³]|/[smh][²³]?)?)(?=[\s.,;]|$)"
@@ -99,26 +105,30 @@ _UNIT_AFTER_FORMULA = re.compile(
 _MARKDOWN = re.compile(
   r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
 )
+# A displayed formula, which may have several lines.
 _DISPLAY = re.compile(
   r"\\begin\{([a-zA-Z]+\*?)\}.*?\\end\{\1\}|\$\$[^$]+\$\$|\\\[(?:[^\\]|\\[^\[\]])+\\\]", re.DOTALL
 )
+# Words of a formula.
 _FUNCTIONS = re.compile(
   r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and|to)|[A-Z]{2,4}"
 )
 
 
 def extract(response: str, finished: bool = True) -> str | None:
-  r"""Extracts the answer of a response; None if there is none.
+  r"""Returns the answer in a response. Returns None if there is none.
 
-  Only text after the thought counts (`thought.after`). The last complete `\boxed{}` is the answer,
-  together with boxes listed before it (`\boxed{1}` and `\boxed{2}`). A response has no answer if
-  its only box is empty or incomplete. Without a box, the answer is the first of these:
+  Only text after the thought counts (`thought.after`). If the response has boxes, the answer is the
+  last complete one, together with boxes listed before it (`\boxed{1}` and `\boxed{2}`). There is no
+  answer if all boxes are empty or incomplete. A value after "the final answer is", behind the last
+  box, replaces it. Without a box, the answer is the first of these:
 
-  1. the text after the last "####" or "answer is/:/=", within the last `<answer>` if there is one;
+  1. the value after the last "####" or "answer is/:/=", within the last `<answer>` if there is one;
   2. the whole content of the last `<answer>`;
-  3. the statement of the last sentence with a number.
+  3. the value stated by the last sentence with a number.
 
   Args:
+    response: text of the response.
     finished: False for a truncated response; its last sentence is incomplete and not read.
   """
   text = thought.after(response)
@@ -141,9 +151,10 @@ def _on_one_line(display: re.Match) -> str:
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """Returns the answer after the last marker. Returns "" if it is no answer, None without a marker.
+  """Returns the answer after the last marker. Returns None without a marker.
 
-  "####" begins a heading of Markdown, unless its line is a value or the last line.
+  Returns "" if no answer follows, or if the text denies or retracts it. "####" is taken for a
+  heading of Markdown, unless its line is a value or the last line of a finished response.
   """
   for match in [*_MARKER.finditer(text)][: -_MAX_MATCHES - 1 : -1]:
     lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
@@ -162,10 +173,10 @@ def _statement(line: str) -> str:
   correction = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
   if correction and first.startswith("not "):
     first = correction[1]
-  value = _value(first.rpartition(r"\$ =")[2])  # An escaped $ in place of the formula's end.
+  value = _value(first.rpartition(r"\$ =")[2])  # A formula may end with an escaped $ by mistake.
   if _is_value(value):
     return value
-  subject = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
+  subject = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # "Jane began" of "Jane began 3 hours".
   denied = subject and DENIAL.search(subject[0])
   return _stated_value(first[subject.end() :] if subject and not denied else first)
 
@@ -188,7 +199,10 @@ def _last_statement(text: str) -> str:
 
 
 def _stated_value(sentence: str) -> str:
-  """Returns the value after a verb, unless the clause before the verb denies it."""
+  """Returns a sentence's stated value, or the sentence without a lead.
+
+  The value is usually after a verb. Returns "" if the clause before the verb denies it.
+  """
   subject = re.fullmatch(
     r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
   )
@@ -206,7 +220,10 @@ def _stated_value(sentence: str) -> str:
 
 
 def _reported_value(sentence: str) -> str:
-  """Returns a reported number with its unit, "54 points" of "Jojo scored 54 points", or ""."""
+  """Returns a reported number with its unit. Returns "" without one.
+
+  It is "54 points" of "Jojo scored 54 points".
+  """
   report = _REPORT.match(sentence)
   if not report or DENIAL.search(report[1]) or _NO_REPORT.search(report[1]):
     return ""
@@ -216,7 +233,7 @@ def _reported_value(sentence: str) -> str:
 
 
 def _value(text: str) -> str:
-  """Returns an answer and its unit without the words after it."""
+  """Returns an answer and its unit, without words before and after them."""
   text = _without_lead(text)
   result = _result(text)
   text = result or text
@@ -232,9 +249,10 @@ def _value(text: str) -> str:
 
 
 def _result(text: str) -> str:
-  """Returns the result of a sum of counts: "120 pints" of "15 gallons * 8 pints = 120 pints".
+  """Returns the result of a calculation with counts. Returns "" without one.
 
-  An equation in unknowns, 2x + 3 = 7, gives "".
+  It is "120 pints" of "15 gallons * 8 pints = 120 pints". An equation in unknowns, 2x + 3 = 7, has
+  no such result.
   """
   *names, terms, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
   start = max((match.end() for match in _NOT_IN_SUM.finditer(terms)), default=0)
@@ -250,6 +268,7 @@ def _result(text: str) -> str:
 
 
 def _without_lead(text: str) -> str:
+  """Removes words such as "so" or "we get" at the beginning."""
   lead = _LEAD.match(text)
   return text[lead.end() :] if lead else text
 
@@ -280,7 +299,7 @@ def _is_value(line: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-  r"""Whether all of `text` is mathematics: no words outside \text and the like."""
+  r"""Whether all of `text` is mathematics, with words only in \text and the like."""
   bare = re.sub(
     r"\\(?:begin|end)\{\w*\*?\}(?:\{[lcr| \d]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text)
   )
@@ -289,10 +308,13 @@ def is_formula(text: str) -> bool:
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
-  """Returns the content of the last complete box, and of the boxes in its list."""
+  """Returns the content of the last complete box, and of boxes listed before it.
+
+  boxes: start of each box, and start of its argument.
+  """
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]
-  # Only the inner one of nested boxes remains.
+  # Of nested boxes, only the inner one remains.
   spans = [a for a, b in zip(spans, [*spans[1:], (len(text),)]) if a[1] <= b[0]]
   if not spans:
     return None
@@ -311,9 +333,10 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 
 
 def _after_box(text: str) -> str | None:
-  """Returns the value of "the final answer is" after the last box. It replaces the box.
+  """Returns the value after "the final answer is" in a text.
 
-  Returns None if more than a value and its unit follows, since the box is more certain then.
+  The text is that after the last box. Returns None if the sentence has more than a value and its
+  unit, since the box is then more certain.
   """
   end = max((match.end() for match in _FINAL.finditer(text)), default=None)
   line = text[end:].partition("\n")[0] if end is not None else ""
@@ -322,7 +345,7 @@ def _after_box(text: str) -> str | None:
 
 
 def _is_listing(gap: str) -> bool:
-  r"""Whether the text between two boxes lists them: `, \boxed` or `and \boxed`."""
+  r"""Whether the text between two boxes joins them to a list. It is a comma, "and" or "or"."""
   if len(gap) > 80 or re.search(r"[.!?:]\s|\n\s*\n|\\[a-zA-Z]*arrow|\\to", gap):
     return False
   bare = _FILLER.sub(" ", gap)
@@ -332,9 +355,10 @@ def _is_listing(gap: str) -> bool:
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
-  """Returns the end and content of the braces, or the word, at `start`.
+  """Returns the end and content of a box's argument.
 
-  The content is None if the braces are not closed.
+  The argument is in braces, or a single word. The content is None if the braces are empty or not
+  closed.
   """
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])

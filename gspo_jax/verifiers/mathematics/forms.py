@@ -1,4 +1,7 @@
-r"""Matrices, sums, integrals, vectors and unknown commands, for the reader of `expression`."""
+r"""Parses matrices, sums, integrals, limits, vectors and unknown commands.
+
+The argument `reader` is the parser of `expression`; each function reads from its position on.
+"""
 
 import re
 
@@ -10,11 +13,12 @@ from gspo_jax.verifiers.mathematics.values import symbol
 
 MAX_ENTRIES = 100  # Entries of a matrix.
 _MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix smallmatrix array vmatrix".split())
+# Commands that end an expression.
 ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".split())
 
 
 def matrix(reader):
-  r"""Reads a matrix after its `\begin`, or the determinant of a `vmatrix`."""
+  r"""Reads a matrix after its `\begin`; a `vmatrix` is its determinant."""
   name, inside, reader.position = cuts.environment(reader.tokens, reader.position - 1)
   if name == "array" and inside and inside[0].text == "{":
     inside = inside[cuts.match(inside) + 1 :]
@@ -29,7 +33,7 @@ def matrix(reader):
 
 
 def series(reader, name: str):
-  """Reads a sum, a product or an integral with its bounds."""
+  """Reads a sum, a product or an integral with bounds; `name` is the command."""
   lower = upper = None
   for _ in range(2):
     if reader.accept("_"):
@@ -50,7 +54,7 @@ def series(reader, name: str):
 
 
 def limit(reader):
-  """Reads a limit, from both sides or one."""
+  """Reads a limit, from one side or both."""
   reader.take("_")
   bounds = reader.group_tokens()
   if len(bounds) < 3 or bounds[0].kind != "letter" or bounds[1].text != "to":
@@ -67,7 +71,10 @@ def limit(reader):
 
 
 def _integrand(reader) -> tuple[list, str]:
-  """Reads an integrand and its variable, possibly in a numerator: dx/(1+x^2)."""
+  """Reads an integrand and its variable.
+
+  The differential may be at the end or in a numerator, as in dx/(1+x^2).
+  """
   start, tokens = reader.position, reader.tokens
   places = [i for i in range(start, len(tokens)) if re.fullmatch("d[a-z]?", tokens[i].text)]
   place = places[0] if places else len(tokens)
@@ -90,7 +97,10 @@ def _integrand(reader) -> tuple[list, str]:
 
 
 def vector(reader):
-  """Reads a bold or arrowed letter as a name of its own, but a number as itself."""
+  """Reads the argument of a bold or arrowed command.
+
+  A letter is a variable different from the plain letter; a number is itself.
+  """
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):
     return reader.inner(inside)
@@ -98,7 +108,7 @@ def vector(reader):
 
 
 def opaque(reader, name: str):
-  """Reads an unknown command. It equals itself with the same arguments only."""
+  """Reads an unknown command as an unknown function of its arguments."""
   if name in ENDS or not name.isalpha() or name in ("end", "circ"):
     raise Unreadable(f"unexpected \\{name}")
   arguments = []

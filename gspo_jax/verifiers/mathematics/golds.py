@@ -1,6 +1,6 @@
-r"""Placeholders of data sets for missing gold answers, and gold answers in words.
+r"""Recognises gold answers that are placeholders, such as "proof", and gold answers in words.
 
-Every pattern is linear.
+All patterns take time linear in the text.
 """
 
 import re
@@ -8,7 +8,7 @@ import re
 from gspo_jax.verifiers.mathematics.spelling import TEXT
 from gspo_jax.verifiers.mathematics.tokens import is_product
 
-# Phrases in small letters. Spaces, hyphens and underscores do not count.
+# Placeholders in lower case. Spaces, hyphens and underscores do not count.
 _PHRASES = """
   notfound; answer not found; solution not found; none found; none; none given; none provided; null
   nan; unknown; answer unknown; not known; answer missing; tbd; tba; todo; placeholder; proofs
@@ -33,6 +33,7 @@ _PHRASES = """
 """
 _GAPS = re.compile(r"[\s_~-]+")
 _PLACEHOLDERS = frozenset(_GAPS.sub("", p) for p in re.split(r"[;\n]", _PHRASES) if p.strip())
+# Placeholders that may be followed by any text.
 _PLACEHOLDERS_WITH_MORE = re.compile(
   r"(?:(?:the )?proof|(?:the |your )?(?:sample )?(?:answers?|solutions?|responses?)"
   r" (?:may|might|will|can|could) (?:vary|differ)|(?:please )?(?:see|refer to)"
@@ -63,9 +64,9 @@ def placeholder(gold: str) -> bool:
 
 
 def word(gold: str) -> str | None:
-  """Returns a gold answer of words in small letters. Returns None for other answers.
+  """Returns a gold answer of words, in lower case. Returns None for other answers.
 
-  Two to four capital letters may be a length (AB), and are not words.
+  Two to four capital letters may be a length, such as AB, and are no word.
   """
   text = " ".join(_bare(gold).strip(_EDGES).split())
   if not _WORDS.fullmatch(text) or is_product(text) or (text.isupper() and len(text) < 5):
@@ -74,5 +75,5 @@ def word(gold: str) -> str | None:
 
 
 def _bare(gold: str) -> str:
-  """Removes commands of typesetting and delimiters."""
+  """Removes LaTeX commands of layout, and delimiters of formulas."""
   return _LOOKS.sub(" ", TEXT.sub(r" \1 ", gold)).strip()

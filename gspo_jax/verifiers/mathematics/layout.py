@@ -1,7 +1,8 @@
-r"""Environments of lines (align, array), and functions by cases.
+r"""Simplifies the environments of LaTeX in an answer, as tokens.
 
-An environment of lines is replaced by its equations, with commas between them. `\begin{cases}` with
-conditions stays; `pieces` returns its values and conditions.
+An environment of lines, such as align, is replaced by its equations with commas between them. A
+function by cases becomes a `\begin{cases}`; `pieces` returns its values and conditions. Matrices
+stay.
 """
 
 import re
@@ -18,6 +19,7 @@ _WITH_ARGUMENT = frozenset("array alignat alignedat tabular".split())
 _RELATIONS = frozenset("= < > le ge ne in notin approx equiv to".split())
 _ARROWS = frozenset("Rightarrow implies Longrightarrow iff Leftrightarrow to".split())
 _COMMA = Token("separator", ",")
+# Words at the beginning of a condition, and of the last case.
 _CONDITION = re.compile(r"(?:if|for|when|where|whenever|as|provided|on|in case|with|at)\b", re.I)
 _OTHERWISE = re.compile(
   r"(?:if |in |for )?(?:otherwise|else|elsewhere|(?:all |any )?other(?: cases| values| x)?)", re.I
@@ -25,7 +27,7 @@ _OTHERWISE = re.compile(
 
 
 def unwrap(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content."""
+  """Replaces environments of lines by their content, and writes worded cases as cases."""
   result = _replace_lines(tokens)
   if any(map(_is_begin, result)):
     return result
@@ -33,6 +35,7 @@ def unwrap(tokens: list[Token]) -> list[Token]:
 
 
 def _replace_lines(tokens: list[Token]) -> list[Token]:
+  """Replaces environments of lines by their content, nested ones too."""
   result, index = [], 0
   while index < len(tokens):
     if tokens[index].kind == "command" and tokens[index].text == "bold":
@@ -47,7 +50,7 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
     inside = _replace_lines(
       inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
     )
-    # \left\{ \begin{array} ... \end{array} \right.
+    # An array after a brace without a closing one is a function by cases.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
       result.pop()
@@ -58,7 +61,10 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
 
 
 def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
-  """Returns bold tokens, or a vector, and their end."""
+  """Returns the tokens for a \\bold command, and its end.
+
+  A bold name becomes a vector, except as the whole answer. Other content is not changed.
+  """
   end = cuts.match(tokens, start + 1)
   if end < 0:
     return tokens[start : start + 1], start + 1
@@ -118,12 +124,13 @@ def _has_relation(tokens: list[Token]) -> bool:
 
 
 def _cases(inside: list[Token]) -> list[Token]:
+  """Puts tokens into an environment `cases`."""
   braces = [Token("open", "{"), Token("word", "cases"), Token("close", "}")]
   return [Token("command", "begin"), *braces, *inside, Token("command", "end"), *braces]
 
 
 def _equations(rows: list[list[Token]]) -> list[list[Token]]:
-  """Joins rows with a relation at their beginning to the row above."""
+  """Joins rows with a relation at the beginning to the row above."""
   equations = []
   for row in rows:
     row = [t for t in row if t.text != "&"]
@@ -138,12 +145,16 @@ def _equations(rows: list[list[Token]]) -> list[list[Token]]:
 
 
 def _join_equations(rows: list[list[Token]]) -> list[Token]:
+  """Returns the equations of rows with commas between them."""
   equations = _equations(rows)
   return [t for row in equations for t in (*row, _COMMA)][:-1]
 
 
 def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
-  """Returns the last step of a solution, x = 31 of 2x = 62, x = 31. Other rows stay."""
+  """Returns the last step of a solution, and other rows unchanged.
+
+  It is x = 31 of 2x = 62, x = 31.
+  """
   sides = cuts.cut(rows[-1], "=")[1] if rows else []
   unknown = sides[0] if len(sides) > 1 and names.name(sides[0]) else []
   if len(unknown) == 1 and all(
@@ -162,7 +173,7 @@ def _words(tokens: list[Token]) -> str:
 
 
 def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
-  """Splits a row into value and condition. Returns None for an equation."""
+  """Splits a row of cases into value and condition. Returns None for an equation."""
   cells = [_strip(cell) for cell in _cells(row)]
   if cells:
     value, condition = cells[0], [t for cell in cells[1:] for t in cell]
@@ -175,7 +186,7 @@ def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
       return None
     value, condition = row[: places[0]], row[places[0] :]
   value, condition = _strip(value), _strip(condition)
-  worded = cells and any(t.kind in ("word", "text") for t in condition)  # n even
+  worded = cells and any(t.kind in ("word", "text") for t in condition)  # For example "n even".
   if (
     not value
     or _is_condition(value)
@@ -187,7 +198,7 @@ def _piece(row: list[Token]) -> tuple[list[Token], list[Token]] | None:
 
 
 def _strip(tokens: list[Token]) -> list[Token]:
-  """Removes separators at both ends, and wide spaces."""
+  """Removes separators at both ends, and wide spaces anywhere."""
   tokens = _without_spaces(tokens)
   while tokens and tokens[0].kind == "separator":
     tokens = tokens[1:]
@@ -202,12 +213,16 @@ def _is_condition(tokens: list[Token]) -> bool:
 
 
 def _starts_condition(tokens: list[Token]) -> bool:
+  """Whether tokens begin with a word such as "if", or are "otherwise"."""
   words = _words(tokens)
   return bool(words and (_CONDITION.match(words) or _OTHERWISE.fullmatch(words)))
 
 
 def pieces(tokens: list[Token]) -> list[tuple[list[Token], list[Token] | None]] | None:
-  """Returns values and conditions, None for "otherwise". Returns None without cases."""
+  """Returns the values and conditions of an environment `cases`.
+
+  The condition None means "otherwise". Returns None for other tokens.
+  """
   if not tokens or not _is_begin(tokens[0]):
     return None
   name, inside, end = cuts.environment(tokens, 0)
@@ -218,6 +233,7 @@ def pieces(tokens: list[Token]) -> list[tuple[list[Token], list[Token] | None]] 
 
 
 def _read(row: list[Token]) -> tuple[list[Token], list[Token] | None]:
+  """Returns value and condition of a case, without words such as "if"."""
   piece = _piece(row)
   if piece is None:
     raise Unreadable("a case without a condition")
@@ -234,7 +250,7 @@ def _read(row: list[Token]) -> tuple[list[Token], list[Token] | None]:
 
 
 def _to_cases(tokens: list[Token]) -> list[Token]:
-  """Writes "x if x > 0, -x if x < 0" as cases."""
+  """Writes e.g. "x if x > 0, -x if x < 0" as cases."""
   if not any(t.kind in ("word", "text") for t in tokens):
     return tokens
   operators, sides = cuts.cut(tokens, "=")

@@ -1,4 +1,4 @@
-r"""Names before an equals sign: the answer follows the sign."""
+r"""Recognises names before an equals sign, such as x or "the area". The answer follows the sign."""
 
 import re
 
@@ -7,16 +7,17 @@ from gspo_jax.verifiers.mathematics.expression import GREEK
 from gspo_jax.verifiers.mathematics.spelling import DENIAL
 from gspo_jax.verifiers.mathematics.tokens import Token, is_product
 
-# A letter, with or without a mark above it; lengths and angles by their points: AB, \angle ABC.
+# Parts of `_NAME`: a letter, with or without a mark above it; lengths and angles, named by points
+# such as AB and \angle ABC.
 _MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
 _LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
 _POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"
 _BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
 _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
-# Letters of functions: x(y+z) is a product, and n(3) may be one.
+# Letters of functions. Others are not included: x(y+z) is a product, and n(3) may be one.
 _FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
-# Functions whose value may be asked for, unlike that of a sine.
+# Functions of which a value may be the question, unlike a sine.
 _MEASURE = (
   r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
 )
@@ -26,14 +27,16 @@ _NAME = re.compile(
   rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|[a-z]\([A-Z][^()=<>+-]*\)"
   rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
 )
-# Words of a name: they neither deny nor change the value after it.
+# A name in words, without words that deny or change the value after it.
 _WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.IGNORECASE)
 
 
 def name(tokens: list[Token]) -> str | None:
-  """Returns a name: x, x_1, f(2), AB, |AB|, AB/CD, (x, y), "the area". None for other tokens.
+  """Returns the tokens' name. Returns None for other tokens.
 
-  2x, -x, x^2 and x+1 are not names: if one of them equals 18, the answer is not 18.
+  Names are x, x_1, f(2), AB, |AB|, AB/CD, (x, y), and "text" for words such as "the area".
+
+  2x, -x, x^2 and x+1 are no names: if one of them equals 18, the answer is not 18.
   """
   if not tokens:
     return None
@@ -58,7 +61,10 @@ _SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
 
 
 def series(tokens: list[Token]) -> str | None:
-  """Names one definite integral, sum or limit of an unknown function; None for others."""
+  """Returns "series" for an integral, sum or limit. Returns None for other tokens.
+
+  It must be a single one, with an unknown function: its value is then the answer.
+  """
   if not tokens or tokens[0].kind != "command":
     return None
   head = next((i for i, t in enumerate(tokens) if t.text not in _INTEGRALS), len(tokens))
@@ -87,12 +93,12 @@ def series(tokens: list[Token]) -> str | None:
   return "series" if single and unknown else None
 
 
-# Names of numbers, which equal no other number.
+# Names of constants, which have no other value.
 CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
 
 
 def multiplied_name(tokens: list[Token]) -> list[Token]:
-  """Returns the tokens of a name with a number before it, x of 2x. Returns [] without one."""
+  """Returns the name after a number, x of 2x. Returns [] for other tokens."""
   number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
   for start in range(1, len(tokens) if number else 0):
     if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
@@ -101,7 +107,7 @@ def multiplied_name(tokens: list[Token]) -> list[Token]:
 
 
 def parameter(tokens: list[Token]) -> str | None:
-  """Returns the letter x of f(x), replaceable by another letter. None for other tokens."""
+  """Returns the parameter of a function, x of f(x). Returns None for other tokens."""
   call = tokens[-3:]
   single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
   return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None

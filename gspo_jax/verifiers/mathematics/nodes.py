@@ -1,4 +1,4 @@
-"""Nodes of a parsed answer, and their conversion to sets of real numbers."""
+"""Nodes of a parsed answer (`structure`), and their conversion to sets of real numbers."""
 
 import dataclasses
 from typing import Any
@@ -10,76 +10,75 @@ from gspo_jax.verifiers.mathematics import units
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-  """An expression or matrix. `places` is the digits after the point of a plain decimal, or None."""
+  """An expression or matrix, with an optional unit."""
 
-  value: Any
-  places: int | None = None
+  value: Any  # SymPy value.
+  places: int | None = None  # Number of digits after the point of a plain decimal, else None.
   unit: units.Unit | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Items. `kind`: list (no brackets), tuple, set or ratio. `brackets` of a tuple, such as "(]"."""
+  """Several items."""
 
-  kind: str
-  items: tuple
-  brackets: str = ""
+  kind: str  # "list" (without brackets), "tuple", "set" or "ratio".
+  items: tuple  # Nodes.
+  brackets: str = ""  # Both brackets of a tuple, such as "(]".
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-  """A set of real numbers. `name` is the variable in it, or None."""
+  """A set of real numbers."""
 
   region: sp.Set
-  name: str | None = None
+  name: str | None = None  # Variable in it, "x" for x > 0; None without one.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-  """Function by cases: pairs of value and condition. The condition None means otherwise."""
+  """A function by cases."""
 
-  pieces: tuple[tuple[Any, Any], ...]
+  pieces: tuple[tuple[Any, Any], ...]  # Pairs of value and condition; None for "otherwise".
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-  """A name and its value, `x = 5`.
-
-  `relation` is the same equation, without a special role of the name; None if one side cannot be
-  read. `parameter` is the letter x of f(x), or None.
-  """
+  """A name and its value, such as x = 5."""
 
   name: str
-  value: Any
-  relation: "Relation | None" = None
-  parameter: str | None = None
+  value: Any  # Node.
+  relation: "Relation | None" = None  # The equation; None if a side cannot be read.
+  parameter: str | None = None  # Letter x of a name f(x), else None.
 
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-  """Expressions with `=`, `<`, `<=` or `!=` between them."""
+  """Expressions with relations between them, such as a < b = c."""
 
-  operators: tuple[str, ...]
-  members: tuple
+  operators: tuple[str, ...]  # "=", "!=", "<", ">", "<=" or ">=".
+  members: tuple  # SymPy values, one more than operators.
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """A letter of a multiple choice, and the value after it, if any."""
+  """A letter of a multiple choice."""
 
   letter: str
-  value: Any = None
+  value: Any = None  # Node after the letter, as 5 in (B) 5, else None.
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-  """Text, compared as text."""
+  """An answer in words, compared as text."""
 
   text: str
 
 
 def as_region(node) -> Region | None:
-  """Converts a node to a set of real numbers. (1, 2) is an open interval; None for other nodes."""
+  """Converts a node to a set of real numbers. Returns None for other nodes.
+
+  A number is a set of one number, and a tuple such as (1, 2) an open interval.
+  """
   if isinstance(node, Region):
     return node
   if isinstance(node, Scalar) and not node.unit and node.value.is_extended_real:
@@ -99,7 +98,7 @@ def as_region(node) -> Region | None:
 
 
 def solve(operator: str, difference, x: sp.Symbol) -> sp.Set:
-  """Returns the solutions x of `difference` `operator` 0."""
+  """Returns the real solutions x of a relation between `difference` and 0."""
   if operator == "!=":
     zeros = sp.solveset(difference, x, sp.S.Reals)
     return sp.Complement(sp.S.Reals, zeros)

@@ -1,4 +1,4 @@
-"""Numbers in words: at the beginning of an answer, and as the base of digits."""
+"""Parses numbers in words, at the beginning of an answer or as the base of digits."""
 
 import re
 
@@ -23,14 +23,15 @@ _NUMERAL = re.compile(
 )
 _GAP = re.compile(r"(?<=sand|lion),\s|\s*-?\s*")
 _HALF = re.compile(r"\s+and (?:a|one)[ -]half\b", re.IGNORECASE)
-_MAX_ITEMS = 24  # Words and numbers of a numeral.
-_LARGEST = 10**15
+_MAX_ITEMS = 24  # Maximum words and digits of a numeral.
+_LARGEST = 10**15  # Exclusive bound on a number.
 
 
 def to_digits(text: str) -> str:
-  """Writes the words of a number in digits: 1250 for "12 hundred fifty".
+  """Writes a number in words in digits: "12 hundred fifty" as 1250.
 
-  Only a unit may follow them; other text is returned unchanged.
+  Returns the text unchanged if it does not begin with such a number, or if more than a unit
+  follows.
   """
   bare = TEXT.sub(r" \1 ", text)
   start = _SIGN.match(bare)
@@ -47,11 +48,12 @@ def to_digits(text: str) -> str:
 
 
 def _unit(text: str, currency: str | None):
+  """Parses a unit after a number with an optional currency sign."""
   return units.parse(" " + text, (currency or "")[-1:])
 
 
 def _items(text: str, position: int) -> tuple[list[str], int]:
-  """Splits a numeral into words and digits."""
+  """Returns the words and digits of a numeral, and its end."""
   items, ends = [], [position]
   while len(items) < _MAX_ITEMS and (match := _NUMERAL.match(text, position)):
     items.append(match[0].lower().replace(",", ""))
@@ -63,7 +65,7 @@ def _items(text: str, position: int) -> tuple[list[str], int]:
 
 
 def _value(items: list[str]) -> int | None:
-  """Returns the value of a numeral. Returns None if it has none ("twenty twenty")."""
+  """Returns the value of a numeral's words. Returns None for words such as "twenty twenty"."""
   total, group, limit, scale = 0, 0, _LARGEST, _LARGEST
   for index, item in enumerate(items):
     if item in ("a", "an"):

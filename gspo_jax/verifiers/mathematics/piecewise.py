@@ -1,4 +1,4 @@
-"""Compares functions by cases."""
+"""Compares functions by cases: pairs of value and condition (`nodes.Pieces`)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import sympy as sp
 from gspo_jax.verifiers.mathematics import nodes
 from gspo_jax.verifiers.mathematics.nodes import Pieces, Region, Relation, Scalar, Word
 
-Same = Callable[[object, object], bool]
+Same = Callable[[object, object], bool]  # `equal.same_answer`.
 _OPPOSITE = {"even": "odd", "odd": "even", "rational": "irrational", "irrational": "rational"}
 _MAX_PIECES = 16  # Maximum number of pieces to compare conditions as sets.
 
 
 def same(gold, ours, same_answer: Same) -> bool:
-  """Whether two functions by cases agree. An expression is one case."""
+  """Whether two functions by cases are equal; an expression is a single case."""
   first, second = (_pieces(side) for side in (gold, ours))
   if first is None or second is None:
     return False
@@ -24,7 +24,10 @@ def same(gold, ours, same_answer: Same) -> bool:
 
 
 def rename(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
-  """Renames a variable. Returns None if the new name occurs or a value is no expression."""
+  """Renames a variable of a function by cases.
+
+  Returns None if the new name already occurs, or a value is no expression.
+  """
   pieces = []
   for value, condition in node.pieces:
     if not isinstance(value, Scalar) or new in value.value.free_symbols:
@@ -47,13 +50,14 @@ def rename(node: Pieces, old: sp.Symbol, new: sp.Symbol) -> Pieces | None:
 
 
 def _pieces(node) -> tuple | None:
+  """Returns the cases of a function or expression. Returns None for other nodes."""
   if isinstance(node, Pieces):
     return _explicit(node.pieces)
   return ((node, None),) if isinstance(node, Scalar) else None
 
 
 def _explicit(pieces: tuple) -> tuple:
-  """Writes "otherwise" after "n even" as "n odd"."""
+  """Writes "otherwise" as the opposite condition: "n odd" after "n even"."""
   words = [condition.text.split() for _, condition in pieces if isinstance(condition, Word)]
   if len(pieces) != 2 or len(words) != 1 or words[0][-1:] == [] or words[0][-1] not in _OPPOSITE:
     return pieces
@@ -62,7 +66,7 @@ def _explicit(pieces: tuple) -> tuple:
 
 
 def _match_pieces(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Matches pieces one to one, in any order."""
+  """Whether the cases match one to one, in any order."""
   unmatched = list(second)
   for value, condition in first:
     for index, (other_value, other_condition) in enumerate(unmatched):
@@ -83,7 +87,7 @@ def _same_condition(first, second, same_answer: Same) -> bool:
 
 
 def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
-  """Compares values on the intersections of the conditions."""
+  """Whether the values agree on each intersection of two conditions."""
   names = {c.name for _, c in (*first, *second) if isinstance(c, Region) and c.name}
   sets = [_sets(pieces) for pieces in (first, second)]
   if len(names) > 1 or None in sets:
@@ -99,7 +103,10 @@ def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
 
 
 def _sets(pieces: tuple) -> list[sp.Set] | None:
-  """Returns the sets of the conditions. "Otherwise" is the complement of the others."""
+  """Returns the set of numbers of each condition. Returns None if one has none.
+
+  "Otherwise" is the complement of the others.
+  """
   regions = [nodes.as_region(condition) for _, condition in pieces if condition is not None]
   if None in regions or len(regions) < len(pieces) - 1:
     return None
@@ -109,6 +116,7 @@ def _sets(pieces: tuple) -> list[sp.Set] | None:
 
 
 def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Same) -> bool:
+  """Whether two values agree on a set of numbers."""
   if region is sp.S.EmptySet:
     return True
   if isinstance(region, sp.Union):
@@ -129,7 +137,7 @@ def _same_on(value, other, region: sp.Set, variable: sp.Symbol, same_answer: Sam
 
 
 def _evaluate(value, point: dict):
-  """Returns a value at a point; only expressions have variables."""
+  """Returns a value at a point. Other nodes than expressions have no variables."""
   if not isinstance(value, Scalar):
     return value
   return dataclasses.replace(value, value=sp.sympify(value.value.subs(point)))

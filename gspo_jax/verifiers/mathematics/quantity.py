@@ -1,4 +1,4 @@
-r"""Plain numbers with or without a unit, compared exactly and without SymPy."""
+r"""Parses and compares plain numbers with or without a unit, exactly and without SymPy."""
 
 import dataclasses
 import fractions
@@ -15,32 +15,32 @@ _VALUE = re.compile(
   r"|\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}"
   r"|\\frac\s*(?P<top1>\d)\s*(?P<bottom1>\d))"
 )
-_VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
+# The rest of 5x, 5/x or 5x - y after the number.
+_VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")
 _BEFORE_TEXT = re.compile(r"\s*[a-zA-Z]{1,3}\s*\\[a-z]")
-# Minimum digits after the point, and significant digits, of a decimal that may be a rounding of an
-# endless number.
+# Minimum digits after the point, and minimum significant digits, for a decimal to count as the
+# rounding of an endless decimal such as 1/3.
 ROUNDED = 6
 SIGNIFICANT = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-  """A number: exact value, digits after the point of a decimal, and unit, or None."""
+  """A number with an optional unit."""
 
-  value: fractions.Fraction
-  places: int | None = None
+  value: fractions.Fraction  # Exact value.
+  places: int | None = None  # Number of digits after the point of a decimal, else None.
   unit: units.Unit | None = None
-  count: fractions.Fraction | None = None  # 7 of 7 dozen
+  count: fractions.Fraction | None = None  # Number before a multiplier, 7 of "7 dozen".
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def read(text: str, letters: bool = False) -> Quantity | None:
-  r"""Parses a plain number with separators and unit: integer, decimal, a/b or \frac.
+  r"""Parses a plain number with an optional unit. Returns None for other text.
 
-  Returns None for other text.
+  A number is an integer, a decimal, a/b, \frac or a mixed number.
 
-  Args:
-    letters: whether "12 m" is metres rather than a variable.
+  letters: whether "12 m" is metres rather than a variable.
   """
   if len(text) > 80:
     return None
@@ -75,7 +75,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
 
 def same(gold: Quantity, ours: Quantity) -> bool | None:
-  r"""Compares quantities. Returns None if only SymPy can decide (degrees against radians).
+  r"""Compares quantities. Returns None if SymPy must decide, for degrees against radians.
 
   Two units must agree; a missing unit is taken to be in the question. So 50\% agrees with 0.5, and
   with 50 as the answer to "how many percent"; but 0.5\% does not agree with 0.5. 7 dozen agree with
@@ -99,15 +99,20 @@ def same(gold: Quantity, ours: Quantity) -> bool | None:
 
 
 def _is_percent(a: Quantity, b: Quantity) -> bool:
+  """Whether any of two quantities is in percent."""
   return any(side.unit and side.unit.percent for side in (a, b))
 
 
 def _angular(unit: units.Unit) -> bool:
+  """Whether a unit is degrees or radians."""
   return unit.dimensions in ((("angle", 1),), (("radian", 1),))
 
 
 def same_number(a: Quantity, b: Quantity) -> bool:
-  """Compares numbers. A decimal may be a rounding of an endless number (0.333333 is 1/3)."""
+  """Whether two numbers are equal.
+
+  A decimal may be the rounding of an endless one, as 0.333333 of 1/3.
+  """
   if a.value == b.value:
     return True
   for exact, rounded in ((a, b), (b, a)):
@@ -119,7 +124,7 @@ def same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def rounds_to(rounded: Quantity, value: fractions.Fraction) -> bool:
-  """Whether a decimal of at least six places and five digits is a rounding of `value`."""
+  """Whether a decimal of enough digits (`ROUNDED`, `SIGNIFICANT`) is a rounding of `value`."""
   places = rounded.places or 0
   digits = len(str(abs(rounded.value.numerator) * 10**places // rounded.value.denominator))
   return (

@@ -1,22 +1,23 @@
-r"""Normalises the spelling of typeset answers. Every pattern is linear."""
+r"""Normalises the spelling of answers in LaTeX. All patterns take time linear in the text."""
 
 import re
 
-MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
-SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # thousands, typed or typeset
-_SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
+MAX_ANSWER = 1000  # Maximum characters of an answer; longer ones are derivations.
+SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # Between thousands, in plain text or LaTeX.
+_SPACE = "[ \\u00a0\\u202f\\u2009]"  # Space between thousands.
 _ENVIRONMENT = r"\\begin\{[a-zA-Z]+\*?\}"
-# Rules of Pandoc: $5 and $6 are two prices, not a formula.
+# A formula with its delimiters, by Pandoc's rules: "$5 and $6" are two prices, not a formula.
 FORMULA = re.compile(
   r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)(?<!and )(?<!to )\$(?!\d)"
   r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
   rf"|(?P<e>{_ENVIRONMENT}.+?\\end\{{\w+\*?\}})",
   re.DOTALL,
 )
+# A command with text as its argument.
 TEXT = re.compile(
   r"\\(?:text(?:bf|it|rm|normal|sf|sl)?|mathrm|mathbf|mathit|mathsf|mathbb|mbox|emph)\s*\{([^{}]*)\}"
 )
-# A typeface of a whole answer.
+# A typeface around a whole answer.
 _FACE = re.compile(
   r"\s*\\(?:math(?:bf|bb|cal|scr|frak)|boldsymbol|bm|pmb)\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*"
 )
@@ -34,6 +35,7 @@ _DASHES = re.compile("[‐‑‒–—―−﹘﹣－]|⁻(?=\\s?\\d)")
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
 _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
 _ANGLES = {"<": "langle", ">": "rangle"}
+# Commands of style, without meaning.
 _STYLE = re.compile(
   r"\\(?:(?:left|right)\s*\.|(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
   r"|LARGE|huge|Huge|blacksquare|qed|qedhere)(?![a-zA-Z])|bbox\s*\[[^\[\]]*\]|tag\*?\s*\{[^{}]*\}"
@@ -42,7 +44,8 @@ _STYLE = re.compile(
 _ORDINAL = re.compile(
   r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*"
 )
-_SUFFIX = re.compile(r"(?<=\d)\\(?:text|mathrm|mbox)\s*\{(K|k|M|mn|B|bn)\}")  # 18K are 18,000
+# A multiplier within \text: 18\text{K} is 18,000.
+_SUFFIX = re.compile(r"(?<=\d)\\(?:text|mathrm|mbox)\s*\{(K|k|M|mn|B|bn)\}")
 _SUFFIXES = {"K": "thousand", "k": "thousand", "M": "million", "mn": "million"}
 _ARROW = r"(?:∴|⇒|⟹|→|=>|\\(?:therefore|implies|(?:Long)?[rR]ightarrow)(?![a-zA-Z]))"
 _SO = re.compile(  # An arrow before an answer, and its bullet.
@@ -58,7 +61,10 @@ _LABEL = re.compile(
 
 
 def plain(text: str) -> str:
-  """Removes "the answer is", "∴", colours and sizes; unifies dashes, and writes 12th as 12."""
+  """Removes text and style around an answer, and unifies dashes.
+
+  Removes "the answer is", arrows such as "∴", colours, sizes, and the suffix of 12th.
+  """
   text = _SO.sub(lambda match: match["open"] or "", text)
   face = _FACE.fullmatch(text)
   text = face[1] if face and re.search(r"\d", face[1]) else text
@@ -72,18 +78,18 @@ def trim(text: str) -> str:
   """Removes Markdown, math delimiters and punctuation around an answer."""
   text = text.strip().strip("*_` \t")
   if not text.endswith("..."):
-    text = text.rstrip(".,;:。*_` \\")  # a thin space is \,
+    text = text.rstrip(".,;:。*_` \\")  # A backslash may be the rest of a thin space, \,.
   match = FORMULA.fullmatch(text)
   return inside(match).strip().rstrip(".,;") if match else text
 
 
 def inside(formula: re.Match) -> str:
-  """Returns the content of a formula's delimiters."""
+  """Returns the content between a formula's delimiters."""
   return next(filter(None, formula.groups()))
 
 
 def normalise(text: str) -> str:
-  """Normalises an answer's spelling without changing its meaning."""
+  """Normalises an answer's spelling, without changing its meaning."""
   text = FORMULA.sub(lambda match: f" {inside(match)} ", plain(trim(text)))
   text = re.sub(r"^\s*(?:\\text\s*\{\s*)?(?:minus|negative)\b[\s}]+(?=[\d$\\])", "-", text)
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", _THOUSANDS.sub(",", text.strip()))

@@ -1,4 +1,4 @@
-"""Parses an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
+"""Parses a whole answer to a node (`nodes`): a list, set, relation, value with unit, word, ..."""
 
 import contextlib
 import dataclasses
@@ -39,11 +39,11 @@ from gspo_jax.verifiers.mathematics.tokens import (
   tokenise,
 )
 
-_REFUSALS = (  # SymPy's errors, for unsolvable inequalities and the like
+_REFUSALS = (  # Errors of SymPy for unsupported operations, such as unsolvable inequalities.
   ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
 )  # fmt: skip
-MAX_ITEMS = 64
-MAX_UNIT = 16  # tokens
+MAX_ITEMS = 64  # Maximum number of items in a list, set or tuple.
+MAX_UNIT = 16  # Maximum number of tokens in a unit.
 _SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
 _NOTHING = re.compile(
   r"(?:there (?:is|are) )?no (?:such )?(?:real |integer |valid |possible )?"
@@ -56,8 +56,9 @@ _CHOICE = re.compile(
   r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
   re.DOTALL,
 )
+# A typeface of a choice's letter.
 _TYPEFACE = re.compile(r"^\s*\\(?:text\w*|mathbf|mathrm|boldsymbol|bm)\s*\{([^{}]*)\}(?:\\ )?")
-# A suffix "for all x" adds nothing to a formula.
+# A suffix "for all x" does not change a formula.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
   rf"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{{[, ]*(?:for|where) {_EVERY} ?\}}|for {_EVERY}|\\forall)"
@@ -71,16 +72,17 @@ def read(
   unit_letters: Letters = "variables",
   solve_inequalities: bool = True,
 ):
-  r"""Parses an answer.
+  r"""Parses an answer to a node.
 
   Args:
+    text: the answer.
     tight: whether 1,234 is one number and not two.
-    unit_letters: letters to read as units if possible. "variables": none; "text": those in \text;
-      "units": also those after a number (12 m).
-    solve_inequalities: whether SymPy solves an inequality to a set of numbers. Slow.
+    unit_letters: letters that are read as units if possible. "variables" means none, "text" those
+      in \text, and "units" those after a number (12 m), too.
+    solve_inequalities: whether an inequality is solved to a set of numbers, which is slow.
 
   Raises:
-    Unreadable: the text is not mathematics, or of an unsupported kind.
+    Unreadable: the text is no mathematics, or of an unsupported kind.
   """
   try:
     text = numerals.to_digits(text)
@@ -96,17 +98,19 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
+  """Parser with the options of `read`. Its methods return nodes; None means other tokens."""
+
   unit_letters: Letters
   solve_inequalities: bool
 
   def parse(self, tokens: list[Token]):
     """Parses a whole answer, or an item of one."""
     if not tokens:
-      raise Unreadable("no tokens")
+      raise Unreadable("an answer or item without tokens")
     return self.words(tokens) or self.items(tokens) or self.relation_or_value(tokens)
 
   def cases(self, tokens: list[Token]) -> Pieces | None:
-    """Reads a function by cases; None for other tokens."""
+    """Parses a function by cases. Returns None for other tokens."""
     pieces = layout.pieces(tokens)
     if pieces is None:
       return None
@@ -115,8 +119,8 @@ class _Structure:
     return Pieces(tuple((self.parse(v), c and self.condition(c)) for v, c in pieces))
 
   def condition(self, tokens: list[Token]):
-    """Reads a condition: a set of numbers or a relation, else its words."""
-    if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # \\text{x < 1}
+    """Parses a case's condition: a set of numbers or a relation, else words."""
+    if len(tokens) == 1 and re.search("[<>=≤≥]|\\\\[lg]e", tokens[0].text):  # In \\text{}.
       tokens = tokenise(tokens[0].text)
     outside = any(t.text == "notin" for t in tokens)
     plain = [dataclasses.replace(t, text="in") if t.text == "notin" else t for t in tokens]
@@ -129,6 +133,7 @@ class _Structure:
     return Word(re.sub(r"\b(?:is|are|an?|number|integer)\b\s*|[{}$]", "", spell(tokens)).strip())
 
   def words(self, tokens: list[Token]):
+    """Parses an answer in words. Returns None for other tokens."""
     if not any(t.kind in ("word", "text") for t in tokens):
       return None
     spelled = " ".join(t.text for t in tokens).strip(" .!,")
@@ -150,12 +155,12 @@ class _Structure:
     )
     if product and (
       len(tokens) == 1 or suffixes.unit(tokens, 1, "", self.unit_letters)
-    ):  # ab, or x \text{ cm}
+    ):  # A product such as ab, or a letter with a unit such as x \text{ cm}.
       return None
     return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
 
   def items(self, tokens: list[Token]):
-    """Parses items between separators. Conditions on one variable are one region."""
+    """Parses items between separators; several conditions on one variable are one set."""
     whole, tokens = tokens, cuts.without_integers(tokens)
     outer = cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or")
     parts = [part for part in (cuts.cut(tokens, ";")[1] if outer else split(tokens)) if part]
@@ -173,7 +178,7 @@ class _Structure:
     if len(variables) == 1 and None not in variables:
       return Region(join(*(item.region for item in items)), items[0].name)
     if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
-      return items[0]  # 3/8 or 0.375
+      return items[0]  # Two forms of one value: "3/8 or 0.375".
     return Group("list", tuple(_flatten(items)))
 
   def relation_or_value(self, tokens: list[Token]):
@@ -198,13 +203,13 @@ class _Structure:
     return self.inequality(operators, members)
 
   def equation(self, operators: list[str], members: list[list[Token]]):
-    if "~" in operators and "=" in operators:  # x = 1/3 ~ 0.33
+    if "~" in operators and "=" in operators:  # x = 1/3 ≈ 0.33 has the value 1/3.
       last = operators.index("~") + 1
       operators, members = operators[: last - 1], members[:last]
     labels = [names.name(member) or names.series(member) for member in members]
     label = next((label for label in labels[:-1] if label), None)
     for i, unknown in enumerate(map(names.multiplied_name, members[:-1]) if label else ()):
-      # Rejects 2x = 18, x = 2x = 18, and x = 5 y = 18 (two equations), but not P = 4s = 18.
+      # Refuses 2x = 18, x = 2x = 18 and x = 5 y = 18, but not P = 4s = 18.
       apart = unknown and unknown[0].spaced and members[i][-len(unknown) - 1].text != "pi"
       if unknown and (i == 0 or apart or names.name(unknown) == labels[0]):
         raise Unreadable("two equations, or a multiple of the unknown")
@@ -217,7 +222,7 @@ class _Structure:
       close = operators == ["~"] and len({value.unit for value in values if value.unit}) < 2
       if close and (side := _exact(*values)):
         return side
-      if any(value.unit for value in values):  # 3 hours = 180 minutes
+      if any(value.unit for value in values):  # For example 3 hours = 180 minutes.
         if not all(equal.same_answer(value, values[-1]) for value in values):
           raise Unreadable("an equation that is false")
         return values[-1]
@@ -250,9 +255,9 @@ class _Structure:
     return Region(region, str(unknown))
 
   def value(self, tokens: list[Token]):
-    """Parses a value without separators and relations outside brackets."""
+    """Parses a value, with separators and relations only within brackets."""
     if not tokens:
-      raise Unreadable("no tokens")
+      raise Unreadable("a value without tokens")
     if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
       return self.regions(tokens)
     if cuts.find(tokens, ":"):
@@ -298,7 +303,7 @@ class _Structure:
     return Group("tuple", items, brackets if len(items) == 2 else "()")
 
   def regions(self, tokens: list[Token]):
-    """Evaluates unions, intersections and differences, from left to right."""
+    """Parses unions, intersections and differences of sets, from left to right."""
     operators, parts = cuts.cut(tokens, "cup", "cap", "setminus")
     result = None
     for operator, part in zip(["", *operators], parts):
@@ -310,7 +315,7 @@ class _Structure:
     return Region(result)
 
   def scalar(self, tokens: list[Token], sign: int = 1) -> Scalar:
-    """Parses an expression with an optional unit."""
+    """Parses an expression with an optional unit, and `sign` for \\pm."""
     currency = ""
     if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
       currency, tokens = tokens[0].text, tokens[1:]
@@ -333,13 +338,13 @@ class _Structure:
 
 
 def _points(node):
-  """Converts x = 2 to a set of numbers. Other nodes stay."""
+  """Converts a named value such as x = 2 to a set of numbers."""
   region = isinstance(node, Named) and nodes.as_region(node.value)
   return Region(region.region, node.name) if region else node
 
 
 def _places(tokens: list[Token]) -> int | None:
-  """Counts the digits after the point of a decimal with or without a sign."""
+  """Counts the digits after the point of a plain decimal. Returns None for other tokens."""
   digits = [t for t in tokens if t.text not in ("-", "+")]
   if len(digits) != 1 or digits[0].kind != "number":
     return None
@@ -352,7 +357,7 @@ def _same_value(items: list) -> bool:
 
 
 def _exact(first: Scalar, second: Scalar) -> Scalar | None:
-  """Returns the exact side of an approximation: 90√2 of 90√2 ≈ 127.28."""
+  """Returns the exact side of a correct approximation: 90√2 of 90√2 ≈ 127.28."""
   for exact, decimal in ((first, second), (second, first)):
     if decimal.places is None or exact.places is not None or exact.value.is_Integer:
       continue
@@ -364,7 +369,7 @@ def _exact(first: Scalar, second: Scalar) -> Scalar | None:
 
 
 def _flatten(items: list) -> list:
-  r"""Flattens lists within a list. These come from \pm."""
+  r"""Flattens lists within a list. They come from \pm."""
   flat = []
   for item in items:
     if (

@@ -1,4 +1,4 @@
-r"""Units after an expression, as tokens: `cm`, \text{ m}, `km/h`."""
+r"""Parses units after an expression, as tokens: `cm`, \text{ m}, `km/h`."""
 
 import re
 from typing import Literal
@@ -6,13 +6,22 @@ from typing import Literal
 from gspo_jax.verifiers.mathematics import units
 from gspo_jax.verifiers.mathematics.tokens import Token, is_product
 
-Letters = Literal["variables", "text", "units"]  # `structure.read`
+Letters = Literal["variables", "text", "units"]  # See `structure.read`.
 _SIGNS = frozenset("% $ € £ ¥ ₹ circ".split())
 _OTHERS = _SIGNS | {"^", "{", "}", "(", ")", "/", "cdot", "-"}
 
 
 def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
-  """Parses the unit from `start` on, as `units.parse`. Returns None for other tokens."""
+  """Parses the tokens from `start` on as a unit. Returns None for other tokens.
+
+  Otherwise returns (factor, unit) as `units.parse`.
+
+  Args:
+    tokens: tokens of the expression and its unit.
+    start: index of the unit's first token.
+    currency: sign before the expression; "" without one.
+    letters: letters that are read as units.
+  """
   rest = tokens[start:]
   if not all(
     t.kind in ("word", "text", "letter") or t.text in _OTHERS for t in rest if t.kind != "number"
@@ -35,7 +44,10 @@ def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
 
 
 def _begins_unit(rest: list[Token]) -> bool:
-  r"""Whether the first token belongs to the unit, unlike m of 2m \text{ kg}."""
+  r"""Whether the first token belongs to the unit.
+
+  In 2m \text{ kg} it does not: m is a variable.
+  """
   first, second = rest[0], rest[min(1, len(rest) - 1)]
   product = _glued_product(first)
   if first.kind != "letter" and not (product and second.kind == "text"):
@@ -45,5 +57,5 @@ def _begins_unit(rest: list[Token]) -> bool:
 
 
 def _glued_product(token: Token) -> bool:
-  """Whether letters right after a number may be a product: 2mg."""
+  """Whether letters right after a number may be a product, as in 2mg."""
   return token.kind == "word" and not token.spaced and is_product(token.text)

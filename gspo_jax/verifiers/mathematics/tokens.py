@@ -1,4 +1,8 @@
-r"""Splits an answer into tokens: LaTeX, Unicode and plain text give equal tokens."""
+r"""Splits an answer into tokens.
+
+The same mathematics in LaTeX, Unicode and plain text has equal tokens. Other modules thus know one
+spelling of each command only.
+"""
 
 import dataclasses
 import functools
@@ -10,23 +14,29 @@ from gspo_jax.verifiers.mathematics.spelling import TEXT
 
 
 class Unreadable(ValueError):
-  """The text is not mathematics, or of an unsupported kind."""
+  """Error for a text that is no mathematics, or of an unsupported kind."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-  """`kind`: number, letter, word, text, command, separator (and/or), open, close or symbol."""
+  """A token of an answer.
+
+  Kinds are number, letter, word (several letters), text (words within \\text), command (a name
+  without its backslash), separator (comma, semicolon, and, or), open and close (brackets), and
+  symbol (other characters).
+  """
 
   kind: str
   text: str
-  spaced: bool = False  # whether white space precedes it
+  spaced: bool = False  # Whether white space precedes the token.
 
 
 def _by_spelling(table: str) -> dict[str, str]:
-  """Maps the further words of each entry of a table to its first word."""
+  """Maps the other words of each entry of a table to its first word."""
   return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
 
 
+# Commands by Unicode character.
 _COMMANDS = _by_spelling("""
   cdot × ⋅ · ∙ •; circ ° º; sqrt √; infty ∞; le ≤ ⩽; ge ≥ ⩾; ne ≠; approx ≈; in ∈; cup ∪; cap ∩;
   emptyset ∅ Ø; pm ±; mp ∓; setminus ∖; langle ⟨; rangle ⟩; lfloor ⌊; rfloor ⌋; lceil ⌈; rceil ⌉;
@@ -41,9 +51,10 @@ _UNICODE = {sign: rf"\{name} " for sign, name in _COMMANDS.items()} | {
 } | dict.fromkeys("\u00a0\u202f\u2009", " ")  # fmt: skip
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗᵀ", "0123456789+-=()nixyabkmtT"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼₐ", "0123456789+-=()nkmxija"))
-_BARRED = re.compile("(?:\\d\u0305)+")
+_BARRED = re.compile("(?:\\d\u0305)+")  # Digits with Unicode's combining overline.
 _SUPERSCRIPTS = re.compile(f"[{''.join(_SUPER)}]+")
 _SUBSCRIPTS = re.compile(f"[{''.join(_SUB)}]+")
+# Commands by another name of the same command.
 _ALIASES = _by_spelling("""
   le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
   frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
@@ -54,12 +65,13 @@ _ALIASES = _by_spelling("""
   ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
 """) | {"R": "mathbb R"}
-_KINDS = (  # Kinds of characters and commands.
+_KINDS = (  # Kinds of tokens, by character or command.
   dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
   | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
   | dict.fromkeys([",", ";", "and", "or"], "separator")
   | dict.fromkeys("$%#&_|<>/'", "symbol")
 )
+# Commands of layout, without meaning.
 _IGNORED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
   mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
@@ -67,6 +79,7 @@ _IGNORED = frozenset(
   ensuremath mathnormal nonumber notag hline strut
   mathstrut""".split()
 )
+# Words that are commands without a backslash, too.
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
   alpha beta gamma lambda phi infinity inf oo abs max min gcd lcm det asin acos atan infty leq geq
@@ -80,23 +93,25 @@ _EXPONENT_IN_TEXT = re.compile(r"\$\s?(\^[^$]{1,6})\$")
 _ITALIC = ("mathit", "textit")
 _UNIT_TEXT = r"\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?)\s*"
 _RATE = re.compile(rf"\\[dt]?frac\s*\{{{_UNIT_TEXT}\}}\s*\{{{_UNIT_TEXT}\}}")
-# {\rm m}, \rm{m}, \mathrm m
+# Upright text written as {\rm m}, \rm{m} or \mathrm m.
 _ROMAN = re.compile(
   r"\{\s*\\rm(?:\s|\\[ ,;:])\s*([^{}]*)\}|\\rm\s*\{([^{}]*)\}"
   r"|\\(?:mathrm|text)\s+([a-zA-Z])(?![a-zA-Z])"
 )
-_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # a word; a formula in \text{} has none
+_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # A word. A formula within \text has none.
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
+# A decimal with repeating digits: overlined, in brackets, dotted, or with an ellipsis.
 _REPEATING = re.compile(
   r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
   r"|(?=\d*(?:\.\.\.|\\[lc]?dots))\d+(?:\.\.\.|\\[lc]?dots))"
 )
-_TYPESET = r"(?: ?\{ ?, ?\} ?|\\[,!;: ]|,? ?\\! ?,?| )"
+_TYPESET = r"(?: ?\{ ?, ?\} ?|\\[,!;: ]|,? ?\\! ?,?| )"  # A separator of thousands in LaTeX.
 _PLAIN = re.compile(
   rf"(?:\d{{1,3}}(?:{_TYPESET}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?{_EXPONENT}|\.\d+{_EXPONENT}"
 )
 _COMMAS = re.compile(rf"[1-9]\d{{0,2}}(?:(?:,|{_TYPESET})\d{{3}})+(?!\d)(?:\.\d+)?")
-# Backslashes of JSON escaped twice: no row of a matrix starts with the letters of a command.
+# A doubled backslash before a command, from escaping JSON twice. It cannot be a new row of a
+# matrix: no row begins with the letters of these commands.
 _DOUBLED = re.compile(
   r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
 )
@@ -111,8 +126,12 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
   r"""Returns the tokens of an answer.
 
   Args:
+    text: the answer.
     tight: whether 1,234 outside brackets is one number, not two.
     lone: whether \text{m} is a text, which may be a unit, and not a letter.
+
+  Raises:
+    Unreadable: the text ends with a backslash.
   """
   text = _DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text)))
   tokens = list(_tokenise(_RATE.sub(_rate, _ROMAN.sub(_roman, text)), tight, lone))
@@ -123,13 +142,14 @@ def tokenise(text: str, tight: bool = True, lone: bool = False) -> list[Token]:
       parts.append([])
     else:
       parts[-1].append(token)
-  # A wide space separates equations. Elsewhere it has no meaning.
+  # A wide space (\quad) separates equations. Elsewhere it has no meaning.
   several = len(parts) > 1 and all(any(t.text in _SIGNS for t in part) for part in parts)
   gap = [Token("separator", ",")] * several
   return [token for part in parts for token in (*gap, *part)][len(gap) :]
 
 
 def _to_ascii(text: str) -> str:
+  """Replaces Unicode characters by LaTeX."""
   text = _SUPERSCRIPTS.sub(lambda m: "^{" + "".join(map(_SUPER.get, m[0])) + "}", text)
   text = _SUBSCRIPTS.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
   text = _BARRED.sub(lambda m: r"\overline{" + m[0].replace("\u0305", "") + "}", text)
@@ -139,19 +159,21 @@ def _to_ascii(text: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _character(char: str) -> str:
+  """Replaces one Unicode character by LaTeX, if it has an equivalent."""
   if char.isascii():
     return char
   if char in _UNICODE:
     return _UNICODE[char]
   plain = unicodedata.normalize("NFKC", char)
-  if "⁄" in plain and len(plain) > 1:  # ½
+  if "⁄" in plain and len(plain) > 1:  # A fraction such as ½.
     return r"\frac{" + plain.replace("⁄", "}{") + "}"
   return _UNICODE.get(plain, plain)
 
 
 def _tokenise(text: str, tight: bool, lone: bool = False):
+  """Yields the tokens of a text of ASCII; arguments as in `tokenise`."""
   position, depth, spaced = 0, 0, False
-  # If spaces follow the commas of a list, commas within digits separate thousands.
+  # If the commas of a list are followed by spaces, a comma without a space is within a number.
   loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
   while position < len(text):
     char = text[position]
@@ -190,13 +212,13 @@ def _tokenise(text: str, tight: bool, lone: bool = False):
 
 
 def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[Token], int]:
-  """Returns the tokens of a command, and its end."""
+  """Returns the tokens of the command at a position, and the command's end."""
   match = _TEXT.match(text, position)
   if match:
     content = _EXPONENT_IN_TEXT.sub(r"\1", match["content"])
     unit = content.strip(" .,;")
     if lone and len(unit) == 1 and match["name"] not in _ITALIC and _is_unit(unit):
-      # \mathrm{h} right behind a letter may be a variable.
+      # Right behind a letter, \mathrm{h} may be a variable and not hours.
       apart = spaced or "math" not in match["name"] or content[0] == " "
       return [Token("text", unit, apart)], match.end()
     return _in_text(content, spaced or content[:1].isspace()), match.end()
@@ -219,11 +241,11 @@ def _command(text: str, position: int, spaced: bool, lone: bool) -> tuple[list[T
 
 
 def _in_text(content: str, spaced: bool) -> list[Token]:
-  """Returns the tokens of a \\text command: words, and mathematics for all else."""
+  """Returns the tokens of a \\text command's content: words, or mathematics without words."""
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
-  if bare == "to":  # 3 to 4
+  if bare == "to":  # A ratio, "3 to 4".
     return [Token("symbol", ":", spaced)]
   if not bare:
     return []
@@ -241,7 +263,7 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
 
 
 def _is_unit(text: str) -> bool:
-  """Whether a text is a unit of measurement: m/s, m."""
+  """Whether a text is a unit of measurement, such as m/s."""
   return units.parse(" " + text, typeset=True) is not None
 
 
@@ -252,17 +274,19 @@ def _rate(match: re.Match) -> str:
 
 
 def _roman(match: re.Match) -> str:
+  """Writes upright text as an argument of \\mathrm."""
   return rf"\mathrm{{{match[1] or match[2] or match[3]}}}"
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:
+  """Returns the tokens of successive letters: a separator, command, word, or single letters."""
   if run in ("and", "or", "AND", "OR"):
     return [Token("separator", run.lower(), spaced)]
   if run == "to":
     return [Token("symbol", ":", spaced)]
   if run in _WORDS:
     return [Token("command", _ALIASES.get(run, run), spaced)]
-  if re.fullmatch(r"(?:or|and)[A-Z]", run):  # x=1orW=2
+  if re.fullmatch(r"(?:or|and)[A-Z]", run):  # No space: "x=1orW=2".
     return [Token("separator", run[:-1]), Token("letter", run[-1])]
   if len(run) == 1 or (run.isupper() and len(run) <= 4):
     return [Token("letter", c, spaced and not i) for i, c in enumerate(run)]
@@ -270,12 +294,12 @@ def _letters(run: str, spaced: bool) -> list[Token]:
 
 
 def is_product(run: str) -> bool:
-  """Whether a run of letters is a product, abc or xyz, rather than a word."""
+  """Whether letters are a product of variables, as abc is, rather than a word."""
   return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
 
 
 def fold(text: str) -> str:
-  """Lowers the first letters of words: Monday is monday, but mgH is not mgh."""
+  """Lowers the first letters of words: Monday to monday, but not mgH to mgh."""
 
   def lower(match: re.Match) -> str:
     word = match[0]
@@ -287,10 +311,10 @@ def fold(text: str) -> str:
 
 
 def decimal(text: str) -> str:
-  """Removes the separators from a number token."""
+  """Removes the separators of thousands from a number."""
   return re.sub(_TYPESET + "|,", "", text)
 
 
 def spell(tokens: list[Token]) -> str:
-  """Joins tokens to a text. Equal tokens give equal texts."""
+  """Joins tokens to a text, equal for equal tokens."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)

@@ -1,4 +1,7 @@
-"""Units, counted things and multipliers after a number. Cost is linear in the text."""
+"""Parses the words after a number: units, counted things and multipliers.
+
+Examples are "cm", "apples" and "thousand". The time is linear in the text.
+"""
 
 import dataclasses
 import fractions
@@ -6,7 +9,8 @@ import re
 
 F = fractions.Fraction
 
-# Dimension: unit, its scale, its other names; ... Plurals in -s need no name.
+# A line has a dimension, then units, each with its scale and its other names. Plurals in -s need no
+# name. The scale is relative to the dimension's unit of scale 1.
 _TABLE = """
 length: m 1 meter metre; cm 1/100 centimeter centimetre; mm 1/1000 millimeter millimetre
 length: dm 1/10 decimeter decimetre; km 1000 kilometer kilometre; µm 1/1000000; nm 1/1000000000
@@ -49,13 +53,13 @@ pascal: Pa 1 pascal; kPa 1000 kilopascal; MPa 1000000; hPa 100; atm 101325 atmos
 mole: mol 1 mole; mmol 1/1000; kmol 1000
 hertz: Hz 1 hertz; kHz 1000; MHz 1000000; GHz 1000000000
 """
-UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, scale)
+UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, scale) by name.
 for _line in _TABLE.strip().split("\n"):
   _key, _, _entries = _line.partition(":")
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Choices or names unless in \text.
+_TYPESET_ONLY = frozenset("ACFHT")  # Units within \text only: elsewhere choices or names.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _COMPOUND = {
@@ -68,7 +72,7 @@ _COMPOUND = {
 }
 _COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
 
-# Words and letters that multiply the number before them: 18K is 18,000, not kelvins.
+# Factors by words and letters after a number: 18K is 18,000 and not kelvins.
 _ORDINALS = (
   "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth"
   " fifteenth sixteenth seventeenth eighteenth nineteenth twentieth".split()
@@ -82,9 +86,11 @@ _ILLIONS = "m b tr quadr quint sext sept oct non dec".split()
 MULTIPLIERS |= {f"{word}illion": F(1000**n) for n, word in enumerate(_ILLIONS, 2)}
 _LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
 _LETTERS["bn"] = F(10**9)
-COUNTED = ("dozen", "quarter", "half", "halve")  # Multipliers that may also be counted things.
+# Multipliers that may also be counted things: "7 dozen" may answer 7.
+COUNTED = ("dozen", "quarter", "half", "halve")
 
-# Plurals without -s. A counted thing is a plural after adjectives, without any word of _CLOSED.
+# Plurals without -s. A counted thing is a plural, possibly after adjectives; no word of _CLOSED may
+# occur in it.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
 _CLOSED = frozenset(
   """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't
@@ -105,7 +111,7 @@ _PART = re.compile(
 )
 _PLAIN = str.maketrans({"²": "^2", "³": "^3"} | dict.fromkeys("\\{}()"))
 _RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # dollars per hour
-_FILLER = frozenset("the more total".split())
+_FILLER = frozenset("the more total".split())  # Words without effect.
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # 5 - m
 _DOTS = re.compile(r"\\?cdot(?![a-zA-Z])|⋅|∙|•")
 _SPACES = re.compile(r"\\[,;:! ]|~")
@@ -123,10 +129,10 @@ _ITEM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """A scale, and a product of dimensions. Each counted thing is a separate dimension."""
+  """A unit: a scale, and a product of dimensions. Each counted thing is its own dimension."""
 
-  scale: F
-  dimensions: tuple[tuple[str, int], ...]  # (name, power), sorted
+  scale: F  # Relative to the units of scale 1 in the table.
+  dimensions: tuple[tuple[str, int], ...]  # Sorted pairs (name, power).
 
   @property
   def percent(self) -> bool:
@@ -138,24 +144,24 @@ class Unit:
 
 
 def spaces(text: str) -> str:
-  """Writes the spaces and dots of LaTeX as characters."""
+  """Replaces the spaces and dots of LaTeX by characters."""
   return _SPACES.sub(" ", _DOTS.sub("·", text))
 
 
 def multiplier(word: str) -> F | None:
-  """Returns the factor of a word, 12 for dozen. Returns None for other words."""
+  """Returns the factor of a multiplier, 12 for "dozen". Returns None for other words."""
   word = word.casefold()
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
 def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
-  """Parses words after a number to (factor, unit). Returns None if they are neither.
+  """Parses the words after a number to (factor, unit). Returns None for other words.
 
-  The unit is None after a factor alone. A counted thing is a plural after a space, or any word
-  after "per".
+  The unit is None if the words are multipliers alone. A counted thing is a plural after a space, or
+  any word after "per".
 
   Args:
-    text: plain text: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%".
+    text: words after the number, e.g. "apples", "cm^2", "miles per hour", "thousand dollars", "%".
     currency: sign before the number; "" without one.
     typeset: whether the words are in \\text or the like. A is then amperes, and K is kelvins
       rather than 1000.
@@ -198,7 +204,12 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
 
 
 def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
-  """Splits words into a factor and units. Returns None if a word is neither."""
+  """Splits words into a factor, and groups of (word, power) separated by "per".
+
+  Returns None if a word is in neither.
+
+  glued: whether the first word follows the number without a space.
+  """
   factor, start, groups = F(1), 0, [[]]
   while start < len(text.rstrip()):
     match = _ITEM.match(text, start)
@@ -229,14 +240,17 @@ def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
 
 
 def _unit_name(word: str) -> str | None:
-  """Returns a unit's name in `UNITS`: as written, in small letters, or singular."""
-  # A single letter is not singular.
+  """Returns a word's key in `UNITS`, or its singular's. Returns None for other words."""
+  # A single letter is tried as written only, two letters also in lower case.
   names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]
   return next(filter(UNITS.__contains__, names), None)
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, power, scale) of each unit. Returns None if the words name none."""
+  """Returns (dimension, power, scale) of each unit in a group. Returns None without units.
+
+  per: whether the group is after "per".
+  """
   measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()
@@ -250,7 +264,7 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
       return None
   if measures or not group:
     money = any(dimension in CURRENCIES for dimension, *_ in measures)
-    return None if money and len(measures) > 1 else measures  # 18m dollars are not metres.
+    return None if money and len(measures) > 1 else measures  # 18m dollars are no metres.
   word, power = group[-1]
   lower = word.casefold()
   if shape > 1 and len(group) == 1:
@@ -260,4 +274,5 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
 
 
 def _singular(word: str) -> str:
+  """Removes the plural's -s or -es."""
   return re.sub("(?<=..[sx])es$|(?<=.[cs]h)es$|(?<!s)s$", "", re.sub("(?<=..)ies$", "y", word))

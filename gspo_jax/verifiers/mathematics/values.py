@@ -1,4 +1,4 @@
-"""Numbers, variables and powers as SymPy values of bounded size."""
+"""Builds SymPy values of bounded size: numbers, variables and powers."""
 
 import fractions
 import re
@@ -7,20 +7,24 @@ import sympy as sp
 
 from gspo_jax.verifiers.mathematics.tokens import Unreadable, decimal
 
-MAX_BITS = 50_000  # Maximum size of a power.
+MAX_BITS = 50_000  # Maximum bits of a power.
 MAX_FACTORIAL = 3000  # Largest operand of a factorial, and largest exponent.
-MATRICES = frozenset("ABCDMNPQXYZT")  # Letters that may be matrices; R, L and V are numbers.
+MATRICES = frozenset("ABCDMNPQXYZT")  # Letters that may be matrices.
 
 
 def symbol(name: str) -> sp.Symbol:
-  """Returns a real variable; a letter of a matrix does not commute."""
+  """Returns a real variable, or a non-commuting one for a matrix."""
   if name in MATRICES:
     return sp.Symbol(name, commutative=False)
   return sp.Symbol(name, real=True)
 
 
 def power(base, exponent):
-  """Returns `base ** exponent`. Raises Unreadable if it is too large."""
+  """Returns `base ** exponent`, for a matrix also its transpose.
+
+  Raises:
+    Unreadable: the power is too large.
+  """
   if isinstance(base, sp.MatrixBase):
     if exponent == sp.Symbol("T", commutative=False) or exponent == sp.Symbol("top", real=True):
       return base.T
@@ -31,7 +35,7 @@ def power(base, exponent):
     bits = max(abs(base.p), base.q).bit_length()
     if bits > 1 and abs(exponent.p) * bits > MAX_BITS * exponent.q:
       raise Unreadable("a number too large")
-    if exponent.q % 2 and exponent.q > 1 and base < 0:  # the real root, as taught in schools
+    if exponent.q % 2 and exponent.q > 1 and base < 0:  # The real root, not SymPy's complex one.
       return (-1) ** exponent.p * (-base) ** exponent
   elif exponent.is_Integer and abs(exponent) > MAX_FACTORIAL and not base.is_Symbol:
     raise Unreadable("a power too large")
@@ -39,7 +43,13 @@ def power(base, exponent):
 
 
 def number(text: str) -> sp.Rational:
-  r"""Returns the exact value of 12, 1,234.5, 1e-3, 0.\overline{3}, 0.(3), 0.333..."""
+  r"""Returns the exact value of a number.
+
+  Forms are 12, 1,234.5, 1e-3, and repeating decimals 0.\overline{3}, 0.(3), 0.\dot{3}, 0.333...
+
+  Raises:
+    Unreadable: the number is too large, or digits before an ellipsis do not repeat.
+  """
   text = decimal(text)
   match = re.fullmatch(r"(\d*)\.(\d*?)(?:\\(?:overline|bar)\{?|\()(\d+)[)}]?", text)
   dotted = re.fullmatch(r"(\d*)\.(\d*)\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?", text)
@@ -66,4 +76,5 @@ def number(text: str) -> sp.Rational:
 
 
 def rational(value: fractions.Fraction) -> sp.Rational:
+  """Converts a fraction to SymPy's type."""
   return sp.Rational(value.numerator, value.denominator)

@@ -49,7 +49,7 @@ class Tests:
   tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0 for none.
 
   def passes(self, output: str, expected: Any) -> bool:
-    """Whether an output, printed text or a call's value as JSON, is the expected one."""
+    """Whether an output, text or a call's value as JSON, is the expected one."""
     if self.kind == "stdin":
       return same_text(output.rpartition(files.MARK)[2], expected, self.tolerance)
     return same_result(output, expected, self.wrapped, self.tolerance)
@@ -221,7 +221,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def extract(response: str, fences: bool = True) -> str | None:
-  """Returns the program in a response; None if there is none.
+  """Returns the program in a response. Returns None if there is none.
 
   It is the last complete Markdown block between fences (```) with the language Python, else the
   last one without a language. Only text after the thought counts (`thought.after`). The indentation
@@ -250,7 +250,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence (three or more ` or ~) and language; "" for none."""
+  """Returns a line's fence (three or more ` or ~) and language. Returns "" for none."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -377,7 +377,7 @@ def _same(value: Any, expected: Any, rule: _Rule) -> bool:
 
 
 def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
-  """Whether the pairs of a dict are the expected ones, whose keys are texts."""
+  """Whether the pairs of a dict are the expected ones, with texts as keys."""
   if len(pairs) != len(expected):
     return False
   missing = set(expected)

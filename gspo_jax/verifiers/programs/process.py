@@ -139,7 +139,7 @@ class Sandbox(contextlib.AbstractContextManager):
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
   def run(self, request: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """Runs a test and returns its report; arguments and errors as in `start` and `report`."""
+    """Runs a test and returns its report. See `start` and `report`."""
     self.start(request, most)
     return self.report()
 
@@ -234,7 +234,7 @@ def choose_isolation(setting: str) -> str:
 
 
 def describe(setting: str, isolation: str) -> str:
-  """Describes the chosen isolation in one line; arguments are input and result of the choice."""
+  """Describes the result of `choose_isolation` in one line."""
   if isolation == "none":
     return "reward.isolation=none: programs run with your rights, your files and your network"
   return f"reward.isolation={setting}: {isolation} (tried out: no network, threads are bounded)"

@@ -206,7 +206,7 @@ def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str
 
 
 def _drain(reader: int, output: bytearray) -> int | None:
-  """Reads once; returns the bytes' number: 0 at the end, None if none is ready."""
+  """Reads once. Returns the number of bytes, 0 at the end, None if none is ready."""
   try:
     part = os.read(reader, 1 << 16)
   except BlockingIOError:
