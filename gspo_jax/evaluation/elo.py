@@ -43,7 +43,7 @@ def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """Returns the maximum-likelihood rating, to within 0.01.
 
-  Only wins give HIGHEST, and only losses LOWEST.
+  With wins alone it is HIGHEST, with losses alone LOWEST.
 
   Args:
     score: results in [0, 1], [..., n]; leading axes are independent contestants.

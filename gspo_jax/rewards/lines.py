@@ -5,8 +5,8 @@ for each line of the expected response: whether the response's line at the same 
 time must be linear in the response.
 
 Let p be `reward.partial`, or 1 if that is 0. A right line gets p/n. The response's last line also
-gets 1 − p if the whole response is right, and the additions for format and length. The
-sum over the lines is the reward of the response.
+gets 1 − p if the whole response is right, and the additions for format and length. The sum over the
+lines is the reward of the response.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import numpy as np
 from gspo_jax.rewards import shaping
 from gspo_jax.settings.rewards import RewardConfig
 
+# Function from a response and a gold answer to verdicts on the expected lines.
 RightLines = Callable[[str, str], Sequence[bool]]
 
 

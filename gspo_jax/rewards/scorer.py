@@ -136,7 +136,7 @@ def check_importable(name: str, key: str = "reward.name") -> None:
   if name in VERIFIERS:
     return
   module = name.partition(":")[0]
-  sys.path.append(os.getcwd())  # As in worker processes.
+  sys.path.append(os.getcwd())  # Worker processes search the working directory, too.
   try:
     spec = importlib.util.find_spec(module)
   except Exception as error:  # `find_spec` imports parent packages; user code may raise anything.
@@ -238,7 +238,7 @@ def _score(
   lengths: Sequence[int] | None = None,
   finished: Sequence[bool] | None = None,
 ) -> Scores:
-  """Scores responses; the last four parameters belong to `Scorer`."""
+  """Scores responses. The last four parameters are as in `Scorer`."""
   if len(responses) != len(prompts):
     raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
   finished = [True] * len(responses) if finished is None else finished
@@ -299,7 +299,7 @@ def _with_additions(
   responses: Sequence[str],
   lengths: Sequence[int] | None,
 ) -> Scores:
-  """Adds the format's reward and the overlong penalty. No verdict means 0."""
+  """Adds the format's reward and the overlong penalty. Without a verdict, the reward is 0."""
   addition_B = np.zeros(len(responses), np.float32)
   outcomes, reward = dict(scores.outcomes), scores.reward
   if config.format_weight:
@@ -370,6 +370,6 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
       f"there is no verdict on any of {total} responses ({times} times: {reason}). "
-      f"They are in {place}. Check reward.name or environment.name, the gold answers, and the "
+      f"The responses are in {place}. Check reward.name or environment.name, the gold answers, and the "
       "verifier's machine or service; then the same command continues from the last checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Checksum of a user's module, by which a resumed run notices edits of its reward function."""
+"""Checksum of a user's module, to notice edits of a reward function or an environment."""
 
 import ast
 import importlib.util

@@ -18,8 +18,8 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("digits",)  # Keys of `data` for the set of problems.
-TEACHER = ("carry_errors", "skipped_work")  # Keys of `data` for the demonstrations.
+SIZES = ("digits",)  # Keys of section `data` that determine the problems.
+TEACHER = ("carry_errors", "skipped_work")  # Keys that determine the demonstrations.
 OUTCOMES = ("right", "wrong")
 # `int` refuses numbers of thousands of digits, so the number of digits is limited.
 _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")

@@ -20,8 +20,8 @@ import numpy as np
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("digits",)  # Keys of `data` for the set of problems.
-TEACHER = ("carry_errors", "checks")  # Keys of `data` for the demonstrations.
+SIZES = ("digits",)  # Keys of section `data` that determine the problems.
+TEACHER = ("carry_errors", "checks")  # Keys that determine the demonstrations.
 # Probability of the calculator for an operation of a demonstration. After one operation without the
 # calculator, it is not used again.
 USES = 0.4

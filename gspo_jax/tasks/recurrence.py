@@ -18,8 +18,8 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZES = ("lines",)  # Keys of `data` for the set of problems.
-TEACHER = ("carry_errors",)  # Keys of `data` for the demonstrations.
+SIZES = ("lines",)  # Keys of section `data` that determine the problems.
+TEACHER = ("carry_errors",)  # Keys that determine the demonstrations.
 OUTCOMES = ("right", "wrong")
 _TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems
 
-SIZES = TEACHER = ()  # Keys of `data` for problems and demonstrations.
+SIZES = TEACHER = ()  # No key of section `data` changes problems or demonstrations.
 NAMES = """Ada Ben Carla David Ella Farid Grace Hugo Ines Jonas Kira Liam Maya Noah Olga Pedro Rosa
   Sam Tara Uma Victor Wendy""".split()
 THINGS = """apples books marbles stamps pencils cookies shells stickers balloons coins buttons cards

@@ -201,7 +201,7 @@ class ServerPool:
     except Failed as error:
       answer = error
       self._count_failure(server, error)
-    except Exception as error:  # A bug. The host loop would wait for an answer forever.
+    except Exception as error:  # A bug. `Pending.fail` raises it again, in the host loop.
       answer = error
     finally:
       self._calls.pop(call.id, None)
@@ -221,7 +221,7 @@ class ServerPool:
       await self._change.wait()
 
   async def _generate(self, server: Server, call: Call, seconds: float) -> Part:
-    oldest = server.version
+    oldest = server.version  # A publication during the call makes newer tokens valid, too.
     answer = await self.request(server.url, GENERATE, generate_body(call), seconds)
     return read_answer(answer, call, self._model, oldest, max(oldest, self.version))
 

@@ -110,7 +110,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Part:
   content = (choice["logprobs"] or {}).get("content") or []
   logp = np.array([entry["logprob"] for entry in content], np.float32)
   if [entry["token_id"] for entry in content] != tokens.tolist() or logp.shape != tokens.shape:
-    raise Failed("tokens", "the answer has log-probs of other tokens than it has tokens")
+    raise Failed("tokens", "the tokens of the log-probs are not the tokens of the answer")
   version = np.full(len(tokens), -1, np.int32)  # Remains -1 for tokens without a version.
   for span in choice.get("weight_versions") or []:
     label = str(span["version"])  # Not a number before the first publication.
