@@ -370,6 +370,6 @@ def require_verdicts(reasons: Sequence[str], total: int, place: str) -> None:
     (reason, times), *_ = collections.Counter(reasons).most_common(1)
     raise NoVerdictError(
       f"there is no verdict on any of {total} responses ({times} times: {reason}). "
-      f"The responses are in {place}. Check reward.name or environment.name, the gold answers, and the "
-      "verifier's machine or service; then the same command continues from the last checkpoint"
+      f"The responses are in {place}. Check reward.name or environment.name, the gold answers, and "
+      "the verifier's machine or service; then the same command continues from the last checkpoint"
     )
