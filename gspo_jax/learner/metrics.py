@@ -239,13 +239,15 @@ def segment_metrics(
   }
   for place, inside_BU in _places(live_BU, number_B).items():
 
-    def over(x_BU, inside_BU=inside_BU):
+    def class_sum(x_BU, inside_BU=inside_BU):
       return _sum(jnp.where(inside_BU, x_BU, 0))
 
     number = _sum(inside_BU)
-    metrics[f"segment/clip_fraction/{place}"] = Mean(over(clipped_BU), number)
-    metrics[f"segment/gradient/{place}"] = Mean(over(gradient_BU), number)
-    metrics[f"segment/ratio_std/{place}"] = Std(number, over(deviation_BU), over(deviation_BU**2))
+    metrics[f"segment/clip_fraction/{place}"] = Mean(class_sum(clipped_BU), number)
+    metrics[f"segment/gradient/{place}"] = Mean(class_sum(gradient_BU), number)
+    metrics[f"segment/ratio_std/{place}"] = Std(
+      number, class_sum(deviation_BU), class_sum(deviation_BU**2)
+    )
   return metrics
 
 

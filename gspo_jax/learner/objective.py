@@ -119,9 +119,9 @@ def _weight(
     factors.append(weight)
   if config.off_policy_threshold is not None:
     threshold = hyperparameters["off_policy_threshold"]
-    near = O.off_policy_mask(logp_BT, batch.sampler_logp_BT, advantage, mask_BT, threshold)
-    metrics["off_policy/masked"] = _mean(near == 0, mask_BT)
-    factors.append(near)
+    unmasked = O.off_policy_mask(logp_BT, batch.sampler_logp_BT, advantage, mask_BT, threshold)
+    metrics["off_policy/masked"] = _mean(unmasked == 0, mask_BT)
+    factors.append(unmasked)
   if any(factor.ndim == 2 for factor in factors):
     factors = [factor if factor.ndim == 2 else factor[:, None] for factor in factors]
   return functools.reduce(operator.mul, factors) if factors else None, metrics

@@ -52,10 +52,10 @@ def value_loss(
   if clip is not None:
     checks.numbers(clip=clip)
     checks.require(clip >= 0, "clip must not be negative")
-    near_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
-    near_error_BT = ratios.difference(near_BT, return_BT)
-    clipped_BT = abs(near_error_BT) > abs(error_BT)
-    error_BT = jnp.where(clipped_BT, near_error_BT, error_BT)
+    bounded_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
+    bounded_error_BT = ratios.difference(bounded_BT, return_BT)
+    clipped_BT = abs(bounded_error_BT) > abs(error_BT)
+    error_BT = jnp.where(clipped_BT, bounded_error_BT, error_BT)
   metrics: Metrics = {
     "clip_fraction/value": Mean(clipped_BT.sum(dtype=dtype), tokens.number()),
     "value/mean": Mean(stop_gradient(value_BT).sum(), tokens.number()),

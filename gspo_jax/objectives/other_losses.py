@@ -145,9 +145,9 @@ def sapo_loss(
   checks.require(tau_pos > 0, "tau_pos must be positive")
   checks.require(tau_neg > 0, "tau_neg must be positive")
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  good_BX = batch.advantage_BX > 0
-  tau_BX = jnp.where(good_BX, tau_pos, tau_neg).astype(batch.logp_BT.dtype)
-  scale_BX = jnp.where(good_BX, 4 / tau_pos, 4 / tau_neg).astype(batch.logp_BT.dtype)
+  positive_BX = batch.advantage_BX > 0
+  tau_BX = jnp.where(positive_BX, tau_pos, tau_neg).astype(batch.logp_BT.dtype)
+  scale_BX = jnp.where(positive_BX, 4 / tau_pos, 4 / tau_neg).astype(batch.logp_BT.dtype)
   # σ(x) is written as 1 − σ(−x). The gradient of σ(x) would be computed with 1 − σ(x), which is
   # rounded to 0 for large x.
   gate_BT = 1 - sigmoid(tau_BX * (1 - ratios.bounded_exp(batch.log_ratio_BT)))
@@ -252,9 +252,9 @@ def vespo_loss(
     checks.require(value > 0, f"{name} must be positive")
   batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
   tokens, dtype = batch.tokens, batch.logp_BT.dtype
-  good_BU = tokens.common(batch.advantage_BX) >= 0
-  k_BU = jnp.where(good_BU, k_pos, k_neg).astype(dtype)
-  lambda_BU = jnp.where(good_BU, lambda_pos, lambda_neg).astype(dtype)
+  nonnegative_BU = tokens.common(batch.advantage_BX) >= 0
+  k_BU = jnp.where(nonnegative_BU, k_pos, k_neg).astype(dtype)
+  lambda_BU = jnp.where(nonnegative_BU, lambda_pos, lambda_neg).astype(dtype)
   log_ratio_BU = stop_gradient(tokens.sums(batch.log_ratio_BT))
   log_phi_BU = k_BU * log_ratio_BU - lambda_BU * ratios.bounded_expm1(log_ratio_BU)
   phi_BU = ratios.bounded_exp(log_phi_BU)

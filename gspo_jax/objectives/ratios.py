@@ -159,8 +159,8 @@ def difference(logp: Array, other_logp: ArrayLike) -> Array:
   """
   dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
   logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
-  nowhere = jnp.isneginf(logp) & jnp.isneginf(other_logp)
-  return jnp.clip(jnp.where(nowhere, 0, logp - other_logp), -_GARBAGE, _GARBAGE)
+  both_infinite = jnp.isneginf(logp) & jnp.isneginf(other_logp)
+  return jnp.clip(jnp.where(both_infinite, 0, logp - other_logp), -_GARBAGE, _GARBAGE)
 
 
 def finite(x: Array) -> Array:
