@@ -121,7 +121,10 @@ def executed(
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Yields as `executed`. Loops within a loop named in `rates` have their usual trip counts."""
+    """Yields the same for a body that is executed `times` times.
+
+    A rate is for the outermost loop of its name. Loops within it have their own trip counts.
+    """
     hidden = overlapped(body, torus, chip)
     for instruction in body:
       share = hidden.get(instruction.name, 0.0)
@@ -166,7 +169,7 @@ def overlapped(
   """
   time: dict[str, float] = {}  # Seconds by collective.
   remaining: dict[str, float] = {}  # Seconds not yet overlapped, by collective.
-  # Names of started collectives. A key is the instruction that starts one, or its channel.
+  # Names of collectives between start and end, by starting instruction or by channel.
   pending: dict[str | None, str] = {}
 
   def start(waiting: str | None, name: str, sent: Sequence[Sent | None]) -> None:

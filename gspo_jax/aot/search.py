@@ -108,13 +108,13 @@ def compile_best(
 ) -> None:
   """Compiles candidates, at most `tries` of them and until `enough` fit.
 
-  Takes a candidate from each list in turn. A list is ordered by the size of the `tensor` axis, then
-  by the lower bound on the time: a larger axis sends activations more often. Candidates are skipped
-  if they cannot fit, or cannot be faster than the best so far. The search is updated in place.
+  Takes a candidate from each list in turn. A list is ordered by the size of the `tensor` axis (a
+  larger one sends more activations), then by the lower bound on the time. Candidates are skipped if
+  they cannot fit, or cannot be faster than the best so far.
 
   Args:
-    search: search without candidates.
-    lists: candidates, all different from each other in one aspect.
+    search: search without candidates, to be filled with them and their results.
+    lists: lists of candidates. A candidate in several lists counts once.
     bound: function from a candidate to its lower bounds.
     measure: function that compiles a candidate.
     tries: maximum number of compiled candidates.
