@@ -121,7 +121,7 @@ def executed(
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Yields the same for a body that is executed `times` times.
+    """Yields the same for a body with `times` executions.
 
     A rate is for the outermost loop of its name. Loops within it have their own trip counts.
     """
