@@ -166,7 +166,7 @@ class TrainBatch:
   # float32: advantage of each token. None if all tokens of a response have `advantage_B`
   advantage_BT: Array | None = None
   # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
-  # has its own importance ratio. None if a response is one segment
+  # has its own importance ratio. None for losses without segments
   unit_BT: Array | None = None
   # bool: the KL penalty applies to the sequence, because an advantage of its group is not 0. None
   # if the penalty applies to all sequences

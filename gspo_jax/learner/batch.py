@@ -205,7 +205,7 @@ def train_batch(
 
   Args:
     advantage_BL: advantage of each token. None means one advantage per response.
-    unit_BL: segment number of each token. None means one importance ratio per response.
+    unit_BL: segment number of each token. None means a loss without segments.
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: version of the weights before the updates. Sampler and trainer are compared on tokens
       of this version only. None means that all tokens are of one version.

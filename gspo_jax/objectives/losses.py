@@ -4,7 +4,9 @@ A loss is called as `loss, metrics = grpo_loss(...)`. Its function below compute
 loss before they are divided, and the decorator `terms.policy_loss` adds the other forms. For all
 policy losses of this package:
 
-- The loss is the objective J, negated. It is to be minimised.
+- The loss is the negative of the objective J, and is to be minimised. Equations have the symbols of
+  the publications: G responses y_i of one group, with advantages Â_i, or Â_it by token. The mean is
+  over all responses of a batch, whatever their groups. sg(x) is x without gradient.
 - logp_BT is differentiated. Old log-probs, advantages and weights are constants.
 - Values at masked positions are ignored. Responses without unmasked tokens are excluded from means.
 - `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL, entropy.
@@ -76,7 +78,8 @@ def dapo_loss(
 ) -> Sums:
   """DAPO: GRPO with a mean over tokens and a wider upper range.
 
-  J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+  J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  w_it = π_θ(y_it)/π_old(y_it).
 
   DAPO also has dynamic sampling, which is up to the caller, and a soft overlong punishment, which
   is `overlong_penalty`.
@@ -111,7 +114,8 @@ def dr_grpo_loss(
 ) -> Sums:
   """Dr. GRPO: GRPO with a constant denominator in place of lengths.
 
-  J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+  J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  w_it = π_θ(y_it)/π_old(y_it).
 
   L is `max_length`. Dividing by |y_i| instead would favour short right and long wrong answers. The
   paper's advantages are `group_advantages(normalize="none")`.
@@ -147,7 +151,8 @@ def ppo_loss(
 ) -> Sums:
   """PPO: `grpo_loss` with an advantage for each token, and other ranges.
 
-  J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
+  J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ],
+  w_t = π_θ(y_t)/π_old(y_t).
 
   The advantages are those of `gae`, from a value model. `aggregate` as in `grpo_loss`.
 

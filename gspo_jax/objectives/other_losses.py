@@ -1,6 +1,6 @@
 """Policy losses that limit updates in other ways than the clipped objective of PPO.
 
-The module losses.py describes arguments that all losses have. In equations, sg stops gradients.
+The module losses.py describes arguments and symbols that all losses have.
 """
 
 from typing import Literal, Unpack
@@ -30,12 +30,11 @@ def cispo_loss(
 ) -> Sums:
   """CISPO: REINFORCE with clipped importance weights.
 
-  J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
-
+  J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  The gradient of a token outside the range is bounded, but not 0. If `clip_low` is None, there is
-  no lower bound. Clip fractions include tokens with either sign of the advantage.
+  sg stops gradients. The gradient of a token outside the range is bounded, but not 0. If `clip_low`
+  is None, there is no lower bound. Clip fractions include tokens with either sign of the advantage.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2506.13585, Eq. 4 and 5; in practice, the authors have no lower bound.
@@ -75,7 +74,8 @@ def gmpo_loss(
   """GMPO: one ratio per response, from bounded ratios of its tokens.
 
   J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ),
-  c_it = min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
+  c_it = min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0,
+  w_it = π_θ(y_it)/π_old(y_it).
 
   GSPO bounds the geometric mean of the tokens' ratios, and GMPO bounds each of these ratios. So a
   token outside the range loses its own gradient only, not that of the whole response. `clip_low`
@@ -124,7 +124,8 @@ def sapo_loss(
   """SAPO: a soft gate on the ratio instead of clipping.
 
   J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
-  τ = tau_pos for Â > 0 and tau_neg otherwise.
+  τ = tau_pos for Â > 0 and tau_neg otherwise,
+  w_it = π_θ(y_it)/π_old(y_it).
 
   σ is the logistic function. The slope f' = 4 σ (1 − σ) is 1 at w = 1 and decreases on both sides.
   The metrics have no clip fractions. The value of J is not an estimate of the reward, since f(1) is
@@ -174,6 +175,7 @@ def dppo_loss(
   """DPPO: a trust region for the divergence of token probabilities.
 
   J = 1/(G L) Σ_i Σ_t M_it w_it Â_it,
+  w_it = π_θ(y_it)/π_old(y_it),
   M_it = 0 where Â > 0, w > 1 and D_it > clip_high, or Â < 0, w < 1 and D_it > clip_low; else 1.
 
   D is the divergence between two distributions over the events "y_t" and "another token", with the
@@ -227,9 +229,9 @@ def vespo_loss(
   φ(W) = W^k exp( λ (1 − W) ),  W_i = exp( Σ_t log π_θ(y_it)/π_old(y_it) ),
   k = k_pos for Â ≥ 0 and k_neg otherwise,  λ = lambda_pos for Â ≥ 0 and lambda_neg otherwise.
 
-  W is the likelihood ratio of the whole response, without normalisation by length. φ(1) = 1. The
-  larger k is, the faster φ decreases below W = 1; the larger λ is, the faster above. φ goes to 0
-  for very small and very large W. The metrics have no clip fractions.
+  sg stops gradients. W is the likelihood ratio of the whole response, without normalisation by
+  length. φ(1) = 1. The larger k is, the faster φ decreases below W = 1; the larger λ is, the faster
+  above. φ goes to 0 for very small and very large W. The metrics have no clip fractions.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.

@@ -95,7 +95,8 @@ def segment_ratio(
 ) -> Array:
   """Computes the ratio of each token's segment, differentiable in this token alone.
 
-  s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
+  s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],
+  s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
   `segment_BT` has the number, in [0, T), of each token's segment z_ik. If each token is a segment,
   the result is `token_ratio`. If each row is a segment, it is `gspo_token_ratio`. In packed rows,

@@ -1,7 +1,7 @@
 """Losses that may learn from responses of any policy: Soft Policy Optimization and imitation.
 
 They have no ratio to the policy that sampled the responses, and no clipping. The module losses.py
-describes arguments that all losses have.
+describes arguments and symbols that all losses have.
 """
 
 from typing import Unpack

@@ -1,7 +1,7 @@
 """Clipped policy losses with an importance ratio for each response or segment of a response.
 
-They are GSPO, GSPO-token, LUSPO and `segment_loss`. The module losses.py describes arguments that
-all losses have.
+They are GSPO, GSPO-token, LUSPO and `segment_loss`. The module losses.py describes arguments and
+symbols that all losses have.
 """
 
 from typing import Literal, Unpack
@@ -166,11 +166,11 @@ def segment_loss(
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],
   s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
-  Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has the segment number
-  of each token, an integer in [0, T). No two segments of a row have the same number, even if they
-  belong to different packed responses. With one segment per response the loss is GSPO, and with one
-  per token GRPO. If all tokens of each segment have the same advantage, value and gradient of a
-  response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
+  the segment number of each token, an integer in [0, T). No two segments of a row have the same
+  number, even if they belong to different packed responses. With one segment per response the loss
+  is GSPO, and with one per token GRPO. If all tokens of each segment have the same advantage, value
+  and gradient of a response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
   and "constant" as in `grpo_loss`.
