@@ -1,7 +1,8 @@
 """Reads the logged responses of runs for a report, as JSON values.
 
 Responses are grouped by prompt, and long ones are shortened. The page colours the tokens of a
-response by their log-ratio, log π_new − log π_old, so these responses also have their tokens.
+response by their log-ratio, between the policy after the updates and the sampling policy. So these
+responses also have their tokens.
 """
 
 import itertools

@@ -182,6 +182,7 @@ class _Structure:
     return Group("list", tuple(_flatten(items)))
 
   def relation_or_value(self, tokens: list[Token]):
+    """Parses an answer without separators outside of brackets."""
     operators, members = cuts.cut(tokens)
     if not operators:
       return self.value(tokens)
@@ -203,6 +204,7 @@ class _Structure:
     return self.inequality(operators, members)
 
   def equation(self, operators: list[str], members: list[list[Token]]):
+    """Parses an equation: a named value, a value with equal forms, or a relation."""
     if "~" in operators and "=" in operators:  # x = 1/3 ≈ 0.33 has the value 1/3.
       last = operators.index("~") + 1
       operators, members = operators[: last - 1], members[:last]
@@ -237,12 +239,14 @@ class _Structure:
     return relation
 
   def relation(self, operators, members) -> Relation | None:
+    """Parses a relation. Returns None if a side is no expression."""
     try:
       return Relation(tuple(operators), tuple(expression.read(member) for member in members))
     except Unreadable:
       return None
 
   def inequality(self, operators, members):
+    """Parses an inequality: a set of numbers if it has one variable, else a relation."""
     values = [expression.read(member) for member in members]
     symbols = set().union(*(nodes.unknowns(value) for value in values))
     if len(symbols) != 1 or not self.solve_inequalities:
@@ -271,12 +275,14 @@ class _Structure:
     return self.scalar(tokens)
 
   def named_set(self, tokens: list[Token]):
+    """Parses the empty set, or a set such as the real numbers."""
     if [t.text for t in tokens] == ["emptyset"]:
       return Region(sp.S.EmptySet)
     match = re.fullmatch(r"mathbb([RZNQ])", cuts.shape(tokens))
     return Region(_SETS[match[1]]) if match else None
 
   def bracketed(self, tokens: list[Token]):
+    """Parses an answer in brackets: a set, a tuple, or one item."""
     if tokens[0].kind != "open" or cuts.match(tokens) != len(tokens) - 1:
       return None
     opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
