@@ -79,7 +79,8 @@ REFUSED = {
   ),
   "a reward function of one argument": (
     dict(reward__name="verifiers_of_a_test:one", reward__workers=1),
-    r"reward\.name='verifiers_of_a_test:one' fails on problem 100\+100: on its gold .*TypeError",
+    r"reward\.name='verifiers_of_a_test:one' fails on problem 100\+100: on its gold .*TypeError"
+    r".*; a function takes the response and a dict",
   ),
   "answers that do not fit": (
     dict(sampling__max_new_tokens=2),

@@ -191,7 +191,9 @@ def usage() -> str:
   keys, lines = page.by_name(), []
   for name in HELP_KEYS:
     key = keys[name]
-    words = page.words(key.kind)
+    words = list(page.words(key.kind))
+    if words and "module:function" in page.ranges.describe(key.kind):
+      words.append("package.module:function")
     meaning = f"{' | '.join(words)}: {key.meaning}" if words else key.meaning
     lines.append(_entry(f"{name}={page.format_value(key.default)}", meaning, 32))
   return USAGE.format(configs="\n".join(map(_help_entry, config_names())), keys="\n".join(lines))

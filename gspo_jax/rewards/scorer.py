@@ -119,9 +119,11 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
   """
   scores = scorer([prompt.answer, ""], [prompt] * 2)
   if len(scores.unknown) == 2:
+    remedy = "a function takes the response and a dict (id, question, answer), and returns a number"
     raise ValueError(
       f"reward.name={name!r} fails on problem {prompt.id}: on its gold answer as a response "
       f"({scores.unknown[0]}), and on an empty response ({scores.unknown[1]})"
+      + ("" if name in VERIFIERS else f"; {remedy}")
     )
   return [math.nan if i in scores.unknown else float(x) for i, x in enumerate(scores.reward)]
 
@@ -223,7 +225,8 @@ def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dic
       try:
         scorers[name] = stack.enter_context(open_scorer(section))
       except RuntimeError as error:  # The last line of the worker's traceback has the reason.
-        raise ValueError(f"{key}={name!r}: {str(error).strip().splitlines()[-1]}") from error
+        reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
+        raise ValueError(f"{key}={name!r}: {reason}") from error
     yield scorers
 
 
