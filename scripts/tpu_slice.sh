@@ -17,7 +17,13 @@
 # TPU: name of slice and run (gspo). SPOT=0: machines that stay, and cost more. SERVICE_ACCOUNT: of
 # the machines. WANDB_API_KEY and HF_TOKEN travel in a file that only their user reads.
 set -euo pipefail
-: "${PROJECT:?}" "${ZONE:?}" "${BUCKET:?}" "${TYPE:?}"
+case ${1:-} in
+  setup | run | log | delete) ;;
+  *) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+for name in PROJECT ZONE TYPE BUCKET; do
+  [[ -n ${!name:-} ]] || { echo "$name is not set: the head of $0 has an example" >&2; exit 2; }
+done
 TPU=${TPU:-gspo} SPOT=${SPOT:-1} PAUSE=${PAUSE:-30}
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -148,5 +154,4 @@ case ${1:-} in
   setup | delete) "$1" ;;
   run) shift; run "$@" ;;
   log) on_hosts 0 'tail -n 100 -f gspo.log' ;;
-  *) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

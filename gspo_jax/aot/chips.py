@@ -27,8 +27,8 @@ def parse(topology: str) -> tuple[Chip, int]:
   gpu = name in GPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape)
   if not tpu and not gpu:
     raise ValueError(
-      f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, CHIP one of {list(CHIPS)}, or GPU:N "
-      f"or GPU:HOSTSxN, GPU one of {list(GPUS)}"
+      f"--topology={topology}: write CHIP:AxB or CHIP:AxBxC, CHIP one of {', '.join(CHIPS)}, or "
+      f"GPU:N or GPU:HOSTSxN, GPU one of {', '.join(GPUS)}"
     )
   return (CHIPS | GPUS)[name], math.prod(sides(topology))
 

@@ -128,3 +128,10 @@ def test_the_set_up_makes_a_bucket_in_the_region_and_gives_the_role(call):
   ]
   assert "--location=us-east5" in lines[2]
   assert "123-compute@developer.gserviceaccount.com" in lines[4]
+
+
+def test_an_unset_variable_is_named_before_any_call(call):
+  done, lines = call("run", BUCKET="")
+  assert done.returncode == 2 and not lines
+  assert done.stderr.startswith("BUCKET is not set: the head of ")
+  assert "export PROJECT=my-project" in call(PROJECT="")[0].stdout
