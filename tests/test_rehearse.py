@@ -19,7 +19,7 @@ REFUSED = {
   "a package that is not there": (dict(wandb="project"), r"wandb=project needs the package"),
   "batches that are not on record": (
     dict(rl__replay="HERE/batches", rl__iterations=3),
-    r"rl\.replay=.*batches has no 000002\.json: lower rl\.iterations=3 to the 1",
+    r"rl\.replay=.*batches has no file 000002\.json: lower rl\.iterations from 3 to 1,",
   ),
   "pages of an iteration": (
     PAGES | dict(sampling__max_new_tokens=100, eval__max_new_tokens=4),
