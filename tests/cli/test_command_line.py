@@ -290,7 +290,10 @@ def test_the_compiler_says_what_is_wrong_in_one_line(run_forked, tmp_path):
     (["--config=tinny"], "tinny"),
     (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
     (["--config=tiny", f"--json={tmp_path}/none/x.json"], "none is no directory"),
-    (["--config=tiny", "--search", "--programs=publish"], r"publish: --search finds settings for .*decode"),
+    (
+      ["--config=tiny", "--search", "--programs=publish"],
+      r"publish: --search finds settings for .*decode",
+    ),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
     done = run_forked("gspo_jax.aot", *flags, cwd=tmp_path)
