@@ -24,11 +24,9 @@ class CriticConfig:
   )
   warmup_iterations: NonNegativeInt = key(0, "initial iterations with updates of the critic alone")
   discount: PositiveFraction = key(
-    1.0, "γ, per token (turn_gae: per turn); 1: a right response has the same value at any length"
+    1.0, "γ, per token (turn_gae: per turn); 1: values do not depend on the length of a response"
   )
-  trace: Fraction = key(
-    0.95, "λ of GAE, per token (turn_gae: per turn); 1: Monte Carlo returns, for long responses"
-  )
+  trace: Fraction = key(0.95, "λ of GAE, per token (turn_gae: per turn); 1: Monte Carlo returns")
   bootstrap: bool = key(
     False, "True: returns of a truncated response include the value of its last state"
   )

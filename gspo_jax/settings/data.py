@@ -121,7 +121,9 @@ class DataConfig:
   eval: str = key("arithmetic:heldout", "held-out problems, as data.train")
   question_field: str = key("question", "field, or template of {fields}")
   answer_field: str = key("answer", "field, or json:tests,metadata")
-  answer_pattern: str = key("", 'regex with the answer as group 1; boxed; "": the whole field')
+  answer_pattern: str = key(
+    "", 'regex with the answer as group 1; boxed: contents of \\boxed{}; "": the whole field'
+  )
   demonstration_field: str = key("", 'target of the cold start; "": the answer field')
   prompt_template: str = key(
     "{question}", "user turn of a chat template, else the whole prompt; has {question}"
@@ -130,14 +132,14 @@ class DataConfig:
   template_arguments: dict = key({}, "arguments of the chat template, by name: enable_thinking")
   system: str = key("", 'system prompt; "": none')
   max_prompt_tokens: PositiveInt = key(
-    8, 'length limit, by default that of "999+999="; longer prompts are bad rows (on_error)'
+    8, 'largest number of tokens, by default for "999+999="; longer prompts are bad rows (on_error)'
   )
   on_error: Literal["raise", "skip"] = key("raise", "bad rows: stop the run | skip and count them")
   digits: Annotated[int, Range(1, 3)] = key(
     3, "embedded tasks: digits of an operand; calculator: 1 or 2"
   )
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
-    (8, 16, 32), "recurrence: lengths of problems"
+    (8, 16, 32), "recurrence: numbers of lines of a problem"
   )
   carry_errors: Fraction = key(
     0.5, "embedded tasks: probability of a forgotten carry in a demonstration"

@@ -22,8 +22,8 @@ class MeshConfig:
   tensor: Devices = key(1, "shards of heads and layer widths")
   rollout_experts: Literal["auto", "all", "fsdp", "expert"] = key(
     "auto",
-    "chips that share the sampler's experts: all: of a slice | fsdp, expert: of that axis | auto: "
-    "all, if their number divides the experts",
+    "devices over which the sampler's experts are split: all of a slice | those of the axis fsdp "
+    "or expert | auto: all, if they divide the number of experts, else expert",
   )
 
   def __post_init__(self):

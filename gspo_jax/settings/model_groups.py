@@ -35,10 +35,11 @@ class RopeConfig:
   )
   attention_factor: NonNegativeFloat = key(0.0, "yarn: factor on queries and keys; 0: by mscale")
   mscale: NonNegativeFloat = key(
-    0.0, "yarn: m of attention_factor, 1 + 0.1 m log factor; 1 unless both mscale are set"
+    0.0,
+    "yarn: m in attention_factor, 1 + 0.1 m log(factor); m is 1 unless mscale_all_dim is set too",
   )
   mscale_all_dim: NonNegativeFloat = key(
-    0.0, "yarn: as mscale, for a divisor of attention_factor; 0: no divisor"
+    0.0, "yarn: m of a divisor of attention_factor, of the same form; 0: no divisor"
   )
   truncate: bool = key(True, "yarn: bounds of the ramp are whole numbers")
   share: ranges.PositiveFraction = key(1.0, "rotated share of a head")
@@ -68,8 +69,7 @@ class RouterConfig:
   scores: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts, from logits")
   choice_bias: Literal["none", "frozen"] = key(
     "none",
-    "bias on scores, for the choice alone; frozen: the published values, without updates: no "
-    "gradient reaches them, and RL has too few tokens to balance loads anew",
+    "bias on scores, used only to choose experts; frozen: the published values, never updated",
   )
   groups: PositiveInt = key(1, "groups of neighbouring experts")
   groups_per_token: PositiveInt = key(1, "groups chosen per token, by their two best experts")

@@ -54,7 +54,7 @@ class CorrectionConfig:
   `level` is that of the loss's ratio, and bounds are the defaults of `objectives`."""
 
   name: Literal["none", "truncated", "masked"] = key(
-    "none", "truncated: TIS | masked: MIS, and IcePop at level token"
+    "none", "truncated: weights up to cap (TIS) | masked: 0 outside low and high (MIS, IcePop)"
   )
   level: Literal["token", "sequence", "geometric"] | None = key(
     None, "one weight per token | per response: product of ratios | per response: geometric mean"
@@ -74,8 +74,8 @@ class ObjectiveConfig:
   name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
-    "sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: as sampler, "
-    "and a pass measures the mismatch with the trainer, for external engines",
+    "sampler: its log-probs, without a pass (§5.4) | recompute: by a pass of the trainer, ratios "
+    "start at exactly 1 | behaviour: as sampler, and a pass measures the mismatch with the trainer",
   )
   load_balance_coef: NonNegativeFloat = key(
     0.0,
@@ -87,9 +87,11 @@ class ObjectiveConfig:
   )
   volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
   advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
-    None, "estimator of advantages; unset: by critic, teacher, ..., else as published with the loss"
+    None, "unset: the estimator for critic, teacher or constraints, else the loss's published one"
   )
-  kl_groups: Literal["all", "mixed"] = key("all", "mixed: no kl_coef for groups without advantages")
+  kl_groups: Literal["all", "mixed"] = key(
+    "all", "mixed: no KL penalty for groups without advantages"
+  )
   reward_kl_coef: NonNegativeFloat = key(
     0.0, "factor of a response's Σ log π_old/π_ref, subtracted from its reward"
   )

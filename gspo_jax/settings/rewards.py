@@ -43,7 +43,9 @@ class RewardConfig:
     None, "smallest reward of a right response; unset: 1, or above 0 with an environment"
   )
   workers: Workers = key(0, "verifying processes; math and code need at least 1")
-  time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
+  time_limit_s: TimeLimit = key(
+    1.0, "time limit per answer, without queueing; code: CPU time per test"
+  )
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
   tolerance: Fraction = key(
     1e-6, "code: error of a decimal in an expected output, absolute or relative; 0: exact"
@@ -52,7 +54,7 @@ class RewardConfig:
     "auto", "sandbox of code; none: programs have the user's rights"
   )
   format: Literal["none", "think", "think_answer"] = key("none", "required tags of a response")
-  format_weight: NonNegativeFloat = key(0.0, "reward for these tags")
+  format_weight: NonNegativeFloat = key(0.0, "reward for a response with these tags")
   overlong_weight: NonNegativeFloat = key(
     0.0, "penalty of responses of overlong_max tokens; DAPO: 1"
   )
@@ -156,7 +158,9 @@ class CostSignal:
 class ConstraintConfig:
   """Further rewards, and costs with limits, by names of the user. docs/objectives.md"""
 
-  reward_weight: NonNegativeFloat = key(1.0, "weight of the section reward, standardised")
+  reward_weight: NonNegativeFloat = key(
+    1.0, "weight of the reward of section reward, standardised in its group"
+  )
   rewards: dict[str, RewardSignal] = key(dict(extra=RewardSignal()), "further rewards, by name")
   costs: dict[str, CostSignal] = key(
     dict(

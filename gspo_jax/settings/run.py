@@ -34,10 +34,10 @@ class RunConfig:
   hyperparameters, a toy model and problems of addition."""
 
   job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
-    "rl", "cold start and RL | one of the two | offline: RL on recorded responses | evaluation"
+    "rl", "sft: the cold start | offline: RL on recorded responses | eval: evaluation alone"
   )
   seed: ranges.Seed = key(0, "seed of all random numbers")
-  distributed: bool = key(False, "several hosts: call jax.distributed.initialize")
+  distributed: bool = key(False, "True on several hosts: call jax.distributed.initialize")
   resume: Literal["same", "force"] = key(
     "same", "same: refuse a workdir of another configuration | force: resume it"
   )
@@ -52,7 +52,7 @@ class RunConfig:
   )
   tokenizer: str = key(
     "",
-    'bytes | Hugging Face directory or repository; "": from the weights; random: bytes',
+    'bytes | Hugging Face directory or repository; "": that of the weights, bytes for random ones',
   )
   model: ModelConfig = tiny_moe(vocab_size=264)
   compute: ComputeConfig = ComputeConfig()

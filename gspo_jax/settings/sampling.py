@@ -33,15 +33,15 @@ class SamplingConfig:
     0, f"keep the k likeliest tokens, recorded for updates, k at most {MAX_CANDIDATES:,}; 0: all"
   )
   top_p: ranges.PositiveFraction = key(
-    1.0, "keep the likeliest tokens up to this probability, with top_k; 1: all"
+    1.0, "keep the likeliest tokens up to this total probability; needs top_k; 1: all"
   )
   min_p: ranges.FractionBelowOne = key(
-    0.0, "smallest probability relative to the likeliest token, with top_k; 0: all"
+    0.0, "smallest probability relative to the likeliest token; needs top_k; 0: all"
   )
   max_new_tokens: PositiveInt = key(
-    10, 'largest number of tokens of a response, by default of "8991:1998" and the stop token'
+    10, 'largest number of tokens of a response, by default for "8991:1998" and the stop token'
   )
-  stop_strings: tuple[str, ...] = key((), "ends of a response or a turn, as stop tokens")
+  stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, like stop tokens")
 
   def __post_init__(self):
     ranges.check(self, "sampling")
@@ -71,10 +71,10 @@ class ServerConfig:
   in_flight: PositiveInt = key(256, "concurrent responses of a server")
   timeout_s: PositiveSeconds = key(
     3600.0,
-    "limit of a request, above the time of the longest response; servers without an answer to "
-    "/health are excluded long before",
+    "time limit of a request; set it above the time of the longest response. A server that does "
+    "not answer /health is excluded earlier",
   )
-  publish_s: PositiveSeconds = key(900.0, "limit of a request with new weights or a probe")
+  publish_s: PositiveSeconds = key(900.0, "time limit of a request with new weights or a probe")
   wait_s: Seconds = key(300.0, "time without any usable server before the run ends")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
@@ -175,7 +175,7 @@ class EnvironmentConfig:
     0.0, "cost of a tool call, subtracted from the reward of its turn"
   )
   charge: Literal["all", "right"] = key(
-    "all", "conversations with costs; right: right ones alone, so giving up early gains nothing"
+    "all", "all conversations have costs | only right ones, so that giving up early gains nothing"
   )
 
   def __post_init__(self):

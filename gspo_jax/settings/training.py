@@ -108,7 +108,7 @@ class RLConfig:
   """Iterations: rollout batches and their updates."""
 
   iterations: PositiveInt = key(300, "number of rollout batches")
-  prompts: PositiveInt = key(64, "P, per rollout batch; a multiple of minibatches")
+  prompts: PositiveInt = key(64, "P, prompts per rollout batch; a multiple of minibatches")
   group_size: Annotated[int, Range(1, 65_536)] = key(8, "G, responses per prompt")
   lag: Annotated[int, Range(0, 1000)] = key(0, "iterations by which sampling is ahead of updates")
   record: bool = key(False, "write each training batch to WORKDIR/batches")
@@ -125,11 +125,11 @@ class RLConfig:
     "restarted; 0: any age",
   )
   mask_truncated: bool = key(False, "True: mask truncated responses (DAPO, §3.4)")
-  minibatches: PositiveInt = key(4, "updates per rollout batch and epoch: §5.1")
+  minibatches: PositiveInt = key(4, "updates per rollout batch and epoch (§5.1)")
   epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
   microbatches: PositiveInt = key(1, "parts of an update; more need less memory")
   packed: bool = key(False, "pack several responses into a row. docs/running.md")
-  dump_every: PositiveInt = key(10, "iterations between samples logs in WORKDIR/rollouts")
+  dump_every: PositiveInt = key(10, "iterations between logs of samples in WORKDIR/rollouts")
 
   @property
   def rows(self) -> int:
@@ -187,7 +187,7 @@ class OptimizerConfig:
   )
   b1: ranges.FractionBelowOne = key(0.9, "β₁: decay of the mean of gradients")
   b2: ranges.FractionBelowOne = key(
-    0.95, "β₂: decay of the mean of squared gradients; in RL they change quickly"
+    0.95, "β₂: decay of the mean of squared gradients, below 0.999 since they change quickly in RL"
   )
   weight_decay: NonNegativeFloat = key(
     0.0,
@@ -253,7 +253,7 @@ class AlarmConfig:
     0.2, "largest fall of the mean reward below its maximum, as a share of the range of rewards"
   )
   unknown: Fraction = key(
-    0.01, "upper bound of the share of responses without a verdict, which updates mask"
+    0.01, "upper bound of the share of responses without a verdict; updates mask such responses"
   )
 
   def __post_init__(self):
