@@ -2,9 +2,10 @@
 
 R_i = Σ_u r_iu − λ_tok · tokens_i − λ_call · calls_i.
 
-λ_tok is `environment.token_cost`, and λ_call `environment.call_cost`. The costs of a turn are
-subtracted from the reward of this turn. So the return from turn u on has only the costs of turns u,
-u + 1, and so on.
+R_i is the net reward of conversation i, and r_iu the reward of its turn u. λ_tok is
+`environment.token_cost`, and λ_call is `environment.call_cost`. The costs of a turn are subtracted
+from the reward of this turn. So the return from turn u on has only the costs of turns u, u + 1, and
+so on.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ def charge(
   """Subtracts costs from rewards of finished conversations, at each turn's last token.
 
   Call it once per conversation: it changes the trajectory's rewards, and adds the figures `reward`
-  (before costs) and `cost`. With `environment.charge=right`, only right conversations have costs. A
-  conversation fails if its environment reports another number of tool calls than was counted.
+  (before costs) and `cost`. With `environment.charge=right`, only right conversations have costs.
+  If tool calls have a price, conversations fail if their environment reports another number of
+  calls than was counted.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -58,17 +60,17 @@ def charge(
 
 
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether a group has nonzero advantages under dynamic sampling (`extra_rounds`).
+  """Whether dynamic sampling (`extra_rounds`) keeps the advantages of a group.
 
-  It has if the scores of its responses differ (`Group.mixed`). With costs, a group of right
-  responses has them too, and they favour lower costs. A group of wrong responses has not: its
-  advantages would favour cheap wrong responses.
+  They are kept if the scores of its responses differ (`Group.mixed`). With costs, they are also
+  kept if all responses with a verdict are right, and then favour lower costs. If all responses are
+  equally wrong, advantages would favour cheap wrong responses, and are set to 0.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
 
 def _disagreement(trajectory: Trajectory) -> str:
-  """Describes contradictory counts of tool calls; returns "" without a contradiction."""
+  """Returns an error message if two counts of tool calls differ, otherwise ""."""
   reported, calls = trajectory.figures["tool_calls"], sum(trajectory.calls)
   if reported == calls:
     return ""

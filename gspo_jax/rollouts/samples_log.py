@@ -15,7 +15,7 @@ TOKENS = 200_000  # Later responses of an iteration have no entries by token.
 def rollout_records(
   collected: Collected, arrays: Mapping[str, np.ndarray], tok: Tokenizer
 ) -> list[dict[str, Any]]:
-  """Returns the records of all responses with trained tokens, for JSON.
+  """Returns the records of all responses with sampled tokens, for JSON.
 
   Args:
     collected: groups of the iteration.
@@ -58,7 +58,7 @@ def _summary(
 
   Args:
     row: index of the response in the rollout.
-    tokens: arrays [X] over the response's trained tokens, by name.
+    tokens: arrays [X] over the response's sampled tokens, by name.
   """
   group, sample = collected.groups[row // group_size], row % group_size
   verdict = sample not in group.unknown
