@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
   tokens: list[int]
   last: bool  # Whether no turn can follow: this one was truncated, or the last of `max_turns`.
-  room: int  # Tokens up to the trajectory's limit. An observation must leave room for one token.
+  remaining: int  # Tokens up to the trajectory's limit. An observation must have fewer.
   vocab_size: int  # Exclusive upper bound on token ids.
   calls: int  # Number of tool calls in earlier turns.
 
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     reward: reward of the turn.
     done: whether the environment ended the conversation.
     over: whether this was the last turn. Besides `done`, the causes are `Turn.last` and an
-      observation without room.
+      observation that is too long.
     calls: number of tool calls of the turn.
     figures: figures of the conversation after its last turn; {} after other turns.
     failure: description of a failure; "" without one.
@@ -135,7 +135,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
   reward, done, tokens = _reward(reward), _done(done), ()
   if not (done or turn.last):
     tokens = _observation(observation, turn)
-  overlong = len(tokens) > 0 and len(tokens) >= turn.room
+  overlong = len(tokens) > 0 and len(tokens) >= turn.remaining
   over = done or turn.last or overlong
   calls = _tool_calls(environment, turn.calls, default=int(not over))
   if not over:
@@ -222,12 +222,12 @@ def _prompt(
 
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
-  """Checks an observation, and returns its first `turn.room` token ids."""
+  """Checks an observation, and returns its first `turn.remaining` token ids."""
   advice = "encode it, since an observation is a list of token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_repr(observation)}: {advice}")
   try:
-    tokens = tuple(map(operator.index, itertools.islice(observation, max(turn.room, 1))))
+    tokens = tuple(map(operator.index, itertools.islice(observation, max(turn.remaining, 1))))
   except TypeError:
     raise Unusable(f"answered with {_repr(observation)}: {advice}") from None
   if not tokens:

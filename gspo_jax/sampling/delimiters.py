@@ -19,7 +19,7 @@ class Delimiters:
   """Delimiters of steps, with a tokenizer's tables."""
 
   texts: tuple[bytes, ...]  # The delimiters.
-  bytes_of: Mapping[int, bytes]  # Bytes of each token id's text.
+  token_bytes: Mapping[int, bytes]  # Bytes of each token id's text.
   stop_ids: tuple[int, ...]  # Token ids that end a turn.
 
 
@@ -77,7 +77,7 @@ def step_ends(
     turns = [] if turn_BT is None else np.flatnonzero(np.diff(turn_BT[row, time_X])) + 1
     for time_U in np.split(time_X, turns):
       tokens = tokens_BT[row, time_U].tolist()
-      pieces = [delimiters.bytes_of.get(token, b"") for token in tokens]
+      pieces = [delimiters.token_bytes.get(token, b"") for token in tokens]
       text, end_U = b"".join(pieces), np.cumsum(list(map(len, pieces)))
       for delimiter in delimiters.texts:
         ends, place = [], text.find(delimiter)

@@ -168,7 +168,7 @@ class Driver:
     turn = Turn(
       trajectory.turn_tokens,
       last=not response.stopped or trajectory.turn + 1 >= self._max_turns,
-      room=self._limit - len(trajectory.tokens),
+      remaining=self._limit - len(trajectory.tokens),
       vocab_size=self._vocab_size,
       calls=sum(trajectory.calls),
     )

@@ -38,15 +38,15 @@ def segment_ids(
     begins_X |= np.diff(turn_BT[row_X, time_X], prepend=-1) != 0
   if size is not None:
     place_X = np.arange(len(row_X))
-    begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
+    begins_X |= (place_X - _at_last_mark(place_X, begins_X)) % size == 0
   if ends_BT is not None:
     begins_X[1:] |= ends_BT[row_X, time_X][:-1]
   number_X = np.cumsum(begins_X)
-  ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
+  ids_BT[row_X, time_X] = number_X - _at_last_mark(number_X, new_row_X)
   return ids_BT
 
 
-def _latest(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
+def _at_last_mark(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
   """Returns x at the latest marked position up to and including each position.
 
   Position 0 must be marked in `mark_X`.

@@ -37,7 +37,7 @@ def say(one, *turns, stopped=True):
     zeros = np.zeros(len(tokens), np.float32)
     one.add(Response(None, 0, tokens, zeros, zeros, np.ones_like(tokens), True, True, None))
     last, calls = i == len(turns) - 1, sum(one.calls)
-    turn = Turn(one.turn_tokens, last, room=99, vocab_size=TOK.vocab_size, calls=calls)
+    turn = Turn(one.turn_tokens, last, remaining=99, vocab_size=TOK.vocab_size, calls=calls)
     answer = conversations.step(one.environment, turn)
     one.end_turn(answer.reward, answer.calls)
     if not last:

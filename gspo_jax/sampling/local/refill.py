@@ -62,7 +62,7 @@ def _can_start(state):
   return (s.remaining_B == 0).any() & (state.waiting_R > 0).any() & ((surplus > 0) | alone)
 
 
-class _Owners(NamedTuple):
+class _PageOwners(NamedTuple):
   """Owners of pages, with page tables: responses in slots (B), and prefixes in the queue (R)."""
 
   remaining_B: jax.Array
@@ -71,19 +71,19 @@ class _Owners(NamedTuple):
   staged_Rn: jax.Array
 
   @classmethod
-  def from_state(cls, state: Any) -> "_Owners":
+  def from_state(cls, state: Any) -> "_PageOwners":
     return cls(
       state.slots.remaining_B, state.cache.table_Bn, state.waiting_R, state.staged
     ).released()
 
-  def released(self) -> "_Owners":
+  def released(self) -> "_PageOwners":
     """Returns a copy without the pages of free slots and unused queue entries."""
     return self._replace(
       table_Bn=jnp.where(self.remaining_B[:, None] > 0, self.table_Bn, NONE),
       staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
     )
 
-  def put_into(self, state: Any) -> Any:
+  def write_to(self, state: Any) -> Any:
     """Returns the state with these owners and their pages."""
     return state.replace(
       slots=state.slots.replace(remaining_B=self.remaining_B),
@@ -95,7 +95,7 @@ class _Owners(NamedTuple):
 
 def release(state: Any) -> Any:
   """Frees unused pages in one device's part of the state."""
-  return _Owners.from_state(state).put_into(state)
+  return _PageOwners.from_state(state).write_to(state)
 
 
 def _allocate_pages(state):
@@ -136,6 +136,6 @@ def _allocate_pages(state):
       ),
     ).released()
 
-  return jax.lax.while_loop(lacks_pages, allocate_or_displace, _Owners.from_state(state)).put_into(
-    state
-  )
+  return jax.lax.while_loop(
+    lacks_pages, allocate_or_displace, _PageOwners.from_state(state)
+  ).write_to(state)

@@ -100,10 +100,10 @@ class Scheduler:
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
     self._cancelled: list[int] = []  # Ids of responses to cancel in the next call.
-    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # Free queue entries.
+    self._free_entries = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # Number of unfinished responses of each shard.
     # Free pages of each shard after the last collected call, and pages of prefixes prefilled since.
-    self._pages = np.full(self._shards, size.pages)
+    self._free_pages = np.full(self._shards, size.pages)
     self._prefix_pages = np.zeros(self._shards, int)
     # Queue entries in use, by index in the whole queue: shard · entries + index in the shard.
     self._queued: dict[int, Entry] = {}
@@ -172,7 +172,7 @@ class Scheduler:
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
-      capacity = sum(min(rows, len(free)) for free in self._free)
+      capacity = sum(min(rows, len(free)) for free in self._free_entries)
       queued = sum(entry.waiting for entry in self._queued.values())
       full_batch = min(rows * self._shards, len(self._requests))
       if not capacity or (capacity < full_batch and queued > self._slots // 2):
@@ -201,10 +201,10 @@ class Scheduler:
       candidates = [
         d
         for d in range(self._shards)
-        if used[d] < min(rows, len(self._free[d]))
+        if used[d] < min(rows, len(self._free_entries[d]))
         and (
           not (self._config.cache_tokens and self._load[d])
-          or self._pages[d] - self._prefix_pages[d] - pages >= self._slots // self._shards
+          or self._free_pages[d] - self._prefix_pages[d] - pages >= self._slots // self._shards
         )
       ]
       if not candidates:
@@ -230,7 +230,7 @@ class Scheduler:
       shard, prefix = lives[0].shard, request.prefix
       row = shard * rows + used[shard]
       used[shard] += 1
-      entry = self._free[shard].pop(0)
+      entry = self._free_entries[shard].pop(0)
       entries[row], waiting[row] = entry, request.samples
       tokens[row, : len(prefix) - 1] = prefix[:-1]
       prefixes.token_B[row] = prefix[-1]
@@ -295,7 +295,7 @@ class Scheduler:
         self._queued[number] = entry._replace(waiting=int(out.waiting_R[number]))
         if not out.waiting_R[number]:
           del self._queued[number]
-          self._free[number // self._entries].append(number % self._entries)
+          self._free_entries[number // self._entries].append(number % self._entries)
     finished, sampled = [], []
     for id_, *part in split_by_response(out):
       live = self._live.get(id_)
@@ -322,7 +322,7 @@ class Scheduler:
       new, end = np.array(sampled).T
       self.usage.flops += float(np.sum(flops.work(self._model, 1, new, end).forward()))
     if out.live_W is not None:
-      self._pages, self._prefix_pages = out.free_d, self._prefix_pages - prefix_pages
+      self._free_pages, self._prefix_pages = out.free_d, self._prefix_pages - prefix_pages
       for _, _, later_pages, _, _ in self._in_flight:
         later_pages -= prefix_pages  # `out.free_d` accounts for the pages of these prefixes.
       self._requeue_displaced(call, out)
