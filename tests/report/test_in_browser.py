@@ -196,7 +196,7 @@ def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
   tab.point(box["x"] + 4, box["y"] + 4)
   (tip,) = tab.texts(".tip:not([hidden])")
   assert tip.startswith('"two"log-ratio −0.1') and tip.endswith("not clipped · gradient 0.125")
-  assert "with “clip”: it is clipped" in tab.texts(".scale")[0]
+  assert "“clip” a clipped one" in tab.texts(".scale")[0]
   tab.choose("tokens", "plain")
   assert tab.evaluate(f"{marks}.length") == 0
 
@@ -210,7 +210,7 @@ def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
   assert not tab.evaluate("document.querySelector('.scale').checkVisibility()")
   tab.choose("tokens", "colored")
   assert tab.evaluate("document.querySelector('.scale').checkVisibility()")
-  assert "Only the newest 3 of 16 such responses" in tab.texts(".scale")[0]
+  assert "the page has those of the newest 3 only" in tab.texts(".scale")[0]
   assert tab.evaluate("document.querySelectorAll('.sample pre:has(.token)').length") == 3
 
 

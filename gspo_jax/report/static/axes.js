@@ -1,6 +1,6 @@
-// Axes: where values stand and what ticks say. And the smoothing of curves.
+// Axes: positions of values, labels of ticks. Also the smoothing of curves.
 
-const LOG_TICKS = 5;
+const LOG_TICKS = 5; // maximum number of ticks of a log scale
 
 function ticks(low, high, count) {
   const raw = (high - low) / count;
@@ -19,7 +19,7 @@ function stepTicks(low, high, count) {
   return { step: found.step, list: found.list.filter(Number.isInteger) };
 }
 
-// As many digits as tell one tick from the next.
+// Formats a tick with as many digits as distinguish it from the next one.
 function tickLabel(v, step, unit) {
   const scale = unit === "percent" ? 100 : 1;
   const value = v * scale;
@@ -39,7 +39,8 @@ function tickLabel(v, step, unit) {
   return minus(value.toFixed(decimals)) + suffix;
 }
 
-// What all values have in common, where they differ by little of it: ticks then say the rest.
+// Returns a number to subtract from the labels of ticks, if the values differ by little of their
+// size, e.g. 1 for values from 1.000001 to 1.000004; else 0.
 function baseOf(low, high, step) {
   const size = Math.max(Math.abs(low), Math.abs(high));
   if (step >= 1e-5 * size) return 0;
@@ -50,7 +51,8 @@ function baseOf(low, high, step) {
   return 0;
 }
 
-// `place` gives a value's share of the height; `note` is what the labels leave out.
+// Returns an axis for the values. Its `place` maps a value to a share of the height, `list` and
+// `names` are the ticks and their labels, and `note` has the number subtracted from the labels.
 function linearAxis(values, { unit, zero }) {
   let low = values.reduce((a, b) => Math.min(a, b), Infinity);
   let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -74,10 +76,10 @@ function linearAxis(values, { unit, zero }) {
   return { low, high, list, names: list.map(label), place, note };
 }
 
-// Powers of ten. What is 0 stands on the bottom line.
+// Returns an axis with powers of ten as ticks. Values of 0 are drawn on its bottom line.
 function logAxis(values, { unit }) {
   const positive = values.filter((v) => v > 0).sort((a, b) => a - b);
-  // One value of almost nothing does not take the room of all others.
+  // A few values of almost 0 do not extend the axis: they are drawn on the bottom line, too.
   const least = Math.max(positive[0], positive[Math.floor(positive.length / 50)] / 100);
   const first = Math.floor(Math.log10(least) + 1e-9);
   const last = Math.ceil(Math.log10(positive[positive.length - 1]) - 1e-9);
@@ -99,8 +101,9 @@ function logAxis(values, { unit }) {
 
 const tickPower = (v) => minus(v.toExponential(0).replace("+", ""));
 
-// A straight line through each value and its neighbours, weighted by a normal curve as wide as this
-// share of all: away from the ends an average, at them no step towards the middle.
+// Smooths values by local linear regression: a straight line is fitted to each value's neighbours,
+// with Gaussian weights. Their standard deviation is a share of the number of values. Unlike a moving
+// average, it does not flatten the ends of a trend.
 function smooth(values, share) {
   const width = share * values.length;
   if (width < 0.5 || values.length < 20) return values;
@@ -125,6 +128,6 @@ function smooth(values, share) {
     const scale = mass * spread - lean * lean;
     const fit =
       scale > 1e-9 * mass * spread ? (spread * sum - lean * slant) / scale : sum / mass;
-    return Math.min(high, Math.max(low, fit)); // no line leaves what was measured
+    return Math.min(high, Math.max(low, fit)); // within the range of the neighbours
   });
 }

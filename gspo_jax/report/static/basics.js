@@ -1,11 +1,12 @@
-// Elements and numbers. Everything that comes from a run is set as text, never as markup.
+// Builds elements and formats numbers. Data of a run is always inserted as text, never as markup.
 
 const NS = "http://www.w3.org/2000/svg";
 const report = JSON.parse(document.getElementById("report").textContent);
 const comparing = report.runs.length > 1;
 
-// `make("div.note", { title }, "text", node)`: classes, attributes (functions of `on...` listen),
-// children in any number, or lists of them; null stands for nothing.
+// Builds an HTML element, e.g. `make("div.note", { title }, "text", node)`: tag and classes, then any
+// number of attributes (`onclick` and the like are listeners) and children. Lists are flattened, and
+// null is ignored.
 function make(name, ...parts) {
   const [tag, ...classes] = name.split(".");
   const node = document.createElement(tag);

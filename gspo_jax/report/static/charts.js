@@ -1,17 +1,18 @@
-// The charts: one SVG each, drawn at its size on the page, read together at one step.
+// The charts, one SVG each. The pointer in one of them shows the values of all charts at its step,
+// which is called reading.
 
-const GAP = 14; // on both sides of the line between two phases
+const GAP = 14; // pixels on both sides of the line between two phases
 const CYCLE = ["blue", "pink", "teal", "orange", "violet", "green", "grey", "amber"];
 const RUNS = ["blue", "orange", "teal", "pink", "violet", "green", "amber", "grey"];
 const DASHES = ["", "6 3", "1.5 3", "9 3 1.5 3", "3 2"];
-const SHOWN_OF_SEQUENCE = 3; // of more lines a comparison names the first and the last
+const SHOWN_OF_SEQUENCE = 3; // with more lines, the legend of a comparison has the first and the last
 const charts = [];
-let smoothing = 0.02; // standard deviation of the average, as a share of the curve
+let smoothing = 0.02; // width of the smoothing, as a share of the curve
 
 const runColor = (index) => `var(--${RUNS[index % RUNS.length]})`;
 
-// Of one run each line has its colour. Of several, the colour tells the run and the dashes, or in a
-// sequence the shade, the line.
+// Returns the colour of a curve. In a comparison the colour is that of the run, and curves of a run
+// differ by their dashes, or in a sequence by the shade.
 function paintOf(series, index, count) {
   const share = count > 1 ? (100 * index) / (count - 1) : 100;
   if (comparing) {
@@ -32,7 +33,8 @@ function dashOf(series, index) {
   return comparing && series.color !== "sequence" ? DASHES[index % DASHES.length] : "";
 }
 
-// The names of the curves with what they read; in a comparison, a line of them per run.
+// Builds the legend: names of the curves and, when reading, their values. A comparison has a row for
+// each run.
 function legendOf(drawn, labels, stack) {
   const runs = [...new Set(drawn.map((s) => s.run))];
   const sequence = drawn[0].color === "sequence" && labels.length > SHOWN_OF_SEQUENCE;
@@ -79,7 +81,7 @@ function nearest(x, step) {
   return Math.abs(x[low] - step) <= Math.abs(x[high] - step) ? low : high;
 }
 
-// Curves that are one value throughout, in words: "no verdict 0%".
+// Formats curves with a single value as text: "no verdict 0%".
 function constantsOf(figure, series, named) {
   const groups = Object.values(Object.groupBy(series, (s) => `${s.phase} ${s.key}`));
   return groups.map((own) => {
@@ -95,7 +97,7 @@ function constantsOf(figure, series, named) {
   });
 }
 
-// A chart knows its size only on the page: build the frame now, `layout` draws into it.
+// Builds a chart's frame. `layout` draws into it later, since its size is known on the page only.
 function chart(figure) {
   const stack = figure.kind === "stack";
   const drawn = figure.series.filter((s) => !("constant" in s));
@@ -181,7 +183,7 @@ function chart(figure) {
     return figure.log ? logAxis(values, figure) : linearAxis(values, figure);
   }
 
-  // One bar far above the others, such as a step that compiled, is cut off, and the note says so.
+  // A bar far above the others, such as a step that compiles, is cut off; a note has its size.
   function stackAxis() {
     const axis = linearAxis([figure.top], { unit: figure.unit, zero: true });
     const note = `cut off at the top: up to ${format(figure.largest, figure.unit)}`;
@@ -189,7 +191,7 @@ function chart(figure) {
     return { ...axis, place, note: figure.largest > 1.001 * axis.high ? note : "" };
   }
 
-  // The cold start and GSPO side by side, each with its own steps.
+  // Divides the width between phases, each with its own steps.
   function xParts(box) {
     const shares = phases.length < 2 ? [1] : phases[1] === "eval" ? [0.8, 0.2] : [0.3, 0.7];
     let left = box.left;
@@ -207,7 +209,7 @@ function chart(figure) {
     });
   }
 
-  // Steps from one bar to the next, so that the first and the last one have their width.
+  // Returns the mean number of steps between bars: half of it is left free at both ends.
   function stride(phase) {
     const steps = stepsOf(drawn.filter((s) => s.phase === phase));
     return steps.length > 1 ? (steps[steps.length - 1] - steps[0]) / (steps.length - 1) : 1;
@@ -251,21 +253,21 @@ function chart(figure) {
     add("path", { class: "curve", d: path(s, s.shown), style });
     if (s.x.length > (comparing ? 15 : 30)) return;
     s.y.forEach((v, i) => {
-      // Few measurements: show where they are.
+      // The points of curves with few measurements are marked.
       if (v != null) add("circle", { cx: xOf(s, i), cy: y(v), r: 2.4, ...fill });
     });
   }
 
-  // A level that means something, such as a clip bound.
+  // Draws a line at a value with a label, such as a clip bound.
   function drawMark({ at: level, label }, domain, box) {
     if (level < domain.low || level > domain.high) return;
     across("division", level, box);
-    const beside = level < 1 ? 12 : -4; // the bounds may be so close that their names would meet
+    const beside = level < 1 ? 12 : -4; // labels below and above, since bounds may be close
     const place = { x: box.right, y: y(level) + beside, "text-anchor": "end", class: "halo" };
     add("text", place, label);
   }
 
-  // The bars of a phase stack on each other.
+  // Draws stacked bars for each phase.
   function drawStack() {
     for (const part of parts) {
       const stacked = drawn.filter((s) => s.phase === part.phase);
@@ -278,7 +280,7 @@ function chart(figure) {
     const places = steps.map(part.x);
     const apart = (places[places.length - 1] - places[0]) / (places.length - 1);
     const wide = (apart || 24) * (places.length > 60 ? 1.02 : 0.8);
-    // A bar ends halfway to a nearer neighbour.
+    // A bar ends at most halfway to its neighbour.
     const half = (i, other) => (other in places ? Math.abs(places[i] - places[other]) : wide) / 2;
     const edges = new Map(
       steps.map((step, i) => [step, [i - 1, i + 1].map((other) => Math.min(wide / 2, half(i, other)))]),
@@ -298,7 +300,7 @@ function chart(figure) {
     }
   }
 
-  // Reads the chart at a step of a phase; without one, at the end.
+  // Shows the values at a step of a phase; null for the values at the end.
   function show(phase, step) {
     if (!cross || (phase && !phases.includes(phase))) return;
     const part = phase || phases[phases.length - 1];
@@ -311,10 +313,10 @@ function chart(figure) {
       const ends = drawn.filter((o) => o.run === s.run && o.label === s.label);
       if (phase || stack ? s.phase !== part : s !== ends[ends.length - 1]) return;
       const steps = report.runs[s.run].phases[s.phase];
-      // A run that was shorter than another has nothing to read beyond its end.
+      // A shorter run has no values beyond its end.
       if (step != null && (step > steps.to + 0.5 || step < steps.from - 0.5)) return;
       const i = step == null ? s.x.length - 1 : nearest(s.x, step);
-      let text = format(s.y[i], figure.unit); // as measured, not as smoothed
+      let text = format(s.y[i], figure.unit); // the measured value, not the smoothed one
       if (s.low && s.low[i] != null)
         text += `  (${format(s.low[i], figure.unit)} – ${format(s.high[i], figure.unit)})`;
       const key = keys.find((k) => k.label === s.label && k.run === s.run);
@@ -352,7 +354,8 @@ function chart(figure) {
   return node;
 }
 
-// The arrows move the reading by a fiftieth of the steps, but at least by one.
+// Phase and step that all charts show; null for the end. Arrow keys move it by a fiftieth of the
+// steps, at least by one.
 const reading = { phase: null, step: null };
 
 function readByKey(event, parts) {
@@ -381,16 +384,16 @@ function readAll(phase, step) {
   cancelAnimationFrame(pending);
   pending = requestAnimationFrame(() => {
     const seen = charts.filter((c) => c.node.checkVisibility());
-    // What another phase showed goes back to its end.
+    // Charts of other phases return to the values at the end.
     for (const c of seen) c.show(null, null);
     if (phase) for (const c of seen) c.show(phase, step);
   });
 }
 
-// Charts out of sight have no size: they are drawn when their view is shown.
+// Draws all visible charts. Hidden ones have no size; they are drawn when their view is shown.
 function layoutAll() {
   const seen = charts.filter((c) => c.node.checkVisibility());
-  // All sizes first: one asked for after a drawing makes the browser lay out the page again.
+  // All sizes are measured first: measuring after drawing would lay out the page again.
   for (const c of seen) c.measure();
   for (const c of seen) c.layout();
   readAll(null, null);

@@ -1,9 +1,9 @@
-// A heat map: a row per layer, a column per step, read like the other charts.
+// Heat maps: a row for each layer, a column for each step. They are read like other charts.
 
-const HEAT_ROW = [5, 60]; // least and most pixels of a row
-const HEAT_HEIGHT = 170;
+const HEAT_ROW = [5, 60]; // minimum and maximum height of a row, in pixels
+const HEAT_HEIGHT = 170; // height of a map, in pixels
 
-// Colours that the style sheet names, as red, green and blue.
+// Returns a colour of the style sheet as red, green and blue.
 function rgbOf(name) {
   const probe = make("span", { style: `color: var(${name})` });
   document.body.append(probe);
@@ -47,7 +47,7 @@ function heat(figure) {
   const read = (step) => step >= steps[0] - 0.5 && step <= steps[steps.length - 1] + 0.5;
   const measure = () => (width = canvas.getBoundingClientRect().width);
 
-  // A cell for each value; the browser stretches them.
+  // Draws a pixel for each value; the browser scales them to cells.
   function layout() {
     const ends = [rgbOf("--cold"), rgbOf("--warm"), rgbOf("--hot")];
     const context = canvas.getContext("2d");

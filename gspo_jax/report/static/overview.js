@@ -1,8 +1,8 @@
-// The overview: three answers, alarms, what differs between runs, the charts that matter most.
+// The overview: three answers, alarms, differences between runs, and the most important charts.
 
-const WARNINGS_SHOWN = 6;
-const SPANS_SHOWN = 6; // of one alarm
-const ROWS_SHOWN = 16;
+const WARNINGS_SHOWN = 6; // alarms before "more"
+const SPANS_SHOWN = 6; // periods of one alarm
+const ROWS_SHOWN = 16; // maximum rows of a table that is open at first
 
 const nameOf = (run, index, kind = "span.of") =>
   make(kind, { style: `--color: ${runColor(index)}` }, run.name);
@@ -26,7 +26,8 @@ function answerCard({ question, answer, because, state, facts }) {
 
 const span = ({ from, to }) => (from === to ? `${from}` : `${from}–${to}`);
 
-// Alarms of one name, phase and run: when, what it means, what to change, its charts and its page.
+// Builds the entry of an alarm in one phase of a run: its steps, its meaning, advice, and links to
+// its charts and its page. `spans` are the periods of the alarm.
 function alarmNode(spans, run, several) {
   const [{ phase, name, title, advice, page, place }] = spans;
   const shown = spans.slice(0, SPANS_SHOWN).map(span);
@@ -61,7 +62,7 @@ function alarms() {
   );
 }
 
-// Runs as columns.
+// Builds a table with a column for each run.
 function tableOf(rows, head) {
   const columns = Array.from({ length: report.runs.length + 1 }, () => make("col"));
   const line = ([name, ...cells]) =>
@@ -75,7 +76,7 @@ function headOf(title) {
   return make("thead", make("tr", make("td", make("b", title)), report.runs.map(cell)));
 }
 
-// By how much a figure of another run differs from that of the first one.
+// Formats the difference of another run's fact from that of the first run.
 function gapTo(first, fact) {
   if (!first || !fact || typeof first.value !== "number" || typeof fact.value !== "number")
     return null;
@@ -88,7 +89,7 @@ function gapTo(first, fact) {
   return Number(text) ? make("i.gap", ` ${sign}${minus(text)}${points ? " points" : "%"}`) : null;
 }
 
-// One question, the answer and the figures of every run, and how they differ from the first one's.
+// Builds the table of one question: answer and facts of each run, and differences from the first.
 function questionTable({ question }, i) {
   const { runs } = report;
   const answers = runs.map((run) => run.answers[i]);
@@ -107,7 +108,7 @@ function questionTable({ question }, i) {
   return make("div.table", tableOf([["", ...told], ...figures], headOf(question)));
 }
 
-// What the runs do not have in common, then what became of it.
+// Compares the runs: their settings and code, then their answers.
 function comparison() {
   const { runs, differences } = report;
   const row = ({ key, values }) => [key, ...values.map((value) => [value ?? "–"])];
@@ -136,10 +137,10 @@ function comparison() {
 
 function overview() {
   const figures = report.sections.flatMap((section) => section.figures);
-  // Charts of the cold start are there as long as it is alone.
+  // Charts of the cold start are shown until there is another phase.
   const alone = Object.keys(report.phases).every((phase) => phase === "sft");
   const chosen = figures.filter((f) => f.overview && (alone || f.phases.join() !== "sft"));
-  // Bars have many names: they keep their width.
+  // Stacked bars stay wide, since their legends are long.
   const compact = chosen.map((figure) => ({
     ...figure,
     wide: figure.wide && figure.kind === "stack",
@@ -148,17 +149,17 @@ function overview() {
   return [alarms(), top, ...drawFigures(compact, "grid.compact")];
 }
 
-// --- the stages of an iteration, one after the other
+// --- the stages of an iteration
 
 function timelines() {
-  // Of several runs one bar each, to one scale.
+  // A comparison has one bar per run, all to the same scale.
   const linesOf = (run) => (comparing ? run.timeline.slice(0, 1) : run.timeline);
   const all = report.runs.flatMap((run, i) => linesOf(run).map((line) => ({ run, i, line })));
   if (!all.length) return null;
   const sum = ({ stages }) => stages.reduce((total, stage) => total + stage.seconds, 0);
   const names = [...new Set(all.flatMap(({ line }) => line.stages.map((stage) => stage.name)))];
   const told = ([part, s]) => `${part} ${format(s, "seconds")}`;
-  // The colours of the bars over time.
+  // Stages have the same colours as in the charts.
   const figures = report.sections.flatMap((section) => section.figures);
   const bars = figures.filter((f) => f.kind === "stack" && f.unit === "seconds");
   const colors = new Map(bars.flatMap((f) => f.series.map((s, i) => [s.label, ownPaint(s, i)])));
@@ -194,8 +195,8 @@ function timelines() {
     const inner = parts.length ? ` (${parts.map(told).join(", ")})` : "";
     return told([name, seconds]) + inner;
   });
-  const scale = comparing ? "to one scale" : "each to its own scale";
-  const note = `An iteration from left to right, ${scale}; under a stage, the parts of it that are measured. Typical: medians over the second half.`;
+  const scale = comparing ? "all on the same scale" : "each on its own scale";
+  const note = `The stages of an iteration from left to right, ${scale}. Below a stage are the measured parts of it. A typical iteration has the median times of the second half of the run.`;
   const keys = names.map((name) => make("span.key", { style: `--color: ${paint(name)}` }, name));
   return make(
     "div.timelines",

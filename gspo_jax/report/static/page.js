@@ -1,4 +1,4 @@
-// The page: the run's name, the views, and what each is made of.
+// The page: its header and its views.
 
 function settings(run, title) {
   if (!run.config.length && !run.provenance.length) return null;
@@ -20,7 +20,7 @@ function header() {
   return make("header.wrap", make("h1", name), make("p.summary", summary));
 }
 
-// Charts, and below them a line for each that has nothing to draw.
+// Builds charts, and below them a text with the values of metrics that never change.
 function drawFigures(figures, kind = "grid") {
   const isFlat = (figure) => figure.series.every((s) => "constant" in s);
   const flat = figures.filter(isFlat);
@@ -60,11 +60,11 @@ function sectionOf({ view, title, note, figures }) {
 const BUILD = {
   overview,
   speed: (sections) => [timelines(), ...sections.map(sectionOf)],
-  // Folded, and drawn when it is opened.
+  // Sections of this view are folded, and drawn when opened.
   other: (sections) => [
     ...sections.map((section) => {
       const count = section.figures.length;
-      const summary = make("summary", `${section.title} (${count}), which no chart above names`);
+      const summary = make("summary", `${section.title} (${count}) without a chart in other views`);
       return make("details.fold", { ontoggle: layoutAll }, summary, sectionOf(section));
     }),
     ...report.runs.map((run) =>
@@ -88,7 +88,7 @@ page.append(header(), navigation(help), ...views.map((view) => view.node), help)
 if (!report.sections.length) views[0].node.append(make("p.empty", "No metrics yet."));
 const against = comparing
   ? ""
-  : " What differs from another run: python -m gspo_jax.report RUN OTHER --output=compare.html.";
+  : " To compare runs: python -m gspo_jax.report DIR OTHER_DIR --output=compare.html.";
 page.append(make("footer.wrap", `Written by gspo_jax. Press ? for keys.${against}`));
 listenToKeys(help);
 window.addEventListener("hashchange", showPlace);

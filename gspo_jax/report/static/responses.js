@@ -1,4 +1,4 @@
-// The responses to a prompt side by side: filtered in memory, a page of groups on the screen.
+// The view of responses: those to one prompt side by side, with filters and pages.
 
 const PER_PAGE = 10;
 const ADDRESSED = [
@@ -15,7 +15,7 @@ const ADDRESSED = [
   "query",
 ];
 
-// Read when they are first looked at; the filters are part of the page's address.
+// Builds the view when it is first shown. The filters are part of the page's address.
 function responsesView() {
   let found = null;
   return {
@@ -91,7 +91,8 @@ function responses() {
     return found;
   }
 
-  // The prompt with its template around the question; of another prompt than the group's, that.
+  // Builds a prompt: the question within the rendered prompt, whose other text is set apart. If the
+  // rendered prompt does not contain the question, it follows.
   function promptNode(question, rendered) {
     const node = make("pre.prompt");
     const asked = question.trim();
@@ -115,7 +116,7 @@ function responses() {
       else drawTurns(pre, turnsOf(sample), state.query);
     };
     const long = sample.response.length > 420 || sample.response.split("\n").length > 12;
-    // What was searched for must be seen.
+    // A response that matches the search is not folded, so that the match is visible.
     let folded =
       long && !(state.query && sample.response.toLowerCase().includes(state.query.toLowerCase()));
     const more = make("button.more", {
@@ -213,7 +214,7 @@ function responses() {
     bars[1].node.hidden = pages < 2;
   }
 
-  // The address names the filters that are not as at first; a link or a key leads back to them.
+  // Writes all changed filters to the address of the view's link, so that the link returns to them.
   function remember() {
     const chosen = ADDRESSED.filter((name) => state[name] !== usual[name]);
     const query = new URLSearchParams(chosen.map((name) => [name, state[name]])).toString();
@@ -299,7 +300,7 @@ function responses() {
     choice("Order", "order", orders),
     colors.colored > 0 && choice("Text", "tokens", ways),
   ].filter(Boolean);
-  const kept = `${count(dumped)} of the ${count(total)} responses dumped, spread evenly over the run.`;
+  const kept = `${count(dumped)} of the ${count(total)} logged responses, spread evenly over the run.`;
   const note = dumped < total ? make("p.note", kept) : null;
   const search = make("input", {
     type: "search",
@@ -313,7 +314,7 @@ function responses() {
     make("div.heading", make("h2", "Responses"), note),
     dumped
       ? [make("div.filters", filters), legend, bars[0].node, list, bars[1].node, tokenTip(list)]
-      : make("p.empty", "No responses were dumped."),
+      : make("p.empty", "No responses were logged."),
   );
   return { node, apply };
 }

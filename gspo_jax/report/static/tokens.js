@@ -1,9 +1,9 @@
-// Tokens coloured by how much more or less probable an update made them, framed where clipped, with
-// a mark before each segment that has an importance ratio of its own.
+// Tokens of a response, coloured by their log-ratio and framed if clipped. A mark precedes each
+// segment with a separate importance ratio.
 
 const TOKENS_FIRST = 600; // characters of a folded response
 
-// The text with what was searched for marked in it.
+// Appends a text to a node, with the matches of a search marked.
 function marked(node, value, query) {
   const lower = value.toLowerCase();
   const wanted = query.toLowerCase();
@@ -16,7 +16,7 @@ function marked(node, value, query) {
   return node;
 }
 
-// [text, whether it is the environment's] of each turn; a single turn is all of its response.
+// Returns [text, whether it is the environment's] of each turn. A response of a single turn is one.
 function turnsOf(sample) {
   if (sample.turns || !sample.observations) return sample.turns ?? [[sample.response || " ", false]];
   const heard = new Set(sample.observations);
@@ -38,8 +38,8 @@ function drawTurns(node, turns, query) {
   return node;
 }
 
-// [text, log-ratio or null, clipped or not, segment or null, by the environment] of each token; null
-// where the response has none.
+// Returns [text, log-ratio or null, whether clipped, segment or null, whether by the environment] of
+// each token. Returns null for a response without log-ratios.
 function tokensOf(sample, unit) {
   if (sample.log_ratio == null) return null;
   const ratio = (units) => (units == null ? null : units * unit);
@@ -55,7 +55,8 @@ function tokensOf(sample, unit) {
   ]);
 }
 
-// What is known of each token's segment, one object for all tokens of a segment.
+// Returns the segment of each token: its number, ratio and gradient, and whether any of its tokens
+// is clipped. Tokens of a segment share one object.
 function segmentsOf(sample, clipped) {
   const known = new Map();
   return (sample.segments ?? []).map((number, i) => {
@@ -73,7 +74,8 @@ function segmentText({ number, ratio, gradient, clipped }) {
   return `segment ${number} · ${times} · gradient ${format(gradient)}`;
 }
 
-// A button, so that keys reach it too: Tab the first one of a response, arrows the others.
+// Builds the mark of a segment. It is a button, so that keys can reach it: Tab the first one of a
+// response, and arrow keys the others.
 function segmentMark(segment, first) {
   const node = make(segment.clipped ? "button.segment.clipped" : "button.segment", {
     type: "button",
@@ -98,7 +100,7 @@ function walkSegments(event) {
   next.focus();
 }
 
-// Of each token whether it is part of what was searched for.
+// Returns for each token whether it is part of a match of the search.
 function foundIn(tokens, query) {
   const whole = tokens
     .map(([text]) => text)
@@ -122,7 +124,7 @@ function foundIn(tokens, query) {
   });
 }
 
-// `limit`: characters after which a folded response shows no more.
+// Appends the tokens of a response to a node, up to about `limit` characters.
 function drawTokens(node, tokens, scale, limit, query) {
   const found = foundIn(tokens, query);
   let drawn = 0;
@@ -167,8 +169,8 @@ function ratioText(ratio) {
   return `log-ratio ${sign}${number(Math.abs(ratio), 4)} · ×${Number(times)}`;
 }
 
-// One tooltip for all tokens and segments under `list`, beside the one that is pointed at or has the
-// focus.
+// Builds the tooltip of the tokens and segments within `list`. It is shown beside the one with the
+// pointer or the focus.
 function tokenTip(list) {
   const tip = make("div", { class: "tip", role: "tooltip", hidden: true });
   function show(event) {
@@ -211,13 +213,13 @@ function tokenTip(list) {
 }
 
 const SEGMENTS =
-  " Numbers: a segment with an importance ratio of its own begins; with “clip”: it is clipped. Point at one for its ratio and its gradient, the sum of |∂ loss/∂ log π| over its tokens; or go to it with Tab and the arrow keys.";
+  " A number marks the beginning of a segment with a separate importance ratio, “clip” a clipped one. Point at it, or go to it with Tab and the arrow keys, for its ratio and its gradient (the sum of |∂ loss/∂ log π| over its tokens).";
 
 function tokenLegend({ scale, colored, known, clipped, segments }) {
   const end = number(scale, 2);
   const part =
     colored < known
-      ? ` Only the newest ${colored.toLocaleString("en")} of ${known.toLocaleString("en")} such responses have theirs on the page, which would be too large otherwise.`
+      ? ` Of ${known.toLocaleString("en")} responses with log-ratios, the page has those of the newest ${colored.toLocaleString("en")} only, to stay small.`
       : "";
   return make(
     "div",
@@ -231,7 +233,7 @@ function tokenLegend({ scale, colored, known, clipped, segments }) {
     make(
       "span",
       { class: "meta" },
-      "Log-ratio of each token: log-probability after the iteration's updates minus that before. Blue and dotted: less probable, orange and underlined: more. Framed: clipped by the loss. Without colours: not measured." +
+      "Log-ratio of each token: its log-probability after the iteration's updates minus that before. Blue and dotted: less probable. Orange and underlined: more probable. Framed: clipped by the loss. A response without colours has no log-ratios." +
         (segments ? SEGMENTS : "") +
         part,
     ),

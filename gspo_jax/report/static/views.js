@@ -1,5 +1,5 @@
-// Views: one is on the screen. The address says which: `#router`, `#router/volatility` for a section
-// of it, `#responses?query=7` for filters.
+// Views: the page shows one at a time, by its address: `#router`, `#router/volatility` for a section
+// of it, or `#responses?query=7` for filters.
 
 const anchor = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 const views = []; // { id, title, node, build }: built when first shown
@@ -40,14 +40,14 @@ function showPlace() {
 }
 
 const HELP = [
-  ["1 … 9", "the views in their order"],
+  ["1 … 9", "show a view, in their order"],
   ["/", "search the responses"],
-  ["n, p", "next and previous page of responses"],
-  ["← →", "in a chart: read it, and all others, a step further"],
-  ["↑ ↓", "in a heat map: another layer"],
-  ["Tab, ← →", "in a response with segments: read one, and the next"],
-  ["Esc", "stop reading"],
-  ["?", "this list"],
+  ["n, p", "show the next or previous page of responses"],
+  ["← →", "in a chart: show the values of all charts at another step"],
+  ["↑ ↓", "in a heat map: show the values of another layer"],
+  ["Tab, ← →", "in a response with segments: show the first or next segment's ratio"],
+  ["Esc", "in a chart: show the values at the end again"],
+  ["?", "show this list"],
 ];
 
 function helpBox() {
@@ -65,7 +65,7 @@ function helpBox() {
   return box;
 }
 
-// A slider for all charts, and the views.
+// Builds the navigation: links to the views, and a slider for the smoothing of all charts.
 function navigation(help) {
   for (const view of views) view.link = make("a", { href: `#${view.id}` }, view.title);
   const oninput = (event) => {
