@@ -295,7 +295,7 @@ COMMANDS = {
   "--config=configs/tiny.py --workdir=HERE/file/run": r"HERE/file is not a directory",
   "TINY --nothing=1": r"Unknown command line flag 'nothing'",
   "TINY --config.rl.promts=3": r"unknown config key rl.promts; did you mean rl.prompts\?",
-  "TINY --config.rll.prompts=3": r"unknown config key rll; did you mean rl\?",
+  "TINY --config.rll.prompts=3": r"unknown config key rll\.prompts; did you mean rl\.prompts\?",
   "TINY --config.lr=3": r"key lr; did you mean rl_optimizer.learning_rate or sft_opt",
   "TINY --config.rl.temperature=3": r"did you mean sampling.temperature or eval.temperature\?",
   "TINY --config.compute.dtype=bf16": r"is not one of float32, bfloat16; did you mean bfloat16\?",

@@ -165,7 +165,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
       # A section of kind dict takes any key.
       if part not in section and kind_of(path[:-1]) is not dict:
-        raise ValueError(unknown_key_message(path, part, section))
+        raise ValueError(unknown_key_message(path, key.removeprefix(path), section))
       section, path = section.get(part), f"{path}{part}."
 
 

@@ -42,6 +42,7 @@ OTHER_NAMES = dict(
   max_response_length="sampling.max_new_tokens",
   max_steps="rl.iterations",
   model_name_or_path="weights",
+  n="rl.group_size",
   num_generations="rl.group_size",
   num_iterations="rl.epochs",
   num_train_epochs="rl.iterations",
@@ -49,9 +50,15 @@ OTHER_NAMES = dict(
   ppo_epochs="rl.epochs",
   ppo_mini_batch_size="rl.minibatches",
   rollout_n="rl.group_size",
+  save_freq="checkpoint.every",
   save_steps="checkpoint.every",
   system_prompt="data.system",
+  test_freq="eval.every",
+  total_epochs="rl.iterations",
+  total_training_steps="rl.iterations",
   train_batch_size="rl.prompts",
+  train_files="data.train",
+  val_files="data.eval",
   warmup_ratio="rl_optimizer.warmup_steps",
 )
 
@@ -122,12 +129,15 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.
-    key: the unknown key.
+    key: the unknown key, dotted if its section is unknown.
     keys: keys of the section.
   """
-  elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == key]
-  near = [path + name for name in difflib.get_close_matches(key, keys, n=1)]
-  if near := OTHER_NAMES.get(key, "").split() or near or elsewhere:
+  section, _, name = key.rpartition(".")
+  elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == name]
+  near = [path + match for match in difflib.get_close_matches(key.partition(".")[0], keys, n=1)]
+  if section:
+    near = [key for key in elsewhere if key.rpartition(".")[0] in near] or elsewhere or near
+  if near := OTHER_NAMES.get(name, "").split() or near or elsewhere:
     hint = f"did you mean {' or '.join(near)}?"
   else:
     hint = f"the section has {', '.join(keys) or 'none'}"

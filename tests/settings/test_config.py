@@ -359,3 +359,11 @@ def test_other_libraries_names_lead_to_keys():
   for name, keys in reading.OTHER_NAMES.items():
     assert all(reading.kind_of(key) for key in keys.split()), name
     assert f"did you mean {keys.replace(' ', ' or ')}?" in reading.unknown_key_message("", name, ())
+  sections = ranges.kinds(configuration.RunConfig)
+  for name, keys in (
+    ("actor_rollout_ref.rollout.n", "rl.group_size"),
+    ("actor_rollout_ref.rollout.temperature", "sampling.temperature or eval.temperature"),
+    ("rewards.name", "reward.name"),
+    ("tokeniser", "tokenizer"),
+  ):
+    assert f"did you mean {keys}?" in reading.unknown_key_message("", name, sections)

@@ -44,7 +44,8 @@ function responses() {
     if (reward == null) return "mid";
     if (high === low) return reward > 0 ? "good" : "bad";
     const share = (reward - low) / (high - low);
-    return share > 0.75 ? "good" : share < 0.25 ? "bad" : "mid";
+    if (share > 0.75) return reward > 0 ? "good" : "mid";
+    return share < 0.25 ? "bad" : "mid";
   }
 
   function rewardChoices() {
