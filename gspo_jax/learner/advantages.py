@@ -198,6 +198,7 @@ def _centre(
 
 
 def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
+  """Returns the mean over all mini-batches where masks are 1."""
   sums = [
     Mean(jnp.where(mask_BT > 0, value_BT, 0).sum(), mask_BT.sum())
     for value_BT, mask_BT in zip(values, masks)
@@ -222,6 +223,8 @@ def teacher_advantages(config: DistillationConfig) -> Part:
 
 @jax.jit
 def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> Filled:
+  """Computes the advantages of `teacher_advantages`, and the reverse KL divergence."""
+
   def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT
     if reward_BT is None:

@@ -70,8 +70,8 @@ class Advantages(NamedTuple):
 def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
-  With dynamic sampling, groups may then have advantages of 0 (`costs.teaches`), and with
-  `rl.mask_truncated` truncated responses.
+  Some advantages are then set to 0: with dynamic sampling those of groups excluded by
+  `costs.teaches`, and with `rl.mask_truncated` those of truncated responses.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
@@ -101,7 +101,7 @@ def group_advantages(scored: ScoredGroups) -> Advantages:
 def constrained_advantages(scored: ScoredGroups) -> Advantages:
   """Combines advantages of all rewards and costs, standardised within groups.
 
-  It also updates the multipliers of the costs (multipliers.py).
+  The multipliers of the costs are updated, too (multipliers.py).
   """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups)
   return Advantages(advantage_PG, None, metrics)
@@ -110,8 +110,8 @@ def constrained_advantages(scored: ScoredGroups) -> Advantages:
 def constrained_batch_advantages(scored: ScoredGroups) -> Advantages:
   """Combines advantages of all rewards and costs as GDPO does.
 
-  The sum of the groups' advantages is standardised over the batch (`objectives.gdpo_advantages`).
-  It also updates the multipliers of the costs (multipliers.py).
+  The combined advantages are standardised again, over the batch (`objectives.gdpo_advantages`). The
+  multipliers of the costs are updated, too (multipliers.py).
   """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups, scored.valid_PG, _gdpo)
   return Advantages(advantage_PG, None, metrics)
