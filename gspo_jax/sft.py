@@ -56,7 +56,7 @@ def sft(run: Run) -> Any:
   with phase:
     phase.set_resume_point(done, state, position)
     for step in phase.steps():
-      if _learned(run, loss):
+      if _reached_target(run, loss):
         break
       chosen = batches.take(c.sft.batch, lambda prompt: prompt.id not in held_out_ids)
       batch = train_batch(chosen, tok, c.sft.max_tokens)
@@ -69,7 +69,7 @@ def sft(run: Run) -> Any:
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)
       phase.set_resume_point(step, state, position)
-      last = step == c.sft.steps or _learned(run, loss)
+      last = step == c.sft.steps or _reached_target(run, loss)
       reported = step % c.sft.log_every == 0 or last or "held_out_loss" in row
       if reported:
         with phase.stages("update"):  # `report` waits for the previous row.
@@ -81,7 +81,7 @@ def sft(run: Run) -> Any:
       if reported:
         run.report.update(phase.stages)
       done = step
-  if loss is not None and not _learned(run, loss):
+  if loss is not None and not _reached_target(run, loss):
     _warn(done, loss, c.sft.target_loss)
   return state.params
 
@@ -126,7 +126,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   return frozenset(prompt.id for prompt in prompts), loss
 
 
-def _learned(run: Run, loss: float | None) -> bool:
+def _reached_target(run: Run, loss: float | None) -> bool:
   """Whether a held-out loss has reached `sft.target_loss`; False without a loss (None)."""
   return loss is not None and loss <= run.config.sft.target_loss
 
@@ -166,7 +166,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
   step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
-  return step if _learned(run, checkpoints.host(step)["position"]["held_out_loss"]) else None
+  return step if _reached_target(run, checkpoints.host(step)["position"]["held_out_loss"]) else None
 
 
 def _has_checkpoints(run: Run, phase: str) -> bool:

@@ -49,7 +49,7 @@ class Alarms:
     if norm is not None:
       self._idle = 0 if norm else self._idle + 1
     if norm == 0 and self._idle >= IDLE_ITERATIONS:
-      name, reason = _nothing_learned(row)
+      name, reason = _zero_gradient_cause(row)
       yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
     if norm:  # The median excludes norms of 0, such as those of a task that is still too hard.
       usual = statistics.median(self._norms) if len(self._norms) == WINDOW else math.inf
@@ -65,15 +65,15 @@ class Alarms:
         yield bound.name, bound.text.format(value, row.get("clip_range"))
     if (share := _outside_range(row)) is not None:
       if c.mismatch and share > OUTSIDE and not self._compared:
-        yield "mismatch_clips", _CLIPS.format(share, row["clip_range"], row[_DISTANCE])
+        yield "mismatch_clips", _OUTSIDE_TEXT.format(share, row["clip_range"], row[_DISTANCE])
       self._compared = True
     if reward is not None:
-      spread = self._spread(row)
+      width = self._reward_range(row)
       self._rewards.append(reward)
       if len(self._rewards) == WINDOW:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
-        if c.reward and mean < self._best - c.reward * spread:
+        if c.reward and mean < self._best - c.reward * width:
           fall = f"from {self._best:.3g} to {mean:.3g} (means of {WINDOW} iterations)"
           yield "reward", f"the reward has fallen {fall}"
     # Training has the metric `verifier/unknown`, and each evaluation has one with a prefix.
@@ -82,7 +82,7 @@ class Alarms:
     if c.unknown and share > c.unknown:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
-  def _spread(self, row: Mapping[str, Any]) -> float:
+  def _reward_range(self, row: Mapping[str, Any]) -> float:
     """Returns largest minus smallest reward so far. 1 if no row has had both."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
@@ -282,7 +282,7 @@ _BOUNDS = (
     "importance ratios of {:.1%} of the tokens differ from 1 by a factor above 2",
   ),
 )
-_CLIPS = (
+_OUTSIDE_TEXT = (
   "an estimated {:.0%} of the responses are outside the clip range of {:.2g} before any update, by "
   "rounding in the sampler (mean over responses of |mean Δ log-prob|: {:.2g})"
 )
@@ -302,7 +302,7 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
   return math.erfc(clip_range / (distance * math.sqrt(math.pi))) if distance else 0.0
 
 
-def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
+def _zero_gradient_cause(row: Mapping[str, Any]) -> tuple[str, str]:
   """Returns the alarm's name, and the reason for a gradient of 0."""
   dropped = row.get("query_set/dropped")
   masked, recorded = row.get("masked_responses"), row.get("recorded/responses")

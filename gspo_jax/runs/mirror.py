@@ -17,7 +17,7 @@ from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, writing
 
 FOLDER = "workdir"  # Name of the copy in checkpoint.directory.
-LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
+EXCLUDED = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
 
 
 class Mirror:
@@ -88,15 +88,15 @@ def restore_workdir(workdir: Path, directory: str) -> None:
 
 
 def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
-  """Yields relative paths of files, except `LEFT_OUT` and temporary files.
+  """Yields relative paths of files, except `EXCLUDED` and temporary files.
 
   (`epath.Path.walk` loses the scheme gs://.)
   """
   for path in sorted((folder / within).iterdir()):
     name = f"{within}{path.name}"
-    if name not in LEFT_OUT and path.is_dir():
+    if name not in EXCLUDED and path.is_dir():
       yield from _files(folder, f"{name}/")
-    elif name not in LEFT_OUT and path.suffix != ".tmp":
+    elif name not in EXCLUDED and path.suffix != ".tmp":
       yield name
 
 
@@ -107,6 +107,6 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
     if "://" in str(target):  # Buckets write objects atomically.
       source.copy(target, overwrite=True)
       return
-    beside = target.with_name(f"{target.name}.tmp")
-    source.copy(beside, overwrite=True)
-    beside.replace(target)
+    temporary = target.with_name(f"{target.name}.tmp")
+    source.copy(temporary, overwrite=True)
+    temporary.replace(target)

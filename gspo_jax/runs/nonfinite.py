@@ -194,8 +194,8 @@ def dump(
       arrays = {path[-1].name: np.asarray(leaf) for path, leaf in leaves}
       with (directory / f"batch_{i}.npz").open("wb") as file:
         np.savez(file, **arrays)
-    figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN.
-    about = dict(phase=row["phase"], step=row["step"], why=why, row=figures, config=config)
+    values = {k: str(v) for k, v in row.items()}  # JSON has no NaN.
+    about = dict(phase=row["phase"], step=row["step"], why=why, row=values, config=config)
     (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
   return directory
 

@@ -73,7 +73,7 @@ class Progress(contextlib.AbstractContextManager):
       self._first = (step, clock)
       self._stop_beats.set()
     self._accuracy = row.get("eval/accuracy", self._accuracy)
-    text = "  ".join([*self._figures(row), f"left {self._remaining(clock)}"])
+    text = "  ".join([*self._main_metrics(row), f"left {self._remaining(clock)}"])
     if self._bar is not None:
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(step - self._bar.n)
@@ -110,7 +110,7 @@ class Progress(contextlib.AbstractContextManager):
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _figures(self, row: Mapping[str, Any]) -> Iterator[str]:
+  def _main_metrics(self, row: Mapping[str, Any]) -> Iterator[str]:
     """Yields the main metrics of a row as text."""
     if "reward/mean" in row:
       yield f"reward {row['reward/mean']:.3f}"

@@ -119,13 +119,13 @@ def _lengths(c: RunConfig) -> dict[str, int]:
   return windows | {"sft.max_tokens": c.sft.max_tokens}
 
 
-def _closest_figure(c: RunConfig) -> dict[str, str]:
+def _closest_metric(c: RunConfig) -> dict[str, str]:
   """Maps the metric with the most similar name to `checkpoint.best`."""
-  best, figures = c.checkpoint.best, c.eval.figures()
-  return {(difflib.get_close_matches(best, figures, n=1) or figures)[0]: best}
+  best, metrics = c.checkpoint.best, c.eval.figures()
+  return {(difflib.get_close_matches(best, metrics, n=1) or metrics)[0]: best}
 
 
-def _is_no_figure(c: RunConfig, best: str) -> bool:
+def _is_unknown_metric(c: RunConfig, best: str) -> bool:
   """Whether `best` is an unknown metric of evaluations. (Environments may add metrics.)"""
   unknown = best not in c.eval.figures() and "/verifier/" not in best
   return best.startswith("eval/") and unknown and not c.environment.name
@@ -293,7 +293,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c: "" in c.sampling.stop_strings, "CHANGELOG: responses of no token"),
   # Evaluations and checkpoints.
   EntryRule("{checkpoint.best} is no metric of the evaluation; did you mean {path:}?",
-    _closest_figure, _is_no_figure, "CHANGELOG: an error after the first evaluation"),
+    _closest_metric, _is_unknown_metric, "CHANGELOG: an error after the first evaluation"),
   Rule("{eval.temperature}, {eval.top_k}, {eval.top_p}: all greedy responses to a problem are "
     "equal; set eval.samples (and those of benchmarks) to 1, or change these keys",
     lambda c: c.job != "sft" and _is_greedy(c, c.eval)
