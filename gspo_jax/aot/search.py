@@ -32,7 +32,7 @@ Bound: TypeAlias = Callable[[Case], estimate.LowerBounds]
 Measure: TypeAlias = Callable[[Case], Row]
 # A candidate is compiled if its bound is at most (1 - MIN_GAIN) times the best time so far.
 MIN_GAIN = 0.02
-CHUNKS = (0, 512, 2048, 8192, 32_768)  # Tokens per chunk; 0: all tokens in one chunk.
+CHUNKS = (0, 512, 2048, 8192, 32_768)  # Tokens or positions per chunk; 0: a single chunk.
 SETTINGS = dict(  # Keys whose values a search changes, by program and section.
   train=dict(
     compute=("expert_chunk", "remat", "logits_chunk", "prefetch", "xla"),
@@ -161,8 +161,8 @@ def find_rejection(search: Search, name: str) -> str:
       best = min(best, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
         return f"sends more over its tensor axis than {other}, which fits"
-      # More micro-batches gather the weights more often. If packed, they may still save time, since
-      # more of them are empty.
+      # More micro-batches gather the weights more often. With packing, empty ones are skipped, and
+      # finer ones leave more of them empty, so they may still save time.
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers weights more often than {other}, which fits"
@@ -233,7 +233,7 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
   remaining = max(1, devices // -math.prod(mesh.values()))  # Size of an axis configured as -1.
   case = changed(case, mesh={axis: remaining if n == -1 else n for axis, n in mesh.items()})
-  unchunked = dict(logits_chunk=case.length)  # Tokens of a device without chunks, by key.
+  unchunked = dict(logits_chunk=case.length)  # Size from which chunks have no effect, by key.
   if case.model.num_experts:
     unchunked["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
@@ -248,7 +248,7 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
-  """Yields candidates with all possible meshes (fsdp x expert x tensor) and micro-batches.
+  """Yields candidates with meshes (fsdp x expert x tensor, at most 4) and micro-batches.
 
   Each slice has a full copy of the weights (data = slices). The mesh divides experts, heads and
   sequences evenly, and micro-batches divide a device's sequences.

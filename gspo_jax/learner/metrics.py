@@ -37,7 +37,7 @@ VOLATILITY = "router/volatility"  # Name of a metric: share of changed experts.
 def ages(rollout: Rollout, version: int) -> np.ndarray:
   """Computes responses' ages relative to `version`, int32 [B], on the host.
 
-  Recorded responses and padding have no version. Their age is -1, which is in no class.
+  Responses of `offline.data`, and padding, have no version. Their age is -1, which is in no class.
   """
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
   sampled_B = (rollout.version >= 0).any(axis=1)
@@ -300,11 +300,11 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
   """Measures the share of changed experts since the rollout, by layer.
 
-  Without replay, the experts of this forward pass are compared with recorded ones: with those of
-  the old policy in the trainer if a pass recomputed them, otherwise with the sampler's. With
-  replay, the experts preferred by the router are compared with the replayed ones. The preferences
-  then come from hidden states computed with the replayed experts, since no additional pass is run.
-  Without recorded experts there is no metric.
+  Without replay, the experts of this forward pass are compared with those of the pass that
+  recomputed old log-probs, or else with the sampler's. With replay, the experts preferred by the
+  router are compared with the replayed ones. The preferences then come from hidden states computed
+  with the replayed experts, since no additional pass is run. Without recorded experts there is no
+  metric.
 
   `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
   """

@@ -24,8 +24,8 @@ from gspo_jax.sharding import Rules
 class Params:
   """Parameters of a model, or any tree of their structure.
 
-  A block has the weights of consecutive layers of one kind, stacked on l; its class is the
-  family's.
+  A block has the weights of consecutive layers of one kind, stacked on l. The model's family
+  defines the class of its blocks.
   """
 
   embed: Any  # V D
@@ -93,7 +93,7 @@ class BiasedMoe(Moe):
 
 @flax.struct.dataclass
 class ExtendedMoe(Moe):
-  """A mixture of experts with a bias on the choice or shared experts; each may be None."""
+  """A mixture of experts with shared experts, a bias on the choice, or both; else None."""
 
   choice_bias: Any  # l E, with `router.choice_bias`
   shared: Dense | None  # Shared experts, for all tokens, with `router.shared_width`
@@ -125,7 +125,7 @@ class Weight:
   sizes: size of each letter's axis.
   fan_in: letters of the input axes. "" for a weight initialised to `constant`.
   constant: initial value, such as 1 for a norm's scale.
-  wide: whether computations use it in float32 with any compute dtype, as a small, sensitive weight.
+  wide: whether it is used in float32 whatever the compute dtype; for small, sensitive weights.
   whole: whether a mesh splits its axis D only, and no other one.
   dtype: dtype in computations. None means float32 if `wide`, else the compute dtype.
   """
@@ -234,7 +234,7 @@ def moe_table(c: ModelConfig, w: functools.partial, number: int, biases: bool) -
     down=w("lEFD", fan_in="F"),
   )
   if biases:
-    # The one of down is added outside the experts' products.
+    # The bias `down_bias` is not split by expert: it is added outside the experts' products.
     matrices = dict(gate_bias=w("lEF"), up_bias=w("lEF"), down_bias=w("lED", **whole))
     return BiasedMoe(**parts, router_bias=w("lE", **whole), **matrices)
   has_bias, width = c.router.choice_bias != "none", c.router.shared_width

@@ -105,7 +105,7 @@ class Phase:
     """
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # The resume point is the previous step, whose row is reported.
+      self._pending = None  # The row of the previous step, the resume point, has been reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.

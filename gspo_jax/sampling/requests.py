@@ -63,8 +63,8 @@ class Sizes:
   window: int  # Positions of a slot in the cache.
   rows: int  # Maximum number of prefixes in one prefill, per shard.
   entries: int  # Number of prefixes in the queue, per shard.
-  longest: int  # Maximum number of tokens of a prefix, of a displaced response too (refill.py).
-  prompt: int  # Padded length of the longest prefix of a request, without displaced responses.
+  longest: int  # Maximum number of tokens of a prefix, or of a response that restarts (refill.py).
+  prompt: int  # Padded length of the longest prefix of a request, without responses that restart.
   prefix: int  # Padded length of `longest`; positions of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
@@ -100,7 +100,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
     if pages < least:
       raise ValueError(
         f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} positions for each of "
-        f"{shards} devices, and one response of {window} positions takes up to {least} pages: set "
+        f"{shards} shards, and one response of {window} positions takes up to {least} pages: set "
         f"it to {least * S * shards} or more, or to 0"
       )
   return Sizes(
@@ -121,8 +121,9 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
 def bucket(prefix: int, longest: int, piece: int) -> int:
   """Returns the padded length of a prefix without its last token.
 
-  Only prefixes without their last token are prefilled. The padded length is a power of two, but at
-  most that of the longest prefix. Above `piece` tokens, it is a multiple of `piece` instead.
+  Prefill leaves out the last token, the input of the first decode step. The padded length is a
+  power of two, but at most that of the longest prefix. Above `piece` tokens, it is a multiple of
+  `piece` instead.
   """
   length, longest = (max(n - 1, SHORTEST_PREFILL) for n in (prefix, longest))
   if length > piece:

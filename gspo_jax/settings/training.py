@@ -48,8 +48,8 @@ class ScheduleConfig:
       ),
       (
         lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)),
-        "{new_tokens}: lengths must increase, from at least 1; unfinished responses may be longer "
-        "than a smaller limit",
+        "{new_tokens}: lengths must be at least 1 and increase, since unfinished responses of a "
+        "stage could exceed a smaller limit of the next one",
       ),
     ]
     ranges.refuse(self, "schedule", wrong)
@@ -121,8 +121,8 @@ class RLConfig:
   )
   max_age: NonNegativeInt = key(
     0,
-    "largest age of carried-over tokens, in versions of the weights; older responses are "
-    "restarted; 0: any age",
+    "largest age of carried-over tokens, in versions of the weights; older responses begin "
+    "again; 0: any age",
   )
   mask_truncated: bool = key(False, "True: mask truncated responses (DAPO, §3.4)")
   minibatches: PositiveInt = key(4, "updates per rollout batch and epoch (§5.1)")
@@ -148,7 +148,7 @@ class RLConfig:
 
   @property
   def ages(self) -> int:
-    """Number of possible ages of a token's sampling weights; 0 without lag."""
+    """Number of classes of responses by age; 0 without lag."""
     return self.lag + 1 + self.partial if self.lag else 0
 
 
@@ -268,7 +268,8 @@ class ProfileConfig:
   stage: Literal["all", "sample", "update"] = key("all", "traced stage of the iteration")
   steps: NonNegativeInt = key(
     0,
-    "number of traced decoding steps (rounded up to engine.steps) or updates; 0: the whole stage",
+    "number of traced updates, or of decoding steps (rounded up to a multiple of engine.steps); "
+    "0: the whole stage",
   )
   port: Annotated[int, Range(0, 65_535)] = key(0, "port of an XProf server on each host; 0: none")
 

@@ -417,9 +417,13 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     dict(schedule__new_tokens="1:8,3:6"),
-    r"schedule\.new_tokens='1:8,3:6'.*lengths must increase",
+    r"schedule\.new_tokens='1:8,3:6'.*lengths must be at least 1 and increase",
   ),
-  (BASE, dict(schedule__new_tokens="1:0"), r"schedule\.new_tokens='1:0'.*lengths must increase"),
+  (
+    BASE,
+    dict(schedule__new_tokens="1:0"),
+    r"schedule\.new_tokens='1:0'.*lengths must be at least 1 and increase",
+  ),
   (OFFLINE, dict(offline__fresh=1.0), r"offline\.fresh=1\.0"),
   (BASE, RECORDED | dict(objective__soft_value=0.5), r"objective\.soft_value=0\.5"),
   # Models, adapters and benchmarks.

@@ -177,7 +177,8 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   assignment_R = jax.lax.dynamic_slice(pieces.assignment_Z, (i * R,), (R,))
   assignment_R = jnp.where(position_R < pieces.end_E[-1], assignment_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
-  edge_E = edge_E.at[-1].max(1)  # Kernels need at least one row, so padding may be one.
+  # Kernels need at least one row. In an empty piece, the last expert gets a row of padding.
+  edge_E = edge_E.at[-1].max(1)
   return assignment_R // k, assignment_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
@@ -253,7 +254,10 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
 
 
 def _grouped_backward(kernels, residuals, dy_XD):
-  """Returns gradients of x, gate weights and sink; experts and w have none."""
+  """Returns gradients of x, the router's gate weights, and `sink`.
+
+  The gradient of `sink` is that of the experts' weights w (moe.py).
+  """
   x_XD, gate_Xk, experts_Xk, w, sink, first = residuals
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
