@@ -138,7 +138,7 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
   """
   rewards = _finite(rows, "reward/mean")
   if len(rewards) < 6:
-    return "open", "Too early to say", "needs two evaluations, or six iterations with rewards"
+    return "open", "Too early to say", "an answer needs two evaluations, or six iterations"
   count = max(2, len(rewards) // 10)
   tenths = rewards[:count], rewards[-count:]
   first, last = map(statistics.fmean, tenths)
@@ -163,7 +163,7 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   if len(values) > 1:
     because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
   elif values:
-    because = f"{name}: {values[0]:.3g}; needs six rows of metrics"
+    because = f"{name}: {values[0]:.3g}; an answer needs six rows of metrics"
   target = flat.get("sft.target_loss") or 0
   if held_out and held_out[-1] <= target:
     return "good", "Yes, down to its target", because
@@ -175,7 +175,8 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   """Answers by alarms, skipped updates, dropped tokens and gradients.
 
-  The answer is "No" if an alarm is on in the last tenth of the rows, or training fails otherwise.
+  The answer is "No" for an alarm in the last tenth of the rows, dropped tokens, a non-finite loss
+  or gradient, a gradient that is always 0, and skipped updates in each of the last three rows.
   """
   rows = by_phase["rl"]
   # Step 0 has an evaluation but no update.

@@ -56,7 +56,7 @@ class Pool(contextlib.AbstractContextManager):
     workers: number of processes.
     time_limit_s: limit of one item in wall-clock seconds, without queueing.
     warm_up: item for every new worker before all others, so that it imports modules and fills
-      caches without a time limit.
+      caches. Its limit is `START_LIMIT_S`.
     memory_bytes: limit of a worker's address space. An item that exceeds it is a crash
       (MemoryError). None for no limit.
 

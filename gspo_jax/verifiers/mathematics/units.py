@@ -61,8 +61,8 @@ for _line in _TABLE.strip().split("\n"):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
 _TYPESET_ONLY = frozenset("ACFHT")  # Units within \text only: elsewhere choices or names.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
-_SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_COMPOUND = {
+_SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Powers of the unit after a word.
+_COMPOUND = {  # Abbreviations of several units.
   "Nm": "N m",
   "mph": "mi/h",
   "kph": "km/h",
@@ -106,20 +106,22 @@ _CLOSED = frozenset(
   ratio mod modulo modulus choose root roots squared cubed power powers several couple many few ths
   googol googols another score per each every""".split()
 )
+# An ordinal as a part of a whole, such as "fifths". It is no counted thing.
 _PART = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?"
 )
 _PLAIN = str.maketrans({"²": "^2", "³": "^3"} | dict.fromkeys("\\{}()"))
-_RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # dollars per hour
+_RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # The word "per" of "dollars per hour".
 _FILLER = frozenset("the more total".split())  # Words without effect.
-_TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # 5 - m
+_TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # A variable, as in "5 - m".
 _DOTS = re.compile(r"\\?cdot(?![a-zA-Z])|⋅|∙|•")
 _SPACES = re.compile(r"\\[,;:! ]|~")
 _TRAILER = re.compile(
   r"\s+(?:in total|in all|total|altogether|each|apiece|overall|times|left|remaining|long|wide|high"
   r"|tall|deep|old|away|apart|more)$"
 )
-_OF = re.compile(r"\s+of [a-z]{3,}(?: [a-z]{3,}){0,2}$")  # cups of flour, half of the pie
+_OF = re.compile(r"\s+of [a-z]{3,}(?: [a-z]{3,}){0,2}$")  # The end of "cups of flour".
+# A word or sign with an optional power, possibly after "per" or a dot.
 _ITEM = re.compile(
   r"\s*(?P<per>/|\b(?:per|an?|every|each)\b(?=\s*\w))?\s*(?:\\cdot|[·*-])?\s*"
   r"(?P<word>[^\W\d_]+(?:'[a-z]+)?|[$£€¥₹%°¢](?:[CF]\b)?)\.?"
