@@ -56,7 +56,7 @@ class Run:
   writer: Writer
   report: RunningReport
   profiler: Profiler
-  publishers: Publishers
+  publishers: Publishers  # Functions that copy the trainer's parameters to the sampler.
   goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
   @property

@@ -31,7 +31,7 @@ from gspo_jax.system.files import WriteError, seal, unseal, writing
 
 
 class DamagedError(ValueError):
-  """A checkpoint was changed after it was written."""
+  """A checkpoint cannot be read, or differs from its checksums."""
 
   def __init__(self, path: epath.Path, why: str):
     super().__init__(
@@ -174,7 +174,7 @@ class Checkpointer:
     """Restores (state, host_state), in the layout of the abstract state `like`.
 
     Raises:
-      DamagedError: the checkpoint was changed.
+      DamagedError: the checkpoint cannot be read, or differs from its checksums.
       ValueError: arrays differ from `like`; the message names one array, with both shapes.
     """
     path = self.directory / str(step)
@@ -183,7 +183,7 @@ class Checkpointer:
       stored = shapes(self._manager.item_metadata(step)["state"])
     if not stored:
       raise DamagedError(path, f"{path / 'state' / '_METADATA'} is missing")
-    hint = "; use another --workdir or the config that wrote it"
+    hint = "; use another --workdir, or the configuration that wrote the checkpoint"
     require_shapes(f"checkpoint {path}", stored, shapes(like), hint)
     with readable(path):
       arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
@@ -218,8 +218,10 @@ class Checkpointer:
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
-    """Waits for the save in the background. Raises a failed save's error at once: a further wait
-    in Orbax could be a deadlock with other hosts."""
+    """Waits for the save in the background.
+
+    Raises the error of a failed save at once, since Orbax might wait forever for other hosts.
+    """
     step, _ = self._saving or (None, None)
     with self._write_errors(self.directory / str(step)):
       while self._manager.is_saving_in_progress() and self._failure is None:
@@ -253,7 +255,7 @@ class Checkpointer:
       raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
   def _report_errors(self, async_save: Callable) -> Callable:
-    """Wraps Orbax's `async_save` of arrays: errors are recorded at once."""
+    """Wraps Orbax's `async_save` of arrays, to record errors at once."""
 
     async def save(*args: Any, **kwargs: Any) -> list["_Commit"]:
       return [_Commit(await async_save(*args, **kwargs) or [], self._fail)]
@@ -359,10 +361,9 @@ def require_shapes(
   """
   for name in sorted(expected.keys() | stored.keys()):
     if expected.get(name) != stored.get(name):
-      raise ValueError(
-        f"{named}: {name} has shape {stored.get(name)}, the configured model expects "
-        f"{expected.get(name)}{hint}"
-      )
+      actual = f"has shape {stored[name]}" if name in stored else "is missing"
+      target = f"expects {expected[name]}" if name in expected else "has no such array"
+      raise ValueError(f"{named}: {name} {actual}, and the configured model {target}{hint}")
 
 
 def stored_shapes(path: epath.Path) -> dict[str, tuple[int, ...]]:

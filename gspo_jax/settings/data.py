@@ -25,8 +25,10 @@ BOXED = "boxed"  # Answer pattern: contents of the last \boxed{} or \fbox{} of t
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """Names of a data row's fields, and templates of its prompt. A name may be dotted (`info.answer`,
-  `messages.1.content`), or a template of several fields (`{Body} {Question}`).
+  """Fields of a data row with question and answer, and templates of its prompt.
+
+  A field may be a dotted name (`info.answer`, `messages.1.content`), or a template of several
+  fields (`{Body} {Question}`).
   """
 
   question: str
@@ -42,7 +44,7 @@ class Format:
   adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
-    """Instruction of messages to choose another field."""
+    """Returns how to choose another field, for error messages."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
