@@ -155,7 +155,8 @@ def resume_sampling(
 ) -> tuple[Totals, dict[str, Any] | None]:
   """Resumes sampling; returns totals and the metrics row not reported yet.
 
-  At the start of a run, the row has step 0, so that the model is evaluated before any update.
+  At the start of a run, the row has step 0, so that the model is evaluated before any update. None
+  if there is no such row.
 
   Args:
     saved: JSON of the resume point. None at the start of a run.

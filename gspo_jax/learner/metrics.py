@@ -114,7 +114,7 @@ def reward_metrics(
 
   Args:
     known_B: bool: the reward function returned a verdict on the response.
-    length_B: number of sampled tokens of each response.
+    length_B: number of tokens of each response; 0 excludes it.
     longest: maximum response length.
   """
   row = {}
