@@ -77,5 +77,6 @@ def _disagreement(trajectory: Trajectory) -> str:
   name = type(trajectory.environment).__name__
   return (
     f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
-    f", but {calls} were counted; give it an attribute tool_calls, the number of calls so far"
+    f", but the count by turns is {calls}; give it an attribute tool_calls, the number of calls so "
+    "far"
   )
