@@ -309,7 +309,7 @@ COMMANDS = {
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file ends in none of .jsonl",
   "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
   "TINY --config.reward.name=nowhere:f": r"reward.name='nowhere:f': there is no module nowhere",
-  "TINY --config.reward.name=verifier:number": r"verifier:number'.*is no function",
+  "TINY --config.reward.name=verifier:number": r"verifier:number'.*is not a function",
   "TINY --config.environment.name=talk:Talk": r"environment.name='talk:Talk' fails .*KeyError",
   "TINY --config.environment.name=syntax:Talk": r"environment.name='syntax:Talk'.*SyntaxError",
 }
