@@ -6,7 +6,7 @@ Command:   python -m gspo_jax.main --config=configs/granite_moe.py --workdir=DIR
            For GRPO instead of GSPO: --config=configs/granite_moe.py:grpo
 Hardware:  v6e (32 GiB), or two CPU cores and 24 GiB for a few iterations
 Expected:  not run by us at this size. Memory of a device by `aot`, in an update and in decoding:
-           v6e 28.5 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
+           v6e 28.4 and 23.3 of 32 GiB, H100 26.2 and 19.6 of 73 GiB
 
 The model has 32 experts, 8 of them per token. So this configuration can compare what both losses do
 to routing, the paper's reason for GSPO in mixtures of experts.
