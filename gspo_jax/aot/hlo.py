@@ -41,7 +41,7 @@ class Array:
 class Instruction:
   """One instruction of a compiled program."""
 
-  name: str  # Unique in the program, without "%".
+  name: str  # Name without "%", unique in its computation.
   op: str  # Operation, e.g. "fusion".
   operands: tuple[str, ...]  # Names of the operands.
   shape: str  # Text of the result's shape: dtypes, dimensions and layouts.

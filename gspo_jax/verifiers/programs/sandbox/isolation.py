@@ -1,9 +1,9 @@
 """Confines a candidate program by means of the Linux kernel, on x86-64 and AArch64.
 
 A program runs in its own mount, process, network, IPC and host-name namespaces (and in a user
-namespace if not root). Its root directory has Python and the system's libraries, read-only, and an
-empty file system in memory as the working directory. Resource limits and a list of allowed system
-calls (`calls.py`) confine it further.
+namespace if not root). Its root directory has Python, NumPy and the system's libraries, read-only,
+and an empty file system in memory as the working directory. Resource limits and a list of allowed
+system calls (`calls.py`) confine it further. With isolation "none", only the resource limits apply.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def enter_namespaces(identity: int) -> bool:
 
   Returns whether this process is still the machine's root user, so that a program can become
   another user later. In a container, root may lack the right to create namespaces. It then becomes
-  the user `identity` first, since the kernel limits no threads of root, and needs a user namespace.
+  the user `identity` and enters a user namespace, since the kernel limits no threads of root.
 
   Raises:
     OSError: the kernel or a container's policy denies a step.

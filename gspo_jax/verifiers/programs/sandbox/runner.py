@@ -1,6 +1,6 @@
 """Inside of a sandbox: runs candidate programs, one process per test, and reports their ends.
 
-Each of these processes is the parent of the next:
+Each of these processes is the parent of the next. With isolation "none" the first is the keeper.
 
   outer      Moves to new namespaces of the kernel, and waits.
   keeper     Process 1 of the new namespaces. It is trusted, and never runs code of a candidate. It
@@ -84,7 +84,7 @@ def _run_keeper(s: dict, root: bool) -> None:
   """
   isolation.hide_from_debuggers()
   if s["isolation"] == "namespaces" and os.getpid() != 1:
-    raise RuntimeError("not process 1 of a namespace, but about to kill all other processes")
+    raise RuntimeError("the keeper must be process 1 of a namespace: it kills all others there")
   prelude = {}
   os.chdir(s["directory"])
   wire.send(s["control"], {"ready": True})
