@@ -214,7 +214,7 @@ SECTIONS = (
     "learning", "Cold start",
     "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
     _chart("Loss", "cross-entropy, nats per token",
-           {"loss": "training amber", "held_out_loss": "held out orange"}, phases=("sft",),
+           {"loss": "training amber", "held_out_loss": "held out blue"}, phases=("sft",),
            overview=True),
     _chart("Entropy", "nats per token", "entropy", phases=("sft",), overview=True),
     _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",), overview=True),

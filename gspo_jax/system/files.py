@@ -44,7 +44,10 @@ def located(name: str, key: str) -> epath.Path:
   try:
     if "://" in name:
       path.exists()
-  except Exception as error:  # A library for buckets may be missing, or raise errors of any type.
+  except ImportError as error:
+    remedy = "buckets need the extra gcs: pip install -e '.[gcs]'"
+    raise ValueError(f"{key}={name}: {remedy} ({error})") from error
+  except Exception as error:  # Libraries for buckets raise errors of any type.
     raise ValueError(f"{key}={name}: {type(error).__name__}: {error}") from error
   return path
 
