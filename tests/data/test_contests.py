@@ -49,7 +49,7 @@ UNJUDGEABLE = {
     dict(official_tests=[dict(input="1", output="2"), dict(input="1", output="0.5 12...\n")]),
     r"test 2 is truncated",
   ),
-  "no output": (dict(official_tests=[dict(input="1", output="")]), "`pass` is right"),
+  "no output": (dict(official_tests=[dict(input="1", output="")]), "`pass` would be right"),
   "null output": (dict(official_tests=[dict(input="1", output=None)]), "is null"),
   "no tests": (dict(official_tests=[]), "no list of objects, or empty"),
   "tests that are null": (dict(official_tests=None), "no list of objects, or empty"),
