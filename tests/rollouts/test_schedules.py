@@ -356,7 +356,7 @@ def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
     (tmp_path / f"{i}.jsonl").write_text(lines([i]))
   source = source_of(tmp_path / "*.jsonl")
   (tmp_path / "0.jsonl").unlink()
-  with pytest.raises(DataError, match=r"0\.jsonl is gone"):
+  with pytest.raises(DataError, match=r"0\.jsonl no longer exists"):
     source.look()
 
 

@@ -158,7 +158,7 @@ def test_a_trajectory_keeps_it_through_a_checkpoint():
   assert rollout.support.shape == (1, 7, 4) and rollout.support.dtype == np.int32
   np.testing.assert_array_equal(rollout.support[0, 2:6, :3], expected)
   assert (rollout.support[0, [0, 1, 6]] == -1).all() and (rollout.support[..., 3] == -1).all()
-  with pytest.raises(ValueError, match=r"sampling\.top_k is 2, .* sampled with 3: set it to"):
+  with pytest.raises(ValueError, match=r"sampling\.top_k=2, .* sampled with top_k=3: set"):
     assemble([trajectory], 7, 0, support=2)
   plain = Trajectory((5,), 0, 0, SingleTurn((5,)))
   plain.add(response([1], None))
