@@ -86,7 +86,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "qwen2": _runs(_math("Qwen2.5-0.5B", 4), "v5e:1x1", "h100:1"),
   "qwen3": _runs("--config=configs/gsm8k.py:0.6B-v5e", "v5e:1x1", "h100:1"),
   "mistral": _runs(_math("Mistral-7B-v0.3", 8, ADAPTERS), "v6e:2x2", "h100:1"),
-  "mixtral": _runs(_math("Mixtral-8x7B-v0.1", 32, EXPERTS), "v5e:4x4", "h100:8"),
+  "mixtral": _runs(_math("Mixtral-8x7B-v0.1", 32, EXPERTS), "v6e:2x4", "h100:8"),
   "gemma": _runs(_math("gemma-3-1b-pt", 8), "v5e:2x2", "h100:1"),
   "smollm3": _runs(_math("SmolLM3-3B", 8), "v5e:2x4", "h100:1"),
   "granite": _runs("--config=configs/granite_moe.py", "v6e:1x1", "h100:1"),
