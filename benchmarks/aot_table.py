@@ -92,7 +92,7 @@ FAMILY_RUNS = {  # Flags of one run of each family, by topology.
   "granite": _runs("--config=configs/granite_moe.py", "v6e:1x1", "h100:1"),
   "olmo": _runs(_math("OLMo-2-0425-1B", 8), "v5e:2x2", "h100:1"),
   "olmoe": _runs("--config=configs/olmoe.py", "v5e:2x4", "h100:1"),
-  "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v5e:4x8", "h100:2x8"),
+  "glm4_moe": _runs(_math("GLM-4.5-Air", 32, EXPERTS), "v6e:4x8", "h100:2x8"),
   "gpt_oss": _runs(_math("gpt-oss-20b", 8, EXPERTS), "v6e:2x4", "h100:8"),
   "minimax_m2": _runs(
     _math("MiniMax-M2", 128, f"{EXPERTS} --config.rl.packed=False"), "v5e:8x16", "h100:2x8"
