@@ -72,7 +72,7 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  "deepscaler": Format("problem", "answer"),  # Many solutions are empty.
+  "deepscaler": Format("problem", "answer"),  # Without demonstrations: many solutions are empty.
   # Its prompts have instructions already, so the template adds none.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
@@ -180,14 +180,14 @@ def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
 def _further(
   row: Mapping[str, Any], used: Collection[str | None], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-  """Yields names and texts of a data row's further fields.
+  """Yields name and text of each field other than question, answer and id.
 
   Verifiers and evaluation use them. Nested fields have dotted names. Lists, and texts longer than
   MAX_INFO, are excluded; an answer with `json:` can include them.
 
   Args:
     row: the row, or a nested object of it.
-    used: names of fields already used in the prompt.
+    used: names of the fields of question, answer and id.
     prefix: dotted name of the nested object, with a dot at its end.
   """
   for name, value in row.items():
@@ -242,8 +242,8 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
   Args:
     row: the row.
     name: name of the field, or template.
-    key: key of the configuration with the name, for messages.
-    numbers: whether a number is converted to text. If not, the row is bad.
+    key: configuration key that holds the name, for messages.
+    numbers: whether numbers are converted to text. False makes a row with a number bad.
 
   Raises:
     BadRow: a field is missing, empty, or of another type.
@@ -283,7 +283,7 @@ def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
-  """Returns a field, or a list of fields. `tests.*.input` is that of all objects in `tests`."""
+  """Returns a field. `tests.*.input` is the list of `input` of each object in `tests`."""
   head, star, tail = name.partition(".*.")
   if not star:
     return _lookup(row, name, key)

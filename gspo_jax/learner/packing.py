@@ -10,12 +10,12 @@ same on all devices. A sequence and its row are on the same device, so packing n
 communication.
 
 The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
-third of a row or more (`shares`). Attention then reads separate, longer rows, with a copy of the
-prompt before each response.
+third of a row or more (`shares`). For attention alone, such rows are expanded to longer ones, with
+a copy of the prompt before each response.
 
 "Device" means all devices that hold the same sequences (tensor parallelism).
 
-  R  rows of a micro-batch on all devices; in the functions of the host, possible rows of one device
+  R  rows of a micro-batch on all devices; in the functions of the host, the most rows of a device
   T  length of a row
 """
 

@@ -198,8 +198,8 @@ def _over_support(
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Entries without a local token may exceed the maximum. Without this mask their exponentials would
-  # overflow, and times the mask's 0 the gradient would be NaN.
+  # Logits of other devices' tokens may exceed the maximum. Without this mask their exponentials
+  # would overflow, and infinity times the mask's 0 is a gradient of NaN.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
@@ -211,7 +211,8 @@ def _over_support(
 def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Array:
   """Computes float32 logits [B, t, V].
 
-  The head's gradient is that of `sink_DV`, an unread float32 array, so it adds up in float32.
+  The head's gradient is returned as that of `sink_DV`, a float32 copy whose values are not read. So
+  it is summed in float32.
   """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 

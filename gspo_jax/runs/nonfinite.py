@@ -79,7 +79,9 @@ class Guard:
       maxlen=keep
     )
 
-  def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
+  def start(
+    self, state: TrainState, reported: bool = True, step: int = 0, checked_skips: int = 0
+  ) -> TrainState:
     """Accepts a new or restored state; returns the state to train on.
 
     With "stop", the state's count of skipped updates is reset: a positive count would make the
@@ -89,13 +91,14 @@ class Guard:
       state: new or restored training state.
       reported: whether the metrics row of `step` was written, and so checked, before the restart.
       step: last finished step.
+      checked_skips: number of skipped updates in the last metrics row before the restart.
     """
     self._checked = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # The row of `step` is still to be checked: no skip counts as seen yet.
-      self._skipped = 0
+    if not reported:  # The row of `step` is still to be checked, with its skips.
+      self._skipped = checked_skips
     return state
 
   def keep_batches(self, step: int, batches: Sequence[TrainBatch]) -> None:
@@ -103,10 +106,11 @@ class Guard:
     self._batches.append((step, batches))
 
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
-    """Raises `NonFiniteError`, after writing a dump, for a non-finite metrics row.
+    """Raises `NonFiniteError`, after writing a dump, for a bad metrics row.
 
-    With "skip", skipped updates are printed as a warning, and the error is raised for a non-finite
-    row without a skipped update, or after `limit` consecutive skipped updates.
+    A row is bad with a non-finite metric or, with "stop", with a skipped update. With "skip",
+    skipped updates are printed as a warning, and the error is raised for a non-finite row without a
+    skipped update, or after `limit` consecutive skipped updates.
     """
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped

@@ -88,7 +88,9 @@ class Phase:
         "rows are removed from metrics.jsonl\n"
       )
     self._goodput.resume(next(iter(self._writer.rows("sft", "rl")[-1:]), {}))
-    state = self._guard.start(state, reported=reported == step, step=step)
+    last_row = next(iter(self._writer.rows(self._name)[-1:]), {})
+    skips = int(last_row.get("updates_skipped", 0))
+    state = self._guard.start(state, reported=reported == step, step=step, checked_skips=skips)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step

@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """Checked result of an environment's step. The defaults are those of a single turn.
+  """Checked result of an environment's step. The defaults fit a single turn.
 
   Attributes:
     observation: token ids between this turn and the next; () after the last turn.
@@ -288,7 +288,7 @@ def _tool_calls(environment: Environment, earlier: int, default: int) -> int:
     return default
   if not earlier <= total < CALLS:
     raise Unusable(
-      f"has tool_calls={_repr(int(total))} after {earlier} in the turn before: count all calls of "
+      f"has tool_calls={_repr(int(total))}, and {earlier} were reported before: count all calls of "
       "the conversation so far"
     )
   return int(total) - earlier
@@ -311,5 +311,7 @@ def _figures(environment: Environment) -> dict[str, float]:
       )
     figures[name] = _number(value)
     if not abs(figures[name]) <= LARGEST_FIGURE:
-      raise Unusable(f"has the figure {name}={_repr(value)}: return a finite number")
+      raise Unusable(
+        f"has the figure {name}={_repr(value)}: return a finite number of at most 1e30"
+      )
   return figures

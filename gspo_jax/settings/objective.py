@@ -68,29 +68,31 @@ class CorrectionConfig:
 @with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
   """The loss and its options. Unset options have their published values, or no effect.
-  `objective.tuned` replaces published values in a file, {loss: {option: value}}.
-  docs/objectives.md"""
+  A configuration file may have other values for a loss in `objective.tuned`,
+  {loss: {option: value}}. docs/objectives.md"""
 
   name: Annotated[str, LOSS_NAMES] = key("gspo", "the loss")
   old_logp: Literal["sampler", "recompute", "behaviour"] = key(
     "sampler",
-    "sampler: its log-probs, without a pass (§5.4) | recompute: by a pass of the trainer, ratios "
+    "sampler: the sampler's log-probs (§5.4) | recompute: by a pass of the trainer, ratios "
     "start at exactly 1 | behaviour: as sampler, and a pass measures the mismatch with the trainer",
   )
   load_balance_coef: NonNegativeFloat = key(
     0.0,
-    "factor of the router's auxiliary loss; 0 in RL, where Adam would follow this loss alone if "
-    "all advantages are 0",
+    "factor of the router's auxiliary loss; above 0, Adam follows this loss alone where all "
+    "advantages are 0",
   )
   replay: Literal["none", "R2", "R3"] = key(
     "none", "Routing Replay: R2: experts of the pass for old log-probs | R3: experts of the sampler"
   )
   volatility: bool = key(False, "record the sampler's experts, for router/volatility/*")
   advantage: Annotated[str, ESTIMATOR_NAMES] | None = key(
-    None, "unset: the estimator for critic, teacher or constraints, else the loss's published one"
+    None,
+    "unset: with a critic, teacher or constraints the estimator for it, else the loss's published "
+    "one",
   )
   kl_groups: Literal["all", "mixed"] = key(
-    "all", "mixed: no KL penalty for groups without advantages"
+    "all", "mixed: KL penalty for groups with different scores alone"
   )
   reward_kl_coef: NonNegativeFloat = key(
     0.0, "factor of a response's Σ log π_old/π_ref, subtracted from its reward"
@@ -98,8 +100,8 @@ class ObjectiveConfig:
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: PositiveFloat | None = key(
     None,
-    "largest divergence of responses with Â < 0, in nats per token; beyond it they are masked; "
-    "unset: no mask",
+    "mask responses with Â < 0 whose mean log π_old/π per token exceeds this, in nats; unset: no "
+    "mask",
   )
   adaptive_clip: AdaptiveClipConfig = FIXED
 
@@ -124,8 +126,8 @@ class ObjectiveConfig:
       ),
       (
         self.clip_exponent and self.clip_length is None,
-        "{clip_exponent} needs objective.clip_length: the number of tokens of a response with "
-        "exactly objective.clip_low and clip_high",
+        "{clip_exponent} needs objective.clip_length: the length in tokens at which a response's "
+        "clip range is exactly objective.clip_low and clip_high",
       ),
       (
         self.adaptive_clip.target and not self.clip_range,
@@ -170,7 +172,7 @@ class ObjectiveConfig:
       ),
       (
         self.old_logp == "behaviour" and correction.name == "truncated",
-        "{correction.name} multiplies by a weight that ratios with {old_logp} already contain: set "
+        "with {old_logp}, ratios already contain the weight of {correction.name}: set "
         "correction.name to masked or none, or old_logp to recompute",
       ),
     ]
@@ -182,7 +184,7 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    """Name of the estimator from a group's rewards. By default, the loss's published one."""
+    """Name of the estimator from a group's rewards: `advantage` if it is one, else the loss's."""
     named = find_estimator(self.advantage) if self.advantage else None
     return named.name if named is not None and named.of_group else self.loss.advantage
 
@@ -203,7 +205,7 @@ class ObjectiveConfig:
 
   @property
   def clip_range(self) -> float:
-    """The smaller of clip_low and clip_high; 0 if the loss has neither."""
+    """The smaller nonzero one of clip_low and clip_high; 0 if both are 0 or absent."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
@@ -232,7 +234,8 @@ class ObjectiveConfig:
       ones["dual_clip"] = 2.0
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    # The update program takes adapted ranges as arguments, and finished advantages.
+    # The update program takes adapted clip ranges and finished advantages, so these two keys do
+    # not change it.
     fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
     return dataclasses.replace(self, **ones, correction=correction, **fixed)
 
@@ -242,7 +245,7 @@ class ObjectiveConfig:
 
 
 def section_kind(values: Any) -> type[ObjectiveConfig]:
-  """Returns ObjectiveConfig. A subclass has fields for options of a user's functions."""
+  """Returns ObjectiveConfig, or a subclass with fields for options of a user's functions."""
   names = (
     [values.get(name) for name in ("name", "advantage")] if isinstance(values, Mapping) else []
   )

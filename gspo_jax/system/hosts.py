@@ -54,7 +54,7 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(number: int) -> list[int]:
-  """Returns the numbers of all processes, below 2**32, in their order. Collective."""
+  """Returns each process's `number`, 0 to 2**32 - 1, in the order of processes. Collective."""
   if jax.process_count() == 1:
     return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()

@@ -2,7 +2,7 @@ r"""Verifier of mathematical answers. Imports no JAX, and works from any thread.
 
 1. `extract` finds a response's answer, the candidate: the last `\boxed{...}`, else the text after
    "answer is", else the value stated by the last sentence with a number.
-2. Equal texts and plain numbers are compared exactly, in this process.
+2. Equal texts and plain numbers are compared without SymPy, in this process.
 3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy. This may
    hang, so it runs in worker processes that can be killed.
 
@@ -63,7 +63,7 @@ def check_answer(text: str) -> None:
 
 
 def word(text: str) -> str | None:
-  """Returns a gold answer of words, in lower case. Returns None for other answers."""
+  """Returns the gold answer in lower case if it consists of words, else None."""
   return golds.word(_gold(text))
 
 
@@ -137,7 +137,8 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response.
 
-    If a gold answer cannot be parsed, wrong responses may be "wrong" or "crash"; `check` decides.
+    Gold answers are not checked here: with one that cannot be parsed, other responses may be a
+    "crash". `check` finds them.
 
     Args:
       responses: texts of the responses.
@@ -181,7 +182,7 @@ class MathVerifier(contextlib.AbstractContextManager):
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
     """Returns a failure for each unparsable gold answer, and caches the results."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
-    # A gold answer that is a plain number is compared without SymPy, here with "0".
+    # If `quick_judge` can judge the candidate "0", the gold answer needs no parsing.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
     readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
@@ -244,7 +245,8 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
 def judge(candidate: str, answer: str) -> Outcome:
   """Compares two answers by SymPy, without a time limit.
 
-  An answer may have several readings. The outcome is right if any two of them are equal.
+  An answer may have several readings. The outcome is right if a reading of the candidate equals one
+  of the gold answer.
 
   Raises:
     ValueError: the gold answer cannot be parsed and differs from the candidate as text.
@@ -260,8 +262,8 @@ def judge(candidate: str, answer: str) -> Outcome:
   readings = _gold_readings(answer)
   if not readings:
     raise ValueError(UNREADABLE.format(answer))
-  # A gold answer that is a number, such as 1,234, is not read as a list. But 2mg may be the product
-  # 2·m·g.
+  # A gold answer that is a number, such as 1,234, is not read as a list. The number 2mg, with a
+  # unit, may also be the product 2·m·g.
   if is_number:
     products = [r for r in readings[1:] if isinstance(r, nodes.Scalar) and r.value.free_symbols]
     readings = [readings[0], *products]

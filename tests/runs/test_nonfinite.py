@@ -229,6 +229,15 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
   assert "sft step 1: updates: 1 not finite (loss) and skipped" in capsys.readouterr().err
 
 
+def test_skips_of_earlier_rows_do_not_count_again_after_a_resume(tmp_path, capsys):
+  """Eight scattered skips, all in earlier rows, are no eight updates in a row."""
+  state, _ = after(update("skip"), [batch(0)])
+  guard = guard_of(tmp_path, "skip", updates=1, keep=1)
+  guard.start(state.replace(skipped=state.skipped + 8), reported=False, step=9, checked_skips=8)
+  guard.check(row(9, updates_skipped=8.0), state)
+  assert not capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   """A learning rate of 1e10 breaks the model in the first of two updates."""
