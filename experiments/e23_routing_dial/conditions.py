@@ -95,9 +95,9 @@ def gain(results: Results, dose: int, column: str = REWARD) -> Interval:
 
 def outcome(results: Results, dose: int, primary: Interval) -> str:
   """Returns the outcome of the declared rule."""
-  declared = len(SEEDS + MORE if dose == STRONG else SEEDS)
+  counts = {d: len(SEEDS + MORE if d == STRONG else SEEDS) for d in DOSES}
   sound = (
-    primary.count >= declared
+    all(gain(results, d).count >= count for d, count in counts.items())
     and PAPER / 2 <= share(results, dose) <= 2 * PAPER
     and results.interval(name("gspo", dose), START).value >= arms.LEARNED
   )

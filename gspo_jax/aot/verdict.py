@@ -53,7 +53,9 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
   """
   large = [search.program for search in searches if not search.best]
   if large:
-    text = f"verdict: {topology} is too small for {', '.join(large)}, with any compiled settings"
+    text = (
+      f"verdict: {topology} is too small for {', '.join(large)}, with any settings of the search"
+    )
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
   arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] not in ("search", "slots")]

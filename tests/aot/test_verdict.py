@@ -77,7 +77,7 @@ def test_a_search_ends_with_a_verdict_on_its_best_settings():
   assert verdict.search_lines([best], "v5e:2x2", options)[-1] == command
   large = search_of("decode", ({}, dict(fits=False, error="too large")))
   assert verdict.search_lines([best, large], "v5e:2x2", options) == [
-    "verdict: v5e:2x2 is too small for decode, with any compiled settings",
+    "verdict: v5e:2x2 is too small for decode, with any settings of the search",
     "next: take a larger topology",
   ]
 

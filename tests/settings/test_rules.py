@@ -346,19 +346,19 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     TEACHER | dict(objective__name="gspo"),
-    r"'gspo' takes none; set it to one of gspo_token, segment, ppo_clip",
+    r"'gspo' takes one per response; set objective.name to one of gspo_token, segment, ppo_clip",
   ),
   (
     BASE,
     TEACHER | dict(critic__name="model"),
-    r"critic\.name='model': both give each token its adv",
+    r"critic\.name='model': both compute advantages, .* each token",
   ),
-  (BASE, TEACHER | dict(data__query_set__extra_rounds=1), r"extra_rounds=1 leaves out groups"),
-  (BASE, TEACHER | RECORDED, r"rft' takes none"),
+  (BASE, TEACHER | dict(data__query_set__extra_rounds=1), r"extra_rounds=1 replaces groups"),
+  (BASE, TEACHER | RECORDED, r"rft' takes one per response"),
   (BASE, TEACHER | dict(rl__group_size=1), r"rl\.group_size=1: advantages are relative"),
   # A critic.
-  (PPO, dict(objective__name="gspo"), r"objective\.name='gspo' does not take"),
-  (PPO, dict(data__query_set__extra_rounds=1), r"extra_rounds=1 leaves out"),
+  (PPO, dict(objective__name="gspo"), r"objective\.name='gspo' takes one per response"),
+  (PPO, dict(data__query_set__extra_rounds=1), r"extra_rounds=1 replaces groups"),
   (PPO, dict(environment__discount=0.9), r"environment\.discount=0\.9 has no effect"),
   (PPO, dict(critic__name="none", rl__group_size=1), r"rl\.group_size=1: advantages"),
   (PPO, dict(objective__advantage="none"), r"objective\.advantage='none' has no effect"),
@@ -375,23 +375,23 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     cost(initial=11.0),
-    r"costs\.length\.initial=11\.0 is above constraints\.costs\.length\.most=10\.0",
+    r"costs\.length\.initial=11\.0 must be at most constraints\.costs\.length\.most=10\.0",
   ),
   (BASE, cost() | dict(constraints__reward_weight=0.0), r"constraints\.reward_weight=0\.0"),
   (
     BASE,
     cost(limit=6.0) | dict(environment__name="calculator"),
-    r"\(length\): environment\.name='calculator'",
+    r"\(length\), environment\.name='calculator'",
   ),
   (
     BASE,
     cost(limit=6.0) | dict(reward__name="recurrence", reward__per_line=True),
-    r"\(length\): reward\.per_line=True",
+    r"\(length\), reward\.per_line=True",
   ),
   (
     BASE,
     cost(limit=6.0) | dict(critic__name="model", objective__name="ppo_clip"),
-    r"\(length\): critic\.name='model'",
+    r"\(length\), critic\.name='model'",
   ),
   (
     BASE,
@@ -462,7 +462,7 @@ REFUSED_BY_SECTIONS = [
   (
     TINY,
     RFT | dict(data__query_set__extra_rounds=1),
-    r"extra_rounds=1 leaves out groups of equal rewards, of which objective\.name='rft'",
+    r"extra_rounds=1 replaces groups of equal rewards, and objective\.name='rft'",
   ),
   (BASE, OBJECTIVE | dict(objective__name="gsop"), r"objective\.name='gsop' is not one of gspo"),
   (BASE, OBJECTIVE | dict(objective__kl="k4"), r"objective\.kl='k4' is not one of"),
@@ -527,7 +527,7 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     OBJECTIVE | dict(objective__name="vespo", objective__adaptive_clip__target=0.1),
-    r"no clip range to move; vespo has none",
+    r"no clip range to adapt: vespo has none",
   ),
   (
     BASE,
@@ -607,7 +607,7 @@ REFUSED_BY_SECTIONS = [
   (
     BASE,
     OBJECTIVE | dict(objective__old_logp="behaviour", objective__correction__name="truncated"),
-    r"correction\.name='truncated' multiplies.*in the ratio of objective.old_logp='behaviour'",
+    r"objective\.old_logp='behaviour', ratios already contain .*correction\.name='truncated'",
   ),
   # Estimators of advantages.
   (TINY, dict(objective__advantage="gae"), r"advantage='gae' needs critic.name="),
@@ -618,27 +618,27 @@ REFUSED_BY_SECTIONS = [
   (
     TINY,
     TEACHER | COST | dict(objective__advantage="constraints"),
-    r"/t': constraints \(length\): both give each response its advantage",
+    r"/t', constraints \(length\): both compute advantages, .* each response",
   ),
   (TINY, dict(objective__advantage="kl_in_reward"), r"needs objective.reward_kl_coef"),
-  (TINY, CRITIC | PRICE, r"reward_kl_coef=0\.1: both give each response its"),
-  (TINY, TALK | PRICE, r"environment\.name='calculator': both give each turn its"),
+  (TINY, CRITIC | PRICE, r"reward_kl_coef=0\.1: both compute advantages, .* each response"),
+  (TINY, TALK | PRICE, r"environment\.name='calculator': both compute advantages, .* each turn"),
   (
     TINY,
     PRICE | dict(objective__name="rft"),
-    r"reward_kl_coef=0\.1 has no effect, since objective\.advantage='best' is of whole",
+    r"reward_kl_coef=0\.1 has no effect, since objective\.advantage='best' compares whole",
   ),
   (
     TINY,
     PRICE | dict(data__query_set__extra_rounds=1),
-    r"reward_kl_coef=0\.1: data\.query_set\.extra_rounds=1 leaves out groups of equal rewards",
+    r"reward_kl_coef=0\.1: data\.query_set\.extra_rounds=1 replaces groups of equal rewards",
   ),
   (TINY, dict(objective__advantage="turns"), r"'turns' needs environment.name"),
-  (TINY, CRITIC | TEACHER, r"/t': critic\.name='model': both give each token"),
+  (TINY, CRITIC | TEACHER, r"/t', critic\.name='model': both compute advantages, .* each token"),
   (
     TINY,
     CRITIC | TALK | dict(objective__advantage="turns"),
-    r"critic\.name='model': environment\.name='calculator': both give each turn",
+    r"critic\.name='model', environment\.name='calculator': both compute advantages, .* each turn",
   ),
   (
     TINY,
@@ -733,8 +733,8 @@ def configured(get_config, changes):
 
 @pytest.mark.parametrize(
   "get_config, changes, message",
-  REFUSED,
-  ids=[f"{i}-{m[:40]}" for i, (_, _, m) in enumerate(REFUSED)],
+  REFUSED + REFUSED_BY_SECTIONS,
+  ids=[f"{i}-{m[:40]}" for i, (_, _, m) in enumerate(REFUSED + REFUSED_BY_SECTIONS)],
 )
 def test_invalid_settings_are_refused_by_name(get_config, changes, message):
   with pytest.raises(ValueError, match=message) as error:

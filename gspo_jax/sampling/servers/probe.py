@@ -135,7 +135,8 @@ def check_part(part: Part, call: Call, model: ModelConfig, oldest: int, newest: 
   ends = np.isin(tokens, call.stop_ids)
   if ends[:-1].any() or (n and bool(ends[-1]) != part.stopped):
     raise Failed(
-      "tokens", "the answer does not end at its stop token, or says 'stop' without a stop token"
+      "tokens",
+      "the answer goes on after a stop token, or its finish_reason contradicts its last token",
     )
   if not (part.stopped or part.aborted or n == call.max_new_tokens):
     raise Failed(

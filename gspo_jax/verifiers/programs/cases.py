@@ -138,7 +138,7 @@ def _cases(
     raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
     raise ValueError(
-      f"{len(inputs)} inputs and {len(outputs)} outputs: give one output per input, and any input"
+      f"{len(inputs)} inputs and {len(outputs)} outputs: give equally many, one at least"
     )
   if not isinstance(function, str | None):
     raise ValueError(f"fn_name must be text, not {function!r:.40}")
