@@ -131,8 +131,8 @@ def test_values_beyond_float16_are_refused_with_the_tensor(trained, tmp_path, mo
     export.main([str(workdir), str(tmp_path / "out"), "--dtype=float16"])
   count = trained[1].embed.size
   assert (
-    f"model.embed_tokens.weight has {count} values that are NaN or beyond float16, which ends "
-    "at 65504: take bfloat16" in " ".join(capsys.readouterr().err.split())
+    f"model.embed_tokens.weight has {count} values that are NaN or beyond float16, whose largest "
+    "is 65504: take bfloat16" in " ".join(capsys.readouterr().err.split())
   )
   assert not (tmp_path / "out").exists()
   export.main([str(workdir), str(tmp_path / "out"), "--dtype=bfloat16"])

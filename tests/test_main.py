@@ -268,7 +268,7 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
   for name, content in files.items():
     (tmp_path / name).write_bytes(content)
   monkeypatch.setitem(sys.modules, "wandb", None)  # fails where it is imported
-  refused(tmp_path, r"another configuration .*wandb: None -> 'project'", wandb="project")
+  refused(tmp_path, r"another configuration .*wandb: '' -> 'project'", wandb="project")
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
@@ -353,7 +353,7 @@ def test_weights_are_compared_with_the_configuration_at_the_start(tmp_path):
   small = dataclasses.replace(sizes.tiny_moe(264), num_layers=1, hidden_size=8)
   hf.save(tmp_path / "weights", transformer.init(small, jax.random.key(0)), small)
   changes = {"weights": str(tmp_path / "weights"), "job": "rl"}
-  message = r"model\.hidden_size=128 and not 8, model\.num_layers=4 and not 1, .*: set these"
+  message = r"model\.hidden_size=128 and not 8, model\.num_layers=4 and not 1, .*\. Set these"
   refused(tmp_path / "run", message, **changes)
   changes |= {"model.hidden_size": 8, "model.num_layers": 1}
   (path,) = (tmp_path / "weights").glob("*.safetensors")

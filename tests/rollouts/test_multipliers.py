@@ -364,7 +364,7 @@ def test_a_fixed_weight_needs_no_limit():
 def test_two_signals_of_one_name_are_refused():
   with pytest.raises(ValueError, match=r"constraints\.rewards\.a and constraints\.costs\.a"):
     section(rewards=dict(a=dict(signal="length", weight=1.0)), costs=dict(a=LENGTH))
-  with pytest.raises(ValueError, match=r"constraints\.costs\.a/b: a name"):
+  with pytest.raises(ValueError, match=r"constraints\.costs\.a/b: the name"):
     section(costs={"a/b": LENGTH})
 
 

@@ -420,7 +420,9 @@ def test_values_beyond_float16_are_counted_and_nothing_is_written(tmp_path):
   blocks = params.blocks[0]
   large = blocks.ffn.down.at[1, 2, 3].set(1e5)
   params = params.replace(blocks=(blocks.replace(ffn=blocks.ffn.replace(down=large)),))
-  message = "model.layers.1.mlp.down_proj.weight has 1 value that is NaN or beyond float16, which"
+  message = (
+    "model.layers.1.mlp.down_proj.weight has 1 value that is NaN or beyond float16, whose largest"
+  )
   with pytest.raises(ValueError, match=message):
     hf.save(tmp_path / "narrow", params, DENSE, dtype="float16")
   assert not (tmp_path / "narrow").exists()
