@@ -71,7 +71,7 @@ class Instruction:
 
   @functools.cached_property
   def inputs(self) -> list["Instruction"]:
-    """Instructions with the operands as results."""
+    """Instructions of the operands."""
     return [self.siblings[name] for name in self.operands if name in self.siblings]
 
   def called(self, *keys: str) -> str:
@@ -179,8 +179,8 @@ def parse(text: str) -> Module:
       if header:
         lines = computations.setdefault(header[2], [])
         entry = header[2] if header[1] else entry
-    # A computation ends with "}" or e.g. "}, execution_thread=...". Attributes of several lines may
-    # have lines that begin with "}" too, but not like this.
+    # A computation ends with a line "}" or e.g. "}, execution_thread=...". In an attribute of
+    # several lines, "}" is neither alone nor followed by ", ".
     elif re.match(r"^\}(, |$)", line):
       lines = None
     elif _INSTRUCTION.match(line.strip()):
@@ -225,7 +225,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
 
 
 def _short(file: str) -> str:
-  """Shortens a path: from this package on, else to directory and file."""
+  """Shortens a path to start at this package, or else to its last directory and file."""
   if file.startswith(_PACKAGE):
     return file[len(_PACKAGE) - len("gspo_jax") :]
   return "/".join(file.split("/")[-2:])

@@ -1,8 +1,8 @@
 """Handles the command line before JAX and other libraries are imported, which takes seconds.
 
-The module imports the standard library alone. So a greeting, and messages about a wrong command
-line or missing libraries, appear at once. --help imports the declarations of keys too, which need
-JAX but no other library.
+The module needs the standard library alone. So a greeting, and messages about a wrong command line
+or missing libraries, appear at once. --help imports the declarations of keys too, which need JAX
+but no other library.
 """
 
 import ast
@@ -115,7 +115,7 @@ def resolve_config_flags(argv: Sequence[str]) -> list[str]:
 def begin(argv: Sequence[str]) -> None:
   """Begins a run: handles signals and --help, checks packages, and prints a greeting.
 
-  Ends the process after --help, and if a package, --config or its file is missing.
+  Ends the process after --help, and if arguments, a package or the file of --config are missing.
 
   argv: command line, the program's name included.
   """
@@ -146,7 +146,7 @@ def _require_packages(extra: str) -> None:
 
 
 def first_error(arguments: Sequence[str]) -> str:
-  """Returns a message without --config or its file, else ""."""
+  """Returns an error message for missing arguments or files, else ""."""
   if not arguments:
     names = ", ".join(config_names())
     return f"--config must be given: {names}, or the path of a file; --help has more"

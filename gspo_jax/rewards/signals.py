@@ -56,8 +56,8 @@ class Signals:
       prompts: prompt of each response.
 
     Returns:
-      The signals by name, float32 [B] each. And for responses without a verdict from at least one
-      verifier, the verifier and the reason, by index in the batch.
+      The signals by name, float32 [B] each; and, by index in the batch, the responses on which a
+      verifier gave no verdict, with this verifier and its reason.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()

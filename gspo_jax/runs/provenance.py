@@ -20,7 +20,7 @@ from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
 IGNORED = ("provenance", "resume")  # Keys of config.json that comparisons ignore.
-# Keys of the section `provenance` about a source, each with the configuration key of its name.
+# Maps each source's key in the section `provenance` to the configuration key that names the source.
 ORIGINS = dict(start="weights", teacher="teacher", tokenizer="tokenizer")
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 

@@ -1,8 +1,9 @@
 """Preemption: a run that receives a signal saves its state and ends.
 
 Before they take a machine away, TPU VMs, Kubernetes, Slurm and most others send SIGTERM, the
-*notice*. Ctrl-C has the same effect. The same command resumes the run. On several hosts, JAX passes
-the notice from one host to all others, and all of them stop at the same call of `check`.
+*notice*. A run also saves and ends after Ctrl-C. The same command resumes the run. On several
+hosts, JAX passes the notice from one host to all others, and all of them stop at the same call of
+`check`.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
 # Grace period in seconds. Kubernetes, Slurm and preemptible machines of Google usually send SIGKILL
-# 30 s after SIGTERM. A run must end before, with the exit code for which it is restarted.
+# 30 s after SIGTERM. The run must end before SIGKILL, with the exit code that has it restarted.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # name of the machine in Linux
 
@@ -113,10 +114,10 @@ _thread_check = threading.local()
 def watch(grace_s: float | None) -> Iterator[None]:
   """Makes signals raise `Preempted` at the next `check`.
 
-  After the last check, `Preempted` is raised at the end of the context. A second Ctrl-C ends the
-  process at once. `grace_s` seconds after SIGTERM the process ends without saving; None means the
-  platform's grace period. A watch inside another one has no effect. With several hosts, JAX handles
-  SIGTERM.
+  If a signal comes after the last check, `Preempted` is raised at the end of the context. Ctrl-C
+  after an earlier signal ends the process at once. `grace_s` seconds after the notice is seen, the
+  process ends without saving; None means the platform's grace period. A watch inside another one
+  has no effect. With several hosts, JAX handles SIGTERM.
   """
   global _watch
   if _watch is not None:
@@ -155,7 +156,7 @@ def check() -> None:
 def too_long() -> str:
   """Warns if two checks were further apart than the grace period; else "".
 
-  Only checks since the last call count.
+  Considers only the checks since the previous call of this function.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -189,8 +190,8 @@ def check_alone() -> None:
 def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
   """Replaces `check` in this thread within the context.
 
-  It is for threads whose work is needed to save the state after a notice. They continue until
-  their owner ends them.
+  Threads whose work is needed to save the state must continue after a notice: `replacement` does
+  not raise `Preempted`, and the code that started the thread ends it.
   """
   _thread_check.check = replacement
   try:
