@@ -178,7 +178,7 @@ def run_job(run: Run) -> None:
 
 def result_lines(run: Run) -> Iterator[str]:
   """Yields the last accuracy and the newest checkpoint as text."""
-  c, phase = run.config, {"sft": "sft", "eval": "eval"}.get(run.config.job, "rl")
+  c, phase = run.config, run.config.job if run.config.job in ("sft", "eval") else "rl"
   rows = run.writer.rows(phase)
   evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
   if evaluated:

@@ -87,12 +87,14 @@ class Phase:
         f"phase {self._name} has no checkpoint and restarts from the beginning; {dropped} of its "
         "rows are removed from metrics.jsonl\n"
       )
-    self._goodput.resume(next(iter(self._writer.rows("sft", "rl")[-1:]), {}))
-    last_row = next(iter(self._writer.rows(self._name)[-1:]), {})
-    skips = int(last_row.get("updates_skipped", 0))
+    rows = self._writer.rows("sft", "rl")
+    self._goodput.resume(rows[-1] if rows else {})
+    rows = [row for row in rows if row["phase"] == self._name]
+    # Only the first host has rows, and all hosts check the next one.
+    skips = hosts.broadcast(int(rows[-1].get("updates_skipped", 0)) if rows else 0)
     state = self._guard.start(state, reported=reported == step, step=step, checked_skips=skips)
     if self._alarm_config:
-      self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
+      self._alarms = Alarms(self._alarm_config, rows)
     self._done = step
     self._progress = Progress(
       self._name, self._total, start=step, active=hosts.is_first(), at_most=self._at_most
