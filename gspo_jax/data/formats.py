@@ -228,7 +228,8 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
     pattern = "the pattern " if form.name else "data.answer_pattern="
     raise BadRow(
       f"{pattern}{form.answer_pattern!r} finds no answer in the field {form.answer!r} (its end: "
-      f"{whole[-40:]!r}). Correct the row or {form.key('answer_pattern')}"
+      f"{whole[-40:]!r}). Correct the row or {form.key('answer_pattern')} (empty: the "
+      "whole field is the answer)"
     )
   return whole, answer
 
