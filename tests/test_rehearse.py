@@ -9,6 +9,7 @@ from support.configs import config_of
 
 from configs import common, tiny
 from gspo_jax import run
+from gspo_jax.aot import plan
 from gspo_jax.inputs import read_inputs
 from gspo_jax.system import lock
 
@@ -54,6 +55,10 @@ REFUSED = {
     dict(job="eval", environment__name="verifiers_of_a_test:Long"),
     r"Long\.reset\(\) begins with 9 tokens",
   ),
+  "an environment that takes no turn": (
+    dict(job="eval", environment__name="verifiers_of_a_test:Text"),
+    r"environment\.name='verifiers_of_a_test:Text' fails on problem .* gold answer returned 'well'",
+  ),
   "weights that servers cannot take": (
     dict(engine__name="server", engine__urls=("http://a:1",), model__sliding_window=8)
     | dict(model__sliding_window_pattern=2),
@@ -94,6 +99,13 @@ def one(response): return 1.0
 class Long:
   def __init__(self, prompt, tokenizer): pass
   def reset(self): return [65] * 9
+
+class Text(Long):
+  def reset(self): return [65]
+  def step(self, response): return "well"
+
+class Hint(Text):
+  def step(self, response): return [72, 105], 0.5, len(response) > 1
 """
 
 
@@ -151,6 +163,17 @@ def test_a_job_without_scoring_does_not_try_the_reward_function(changes, tmp_pat
     failing |= dict(offline__data=str(tmp_path / "rows.jsonl"))
   config = config_of(tiny.get_config, **RL | changes | failing)
   assert rehearsed(config, tmp_path / "run") == []
+
+
+def test_a_dry_run_shows_the_prompt_and_answers_of_an_environment(tmp_path, monkeypatch):
+  (tmp_path / "verifiers_of_a_test.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(tmp_path)
+  config = config_of(tiny.get_config, **RL | dict(environment__name="verifiers_of_a_test:Hint"))
+  first, *rest = plan.first_problem(read_inputs(config), ())
+  assert first.endswith("a prompt of 1 tokens:") and rest[0] == "  | A"
+  given = "the environment gives 0.5 and"
+  turns = [f"  on this answer as a turn {given} ends", f"  on an empty turn {given} answers:"]
+  assert rest[2:] == [*turns, "  | Hi"]
 
 
 def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):

@@ -86,11 +86,16 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """
   if not (prompts := inputs.data.main_prompts):
     return []
-  first, names = prompts[0], inputs.tokenizer.token_bytes()
-  prompt = b"".join(names[i] for i in first.tokens).decode(errors="replace")
+  first, trial = prompts[0], inputs.trial
+
+  def quoted(tokens: Sequence[int]) -> list[str]:
+    names = inputs.tokenizer.token_bytes()
+    decoded = b"".join(names[i] for i in tokens).decode(errors="replace")
+    return [f"  | {visible(line)}" for line in decoded.split("\n")]
+
   text = [
-    f"first problem, {first.id}, a prompt of {len(first.tokens):,} tokens:",
-    *(f"  | {visible(line)}" for line in prompt.split("\n")),
+    f"first problem, {first.id}, a prompt of {len(trial.tokens):,} tokens:",
+    *quoted(trial.tokens),
     f"  its answer: {visible(first.answer):.200}",
   ]
   if rewards:
@@ -103,6 +108,13 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
       f"  reward of this answer as the response: {gold}; of an empty response: {empty}"
       f"{remark if own_function and gold == empty else ''}"
     )
+  for turn, answer in zip(("this answer as a turn", "an empty turn"), trial.answers):
+    if answer.failure:
+      text.append(f"  the environment fails on {turn}: it {answer.failure}")
+    else:
+      then = "ends" if answer.over else "answers:"
+      text.append(f"  on {turn} the environment gives {answer.reward:g} and {then}")
+      text += quoted(answer.observation) if answer.observation else []
   return text
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gspo_jax import rewards
 from gspo_jax.data import growing, recorded, sources
@@ -9,11 +10,13 @@ from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import HeldOut, check_problems, choose
 from gspo_jax.rewards.signals import check_signals
+from gspo_jax.sampling.conversations import Answer, try_turn
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import SftConfig
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts
 from gspo_jax.tasks import environments
 
 
@@ -104,24 +107,49 @@ def _read_demonstrations(
   return fitting
 
 
-def check_environment(
-  environment: environments.Make, tok: Tokenizer, prompt: Prompt, longest: int
-) -> None:
-  """Creates and resets an environment, as a trial. Raises ValueError if this fails.
+class Trial(NamedTuple):
+  """Begin of a problem's conversation, and its environment's answers to two first turns."""
+
+  tokens: tuple[int, ...]  # The prompt as the model reads it.
+  answers: tuple[Answer, ...] = ()  # To the gold answer and to an empty turn; () for single turns.
+
+
+def try_environment(
+  config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
+) -> Trial:
+  """Begins two conversations, and steps them with the gold answer and an empty turn.
 
   Args:
+    config: configuration of the run.
     environment: constructor of environments.
     tok: tokenizer of the policy.
     prompt: prompt of the trial.
-    longest: largest number of prompt tokens.
+
+  Raises:
+    ValueError: a conversation cannot begin, or both steps fail.
   """
 
   def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
     return tok.encode(tok.chat(messages))
 
-  ((first,),) = new_groups([prompt], 1, 0, longest, environment, render, None, tok.vocab_size)
-  if first.failure:
-    raise ValueError(first.failure)
+  longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+  (trials,) = new_groups([prompt], 2, 0, longest, environment, render, None, tok.vocab_size)
+  for failure in [trial.failure for trial in trials if trial.failure]:
+    raise ValueError(failure)
+  end = list(tok.stop_ids[:1])
+  turns = [[*tok.encode_text(prompt.answer), *end], end]
+  gold, empty = hosts.run_on_first_host(
+    lambda: [
+      try_turn(environment, trial.environment, turn, limit, tok.vocab_size)
+      for trial, turn in zip(trials, turns)
+    ]
+  )
+  if gold.failure and empty.failure:
+    raise ValueError(
+      f"environment.name={config.environment.name!r} fails on problem {prompt.id}: its step with "
+      f"the gold answer {gold.failure}; with an empty turn it {empty.failure}"
+    )
+  return Trial(trials[0].prompt, (gold, empty))
 
 
 def reward_sections(config: RunConfig) -> dict[str, RewardConfig]:

@@ -11,7 +11,7 @@ from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.inputs import facts
-from gspo_jax.inputs.data import Data, check_environment, read_data, reward_sections
+from gspo_jax.inputs.data import Data, Trial, read_data, reward_sections, try_environment
 from gspo_jax.inputs.devices import Meshes, check_devices, check_engine, check_memory, make_meshes
 from gspo_jax.inputs.objective import check_objective
 from gspo_jax.learner.state import check_state
@@ -44,6 +44,7 @@ class Inputs:
   environment: environments.Make | None  # None for single turns.
   rewards: Mapping[str, RewardConfig]  # Section `reward` for each verifier, by its name.
   data: Data
+  trial: Trial | None  # Of the first problem; None without problems.
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
@@ -141,8 +142,11 @@ def read_parts(
   tok = read_tokenizer(config, source, origins["tokenizer"], date)
   environment = environments.find(config.environment.name, tok)
   data = read_data(config, tok)
-  if environment is not None and (prompts := data.main_prompts):
-    check_environment(environment, tok, prompts[0], config.data.max_prompt_tokens)
+  trial = None
+  if prompts := data.main_prompts:
+    trial = Trial(prompts[0].tokens)
+    if environment is not None:
+      trial = try_environment(config, environment, tok, prompts[0])
   meshes = make_meshes(config, devices)
   check_devices(config, sharding.batch_shards(meshes.trainer))
   check_engine(config, tok, meshes.sampler, data.evaluations)
@@ -155,7 +159,18 @@ def read_parts(
     lambda: contents.describe(config, sources, problems, tok.stop_ids)
   )
   return Inputs(
-    config, workdir, source, tok, environment, sections, data, meshes, teacher, date, described
+    config,
+    workdir,
+    source,
+    tok,
+    environment,
+    sections,
+    data,
+    trial,
+    meshes,
+    teacher,
+    date,
+    described,
   )
 
 

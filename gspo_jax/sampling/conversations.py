@@ -144,6 +144,14 @@ def step(environment: Environment, turn: Turn) -> Answer:
   return Answer((), reward, done, calls=calls, figures=figures)
 
 
+def try_turn(
+  make: Make, environment: Environment, tokens: Sequence[int], remaining: int, vocab_size: int
+) -> Answer:
+  """Steps a new environment of `make` with a turn of these tokens. Arguments as in `Turn`."""
+  turn = Turn([*tokens], last=False, remaining=remaining, vocab_size=vocab_size, calls=0)
+  return answer(workers.shared(1).run(step, environment, turn, limit_s=time_limit(make)))
+
+
 def answer(call: concurrent.futures.Future) -> Answer:
   """Returns a finished call's answer. After an exception, it describes the failure."""
   error = call.exception()
