@@ -178,13 +178,19 @@ COLD_START = {  # Formats of the settings in the summary of a run with job=sft.
   "sft_optimizer.learning_rate": "learning rate {}",
   "seed": "seed {}",
 }
+EVALUATION = {  # The same for job=eval.
+  "weights": "{}",
+  "eval.samples": "{} samples per problem",
+  "eval.temperature": "temperature {}",
+  "seed": "seed {}",
+}
 
 
 def summarize(run: Run) -> list[str]:
   """Returns texts on a run's main settings, and its commit."""
   flat, code = run.flat, run.provenance
   texts = []
-  for key, text in (COLD_START if flat.get("job") == "sft" else SUMMARY).items():
+  for key, text in dict(sft=COLD_START, eval=EVALUATION).get(flat.get("job"), SUMMARY).items():
     if (value := flat.get(key)) is not None:
       texts.append(text.format(f"{value:.6g}" if isinstance(value, float) else value))
   if commit := code.get("commit"):

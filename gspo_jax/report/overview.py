@@ -212,7 +212,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   states = [state for state, happened, _ in problems if happened]
   because = "; ".join(text for _, happened, text in problems if happened)
   if not trained:
-    state, text, because = "open", "Too early to say", "no iterations yet"
+    state, text, because = _nothing_yet(by_phase, "iterations")
   elif not states:
     state, text, because = "good", "Yes", "no alarms; no update skipped, loss and gradient finite"
   else:
@@ -239,8 +239,8 @@ def _fast(by_phase: ByPhase) -> Row:
   timed = [{k: s / count for k, s in stages.items()} for step, stages in times if step > 0]
   typical = _medians(_second_half(timed))
   if not typical:
-    because = f"no timed {name}s yet"
-    return {"state": "open", "answer": "Too early to say", "because": because, "facts": []}
+    state, text, because = _nothing_yet(by_phase, f"timed {name}s")
+    return {"state": state, "answer": text, "because": because, "facts": []}
   longest = max(typical, key=typical.get)
   seconds = statistics.median(sum(stages.values()) for stages in _second_half(timed))
   share = typical[longest] / (sum(typical.values()) or 1)
@@ -263,6 +263,13 @@ def _fast(by_phase: ByPhase) -> Row:
   return {
     "state": "plain", "answer": f"{seconds:.3g} s an {name}", "because": because, "facts": facts,
   }  # fmt: skip
+
+
+def _nothing_yet(by_phase: ByPhase, wanted: str) -> tuple[str, str, str]:
+  """Returns state, answer and reason of a run without training rows; `wanted` is missing."""
+  if by_phase["eval"] and not (by_phase["rl"] or by_phase["sft"]):
+    return "plain", "Nothing was trained", "an evaluation alone"
+  return "open", "Too early to say", f"no {wanted} yet"
 
 
 def _updates_per_row(rows: Rows) -> float:

@@ -87,6 +87,8 @@ def test_an_evaluation_alone_has_its_figures():
   assert facts(described)["aime24, avg@32"]["value"] == 0.3
   assert figures(described)["Learning", "Held-out accuracy"]["series"][0]["label"] == "avg@4"
   assert described["phases"] == {"eval": {"title": "Evaluation", "from": 0, "to": 0}}
+  _, healthy, fast = described["runs"][0]["answers"]
+  assert healthy["answer"] == fast["answer"] == "Nothing was trained"
   assert ("Learning", "eval/aime24/accuracy") in figures(described)
   assert figures(described)["Learning", "Held-out accuracy"]["phases"] == ["eval"]
 
