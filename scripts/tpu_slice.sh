@@ -24,6 +24,8 @@ esac
 for name in PROJECT ZONE TYPE BUCKET; do
   [[ -n ${!name:-} ]] || { echo "$name is not set: the head of $0 has an example" >&2; exit 2; }
 done
+command -v gcloud >/dev/null ||
+  { echo "gcloud is not installed: https://cloud.google.com/sdk/docs/install" >&2; exit 2; }
 TPU=${TPU:-gspo} SPOT=${SPOT:-1} PAUSE=${PAUSE:-30}
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
