@@ -171,8 +171,8 @@ def test_a_dry_run_shows_the_prompt_and_answers_of_an_environment(tmp_path, monk
   config = config_of(tiny.get_config, **RL | dict(environment__name="verifiers_of_a_test:Hint"))
   first, *rest = plan.first_problem(read_inputs(config), ())
   assert first.endswith("a prompt of 1 tokens:") and rest[0] == "  | A"
-  given = "the environment gives 0.5 and"
-  turns = [f"  on this answer as a turn {given} ends", f"  on an empty turn {given} answers:"]
+  reward = "the environment gives 0.5 and"
+  turns = [f"  on this answer as a turn {reward} ends", f"  on an empty turn {reward} answers:"]
   assert rest[2:] == [*turns, "  | Hi"]
 
 

@@ -112,8 +112,8 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
     if answer.failure:
       text.append(f"  the environment fails on {turn}: it {answer.failure}")
     else:
-      then = "ends" if answer.over else "answers:"
-      text.append(f"  on {turn} the environment gives {answer.reward:g} and {then}")
+      verb = "ends" if answer.over else "answers:"
+      text.append(f"  on {turn} the environment gives {answer.reward:g} and {verb}")
       text += quoted(answer.observation) if answer.observation else []
   return text
 

@@ -117,7 +117,7 @@ class Trial(NamedTuple):
 def try_environment(
   config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
 ) -> Trial:
-  """Begins two conversations, and steps them with the gold answer and an empty turn.
+  """Tries an environment with two first turns.
 
   Args:
     config: configuration of the run.

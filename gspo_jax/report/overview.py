@@ -265,11 +265,11 @@ def _fast(by_phase: ByPhase) -> Row:
   }  # fmt: skip
 
 
-def _nothing_yet(by_phase: ByPhase, wanted: str) -> tuple[str, str, str]:
-  """Returns state, answer and reason of a run without training rows; `wanted` is missing."""
+def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:
+  """Returns state, answer and reason without training rows."""
   if by_phase["eval"] and not (by_phase["rl"] or by_phase["sft"]):
     return "plain", "Nothing was trained", "an evaluation alone"
-  return "open", "Too early to say", f"no {wanted} yet"
+  return "open", "Too early to say", f"no {missing} yet"
 
 
 def _updates_per_row(rows: Rows) -> float:
