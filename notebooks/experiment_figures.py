@@ -34,7 +34,7 @@ verdict, report = readme.assess(folder, experiment, module.report)
 print(f"{verdict.outcome}: {verdict.because}")
 
 # %% [markdown]
-# One line per run; `results.values(condition, column)` is a column by seed.
+# The table has one row per run. `results.values(condition, column)` returns the values of a column for one condition, by seed.
 
 # %%
 store = Store(folder)

@@ -152,7 +152,7 @@ if process.returncode:
 show(f"Done in {(time.monotonic() - start) / 60:.1f} minutes.")
 
 # %% [markdown]
-# The blue line is the accuracy on held-out sums. The examples had as many wrong carries as right ones, so the reward alone lifts the line.
+# The blue line is the accuracy on held-out sums. In the examples of the cold start half of the carries are wrong, so imitation alone cannot raise it further. The rise comes from the reward.
 #
 # ## One group of responses
 #
@@ -198,7 +198,7 @@ table(
 # A batch of responses is used for four updates. From the second on, the model has changed since it sampled them. The **importance ratio** measures its movement:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
-# - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
+# - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the geometric mean of its tokens' ratios.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Histograms of the log-ratios
@@ -224,7 +224,7 @@ print(f"tokens spread {token.std() / sequence.std():.1f} times as wide as respon
 print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5:.1f}")
 
 # %% [markdown]
-# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. One outlying token is one of eight or nine there, and upward and downward moves cancel. If $n$ tokens moved independently, their mean would spread $\sqrt n$ times less, about as seen here. With responses of thousands of tokens little is left. So the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
+# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A response here has eight or nine tokens, so one outlying token counts for an eighth of the mean, and upward and downward moves cancel. If $n$ tokens moved independently, their mean would spread $\sqrt n$ times less, about as seen here. With thousands of tokens the mean stays very close to 0. So the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
 #
 # **What is it good for?** The reward is for the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
 #

@@ -34,7 +34,7 @@ if importlib.util.find_spec("gspo_jax") is None:
 # %% [markdown]
 # ## The task
 #
-# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response before the first mistake. So responses have 1 to 10 tokens, marked by a mask.
+# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response before the first mistake. A right response has 1 token (to prompt 9) to 10 tokens (to prompt 0), so a mask marks the tokens of each response.
 
 # %% tags=["parameters"]
 STEPS = 80  # rollouts of each run, with four updates each
@@ -112,7 +112,7 @@ def train(loss, model):
 # %% [markdown]
 # ## GSPO and GRPO, from the same start
 #
-# Both see the same prompts. GSPO's published clip range, 0.0003 and 0.0004, is for responses of thousands of tokens. A response of ten tokens averages less, and needs a range about a hundred times as wide. GRPO has its published range, 0.2 and 0.27.
+# Both see the same prompts. GSPO's published clip range, 0.0003 and 0.0004, is for responses of thousands of tokens. With ten tokens the mean is over fewer tokens and scatters more, so the range must be about a hundred times as wide. GRPO has its published range, 0.2 and 0.27.
 
 # %%
 from functools import partial
@@ -184,14 +184,14 @@ for key in metrics["GSPO"]:
 # | `loss` | to be minimised. Its value means little, since advantages are relative: watch the reward. |
 # | `ratio/mean`, `min`, `max`, `std` | the importance ratio: GSPO's are of responses, GRPO's of tokens. GSPO's lie closer to 1, because each is a mean over tokens. |
 # | `ratio/deviation` | mean distance of the ratio from 1. On the first update after sampling it is 0, but for rounding. If it is always 0, your old log-probabilities are those of the current model, and nothing is ever clipped. |
-# | `ratio/effective_length` | number of tokens that carry a response's change. It does not depend on the loss. |
+# | `ratio/effective_length` | over how many tokens the change of a response's log-prob is spread: 1 if one token changed, all of them if they changed equally. Both losses give the same value. |
 # | `clip_fraction/token` | share of the tokens without a gradient. `high`: good ones, already likelier than the range allows; `low`: bad ones, already less likely. |
 # | `clip_fraction/sequence` | the same, each response counted once. GSPO clips whole responses, GRPO single tokens. |
 # | `kl/k1`, `kl/k3` | two estimates of the distance to the sampling model, in nats per token. |
 #
 # ## The weight of a token
 #
-# Here is the gradient of both losses for two responses, token by token, times the number of responses and tokens. GSPO gives all tokens of a response the same weight, or none when it is clipped. GRPO gives each token its own.
+# Here is the gradient of each loss with respect to the log-prob of each token, for two responses. Its sign is reversed, so that an upward bar makes a token likelier, and it is multiplied by the numbers of responses and tokens. GSPO gives all tokens of a response the same weight, or none when it is clipped. GRPO gives each token its own.
 
 # %%
 length_B = mask_BT.sum(axis=1)

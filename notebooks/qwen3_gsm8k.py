@@ -16,10 +16,10 @@
 #
 # This notebook trains all parameters of a real model with GSPO, with a verifier of answers as the only teacher. The model depends on the machine:
 #
-# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line of a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's. Nobody has made the run itself on a chip: times are estimates, and accuracy is unknown.
+# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), started by the same command as on many chips. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, and the memory below is what the compiler reports. The run itself has not been made on a chip: times are estimates, and accuracy is unknown.
 # - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems of the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
 #
-# The outputs here are of the second, with `ITERATIONS = 10` and the weights in 4 bits (`MODEL` was a directory of `python -m experiments.smollm2 SmolLM2-135M-Instruct`).
+# The outputs shown here are from a run of SmolLM2 with `ITERATIONS = 10`. Its weights were quantised to 4 bits: `python -m experiments.smollm2 SmolLM2-135M-Instruct` wrote them to a directory, and `MODEL` named it.
 
 # %% [markdown]
 # ## Install
@@ -66,7 +66,7 @@ CHANGES = {}  # further keys of the configuration, e.g. {"objective.name": "grpo
 # %% [markdown]
 # ## The chip
 #
-# The run is a process of its own, as on a pod, and a TPU belongs to one process at a time. So this notebook never touches the chip: it asks another process for its kind.
+# The run is a process of its own, as on a pod, and a TPU belongs to one process at a time. So this notebook never uses the chip: a short process of its own reports which chip there is.
 
 # %%
 import json
@@ -103,15 +103,15 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # %% [markdown]
 # ## Does it fit? The compiler knows beforehand
 #
-# SmolLM2's run takes 9 GiB of memory on two cores. For Qwen3, `gspo_jax.aot` compiles every program of a run for an absent TPU, and adds the rest of the run's memory on the chip. The command
+# SmolLM2's run takes 9 GiB of memory on two cores. For Qwen3, `gspo_jax.aot` compiles every program of a run for a TPU that need not be present. To a program's peak memory it adds the arrays of the run that are on the chip at that time. The command
 #
 # ```
 # python -m gspo_jax.aot --config=gsm8k:0.6B-v5e --topology=v5e:1x1
 # ```
 #
-# prints GiB of the 16 of a v5e. It takes minutes, so its answer is printed here. It works on any machine with the extra `tpu`.
+# prints this table in GiB; a v5e has 16. It takes minutes, so its output is copied here. It runs on any machine with `gspo-jax[tpu]` installed.
 #
-# | program | its peak | held by the run meanwhile | together |
+# | program | its peak, arguments included | other arrays of the run | together |
 # | --- | --- | --- | --- |
 # | update, 64 responses of up to 1,408 tokens | 13.7 | 0 | **13.7** |
 # | log-probabilities, where they are recomputed (not in this run) | 4.2 | 5.6 | 9.8 |
@@ -119,13 +119,13 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # | prefill | 6.4 | 6.7 | **13.1** |
 # | decoding, 64 responses at a time | 5.7 | 6.7 | 12.4 |
 #
-# So full float32 Adam fits. Parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, and the logits of 151,936 tokens exist for 128 positions at a time. The sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and their learning at toy size).
+# So full float32 Adam fits. Parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, and the logits, of a vocabulary of 151,936, are computed for 128 positions at a time. The sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters. [Training on one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has their memory, and shows that they learn in a toy model.
 #
 # | chip | configuration | status |
 # | --- | --- | --- |
 # | TPU v5e, v6e | `gsm8k:0.6B-v5e`, `-v6e` | compiled for the chip, not run on one |
-# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the next smaller TPU |
-# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so by its data sheet an iteration takes at least two minutes |
+# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one. The settings for 80 GB were calculated; those for 40 and 24 GB are the ones of v6e and v5e |
+# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit; by calculation, adapters of rank 32 do. A T4 multiplies bfloat16 at the speed of float32, so by its data sheet an iteration takes at least two minutes |
 
 # %% [markdown]
 # ## Weights and data
@@ -162,7 +162,7 @@ else:
 print(f"{example['question']}\n\n{example['answer']}")
 
 # %% [markdown]
-# The verifier compares with GSM8K's number behind `####`; the model never sees the working. It sees this, in the chat template of the checkpoint. SmolLM2 writes an expression, in the form of a short cold start, and the verifier evaluates it:
+# The verifier compares with GSM8K's number behind `####`; the model never sees the working. SmolLM2 first learns, in a short cold start, to write an arithmetic expression, which the verifier evaluates. The next cell prints a prompt in the chat template of the checkpoint:
 
 # %%
 from gspo_jax.configs import common, smollm2
@@ -178,7 +178,7 @@ print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i i
 # %% [markdown]
 # ## The command
 #
-# This is a whole run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses the same settings as the run, and prints its size. Its memory is an estimate; the figures above are the compiler's.
+# This is a whole run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses any settings that the run would refuse, and prints the size of the run. The memory that it prints is an estimate; the table above is the compiler's.
 
 # %%
 workdir = home / "run"
@@ -220,7 +220,7 @@ if dry.returncode:
 # | four updates | 3.8 s | bound by compute |
 # | together | **11.5 s** | 6,700 tokens per second |
 #
-# So 100 iterations take 20 minutes at the very least, and each of the five evaluations half a minute. A chip does not reach its bounds; at a third of them the run takes a bit more than an hour. Responses twice as long take twice the time.
+# So 100 iterations take at least 20 minutes, and each of the five evaluations half a minute. No chip reaches this bound; at a third of its speed the run takes a little more than an hour. Responses twice as long take twice the time.
 #
 # To **stop**, interrupt the cell: the run saves its state. To **continue**, run the cell again, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
 
@@ -311,7 +311,7 @@ train()
 # %% [markdown]
 # ## Before and after, in figures
 #
-# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1, and a greedy one. `accuracy` is the average Pass@1, with a 95 % interval over problems.
+# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1 (SmolLM2: two), and a greedy one. `accuracy` is the average Pass@1, with a 95 % interval over problems.
 
 # %%
 import numpy as np
@@ -396,7 +396,7 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
 #
 # `run/report.html` in `HOME` has all metrics and warnings, and the responses of every tenth iteration with tokens coloured by log-ratio. Download this one file from the file browser. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
-# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, where the trash counts, too. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings continues. This was tested with directories of a local disk, not with a Drive.
+# A checkpoint of Qwen3-0.6B takes 7.2 GB (12 bytes per parameter), and two exist while a new one is written. A free Drive has 15 GB, and deleted checkpoints count while they are in the trash, so it fills up. With adapters a checkpoint takes 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings continues. This was tested with directories of a local disk, not with a Drive.
 
 # %%
 for path in sorted(workdir.iterdir()):

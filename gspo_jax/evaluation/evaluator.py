@@ -52,7 +52,10 @@ class Round(NamedTuple):
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
-  """Returns the engine's workload for an evaluation. `requests`: its other fields."""
+  """Returns the engine's workload for an evaluation.
+
+  requests: the other fields of `Workload`.
+  """
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, max_new_tokens=c.max_new_tokens)
   return Workload(sampling, **requests)
 
@@ -221,8 +224,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Includes problems already in the log: samples of equal prompts are numbered across groups, and
-    # a resumed evaluation must give them the same numbers.
+    # Problems already in the log have groups too. If two problems have the same prompt, the second
+    # group's sample numbers continue those of the first, and random numbers depend on them.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -7,9 +7,9 @@ Several metrics are reported separately for classes of responses or segments:
   responses.
 - Length: the upper limits of the classes are powers of two, chosen from the maximum length.
   `.../le_64` is about responses of 33 to 64 tokens. The first class includes all shorter responses.
-- Segment: a segment is in two classes. One is its number in the response, "1" to "4"; segments
-  after the fourth are in none of these. The other is its third of the response: the segments of a
-  response are divided equally into "first", "middle" and "last". A single segment is "middle".
+- Segment: the first four segments of a response are in the classes "1" to "4". In addition, the
+  segments of a response are divided equally into the classes "first", "middle" and "last". A single
+  segment is "middle".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ def age_metrics(
 ) -> Metrics:
   """Returns metrics of the responses of each age; 0 for an empty class.
 
-  - `by_age/responses`: share of the trained responses.
+  - `by_age/responses`: share of the trained responses that have an age.
   - `by_age/ratio_deviation`: mean of |s_i - 1|, with s_i = exp(1/|y_i| Σ_t log w_it), GSPO's ratio,
     even if the loss has another ratio.
   - `by_age/clip_fraction`: share of clipped tokens.
@@ -301,10 +301,10 @@ def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict
   """Measures the share of changed experts since the rollout, by layer.
 
   Without replay, the experts of this forward pass are compared with those of the pass that
-  recomputed old log-probs, or else with the sampler's. With replay, the experts preferred by the
-  router are compared with the replayed ones. The preferences then come from hidden states computed
-  with the replayed experts, since no additional pass is run. Without recorded experts there is no
-  metric.
+  recomputed old log-probs, or else with the sampler's. With replay, the router's own choice is
+  compared with the replayed experts. The router's inputs then result from experts replayed in
+  earlier layers, since a pass without replay would have a cost. If no experts are recorded, there
+  is no metric.
 
   `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
   """

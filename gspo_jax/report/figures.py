@@ -86,8 +86,8 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# Metrics without a chart: volatility has too many curves, one per mini-batch and layer, and the
-# time of day is no curve.
+# Metrics without a chart: the volatility of each layer in each mini-batch, which are too many
+# curves, and the time of day.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 
@@ -99,8 +99,8 @@ def _chart(
   Args:
     title: title of the chart.
     note: text below the title.
-    lines: the metric of a single curve, or label and colour of each curve, "LABEL COLOR", by
-      metric.
+    lines: the metric of a single curve; or a dict from the metric of each curve to its label and
+      colour, "LABEL COLOR".
     band: metrics of the lower and upper edge of the first curve's band; "" for no band.
     **options: other fields of Figure.
   """
@@ -150,7 +150,7 @@ SECTIONS = (
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True, overview=True, log=False,
     ),
-    _chart("Reward", "mean over the responses of a rollout",
+    _chart("Reward", "mean and standard deviation over a rollout; mean over held-out responses",
            {"reward/mean": "mean blue", "reward/std": "std grey",
             "eval/reward/mean": "held out orange"}, phases=HELD_OUT, overview=True, log=False),
     _chart("Entropy", "nats per token", "entropy", overview=True),
@@ -231,7 +231,8 @@ SECTIONS = (
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
     _by_minibatch("Ratio std", "of each update", "ratio/std"),
     _by_length("Std of log s",
-               "standard deviation, over the responses of a length, of a response's mean log-ratio",
+               "log s: mean log-ratio of a response; standard deviation over responses of similar"
+               " length",
                "log_ratio_std"),
     _chart("Effective length",
            "(Σ |log w|)² / Σ (log w)² over a response's tokens: how many carry its log-ratio",
@@ -239,7 +240,7 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Clipping", "Shares of clipped responses and tokens.",
-    *(_chart(f"Clipped {x}s", f"share of {units} outside the clip range",
+    *(_chart(f"Clipped {x}s", f"share of {units} that the loss clips",
              {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
               f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent",
              overview=x == "token")
@@ -276,7 +277,8 @@ SECTIONS = (
   _section(
     "ratio", "Sampler against trainer",
     "Log-probabilities of the same tokens with the same weights, before the first update. They"
-    " differ by rounding, not by learning.",
+    " differ by rounding, not by learning. Only the curve “new to old policy” has the effect of"
+    " updates.",
     _chart("Sampler against trainer", "|difference| of the two log-probabilities",
            {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
             "mismatch/abs/max": "largest orange"}),
@@ -284,7 +286,7 @@ SECTIONS = (
            {"mismatch/tail": "trainer to sampler blue", "ratio/tail": "new to old policy orange"},
            unit="percent"),
     _chart("Probe after publication",
-           "mean |difference| of log-probabilities of fixed texts, of engine and trainer",
+           "engine against trainer: mean |difference| of log-probabilities on fixed prompts",
            {"engine/probe/mean": "worst server blue"}),
     rest="(mismatch|correction)/.+",
   ),
@@ -312,17 +314,17 @@ SECTIONS = (
   _section(
     "router", "Load and entropy", "",
     _chart("Load balance", "1 is even", "router/load_balance", phases=BOTH, zero=False, log=False),
-    _chart("Busiest expert", "its share of the tokens", "router/busiest_expert", phases=BOTH,
-           unit="percent", zero=False, log=False),
+    _chart("Busiest expert", "its share of a layer's assignments", "router/busiest_expert",
+           phases=BOTH, unit="percent", zero=False, log=False),
     _chart("Router entropy", "nats", "router/entropy", phases=BOTH, zero=False, log=False),
     _chart("Router z-loss", "before its coefficient", "router/z", phases=BOTH, zero=False),
     _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
   ),
   _section(
     "router", "Replay",
-    "Agreement of the trainer's experts with the sampler's. With replay, the volatility above"
+    "Difference between the trainer's experts and the sampler's. With replay, the volatility above"
     " compares replayed experts with those that the router would choose itself.",
-    _chart("Sampler to trainer", "share of a token's experts that differ with the same weights",
+    _chart("Sampler to trainer", "share of a token's experts that differ before the first update",
            "router/volatility/sampler", unit="percent"),
     rest="router/.+",
   ),
@@ -336,8 +338,9 @@ SECTIONS = (
     _chart("Goodput", "share of the wall time since the first start, by stage",
            {"goodput/{name}": "{name} stage"}, unit="percent", kind="stack", phases=BOTH,
            log=False),
-    _chart("Useful time", "share of the wall time in sampling, scoring, passes and updates",
-           "goodput", unit="percent", phases=BOTH, zero=False, log=False),
+    _chart("Useful time",
+           "share of the wall time in sampling, scoring, log-prob passes and updates", "goodput",
+           unit="percent", phases=BOTH, zero=False, log=False),
     _chart("Wall time", "seconds since the first start, with pauses between restarts",
            "wall/seconds", unit="seconds", phases=BOTH, log=False),
     _chart("Within sampling", "seconds per step, by part of the sampling",

@@ -2,7 +2,7 @@
 
 `Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
 rewards: with a bonus for short answers, these differ even if all responses of a group are right. A
-group is all right if all of its responses are. It is all wrong if no response is right and all
+group is *all-right* if each response is right. It is *all-wrong* if no response is right and all
 scores are equal.
 """
 
@@ -17,8 +17,8 @@ from gspo_jax.structs import Prompt
 class PromptFilter:
   """Counts right responses per prompt, and drops prompts with constant outcomes.
 
-  A prompt is dropped after `drop_after` consecutive groups that are all right, or all wrong. It is
-  readmitted after `readmit_after` iterations, and counted from 0 again. The state is in the
+  A prompt is dropped after `drop_after` consecutive all-right groups, or as many all-wrong groups.
+  After `readmit_after` iterations it is readmitted, and its counts start at 0. The state is in the
   checkpoint, so a resumed run drops the same prompts.
 
   Args:
@@ -29,9 +29,9 @@ class PromptFilter:
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # By prompt id, a list of: the number of groups, of responses, and of right responses; the
-    # streak; and `Prompt.content`. A streak of n is n consecutive all-right groups, and of -n as
-    # many all-wrong groups.
+    # By prompt id, a list: number of groups, number of responses, number of right responses, streak
+    # and `Prompt.content`. A streak n > 0 means that the last n groups were all-right, and a streak
+    # -n that the last n were all-wrong. It is 0 after any other group.
     self._tried: dict[str, list[Any]] = {}
     self._dropped: dict[str, int] = {}  # Iteration in which a prompt was dropped, by prompt id.
 
@@ -91,7 +91,7 @@ class PromptFilter:
     return responses, right
 
   def metrics(self) -> dict[str, float]:
-    """Returns metrics of sampled and dropped prompts; {} if no prompts are dropped."""
+    """Returns metrics of sampled and dropped prompts; {} if `drop_after` is 0."""
     if not self.config.drop_after:
       return {}
     always = sum(self._tried[name][3] > 0 for name in self._dropped)

@@ -64,8 +64,9 @@ class Phase:
   ) -> tuple[int, TrainState, Row | None]:
     """Returns (step, state, host_state) of the newest checkpoint.
 
-    Without a checkpoint, returns (0, start(), None). `host_state` is the dict of `save`, with keys
-    `position`, `pending` and `rows`. Rows of later steps are removed from metrics.jsonl.
+    If there is no checkpoint, returns (0, start(), None). `host_state` is the dict that `save`
+    stored with the arrays; its keys are `position`, `pending` and `rows`. Rows of later steps are
+    removed from metrics.jsonl.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
@@ -90,7 +91,7 @@ class Phase:
     rows = self._writer.rows("sft", "rl")
     self._goodput.resume(rows[-1] if rows else {})
     rows = [row for row in rows if row["phase"] == self._name]
-    # Only the first host has rows, and all hosts check the next one.
+    # Only the first host has rows. All hosts check the next row, and so need the last count.
     skips = hosts.broadcast(int(rows[-1].get("updates_skipped", 0)) if rows else 0)
     state = self._guard.start(state, reported=reported == step, step=step, checked_skips=skips)
     if self._alarm_config:
@@ -105,11 +106,11 @@ class Phase:
   def steps(self) -> Iterator[int]:
     """Yields the numbers of the remaining steps. Raises `Preempted` between two steps.
 
-    Warns once if a step takes longer than the preemption grace period.
+    Warns once if the time between two checks for preemption exceeds the grace period.
     """
     warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
-      self._pending = None  # The row of the previous step, the resume point, has been reported.
+      self._pending = None  # The resume point is the previous step, and its row is reported.
       preemption.check()
       warning = preemption.too_long()
       if warning and not warned and step > self._done + 2:  # The first step compiles.
@@ -144,7 +145,7 @@ class Phase:
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the previous step's metrics row, and buffers this row.
+    """Buffers this row of metrics, and writes the row buffered before it.
 
     Fetching this row at once would make the devices wait for the host.
     """
@@ -207,7 +208,7 @@ class Phase:
   def _save_on_preemption(self, kind: object, error: object, trace: object) -> None:
     if isinstance(error, preemption.Preempted):
       self.flush()
-      # `Checkpointer.close` completes a running save of this step.
+      # `latest` includes a save that is still running. `Checkpointer.close` waits for its end.
       if self._step != self._checkpoints.latest():
         self.save()
       error.saved = f"step {self._step} of {self._name}"
