@@ -184,7 +184,8 @@ def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
   gathered = _gathered(params, case.model, case, mesh) if scattered else 0.0
   each = case.config.models * 2 * (_pass(params, case.model, case, mesh) + gathered + saved)
   gradients = device_bytes(trained_params(state))
-  return 2 * device_bytes(state.opt_state) + 4 * gradients + case.microbatches * each
+  critic = () if state.critic is None else state.critic.opt_state
+  return 2 * device_bytes((state.opt_state, critic)) + 4 * gradients + case.microbatches * each
 
 
 def _score(case: Case, mesh: jax.sharding.Mesh) -> float:

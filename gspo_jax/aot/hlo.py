@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Bytes per element by dtype, if other than 4.
-_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, s4=0.5, u4=0.5)
+# Bytes of an element; f8... types have 1, and all others 4.
+_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, c64=8, c128=16)
+_BYTES |= dict(s4=0.5, u4=0.5, f4e2m1fn=0.5)
 _SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.DOTALL)
 _PACKAGE = Path(__file__).parents[1].as_posix()

@@ -125,7 +125,7 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
   The suggestion is the key of the same meaning if the name is another library's, else a similar key
-  of the section, else keys of this name in other sections.
+  or section within `path`, else keys of this name in other sections of the top level.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.
@@ -136,6 +136,7 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == name]
   near = [path + match for match in difflib.get_close_matches(key.partition(".")[0], keys, n=1)]
   if section:
+    elsewhere = [] if path else elsewhere
     near = [key for key in elsewhere if key.rpartition(".")[0] in near] or elsewhere or near
   if near := OTHER_NAMES.get(name, "").split() or near or elsewhere:
     hint = f"did you mean {' or '.join(near)}?"

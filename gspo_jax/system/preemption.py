@@ -164,8 +164,8 @@ def too_long() -> str:
   if longest <= _watch.grace_s:
     return ""
   return (
-    f"warning: for {longest:.0f} s the run could not stop, and {_watch.grace_s:g} s after a notice "
-    "(SIGTERM) the machine is taken away: such a preemption would lose all work since the last "
+    f"warning: the run could not have stopped for {longest:.0f} s. A platform that ends it "
+    f"{_watch.grace_s:g} s after a notice (SIGTERM) would have lost all work since the last "
     "checkpoint. Set checkpoint.every_minutes to an affordable loss, and checkpoint.grace_s to the "
     "grace period of your platform (docs/running.md)"
   )
