@@ -39,7 +39,8 @@ def lines(
     return [text, f"next: {_command(arguments, change)}"]
   text = _fit_lines(rows, topology)
   if not any("binds" in row for row in rows):
-    return [*text, "next: run on one of these GPUs, to measure times"]
+    unknown = "bound: unknown, since times on GPUs are measured, not computed"
+    return [*text, unknown, f"next, on {topology}: {_run_command(arguments)}"]
   # The flag --search needs one of these programs.
   searched = {"train", "decode"} & {row["program"] for row in rows}
   names = [] if searched else ["--programs=train,decode"]
@@ -101,3 +102,9 @@ def smaller(large: Sequence[str], case: Case, shards: int) -> str:
 
 def _command(arguments: Sequence[str], *changes: str) -> str:
   return shlex.join(["python", "-m", "gspo_jax.aot", *arguments, *changes])
+
+
+def _run_command(arguments: Sequence[str]) -> str:
+  """Returns the command of the run itself, with the same configuration."""
+  flags = [x for x in arguments if x.lstrip("-").startswith("config")]
+  return shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
