@@ -36,9 +36,9 @@ def section(config: Any, **changes: Any) -> ConfigDict:
   """Converts a section of `gspo_jax.settings` to a ConfigDict.
 
   Args:
-    config: the section, as a dataclass.
-    changes: values that replace those of the section. A key with value None accepts the declared
-      type later.
+    config: the section, as a dataclass. If a key has the value None, it can later be set to a value
+      of its declared type.
+    changes: values that replace those of the section.
   """
   values = {}
   for name, kind in ranges.kinds(type(config)).items():
@@ -114,9 +114,9 @@ def size(name: str) -> ModelConfig:
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:
-  """Returns the part of --config=file.py:arg after the colon; None without one.
+  """Returns the part of --config=file.py:arg after the colon; None if it is empty.
 
-  Raises ValueError if it is not one of `allowed`.
+  Raises ValueError if this part is not one of `allowed`.
   """
   if arg and arg not in allowed:
     raise ValueError(f"config variant {arg!r} is not one of: {', '.join(allowed) or '(none)'}")

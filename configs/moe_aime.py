@@ -6,8 +6,8 @@ Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
 Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size
 
-Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper does not say
-learning rate, batch size, group size and response length; here they are our choices.
+Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper gives no
+learning rate, batch size, group size or response length; these values are our choices.
 
 configs/moe_aime.py:tiny has the same code paths with a small random model, the byte tokenizer, and
 sums instead of AIME. It takes a minute on two CPU cores.
@@ -24,8 +24,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     # remat="both" with 32,768 tokens per chip, which saves more time.
     compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
-    # With old log-probs from the sampler (§5.4), it needs bfloat16. With cache_dtype="int8" and
-    # weights_dtype="int8", sampling would take an estimated 193 s, but would need
+    # Old log-probs are the sampler's (§5.4), so the cache has bfloat16. With cache_dtype="int8" and
+    # weights_dtype="int8", sampling would take an estimated 193 s, but old log-probs would need
     # objective.old_logp="recompute" (docs/sampling.md).
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),

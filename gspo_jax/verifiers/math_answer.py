@@ -6,7 +6,7 @@ r"""Verifier of mathematical answers. Imports no JAX, and works from any thread.
 3. Other answers are parsed by `gspo_jax.verifiers.mathematics` and compared by SymPy. This may
    hang, so it runs in worker processes that can be killed.
 
-If the verifier hangs or crashes, the outcome says so, and is not that of a wrong answer.
+If the verifier hangs or crashes, the outcome is "timeout" or "crash" rather than "wrong".
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from gspo_jax.verifiers.mathematics import golds, quantity
 from gspo_jax.verifiers.mathematics.extract import BOX, extract
 from gspo_jax.verifiers.mathematics.spelling import MAX_ANSWER, normalise
 
-MAX_CACHED = 1 << 16  # Outcomes in the cache of symbolic comparisons; it is cleared beyond.
+MAX_CACHED = 1 << 16  # Outcomes in the cache of symbolic comparisons; a larger cache is cleared.
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
 PLACEHOLDER = "the gold answer {!r:.80} is a placeholder, not an answer"
 
@@ -102,7 +102,7 @@ def shared(time_limit_s: float) -> "MathVerifier":
 
 
 def _forget() -> None:
-  """Drops lock and verifiers in a forked process: their pipes belong to the parent."""
+  """Drops lock and verifiers in a forked process: the verifiers' pipes belong to the parent."""
   global _lock
   _lock = threading.Lock()
   _shared.clear()
@@ -137,8 +137,8 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response.
 
-    Gold answers are not checked here: with one that cannot be parsed, other responses may be a
-    "crash". `check` finds them.
+    Gold answers are not checked here. If one cannot be parsed, its responses are right, unparsable
+    or a crash. `check` returns a crash for all of them that are not right.
 
     Args:
       responses: texts of the responses.
@@ -180,7 +180,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """Returns a failure for each unparsable gold answer, and caches the results."""
+    """Returns a dict of failures by unparsable gold answer, and caches which can be parsed."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
     # If `quick_judge` can judge the candidate "0", the gold answer needs no parsing.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
@@ -194,7 +194,7 @@ class MathVerifier(contextlib.AbstractContextManager):
 
 
 def boxed(solution: str) -> str | None:
-  """Returns the boxed answer of a solution. Returns None without a box."""
+  """Returns the boxed answer of a solution. Returns None if there is no box."""
   return extract(solution) if BOX.search(solution) else None
 
 
@@ -202,7 +202,7 @@ def boxed(solution: str) -> str | None:
 def _gold(answer: str) -> str:
   """Returns the answer within a gold solution: the boxed one, else the whole text.
 
-  The answer of a text longer than `MAX_ANSWER` is extracted as from a response.
+  A text without a box that is longer than `MAX_ANSWER` is read like a response.
   """
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
@@ -210,14 +210,14 @@ def _gold(answer: str) -> str:
 
 
 def _quick_outcome(candidate: str | None, answer: str) -> Outcome | pool.Failure | None:
-  """Returns a crash for a placeholder as gold answer, else `quick_judge`."""
+  """Returns a crash if the gold answer is a placeholder, else the value of `quick_judge`."""
   if golds.placeholder(_gold(answer)):
     return pool.Failure(Outcome.CRASH, PLACEHOLDER.format(answer))
   return quick_judge(candidate, answer)
 
 
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
-  """Compares texts and plain numbers, without SymPy. Returns None for other answers.
+  """Compares texts and plain numbers. Returns None if SymPy must decide.
 
   candidate: None for a response without answer.
   """

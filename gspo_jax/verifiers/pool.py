@@ -30,7 +30,7 @@ from typing import Any
 from gspo_jax.verifiers import children
 
 START_LIMIT_S = 120.0  # Seconds for a worker's start and warm-up; a busy machine is slow.
-GRACE_S = 2.0  # A worker ends itself this long after the time limit, if the pool does not kill it.
+GRACE_S = 2.0  # Seconds after the time limit until a worker ends itself, if not killed before.
 START_ATTEMPTS = 3  # Maximum consecutive failures to start a worker in one call of `map`.
 WARM_UP = -1  # Index of a new worker's warm-up item, which is none of the caller's items.
 
@@ -55,10 +55,10 @@ class Pool(contextlib.AbstractContextManager):
     function: "package.module:name" of a function from one JSON value to another.
     workers: number of processes.
     time_limit_s: limit of one item in wall-clock seconds, without queueing.
-    warm_up: item for every new worker before all others, so that it imports modules and fills
-      caches. Its limit is `START_LIMIT_S`.
+    warm_up: first item of every new worker, which thereby imports modules and fills caches. The
+      limit of this item is `START_LIMIT_S`.
     memory_bytes: limit of a worker's address space. An item that exceeds it is a crash
-      (MemoryError). None for no limit.
+      (MemoryError). None sets no limit.
 
   Raises:
     RuntimeError: a worker cannot be started. The message has the worker's traceback.
@@ -93,8 +93,8 @@ class Pool(contextlib.AbstractContextManager):
   def map(self, items: Sequence[Any]) -> list[Any]:
     """Returns the function's value for each item, or a `Failure`. Safe from any thread.
 
-    Crashed workers are replaced. If none can be started, all remaining items are crashes, and the
-    next call tries again.
+    Crashed workers are replaced. If no worker can be started, all remaining items are crashes, and
+    the next call of `map` tries again.
 
     Raises:
       RuntimeError: the pool is closed.
@@ -128,7 +128,7 @@ class Pool(contextlib.AbstractContextManager):
   def _run(self, items: Sequence[Any]) -> list[Any]:
     """Returns the items' results, in order.
 
-    Without items, waits until each worker is ready or has failed to start.
+    If there are no items, waits until each worker is ready or has failed to start.
     """
     results = [None] * len(items)
     died = set()  # Indices of items on which a worker died.
@@ -187,13 +187,13 @@ class _Worker:
 
   def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
     self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
-    self.process, self.pipe = None, None  # None without a process.
-    self.item, self.deadline = None, 0.0  # Index of the running item, None if idle; its time limit.
+    self.process, self.pipe = None, None  # None if there is no process.
+    self.item, self.deadline = None, 0.0  # Index of the running item, None if idle; its deadline.
     self.failed_starts, self.reason = 0, ""  # Consecutive failed starts; the last one's reason.
 
   @property
   def alive(self) -> bool:
-    """Whether the worker has a process. That it died is noticed by `receive` only."""
+    """Whether the worker has a process. Only `receive` notices that the process died."""
     return self.process is not None
 
   def start(self) -> None:
@@ -225,7 +225,7 @@ class _Worker:
   def started(self, message: dict[str, Any] | None) -> None:
     """Handles the result of the warm-up item; kills the worker if it failed.
 
-    message: None if there was no result in time; {} if the process died.
+    message: a message of `_serve`; None if no result came in time; {} if the process died.
     """
     if message is None:
       self._count_failure(f"it was not ready after {START_LIMIT_S:.0f} s")
@@ -248,7 +248,7 @@ class _Worker:
   def receive(self) -> dict[str, Any] | None:
     """Returns the result of an item, as a message of `_serve`.
 
-    Returns None if there is none yet, and {} if the process died.
+    Returns None if no result has arrived yet, and {} if the process died.
     """
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
@@ -284,9 +284,9 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
   with contextlib.suppress(EOFError, OSError):  # Ends if the pool closes the pipe or dies.
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
-      # If the pool's process died, it cannot kill this one. SIGALRM then does, since it has no
-      # handler. RLIMIT_CPU would not do: it adds the seconds of all threads, and an item's child
-      # processes inherit it, even those meant to serve later items, such as a prover.
+      # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
+      # the signal has no handler. RLIMIT_CPU would not do: it adds the seconds of all threads, and
+      # an item's child processes inherit it, even those for later items, such as a prover.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

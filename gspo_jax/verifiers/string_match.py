@@ -1,6 +1,6 @@
 """Verifier of texts: a response is right if its answer equals the gold answer.
 
-Both texts are normalised first, so case, spaces and quotes do not matter.
+Both texts are normalised first, so case, repeated spaces and outer quotes do not matter.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from gspo_jax.verifiers import thought
 
 OUTCOMES = ("right", "wrong", "unparsable")
-# Maximum characters of an answer, or twice the gold answer's if that is more.
+# Maximum characters of an answer. Twice the gold answer's length replaces this maximum if larger.
 MAX_ANSWER = 2000
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
@@ -62,11 +62,11 @@ def check_answer(text: str) -> None:
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
-  """Returns the answer in a response. Returns None without one.
+  """Returns the answer in a response. Returns None if there is none.
 
-  It is the content of the last `<answer>`, else the last line, in both cases the part after "the
-  answer is". Only text after the thought counts (`thought.after`). An answer has at most `longest`
-  characters, and is not empty after `normalise`.
+  The answer is the content of the last `<answer>`, else the last line. If "the answer is" occurs,
+  the answer is the text after these words. The thought does not count (`thought.after`). An answer
+  has at most `longest` characters, and is not empty after `normalise`.
 
   Args:
     response: text of the response.
@@ -87,9 +87,9 @@ def _without_label(line: str) -> str:
 
 
 def last_tagged(text: str) -> str | None:
-  """Returns the content of the last `<answer>...</answer>`. Returns None without one.
+  """Returns the content of the last `<answer>...</answer>`. Returns None if there is none.
 
-  If such pairs are nested, it is the content of the inner one.
+  If such pairs of tags are nested, the content is that of the inner pair.
   """
   content = start = None
   for tag in _TAG.finditer(text):

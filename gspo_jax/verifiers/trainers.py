@@ -26,8 +26,8 @@ def math_reward(
     **kwargs: unused; TRL passes all columns of the data set.
 
   Returns:
-    1 for a right answer and 0 for a wrong or missing one. None without a gold answer, or if the
-    verifier failed; TRL excludes None from the reward.
+    1 for a right answer and 0 for a wrong or missing one. None if there is no gold answer, or if
+    the verifier failed; TRL excludes None from the reward.
   """
   texts = [text if isinstance(text, str) else _content(text) for text in completions]
   pairs = [(text, gold) for text, gold in zip(texts, answer, strict=True) if _has_answer(gold)]
@@ -54,8 +54,8 @@ def compute_score(
     **kwargs: unused.
 
   Returns:
-    "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 without a gold answer, or if
-    the verifier failed. The score is 0 then, since verl needs a number.
+    "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 if there is no gold
+    answer or the verifier failed, else 0. If it is 1, the score is 0, since verl needs a number.
   """
   reward = None
   if _has_answer(ground_truth):
@@ -64,7 +64,7 @@ def compute_score(
 
 
 def _reward(outcome: Outcome) -> float | None:
-  """Returns 1 for a right answer, else 0; None without a verdict."""
+  """Returns 1 for a right answer, else 0; None if the outcome is no verdict."""
   return None if outcome in UNKNOWN else float(outcome == Outcome.RIGHT)
 
 

@@ -30,7 +30,7 @@ _FAR = [
 ]
 
 # Further points for expressions that are real in few places, such as logarithms: each variable
-# takes all steps from -12 to 12.
+# takes 25 values around 0 at distances of 1, then 25 at distances of 30.
 _STEPS = [
   [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
   for scale in (1, 30)
@@ -93,7 +93,7 @@ def _has_products(value) -> bool:
 
 
 def evaluate(value):
-  """Evaluates sums, products, integrals and limits, unless one has many terms."""
+  """Evaluates sums, products, integrals and limits, unless one has over `MAX_TERMS` terms."""
   for part in value.atoms(sp.Sum, sp.Product):
     terms = part.limits[0][2] - part.limits[0][1]
     if terms.is_number and terms.is_finite and not terms <= MAX_TERMS:
@@ -153,7 +153,7 @@ def _is_zero(value) -> bool:
 def _same_at_points(a, b, symbols) -> bool:
   """Whether two expressions agree at all tried points, at least two.
 
-  Points at which a root or logarithm is not real are not used.
+  Points at which the argument of a root or logarithm is not positive are not used.
   """
   count, integers = 0, _exponents(a) | _exponents(b)
   points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
@@ -181,14 +181,14 @@ def _same_at_points(a, b, symbols) -> bool:
 def _exponents(value) -> set:
   """Returns the variables in exponents of negative numbers.
 
-  They are integers, as in (-1)^n.
+  These variables are integers, as n in (-1)^n.
   """
   powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
   return set().union(*(power.exp.free_symbols for power in powers))
 
 
 def _has_kinks(value) -> bool:
-  """Whether there are moduli or roots. They have kinks."""
+  """Whether an expression may have kinks: it has an absolute value or a root."""
   exponents = [power.exp for power in value.atoms(sp.Pow)]
   return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
 
@@ -208,7 +208,7 @@ def _real_inside(expressions, values) -> bool:
 
 
 def constant_ratio(a, b):
-  """Returns the constant value of `a / b`. Returns None if it varies or is 0."""
+  """Returns the constant value of `a / b`. Returns None if the ratio varies or is 0."""
   a, b = _replace_functions(a, b)
   symbols = sorted(a.free_symbols | b.free_symbols, key=str)
   if a.free_symbols != b.free_symbols or len(symbols) > len(_POINTS[0]):
@@ -227,7 +227,7 @@ def constant_ratio(a, b):
 def rounds_to(rounded, places: int, value) -> bool:
   """Whether a decimal is the correct rounding of an irrational number.
 
-  It must have at least `PRINTED` digits.
+  The decimal must have at least `PRINTED` digits after the point, and as many significant ones.
   """
   if value.free_symbols or not value.is_real or value.is_Rational:
     return False

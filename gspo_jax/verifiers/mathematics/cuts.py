@@ -8,7 +8,7 @@ _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", 
 
 
 def find(tokens: list[Token], *texts: str) -> bool:
-  """Whether one of these operators occurs outside of brackets."""
+  """Whether one of the operators `texts` occurs outside of brackets."""
   return len(cut(tokens, *texts)[1]) > 1
 
 
@@ -36,7 +36,7 @@ def split(tokens: list[Token]) -> list[list[Token]]:
 
 
 def match(tokens: list[Token], start: int = 0) -> int:
-  """Returns the index of the bracket closing the one at `start`. Returns -1 without one."""
+  """Returns the index of the bracket that closes the one at `start`, or -1 if there is none."""
   depth = 0
   for index in range(start, len(tokens)):
     depth += _depth_change(tokens[index])
@@ -49,7 +49,7 @@ def environment(tokens: list[Token], start: int) -> tuple[str, list[Token], int]
   r"""Returns name, content and end of the environment at `start`.
 
   Raises:
-    Unreadable: the environment is not closed, or by another name.
+    Unreadable: the environment is not closed, or is closed by another name.
   """
   end = match(tokens, start)
   labels = [tokens[i + 1 : match(tokens, i + 1) + 1] for i in (start, end) if end > start]

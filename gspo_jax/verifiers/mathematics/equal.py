@@ -29,7 +29,8 @@ from gspo_jax.verifiers.mathematics.values import rational
 def same_answer(gold, ours) -> bool:
   """Whether two nodes of `structure.read` are the same answer.
 
-  It is not symmetric: the relation m + n = 204 may answer the gold number 204, but not vice versa.
+  The comparison is not symmetric: the relation m + n = 204 may answer the gold number 204, but not
+  vice versa.
   """
   if isinstance(gold, Choice) or isinstance(ours, Choice):
     return _same_choice(gold, ours)
@@ -57,7 +58,7 @@ def same_answer(gold, ours) -> bool:
 
 
 def _single(gold, ours) -> bool:
-  """Compares answers, with a list or set of one item as the item."""
+  """Compares answers; a list or set of one item counts as this item."""
   for group, other in ((gold, ours), (ours, gold)):
     if isinstance(group, Group) and group.kind in ("list", "set") and len(group.items) == 1:
       return same_answer(group.items[0], other)
@@ -102,8 +103,8 @@ def _same_named(gold, ours) -> bool:
 def _rename_parameter(function: Named, parameter: str) -> Named:
   """Renames a function's parameter.
 
-  It writes f(t) = t + 1 as f(x) = x + 1. Returns the function unchanged if the new parameter
-  already occurs in it.
+  For example, f(t) = t + 1 becomes f(x) = x + 1. Returns the function unchanged if its value is no
+  expression, or already has the new parameter.
   """
   old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
   if isinstance(function.value, Pieces):
@@ -145,9 +146,9 @@ def _is_name(term) -> bool:
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:
-  """Compares relations, in either direction.
+  """Compares relations, from left to right or from right to left.
 
-  Single relations are also equal up to a constant factor: x = y and 2x = 2y.
+  Relations with one operator may also differ by a constant factor: x = y and 2x = 2y.
   """
   for other in (ours, _reverse(ours)):
     if gold.operators == other.operators:
@@ -197,7 +198,7 @@ def _same_group(gold: Group, ours: Group) -> bool:
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
   if kinds == {"list"}:
-    # If one side only has names (x = 1, y = 2 against 1, 2), the order counts.
+    # If only one side has names (x = 1, y = 2 against 1, 2), the order counts.
     same = _any_order if _has_labels(gold) == _has_labels(ours) else _in_order
     return same(gold.items, ours.items)
   if "tuple" in kinds:
@@ -320,7 +321,7 @@ def _same_region(gold, ours) -> bool:
 def _pieces(region: sp.Set) -> list[tuple] | None:
   """Returns a set's intervals as (start, end, left open, right open).
 
-  Returns None if it does not consist of intervals and points.
+  Returns None if the set does not consist of intervals and points.
   """
   if region is sp.S.EmptySet:
     return []
@@ -337,7 +338,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 
 def same_text(gold: str, ours: str) -> bool:
-  """Compares texts, without repeated spaces and first capitals of words."""
+  """Compares texts. Dollar signs, repeated spaces and first capitals of words do not count."""
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):

@@ -2,7 +2,7 @@ r"""Parses one expression, without lists and relations, to a SymPy value.
 
 Every token counts: an unsupported one raises `Unreadable`. Numbers stay exact. The size of a result
 is bounded before it is computed. Letters that may be matrices do not commute (`values.MATRICES`);
-`algebra.same_expression` compares their order.
+`algebra.same_expression` compares the order of such letters in products.
 """
 
 import re
@@ -31,7 +31,7 @@ GREEK = frozenset(
   """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon
   phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell""".split()
 )
-_FUNCTIONS = frozenset("fghFGH")  # A letter of a function, if a bracket follows.
+_FUNCTIONS = frozenset("fghFGH")  # Letters that are functions if a bracket follows.
 _OPERATORS = forms.ENDS | {"pm", "mp", "cdot", "bmod", "mod"}  # Commands that begin no factor.
 _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
@@ -40,7 +40,7 @@ def read(tokens: list[Token], sign: int = 1):
   r"""Returns the SymPy value of all tokens, with `sign` (1 or -1) for \pm.
 
   Raises:
-    Unreadable: the tokens are not an expression, or its value is too large.
+    Unreadable: the tokens are no expression, or its value is too large or undefined.
   """
   reader = _Reader(tokens, sign)
   try:
@@ -62,7 +62,7 @@ class _Reader:
   def __init__(self, tokens: list[Token], sign: int):
     self.tokens, self.sign = tokens, sign
     self.position = self.depth = self.bars = 0  # `bars`: number of open |.
-    self.bound: set[str] = set()  # Variables of sums; i and e among them are no constants.
+    self.bound: set[str] = set()  # Variables of sums and limits. A bound i or e is no constant.
 
   def peek(self, offset: int = 0) -> Token:
     index = self.position + offset
@@ -140,7 +140,7 @@ class _Reader:
     return self.power()
 
   def plus_minus(self) -> int:
-    r"""Reads a \pm or \mp, and returns its sign, 1 or -1; 0 without one."""
+    r"""Reads a \pm or \mp, and returns its sign, 1 or -1; 0 for other tokens."""
     return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
 
   def power(self):
@@ -153,7 +153,7 @@ class _Reader:
     return before * value
 
   def letters_before(self):
-    """Returns the product of a word's letters except the last, the base of ab^2."""
+    """Returns the product of all letters of a word but the last, which is a base: a of ab^2."""
     token = self.peek()
     if token.kind != "word":
       return sp.Integer(1)
@@ -238,7 +238,7 @@ class _Reader:
     return value
 
   def base(self) -> str:
-    """Reads a number's base, as in _5, _{five} or "base 5". Returns "" without one."""
+    """Reads a number's base, as in _5, _{five} or "base 5". Returns "" for other tokens."""
     if self.accept("_"):
       text = self.subscript()
       return numerals.base(text) or text
@@ -266,7 +266,7 @@ class _Reader:
     return self.tokens[start : self.position - 1]
 
   def inner(self, tokens: list[Token]):
-    """Parses other tokens as an expression, e.g. the content of brackets."""
+    """Parses a separate list of tokens as an expression, e.g. the content of brackets."""
     reader = _Reader(tokens, self.sign)
     reader.depth, reader.bound = self.depth + 1, self.bound
     value = reader.sum()
@@ -387,7 +387,7 @@ class _Reader:
     return result if exponent is None else power(result, exponent)
 
   def operand(self):
-    r"""Reads a function's operand: brackets, or factors before an operator or function."""
+    r"""Reads an operand: brackets, or the factors before an operator, bracket or function."""
     if self.peek().text in ("(", "{", "["):
       return self.postfix(self.atom())
     negative = self.accept("-")

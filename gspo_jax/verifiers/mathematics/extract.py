@@ -1,8 +1,7 @@
 r"""Finds the answer in a response: a box (`\boxed{}`), or a sentence of a known form.
 
 Other text is no answer. An answer is later parsed as a whole or not at all. So it must not contain
-other words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text,
-since they have no nested repetitions.
+other words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text.
 """
 
 import re
@@ -11,7 +10,7 @@ from gspo_jax.verifiers import string_match, thought
 from gspo_jax.verifiers.mathematics import quantity, spelling, units
 from gspo_jax.verifiers.mathematics.spelling import DENIAL, FORMULA, TEXT, inside, plain, trim
 
-TAIL = 2000  # Characters at the end of a response that are searched if it has no box.
+TAIL = 2000  # Characters searched at the end of a text without a box, or of the text after a box.
 _MAX_MATCHES = 16  # Maximum number of boxes or markers to examine, from the end.
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -71,8 +70,8 @@ _NO_REPORT = re.compile(  # Words of wishes, thoughts or other subjects before s
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
 _RETRACTION = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
-# Text after an answer and its unit that does not change them. The words of the first two lines may
-# be followed by any text, the others by text without numbers.
+# Text after an answer and its unit that does not change them. Any text may follow words such as
+# "because"; text without digits and operators may follow words such as "at".
 _TRAILER = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
   r"(?: .*)?"
@@ -82,14 +81,14 @@ _TRAILER = re.compile(
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
-# The same after the result of a calculation.
+# Such text after the result of a calculation.
 _TRAILER_OF_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
 _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
-# Characters that are in no calculation with counts such as "9 eggs * $2/egg": other signs, and
-# single letters except articles and the x of a product.
+# Characters that are in no calculation with counts such as "9 eggs * $2/egg": unusual signs, and
+# single letters except a, I, and the x of a product.
 _NOT_IN_SUM = re.compile(
   r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
   r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
@@ -120,12 +119,12 @@ def extract(response: str, finished: bool = True) -> str | None:
 
   Only text after the thought counts (`thought.after`). If the response has boxes, the answer is the
   last complete one, together with boxes listed before it (`\boxed{1}` and `\boxed{2}`). There is no
-  answer if all boxes are empty or incomplete. A value after "the final answer is", behind the last
-  box, replaces it. Without a box, the answer is the first of these:
+  answer if all boxes are empty or incomplete. If "the final answer is" follows the last box, the
+  answer is the value after these words. If there is no box, the answer is the first of these:
 
   1. the value after the last "####" or "answer is/:/=", within the last `<answer>` if there is one;
   2. the whole content of the last `<answer>`;
-  3. the value stated by the last sentence with a number.
+  3. the value stated by the last sentence with a number, if there is no `<answer>`.
 
   Args:
     response: text of the response.
@@ -151,9 +150,9 @@ def _on_one_line(display: re.Match) -> str:
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """Returns the answer after the last marker. Returns None without a marker.
+  """Returns the answer after the last marker. Returns None if there is no marker.
 
-  Returns "" if no answer follows, or if the text denies or retracts it. "####" is taken for a
+  Returns "" if no answer follows, or if the text denies or retracts the answer. "####" counts as a
   heading of Markdown, unless its line is a value or the last line of a finished response.
   """
   for match in [*_MARKER.finditer(text)][: -_MAX_MATCHES - 1 : -1]:
@@ -201,7 +200,7 @@ def _last_statement(text: str) -> str:
 def _stated_value(sentence: str) -> str:
   """Returns a sentence's stated value, or the sentence without a lead.
 
-  The value is usually after a verb. Returns "" if the clause before the verb denies it.
+  The value is usually after a verb. Returns "" if the clause before the verb denies the value.
   """
   subject = re.fullmatch(
     r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
@@ -220,9 +219,9 @@ def _stated_value(sentence: str) -> str:
 
 
 def _reported_value(sentence: str) -> str:
-  """Returns a reported number with its unit. Returns "" without one.
+  """Returns a reported number with its unit. Returns "" if there is none.
 
-  It is "54 points" of "Jojo scored 54 points".
+  For example, "Jojo scored 54 points" reports "54 points".
   """
   report = _REPORT.match(sentence)
   if not report or DENIAL.search(report[1]) or _NO_REPORT.search(report[1]):
@@ -249,10 +248,10 @@ def _value(text: str) -> str:
 
 
 def _result(text: str) -> str:
-  """Returns the result of a calculation with counts. Returns "" without one.
+  """Returns the result of a calculation with counts. Returns "" if there is none.
 
-  It is "120 pints" of "15 gallons * 8 pints = 120 pints". An equation in unknowns, 2x + 3 = 7, has
-  no such result.
+  For example, "15 gallons * 8 pints = 120 pints" has the result "120 pints". An equation in
+  unknowns, 2x + 3 = 7, has no such result.
   """
   *names, terms, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
   start = max((match.end() for match in _NOT_IN_SUM.finditer(terms)), default=0)
@@ -310,7 +309,7 @@ def is_formula(text: str) -> bool:
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   """Returns the content of the last complete box, and of boxes listed before it.
 
-  boxes: start of each box, and start of its argument.
+  boxes: a pair for each box, its start and the start of its argument.
   """
   spans = [(start, *_argument(text, end)) for start, end in boxes]
   spans = [(start, end, content) for start, end, content in spans if content]
@@ -335,8 +334,10 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 def _after_box(text: str) -> str | None:
   """Returns the value after "the final answer is" in a text.
 
-  The text is that after the last box. Returns None if the sentence has more than a value and its
-  unit, since the box is then more certain.
+  Returns None if there is no such sentence, or if it has more than a value and its unit: the box is
+  then more certain.
+
+  text: text after the last box.
   """
   end = max((match.end() for match in _FINAL.finditer(text)), default=None)
   line = text[end:].partition("\n")[0] if end is not None else ""
@@ -345,7 +346,7 @@ def _after_box(text: str) -> str | None:
 
 
 def _is_listing(gap: str) -> bool:
-  r"""Whether the text between two boxes joins them to a list. It is a comma, "and" or "or"."""
+  r"""Whether two boxes are a list: the text between has no words, or ends with "and" or "or"."""
   if len(gap) > 80 or re.search(r"[.!?:]\s|\n\s*\n|\\[a-zA-Z]*arrow|\\to", gap):
     return False
   bare = _FILLER.sub(" ", gap)

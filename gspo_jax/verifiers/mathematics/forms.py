@@ -1,6 +1,7 @@
 r"""Parses matrices, sums, integrals, limits, vectors and unknown commands.
 
-The argument `reader` is the parser of `expression`; each function reads from its position on.
+The argument `reader` is the parser of `expression`. Each function starts at the parser's
+position.
 """
 
 import re
@@ -11,14 +12,14 @@ from gspo_jax.verifiers.mathematics import cuts
 from gspo_jax.verifiers.mathematics.tokens import Token, Unreadable, spell
 from gspo_jax.verifiers.mathematics.values import symbol
 
-MAX_ENTRIES = 100  # Entries of a matrix.
+MAX_ENTRIES = 100  # Maximum entries of a matrix.
 _MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix smallmatrix array vmatrix".split())
 # Commands that end an expression.
 ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".split())
 
 
 def matrix(reader):
-  r"""Reads a matrix after its `\begin`; a `vmatrix` is its determinant."""
+  r"""Reads a matrix after its `\begin`; a `vmatrix` becomes its determinant."""
   name, inside, reader.position = cuts.environment(reader.tokens, reader.position - 1)
   if name == "array" and inside and inside[0].text == "{":
     inside = inside[cuts.match(inside) + 1 :]

@@ -27,7 +27,7 @@ _OTHERWISE = re.compile(
 
 
 def unwrap(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content, and writes worded cases as cases."""
+  """Replaces environments of lines by their content, and worded cases by an environment."""
   result = _replace_lines(tokens)
   if any(map(_is_begin, result)):
     return result
@@ -50,7 +50,7 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
     inside = _replace_lines(
       inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
     )
-    # An array after a brace without a closing one is a function by cases.
+    # An array after an opening brace, but before no closing one, is a function by cases.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
       result.pop()
@@ -63,7 +63,8 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
 def _bold(tokens: list[Token], start: int) -> tuple[list[Token], int]:
   """Returns the tokens for a \\bold command, and its end.
 
-  A bold name becomes a vector, except as the whole answer. Other content is not changed.
+  A bold name becomes a vector, unless it is the whole answer. From other content only the command
+  is removed.
   """
   end = cuts.match(tokens, start + 1)
   if end < 0:
@@ -110,7 +111,7 @@ def _content(name: str, inside: list[Token]) -> list[Token]:
 
 
 def _cells(row: list[Token]) -> list[list[Token]]:
-  """Splits a row at its ampersands. Returns [] without one."""
+  """Splits a row at its ampersands. Returns [] if there is none."""
   cells = cuts.cut(row, "&")[1]
   return cells if len(cells) > 1 else []
 
@@ -130,7 +131,7 @@ def _cases(inside: list[Token]) -> list[Token]:
 
 
 def _equations(rows: list[list[Token]]) -> list[list[Token]]:
-  """Joins rows with a relation at the beginning to the row above."""
+  """Joins each row that begins with a relation to the row above."""
   equations = []
   for row in rows:
     row = [t for t in row if t.text != "&"]
@@ -151,9 +152,9 @@ def _join_equations(rows: list[list[Token]]) -> list[Token]:
 
 
 def _last_steps(rows: list[list[Token]]) -> list[list[Token]]:
-  """Returns the last step of a solution, and other rows unchanged.
+  """Returns only the last row if the rows are steps of a solution.
 
-  It is x = 31 of 2x = 62, x = 31.
+  The last row of 2x = 62, x = 31 is x = 31. Other rows are returned unchanged.
   """
   sides = cuts.cut(rows[-1], "=")[1] if rows else []
   unknown = sides[0] if len(sides) > 1 and names.name(sides[0]) else []

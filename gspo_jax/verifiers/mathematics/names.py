@@ -15,7 +15,7 @@ _POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"
 _BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
 _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
-# Letters of functions. Others are not included: x(y+z) is a product, and n(3) may be one.
+# Letters of functions. Other letters are not included: x(y+z) is a product, and n(3) may be one.
 _FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
 # Functions of which a value may be the question, unlike a sine.
 _MEASURE = (
@@ -63,7 +63,7 @@ _SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
 def series(tokens: list[Token]) -> str | None:
   """Returns "series" for an integral, sum or limit. Returns None for other tokens.
 
-  It must be a single one, with an unknown function: its value is then the answer.
+  The tokens must be a single one, with an unknown function: the value of the series is the answer.
   """
   if not tokens or tokens[0].kind != "command":
     return None

@@ -31,14 +31,14 @@ class Region:
   """A set of real numbers."""
 
   region: sp.Set
-  name: str | None = None  # Variable in it, "x" for x > 0; None without one.
+  name: str | None = None  # Name of the variable, "x" for x > 0; None if it is unknown.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
   """A function by cases."""
 
-  pieces: tuple[tuple[Any, Any], ...]  # Pairs of value and condition; None for "otherwise".
+  pieces: tuple[tuple[Any, Any], ...]  # Pairs (value, condition); None is "otherwise".
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Word:
 def as_region(node) -> Region | None:
   """Converts a node to a set of real numbers. Returns None for other nodes.
 
-  A number is a set of one number, and a tuple such as (1, 2) an open interval.
+  A number becomes a set of one number. A tuple such as (1, 2) or (1, 2] becomes an interval.
   """
   if isinstance(node, Region):
     return node

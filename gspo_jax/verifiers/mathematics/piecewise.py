@@ -14,7 +14,7 @@ _MAX_PIECES = 16  # Maximum number of pieces to compare conditions as sets.
 
 
 def same(gold, ours, same_answer: Same) -> bool:
-  """Whether two functions by cases are equal; an expression is a single case."""
+  """Whether two functions by cases are equal; an expression counts as a single case."""
   first, second = (_pieces(side) for side in (gold, ours))
   if first is None or second is None:
     return False
@@ -103,9 +103,9 @@ def _same_function(first: tuple, second: tuple, same_answer: Same) -> bool:
 
 
 def _sets(pieces: tuple) -> list[sp.Set] | None:
-  """Returns the set of numbers of each condition. Returns None if one has none.
+  """Returns the set of numbers of each condition. Returns None if one is no set.
 
-  "Otherwise" is the complement of the others.
+  The set of "otherwise" is the complement of all other conditions.
   """
   regions = [nodes.as_region(condition) for _, condition in pieces if condition is not None]
   if None in regions or len(regions) < len(pieces) - 1:

@@ -75,11 +75,12 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 
 
 def same(gold: Quantity, ours: Quantity) -> bool | None:
-  r"""Compares quantities. Returns None if SymPy must decide, for degrees against radians.
+  r"""Compares quantities. Returns None if SymPy must decide.
 
   Two units must agree; a missing unit is taken to be in the question. So 50\% agrees with 0.5, and
   with 50 as the answer to "how many percent"; but 0.5\% does not agree with 0.5. 7 dozen agree with
-  84, and with 7 as the answer to "how many dozen".
+  84, and with 7 as the answer to "how many dozen". SymPy must decide for degrees against
+  radians, and for degrees against another number without a unit.
   """
   if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
     return True
@@ -111,7 +112,7 @@ def _angular(unit: units.Unit) -> bool:
 def same_number(a: Quantity, b: Quantity) -> bool:
   """Whether two numbers are equal.
 
-  A decimal may be the rounding of an endless one, as 0.333333 of 1/3.
+  A decimal may be a rounding of an endless decimal, as 0.333333 is of 1/3.
   """
   if a.value == b.value:
     return True

@@ -77,8 +77,8 @@ def read(
   Args:
     text: the answer.
     tight: whether 1,234 is one number and not two.
-    unit_letters: letters that are read as units if possible. "variables" means none, "text" those
-      in \text, and "units" those after a number (12 m), too.
+    unit_letters: letters that are read as units if possible. "variables" means no letters, "text"
+      letters in \text, and "units" also letters after a number (12 m).
     solve_inequalities: whether an inequality is solved to a set of numbers, which is slow.
 
   Raises:
@@ -98,7 +98,7 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-  """Parser with the options of `read`. Its methods return nodes; None means other tokens."""
+  """Parser with the options of `read`. Its methods return a node, or None for other tokens."""
 
   unit_letters: Letters
   solve_inequalities: bool
@@ -211,7 +211,7 @@ class _Structure:
     labels = [names.name(member) or names.series(member) for member in members]
     label = next((label for label in labels[:-1] if label), None)
     for i, unknown in enumerate(map(names.multiplied_name, members[:-1]) if label else ()):
-      # Refuses 2x = 18, x = 2x = 18 and x = 5 y = 18, but not P = 4s = 18.
+      # Refuses 2x = y = 18, x = 2x = 18 and x = 5 y = 18, but not P = 4s = 18.
       apart = unknown and unknown[0].spaced and members[i][-len(unknown) - 1].text != "pi"
       if unknown and (i == 0 or apart or names.name(unknown) == labels[0]):
         raise Unreadable("two equations, or a multiple of the unknown")
@@ -344,7 +344,7 @@ class _Structure:
 
 
 def _points(node):
-  """Converts a named value such as x = 2 to a set of numbers."""
+  """Converts a named number such as x = 2 to a set; other nodes are returned unchanged."""
   region = isinstance(node, Named) and nodes.as_region(node.value)
   return Region(region.region, node.name) if region else node
 
@@ -363,7 +363,7 @@ def _same_value(items: list) -> bool:
 
 
 def _exact(first: Scalar, second: Scalar) -> Scalar | None:
-  """Returns the exact side of a correct approximation: 90√2 of 90√2 ≈ 127.28."""
+  """Returns the exact side of a correct approximation, 90√2 of 90√2 ≈ 127.28, else None."""
   for exact, decimal in ((first, second), (second, first)):
     if decimal.places is None or exact.places is not None or exact.value.is_Integer:
       continue
@@ -375,7 +375,7 @@ def _exact(first: Scalar, second: Scalar) -> Scalar | None:
 
 
 def _flatten(items: list) -> list:
-  r"""Flattens lists within a list. They come from \pm."""
+  r"""Flattens the lists within a list, which come from \pm."""
   flat = []
   for item in items:
     if (

@@ -14,13 +14,13 @@ _OTHERS = _SIGNS | {"^", "{", "}", "(", ")", "/", "cdot", "-"}
 def unit(tokens: list[Token], start: int, currency: str, letters: Letters):
   """Parses the tokens from `start` on as a unit. Returns None for other tokens.
 
-  Otherwise returns (factor, unit) as `units.parse`.
+  A unit is returned as (factor, unit), as by `units.parse`.
 
   Args:
     tokens: tokens of the expression and its unit.
     start: index of the unit's first token.
-    currency: sign before the expression; "" without one.
-    letters: letters that are read as units.
+    currency: sign before the expression; "" if there is none.
+    letters: which letters are read as units; see `structure.read`.
   """
   rest = tokens[start:]
   if not all(

@@ -1,7 +1,7 @@
 r"""Splits an answer into tokens.
 
-The same mathematics in LaTeX, Unicode and plain text has equal tokens. Other modules thus know one
-spelling of each command only.
+The same mathematics in LaTeX, Unicode and plain text has equal tokens. So other modules handle only
+one spelling of each command.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Token:
 
 
 def _by_spelling(table: str) -> dict[str, str]:
-  """Maps the other words of each entry of a table to its first word."""
+  """Maps the further words of each entry to the first word of the entry."""
   return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
 
 
@@ -299,7 +299,7 @@ def is_product(run: str) -> bool:
 
 
 def fold(text: str) -> str:
-  """Lowers the first letters of words: Monday to monday, but not mgH to mgh."""
+  """Writes words in lower case: Monday and MONDAY as monday, but not mgH as mgh."""
 
   def lower(match: re.Match) -> str:
     word = match[0]

@@ -59,9 +59,9 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Units within \text only: elsewhere choices or names.
+_TYPESET_ONLY = frozenset("ACFHT")  # Units within \text only. Elsewhere they are choices or names.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
-_SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Powers of the unit after a word.
+_SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Power of the unit after each word.
 _COMPOUND = {  # Abbreviations of several units.
   "Nm": "N m",
   "mph": "mi/h",
@@ -111,7 +111,7 @@ _PART = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?"
 )
 _PLAIN = str.maketrans({"²": "^2", "³": "^3"} | dict.fromkeys("\\{}()"))
-_RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # The word "per" of "dollars per hour".
+_RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # "per" of "dollars per hour".
 _FILLER = frozenset("the more total".split())  # Words without effect.
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])")  # A variable, as in "5 - m".
 _DOTS = re.compile(r"\\?cdot(?![a-zA-Z])|⋅|∙|•")
@@ -164,7 +164,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
 
   Args:
     text: words after the number, e.g. "apples", "cm^2", "miles per hour", "thousand dollars", "%".
-    currency: sign before the number; "" without one.
+    currency: sign before the number; "" if there is none.
     typeset: whether the words are in \\text or the like. A is then amperes, and K is kelvins
       rather than 1000.
   """
@@ -208,7 +208,7 @@ def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit
 def _items(text: str, glued: bool, typeset: bool) -> tuple[F, list] | None:
   """Splits words into a factor, and groups of (word, power) separated by "per".
 
-  Returns None if a word is in neither.
+  Returns None if a word is neither a multiplier nor a part of a unit.
 
   glued: whether the first word follows the number without a space.
   """
@@ -249,7 +249,7 @@ def _unit_name(word: str) -> str | None:
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, power, scale) of each unit in a group. Returns None without units.
+  """Returns (dimension, power, scale) of each unit. Returns None if the group has no unit.
 
   per: whether the group is after "per".
   """

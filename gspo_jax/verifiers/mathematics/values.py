@@ -20,7 +20,7 @@ def symbol(name: str) -> sp.Symbol:
 
 
 def power(base, exponent):
-  """Returns `base ** exponent`, for a matrix also its transpose.
+  """Returns `base ** exponent`, or the transpose if a matrix has the exponent T.
 
   Raises:
     Unreadable: the power is too large.

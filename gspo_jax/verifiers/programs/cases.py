@@ -1,14 +1,14 @@
 """Reads the tests of a programming problem, extracts programs, and compares outputs.
 
-In a data set, the gold answer of a problem has its tests, as a JSON object in one of these forms:
+A data set stores a problem's tests as its gold answer: a JSON object in one of these forms.
 
-  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; or files with
-      the names in the lists "input_files" and "output_files"
+  {"inputs": [...], "outputs": [...], "fn_name": null}     standard input and output; a program that
+      uses files needs their names in the further lists "input_files" and "output_files"
   {"inputs": [...], "outputs": [...], "fn_name": "name"}   calls of a function
   {"prompt": ..., "test": ..., "entry_point": ...}         assertions in Python: HumanEval's columns
   {"public_test_cases": ..., "private_test_cases": ..., "metadata": ...}   LiveCodeBench's columns
 
-The first two are what APPS and TACO have in their column `input_output`.
+APPS and TACO store the first two forms in their column `input_output`.
 """
 
 import ast
@@ -35,21 +35,21 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,9})?", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-  """Tests of a program. Some fields are for some kinds only."""
+  """Tests of a program. The comment of a field names the kinds that use it."""
 
-  kind: str  # "stdin": whole programs. "call": calls of a function. "check": assertions about one.
+  kind: str  # "stdin": whole programs. "call": function calls. "check": assertions on a function.
   inputs: tuple[Any, ...] = ()  # stdin: texts. call: lists of arguments. check: one placeholder.
   outputs: tuple[Any, ...] = ()  # Expected output of each input.
   function: str = ""  # call, check: name of the function.
-  wrapped: bool = False  # call: an expected value may be the only item of a list (APPS, TACO).
-  preamble: str = ""  # check: code before the function, with its head.
+  wrapped: bool = False  # call: values are compared as APPS and TACO do; see `same_result`.
+  preamble: str = ""  # check: code before the function's body, including its head.
   code: str = ""  # check: the assertions.
   input_files: tuple[str, ...] = ()  # stdin: names of files to read in place of standard input.
   output_files: tuple[str, ...] = ()  # stdin: names of files that may replace standard output.
   tolerance: float = 0.0  # stdin, call: allowed error of an expected decimal; 0 for none.
 
   def passes(self, output: str, expected: Any) -> bool:
-    """Whether an output, text or a call's value as JSON, is the expected one."""
+    """Whether a printed text, or a call's value as JSON, is the expected output."""
     if self.kind == "stdin":
       return same_text(output.rpartition(files.MARK)[2], expected, self.tolerance)
     return same_result(output, expected, self.wrapped, self.tolerance)
@@ -133,7 +133,7 @@ def _cases(
   input_files: tuple[str, ...] = (),
   output_files: tuple[str, ...] = (),
 ) -> Tests:
-  """Builds tests of a function, or of a whole program without a function's name."""
+  """Builds tests of a function, or of a whole program if `function` is empty."""
   if not isinstance(inputs, list) or not isinstance(outputs, list):
     raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
@@ -161,7 +161,7 @@ def _cases(
 
 
 def _text(value: Any) -> str:
-  """Converts an input or output to text; a list has a line per item."""
+  """Converts an input or output to text, one line for each item of a list."""
   if value is None:
     raise ValueError("an input or output is null")
   return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -184,11 +184,11 @@ def _load_column(column: Any) -> Any:
 def decode_private(column: str | list) -> list[dict[str, str]]:
   """Decodes LiveCodeBench's private tests.
 
-  They are JSON, or JSON that was pickled, compressed by zlib and encoded in base64. The pickle may
-  have strings and builtin containers only; no name in it is imported or called.
+  The column is JSON, or JSON that was pickled, compressed by zlib and encoded in base64. A pickle
+  that names a class or function is refused.
 
   Raises:
-    ValueError: the column has neither form, or more than `MAX_DECODED` bytes.
+    ValueError: the column has neither form, or a pickle has more than `MAX_DECODED` bytes.
   """
   if not isinstance(column, str):
     return column
@@ -223,12 +223,12 @@ class _Unpickler(pickle.Unpickler):
 def extract(response: str, fences: bool = True) -> str | None:
   """Returns the program in a response. Returns None if there is none.
 
-  It is the last complete Markdown block between fences (```) with the language Python, else the
-  last one without a language. Only text after the thought counts (`thought.after`). The indentation
-  of a fence, as in a list, is removed from the lines of its block.
+  The program is the last complete Markdown block with the language Python, else the last block
+  without a language. Only text after the thought counts (`thought.after`). The indentation of a
+  fence, as in a list, is removed from the lines of its block.
 
-  fences: whether a program must be in a block. If not, a response without any fence is a program as
-    a whole, since base models complete functions without fences.
+  fences: whether a program must be in a block. If not, a whole response without ``` is a program,
+    since base models complete functions without fences.
   """
   text = thought.after(response)
   blocks, block, mark, opening, indent = {}, None, "", "", 0  # Last complete block by language.
@@ -250,7 +250,7 @@ def extract(response: str, fences: bool = True) -> str | None:
 
 
 def _fence(line: str) -> tuple[str, str]:
-  """Returns a line's fence (three or more ` or ~) and language. Returns "" for none."""
+  """Returns a line's fence (three or more ` or ~) and language. A missing part is ""."""
   text = line.strip(" \t\r")
   rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
   fence = text[: len(text) - len(rest)]
@@ -270,9 +270,9 @@ def completes(program: str, tests: Tests) -> str:
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
   """Whether printed outputs are equal by LiveCodeBench's rule.
 
-  Spaces around the texts and their lines do not count. The numbers of lines must be equal, and each
-  line must be the same text or the same sequence of decimal numbers. A decimal of `expected`, with
-  a point or an exponent, may differ by `tolerance`, absolutely or relative to its size.
+  Spaces around the texts and their lines do not count. Both texts must have equally many lines, and
+  each line must be the same text or the same sequence of decimal numbers. A number of `expected`
+  with point or exponent, also among words, allows an error of `tolerance`, absolute or relative.
 
   Reference: grade_stdio in lcb_runner/evaluation/testing_util.py of LiveCodeBench.
   """
@@ -301,7 +301,7 @@ def _same_line(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
 
 
 def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
-  """Compares two words: decimals by the tolerance, integers exactly."""
+  """Compares two words: decimals by the tolerance, integers by value, others as text."""
   if ours == gold:
     return True
   if not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(gold)):
@@ -316,7 +316,7 @@ def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns a generous bound on the length of an equal output with longer spellings."""
+  """Returns a bound on the bytes of an equal output, also if its spelling is longer."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
@@ -324,14 +324,14 @@ def most_bytes(expected: Any) -> int:
 def same_result(text: str, expected: Any, wrapped: bool = False, tolerance: float = 0.0) -> bool:
   """Whether a returned value is the expected one by LiveCodeBench's rule.
 
-  In grade_call_based a returned tuple equals a list of its items, but a tuple within the value does
-  not. The comparison takes linear time: it builds no sets or dicts of the value.
+  By this rule (grade_call_based) a returned tuple counts as a list. A tuple within the value equals
+  no list, unless `wrapped` is set. The time is linear: no sets or dicts of the value are built.
 
   Args:
     text: JSON `{"value": wire.encode(value)}`; any other text is unequal.
     expected: the expected value, from JSON.
-    wrapped: whether the value is converted to JSON first, as in APPS and TACO. The expected value
-      may then be the only item of a list, all tuples are lists, and keys are texts.
+    wrapped: whether the value is compared as JSON, as in APPS and TACO. If so, all tuples count as
+      lists and all keys as texts, and a value may also equal the only item of the list `expected`.
     tolerance: allowed error of a float in `expected`, absolute or relative to it; 0 for none.
   """
   try:
@@ -391,7 +391,7 @@ def _same_pairs(pairs: list, expected: dict[str, Any], rule: _Rule) -> bool:
 
 
 def number_keys(value: Any) -> Any:
-  """Converts the keys of each dict to integers, if all are texts of integers."""
+  """Converts the keys of each dict to integers if all its keys are texts of integers."""
   if isinstance(value, list):
     return [number_keys(item) for item in value]
   if not isinstance(value, dict):

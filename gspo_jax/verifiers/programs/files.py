@@ -1,8 +1,8 @@
 """Runs programs that read and write files like programs with standard input and output.
 
-Code before the program copies the standard input to its input files. At the program's end, its
-output files are copied to the standard output, each after a mark. All this happens in the program's
-process, so a program can forge nothing but its own output.
+Code before the program copies the standard input to the input files. At the program's end, this
+code copies the output files to the standard output, each after a mark. The code runs in the
+program's process, so a program can forge nothing but its own output.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Starts, uses and ends sandboxes, and tests whether this machine allows them.
 
-This is the verifier's side. The code that runs inside is in sandbox/. It is loaded by an
+This is the verifier's side. The code of the sandbox itself is in sandbox/, and runs in an
 interpreter without the verifier's packages and environment variables.
 """
 
@@ -23,7 +23,7 @@ from gspo_jax.verifiers.programs import ISOLATIONS
 from gspo_jax.verifiers.programs.sandbox import wire
 from gspo_jax.verifiers.programs.sandbox.isolation import SCRATCH
 
-# Seconds until a sandbox must be ready, and after a test's time limit until it must report.
+# Seconds for a sandbox's start, and for its report after a test's wall-clock limit.
 START_LIMIT_S = 60.0
 
 
@@ -31,7 +31,7 @@ START_LIMIT_S = 60.0
 class Limits:
   """Resources that one test may use."""
 
-  cpu_s: int = 6  # CPU seconds, LiveCodeBench's limit; the kernel counts whole ones.
+  cpu_s: int = 6  # CPU seconds, LiveCodeBench's limit; the kernel counts whole seconds.
   wall_s: float = 15.0  # Wall-clock seconds; more than CPU seconds, for busy machines.
   memory_bytes: int = 1 << 30  # Address space.
   output_bytes: int = 16 << 20  # Each of standard output, standard error and result.
@@ -57,11 +57,12 @@ class Sandbox(contextlib.AbstractContextManager):
     Args:
       isolation: "namespaces" or "none".
       limits: resources of each test.
-      channel: socket for the process of the test. The sandbox then runs a single test. None for any
-        number of tests without a socket.
+      channel: socket for the process of the test; the sandbox then runs a single test. None if
+        tests need no socket; the sandbox then runs any number of them.
 
     Raises:
       SandboxError: the sandbox does not start, e.g. since the kernel denies a step.
+      ValueError: the isolation is neither "namespaces" nor "none".
     """
     if isolation not in ISOLATIONS[1:]:
       raise ValueError(f"isolation={isolation!r} is not one of {', '.join(ISOLATIONS[1:])}")
@@ -134,7 +135,7 @@ class Sandbox(contextlib.AbstractContextManager):
     """Waits for the running test, and returns its report (`runner._run`).
 
     Raises:
-      SandboxError: the sandbox died, or its report is long overdue.
+      SandboxError: the sandbox died, or its report is `START_LIMIT_S` late.
     """
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
@@ -146,7 +147,7 @@ class Sandbox(contextlib.AbstractContextManager):
   def close(self) -> None:
     """Kills all processes of the sandbox, and removes its files."""
     if self._process is not None:
-      if self._process.poll() is None:  # After its end another process may have its id.
+      if self._process.poll() is None:  # An ended process may have lost its id to another.
         with contextlib.suppress(ProcessLookupError):
           os.killpg(self._process.pid, signal.SIGKILL)
       self._process.wait()

@@ -1,14 +1,14 @@
 """Verifier of programs by their tests. Imports no JAX, and works from any thread.
 
 Each candidate program has its own sandbox (sandbox/isolation.py confines it), and each test its own
-process there. The sandbox returns the printed or returned value as text. It is compared with the
-expected output here, in linear time and memory (cases.py). So the sandbox never has the expected
-output while the program runs; only the output's maximum length is derived from it.
+process there. The sandbox sends the printed text, or the returned value as JSON. This process
+compares it with the expected output, in linear time and memory (cases.py). So the sandbox never has
+the expected output; it only reads a maximum length derived from it, after the program's end.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
 a stub, which sends its arguments to the first sandbox and receives the value. So no code of the
-candidate shares a process with an assertion. It cannot make one pass by ending early, by patching
-builtins or by forging messages.
+candidate shares a process with an assertion. The candidate cannot make an assertion pass by ending
+early, by patching builtins or by forging messages.
 """
 
 import concurrent.futures
@@ -35,11 +35,11 @@ class Outcome(enum.StrEnum):
   """Outcome of a response: all tests passed, or the first failure."""
 
   RIGHT = "right"  # The program passed all tests.
-  WRONG = "wrong"  # It had another output than expected, or failed an assertion.
+  WRONG = "wrong"  # The program had a wrong output, or failed an assertion.
   UNPARSABLE = "unparsable"  # The response has no program.
-  ERROR = "error"  # It ended by an exception or a signal, without result, or with too much output.
-  TIMEOUT = "timeout"  # It took too much CPU or wall-clock time.
-  MEMORY = "memory"  # It needed too much memory.
+  ERROR = "error"  # An exception or signal, no result, or too much output.
+  TIMEOUT = "timeout"  # The program took too much CPU or wall-clock time.
+  MEMORY = "memory"  # The program needed too much memory.
   CRASH = "crash"  # The verifier or the tests failed: no verdict on the program.
 
 
@@ -96,7 +96,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._limits, self._tolerance = limits, tolerance
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()  # Sandboxes in use.
-    self._kills = 0  # Number of calls of `_kill`. Work submitted before the last one must end.
+    self._kills = 0  # Number of calls of `_kill`. Work submitted before the last call must end.
     self._submitted = threading.local()  # Per thread: `_kills` when its work was submitted.
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
@@ -125,7 +125,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     }
     try:
       return [futures[pair].result() for pair in pairs]
-    except BaseException:  # After an interrupt, no program may run on.
+    except BaseException:  # After an interrupt, no program may continue to run.
       for future in futures.values():
         future.cancel()
       self._kill()
@@ -155,7 +155,7 @@ class CodeVerifier(contextlib.AbstractContextManager):
     self._kill()
 
   def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
-    """Returns the outcome of a program, after a second try if the verifier fails.
+    """Returns the outcome of a program, after a second attempt if the verifier fails.
 
     Args:
       program: None for a response without program.
@@ -224,7 +224,7 @@ def _test(
   Args:
     sandbox: sandbox of the program.
     program: code of the program.
-    tests: tests of the program, for their kind.
+    tests: all tests of the program, for their kind and rules.
     value: input of this test.
     expected: expected output of this test.
   """

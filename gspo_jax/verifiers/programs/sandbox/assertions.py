@@ -3,7 +3,7 @@
 No code of the candidate program is in this process. The assertions call a stub, which sends its
 arguments over a channel, and receives a value or the name of an exception. So all that a candidate
 can do is to return or raise. Some answers end the assertions at once, even inside `except`, since
-they might pass by accident or design:
+such an answer might pass the assertions by accident or design:
 
 - StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
 - NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity
@@ -19,13 +19,13 @@ from typing import Any
 
 from . import wire
 
-# Exit statuses of this process, beside `runner.FAILED`.
+# Exit statuses of this process, in addition to `runner.FAILED`.
 OUT_OF_MEMORY = 101
 ASSERTION = 102  # An assertion failed.
 RAISED = 103  # The candidate's function raised an exception.
 GONE = 104  # The candidate's process ended before its answer.
 CHECKED = 105  # All assertions passed, and the function was called.
-BROKEN = 106  # The tests never called the function, or with arguments that cannot be sent.
+BROKEN = 106  # The tests never called the function, or passed arguments that cannot be sent.
 
 # Names and texts that mention NaN or infinity.
 _NONFINITE = frozenset("nan inf infinity isnan isinf isfinite isposinf isneginf".split())
@@ -54,7 +54,7 @@ class _Candidate:
     # argument.
     self._opaque = False
     self.called = False  # Whether the assertions called the function.
-    self.ended = 0  # Exit status once the assertions must end, even if they catch the exception.
+    self.ended = 0  # Exit status once the assertions must end, even if they catch errors; else 0.
 
   def call(self, *arguments, **options) -> Any:
     """Returns the candidate's value, or raises its exception."""
@@ -88,7 +88,7 @@ class _Candidate:
   def _raise(self, name: str) -> None:
     """Raises the function's exception: tests may expect one.
 
-    name: name of a builtin exception. Its subclass is raised, to tell it from errors of the tests.
+    name: name of a builtin exception. A subclass is raised, to tell it from errors of the tests.
     """
     kind = getattr(builtins, name, Exception)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -130,7 +130,8 @@ def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) 
   """Runs the assertions and returns an exit status.
 
   Args:
-    request: code of the assertions, preamble and name of the function.
+    request: a dict of the assertions (`code`), the `preamble`, the name of the `function`, and
+      `output_bytes`.
     channel: descriptor of the channel to the other sandbox.
     load: function that runs code as a module, `runner._load`.
   """

@@ -4,8 +4,8 @@ Since the list names the allowed calls, calls of future kernels are refused too.
 that affect other processes, the network, or files visible to other processes: sockets, signals,
 priorities, locks, leases, watches on files, attributes of files, and starting processes.
 
-A seccomp filter applies it: a program of the kernel's virtual machine (classic BPF), which the
-kernel runs on each system call.
+A seccomp filter applies the list. The filter is a program of the kernel's virtual machine (classic
+BPF), which the kernel runs at each system call.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ ALLOWED_VALUES = dict(
   prlimit64=((302, 261), 0, (0,)),  # Limits of the process itself.
   socketpair=((53, 199), 0, (1,)),  # AF_UNIX: asyncio's event loop wakes itself with it.
 )
-# Calls with rules of their own in `program`. By `clone` a program may start threads, but no
+# Calls with separate rules in `program`. By `clone` a program may start threads, but no
 # processes. By `sendto` it may send to a connected socket, but not to an address.
 CLONE, CLONE3, SENDTO = (56, 220), (435, 435), (44, 206)
 
@@ -95,7 +95,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
 
   Args:
     column: index of the architecture in the tables above.
-    architecture: the kernel's number for it.
+    architecture: the kernel's number of the architecture.
   """
   lines = [
     (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), _KILL,
@@ -110,7 +110,7 @@ def program(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
   ]
   rules += [
     (CLONE, [_argument(0), (_ANY_BIT, 2, 0, _CLONE_NEW), (_ANY_BIT, 0, 1, _CLONE_THREAD), _ALLOW]),
-    # A filter cannot read the flags of clone3, which are in memory. The C library tries clone then.
+    # A filter cannot read the flags of clone3, which are in memory. The C library then tries clone.
     (CLONE3, [_ABSENT]),
     (SENDTO, [_argument(4), (_EQUAL, 0, 3, 0), _argument(4, True), (_EQUAL, 0, 1, 0), _ALLOW]),
   ]

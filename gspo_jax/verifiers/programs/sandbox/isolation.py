@@ -1,9 +1,10 @@
 """Confines a candidate program by means of the Linux kernel, on x86-64 and AArch64.
 
-A program runs in its own mount, process, network, IPC and host-name namespaces (and in a user
-namespace if not root). Its root directory has Python, NumPy and the system's libraries, read-only,
-and an empty file system in memory as the working directory. Resource limits and a list of allowed
-system calls (`calls.py`) confine it further. With isolation "none", only the resource limits apply.
+A program runs in separate mount, process, network, IPC and host-name namespaces, within a user
+namespace if the trainer lacks the right to create them. The root directory has Python, NumPy and
+the system's libraries, read-only. The working directory is an empty file system in memory. Resource
+limits and a list of allowed system calls (`calls.py`) confine the program further. With isolation
+"none", only the resource limits apply.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
 SCRATCH = "/scratch"  # Working directory of programs; /tmp is a link to it.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")  # Readable in a sandbox.
-# A program's user id is UID plus a process id. No other process has it, so the kernel's limits per
-# user count the program alone.
+# If the trainer is root, a program's user id is UID plus a process id. No other process has this
+# user id, so the kernel's limits per user count the program alone.
 UID = 0x70000000
 _MAX_PID = 1 << 22
 _ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
@@ -36,8 +37,9 @@ def enter_namespaces(identity: int) -> bool:
   """Moves this process to new namespaces; its next child is process 1 there.
 
   Returns whether this process is still the machine's root user, so that a program can become
-  another user later. In a container, root may lack the right to create namespaces. It then becomes
-  the user `identity` and enters a user namespace, since the kernel limits no threads of root.
+  another user later. In a container, root may lack the right to create namespaces. If so, this
+  process becomes the user `identity` and enters a user namespace: the kernel limits no threads of
+  root.
 
   Raises:
     OSError: the kernel or a container's policy denies a step.
@@ -73,10 +75,11 @@ def _has_users() -> bool:
 def enter_root(mounts: dict[str, str], scratch_bytes: int) -> None:
   """Changes the root directory to a new file system in memory.
 
-  It has the mounted paths, read-only, and an empty SCRATCH. It vanishes with the namespace.
+  The new root has the mounted paths, read-only, and an empty SCRATCH. It vanishes with the
+  namespace.
 
   Args:
-    mounts: paths inside, by readable path of the host.
+    mounts: a dict from readable paths of the host to paths inside.
     scratch_bytes: maximum size of all files in SCRATCH.
 
   Raises:
@@ -139,7 +142,7 @@ def set_limits(limits: dict, tasks: int | None) -> None:
   """Sets resource limits of this process.
 
   Args:
-    limits: fields of `process.Limits`.
+    limits: a dict of the fields of `process.Limits`.
     tasks: maximum number of processes and threads of this user; None for no maximum.
   """
   most_of = {

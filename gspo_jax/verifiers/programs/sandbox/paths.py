@@ -3,7 +3,7 @@
 The host's interpreter may be in a home directory or a checkout. At the same path inside, it would
 reveal the names of all directories above it. System directories, which every machine has, keep
 their paths. Texts in memory, such as the file name of a code object, may still have a path of the
-host. But no file can be opened or examined by it.
+host. But no file can be opened or examined by such a path.
 """
 
 import os
@@ -19,12 +19,12 @@ def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]
   """Plans the paths of this interpreter inside.
 
   Args:
-    packages: directories of installed packages on the host. Only NumPy is made readable, unless a
-      directory is within another readable one.
+    packages: directories of installed packages on the host. Only their NumPy is made readable. A
+      directory within a readable one is readable as a whole.
 
   Returns:
-    mounts: paths inside, by path of the host.
-    moved: prefixes of paths inside, by prefix of this interpreter's paths on the host.
+    mounts: a dict from paths of the host to paths inside.
+    moved: a dict from prefixes of this interpreter's paths on the host to prefixes inside.
     packages: directories with NumPy, inside.
   """
   system = [*SYSTEM, *(path for path in ("/lib", "/lib64") if not os.path.islink(path))]
@@ -84,7 +84,7 @@ def move_modules(moved: dict[str, str]) -> None:
 
 
 def _move(holder: Any, name: str, moved: dict[str, str]) -> None:
-  """Converts an attribute with a path or a list of paths; ignores others."""
+  """Converts an attribute with a path or a list of paths; ignores other attributes."""
   value = getattr(holder, name, None)
   if isinstance(value, list):
     value[:] = [inside(path, moved) for path in value]

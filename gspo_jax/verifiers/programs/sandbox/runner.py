@@ -1,14 +1,14 @@
-"""Inside of a sandbox: runs candidate programs, one process per test, and reports their ends.
+"""Runs candidate programs within a sandbox, one process per test, and reports how each ended.
 
-Each of these processes is the parent of the next. With isolation "none" the first is the keeper.
+Each of these processes is the parent of the next. With isolation "none" there is no outer process.
 
   outer      Moves to new namespaces of the kernel, and waits.
   keeper     Process 1 of the new namespaces. It is trusted, and never runs code of a candidate. It
              forks a process per test, enforces time limits, collects the output, and kills all
              processes of a test at its end.
-  candidate  Gives up all rights, then runs the program.
+  candidate  Confines itself (`_confine`), then runs the program.
 
-The verifier trusts the messages of the keeper. No expected output is in a process with a program.
+The verifier trusts the messages of the keeper. Processes that run programs have no expected output.
 """
 
 import atexit
@@ -27,13 +27,13 @@ import types
 from . import assertions, calls, isolation, paths, wire
 from .assertions import OUT_OF_MEMORY
 
-# Exit status of a failed candidate; `assertions` has more. Forging it is no success without output.
+# Exit status of a failed candidate; `assertions` has more. A forged status does not pass a test.
 FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
 
 # The prelude: imports that LiveCodeBench prepends to every program
-# (lcb_runner/evaluation/testing_util.py), by `from NAME import *` and by `import NAME`.
+# (lcb_runner/evaluation/testing_util.py), by `from NAME import *`, and most by `import NAME`.
 _STAR = (
   "string re datetime collections heapq bisect copy math random statistics itertools functools "
   "operator io sys json builtins typing"
@@ -43,7 +43,7 @@ builtins.exit = builtins.quit = sys.exit  # Python's module `site` defines them,
 
 
 def main(settings: str) -> None:
-  """Runs the outer process, and in a fork of it the keeper.
+  """Runs the outer process, and forks the keeper from it.
 
   settings: JSON from `process.Sandbox`.
   """
@@ -115,8 +115,8 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   """Runs one test in a new process, and returns the report.
 
   A second message of the verifier has the maximum bytes of a reported output; a longer output is
-  None. This number depends on the expected output. So it is read after the candidate's end, since
-  the candidate has a copy of all that was read before.
+  reported as None. This maximum depends on the expected output. The keeper reads it only after the
+  candidate's end, since a candidate has a copy of all messages that the keeper read before.
 
   Fields of the report: `stdout`, `result` (JSON of a call's value) and `stderr`; `reason` ("ended",
   "timeout", or "output" for too much output), `status` (exit status, or minus a signal's number),
@@ -206,7 +206,7 @@ def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str
 
 
 def _drain(reader: int, output: bytearray) -> int | None:
-  """Reads once. Returns the number of bytes, 0 at the end, None if none is ready."""
+  """Reads once. Returns the number of bytes, 0 at the end, or None if no byte is ready."""
   try:
     part = os.read(reader, 1 << 16)
   except BlockingIOError:
@@ -216,7 +216,7 @@ def _drain(reader: int, output: bytearray) -> int | None:
 
 
 def _kill(s: dict, candidate: int) -> None:
-  """Kills a candidate and its children. Its id stays reserved until `wait4`."""
+  """Kills a candidate and its children. The candidate's id stays reserved until `wait4`."""
   try:
     if s["isolation"] == "namespaces" and os.getpid() == 1:
       os.kill(-1, signal.SIGKILL)  # All processes of the namespace except this one.
@@ -239,9 +239,9 @@ def _reap() -> None:
 def _candidate(
   s: dict, request: dict, prelude: dict, root: bool, keeper: int, descriptors: list
 ) -> None:
-  """Runs the candidate: gives up all rights, runs the program, and ends the process.
+  """Runs the candidate: confines this process, runs the program, and ends the process.
 
-  descriptors: standard input, output and error, result and channel; 0 for no channel.
+  descriptors: standard input, output and error, result and channel; 0 if there is no channel.
   """
   code = FAILED
   try:
@@ -294,11 +294,11 @@ def _report(error: BaseException) -> None:
 
 
 def _confine(s: dict, root: bool) -> None:
-  """Gives up all rights of this process; see `isolation`."""
+  """Limits this process, and gives up its rights unless isolation is "none"."""
   if s["isolation"] == "namespaces" and root:
     isolation.take_identity(s["uid"])
-  # The kernel limits the threads of a user. Without namespaces, this would be all processes of the
-  # trainer's user, so there is no limit.
+  # The kernel limits the threads of a user. Outside namespaces it would count all processes of the
+  # trainer's user, so no limit is set.
   alone = s["isolation"] == "namespaces"
   isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
   if s["isolation"] != "none":
@@ -309,8 +309,9 @@ def _confine(s: dict, root: bool) -> None:
 def _load(request: dict, name: str, names: dict) -> dict:
   """Runs the program as the module `name`, and returns the module's variables.
 
-  names: variables of the module before the program. A call of `quit()` only ends the module, so
-    functions defined before it can be tested.
+  If the program calls `quit()`, functions that it defined before can still be tested.
+
+  names: variables of the module before the program.
   """
   module = types.ModuleType(name)
   sys.modules[name] = module
@@ -341,7 +342,7 @@ def _call(request: dict, prelude: dict) -> int:
 
 
 def _encode_value(value) -> dict:
-  """Encodes a value, or its type's name if it is no data."""
+  """Encodes a value, or the name of its type if `wire` cannot encode it."""
   try:
     return {"value": wire.encode(value)}
   except TypeError:
@@ -356,7 +357,7 @@ def _find(module: dict, name: str):
 
 
 def _serve(request: dict, prelude: dict) -> int:
-  """Answers calls of one function over the channel until it is closed."""
+  """Answers calls of one function over the channel until the channel is closed."""
   function = _find(_load(request, "solution", {}), request["function"])
   while True:
     try:

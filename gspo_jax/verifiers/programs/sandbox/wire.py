@@ -1,8 +1,8 @@
 """Messages between the verifier and a sandbox, and encoding of values as data.
 
 The values of a candidate program are sent as JSON of builtin containers, strings and numbers. So
-they are compared without calling methods that the program defines. `decode` runs in sandboxes only:
-a program may choose keys of sets and dicts with colliding hashes, to take quadratic time.
+comparing them calls no method that the program defines. `decode` runs in sandboxes only: a program
+may choose keys of sets and dicts with colliding hashes, to make `decode` take quadratic time.
 """
 
 import json
@@ -63,8 +63,9 @@ def _read(descriptor: int, size: int) -> bytes:
 def encode(value: Any) -> Any:
   """Encodes a value as JSON, for `decode`.
 
-  JSON's own types are unchanged. Others are dicts of one item: their kind, and their content.
-  Subclasses of builtin types become the builtin type, and NumPy scalars Python's.
+  None, bools, floats, strings, lists and integers up to `_INT_BITS` are unchanged. Other values
+  become dicts {kind: content}. Subclasses of builtin types become the builtin type, and NumPy
+  scalars those of Python.
 
   Raises:
     TypeError: a part is not None, a number, a string, bytes or a builtin container.
