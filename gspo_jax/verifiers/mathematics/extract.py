@@ -1,7 +1,7 @@
 r"""Finds the answer in a response: a box (`\boxed{}`), or a sentence of a known form.
 
-Other text is no answer. An answer is later parsed as a whole or not at all. So it must not contain
-other words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text.
+Other text is no answer. An answer is later parsed as a whole or not at all, so it must not contain
+more words: "18 is wrong" and "18 or 19" are no numbers. All patterns take time linear in the text.
 """
 
 import re
@@ -122,7 +122,7 @@ def extract(response: str, finished: bool = True) -> str | None:
   answer if all boxes are empty or incomplete. If "the final answer is" follows the last box, the
   answer is the value after these words. If there is no box, the answer is the first of these:
 
-  1. the value after the last "####" or "answer is/:/=", within the last `<answer>` if there is one;
+  1. the value after the last "####" or "answer is/:/="; if there is an `<answer>`, within the last;
   2. the whole content of the last `<answer>`;
   3. the value stated by the last sentence with a number, if there is no `<answer>`.
 

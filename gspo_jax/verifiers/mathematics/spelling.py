@@ -3,7 +3,7 @@ r"""Normalises the spelling of answers in LaTeX. All patterns take time linear i
 import re
 
 MAX_ANSWER = 1000  # Maximum characters of an answer; longer ones are derivations.
-SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # Between thousands, in plain text or LaTeX.
+SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # Separator of thousands in text or LaTeX.
 _SPACE = "[ \\u00a0\\u202f\\u2009]"  # Space between thousands.
 _ENVIRONMENT = r"\\begin\{[a-zA-Z]+\*?\}"
 # A formula with its delimiters, by Pandoc's rules: "$5 and $6" are two prices, not a formula.

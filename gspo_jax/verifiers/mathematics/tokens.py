@@ -299,7 +299,7 @@ def is_product(run: str) -> bool:
 
 
 def fold(text: str) -> str:
-  """Writes words in lower case: Monday and MONDAY as monday, but not mgH as mgh."""
+  """Lowers first letters, and words in capitals: Monday and MONDAY to monday, but not mgH."""
 
   def lower(match: re.Match) -> str:
     word = match[0]

@@ -34,7 +34,7 @@ class Limits:
   cpu_s: int = 6  # CPU seconds, LiveCodeBench's limit; the kernel counts whole seconds.
   wall_s: float = 15.0  # Wall-clock seconds; more than CPU seconds, for busy machines.
   memory_bytes: int = 1 << 30  # Address space.
-  output_bytes: int = 16 << 20  # Each of standard output, standard error and result.
+  output_bytes: int = 16 << 20  # Per stream: standard output, standard error, result.
   file_bytes: int = 16 << 20  # Size of one file.
   scratch_bytes: int = 64 << 20  # Size of all files, in memory; unlimited with isolation="none".
   open_files: int = 64

@@ -163,8 +163,8 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
 def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
   """Collects output until a candidate ends, is late or writes too much.
 
-  Then kills its processes. Returns the `reason` of the report, and the output by name. Raises
-  Closed if the verifier ended.
+  Afterwards kills the candidate's processes. Returns the `reason` of the report, and a dict of
+  outputs by name. Raises Closed if the verifier ended.
   """
   handle = os.pidfd_open(candidate)
   output = {name: bytearray() for name in readers}
