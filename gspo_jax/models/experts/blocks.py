@@ -38,7 +38,7 @@ class ExpertWeights:
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
   def layout(self, gate: Any, down: Any, bias: Any) -> "ExpertWeights":
-    """Combines layouts: `gate` is also for up, `bias` for both biases."""
+    """Combines layouts: `gate` is also that of up, `bias` that of both biases."""
     biases = {} if self.gate_bias is None else dict(gate_bias=bias, up_bias=bias)
     return self.replace(gate=gate, up=gate, down=down, **biases)
 
@@ -90,9 +90,9 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Returns R, the rows of a block, a power of two.
 
-  A block is large enough for XLA to compute its product on several cores. To limit padding, it is
-  at most half of the mean load, or 8. In the backward pass each block adds to the gradient of a
-  whole expert, so blocks have at least 64 rows if the load allows.
+  To limit padding, R is at most half of the mean load, or 8 if that is more. Within this limit, a
+  block is large enough for XLA to compute its product on several cores. In the backward pass each
+  block adds to the gradient of a whole expert, so R is at least 64 within the limit.
   """
   largest = 1 << max(3, int(mean_load(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
@@ -107,8 +107,8 @@ def apply_blocks(
 ) -> jax.Array:
   """Applies the experts in turn, each to its blocks.
 
-  The gradient of `sink` is that of the weights, in sink's dtype. The values of `sink`, of the
-  weights' shapes, are not read.
+  `sink` has the weights' shapes; its values are not read. Its gradient is that of the weights, in
+  the dtype of `sink`.
   """
   return _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
@@ -155,7 +155,7 @@ def hidden_gradients(a_RF, u_RF, dh_RF, activation: Activation = swiglu):
 
 
 def _expert_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Returns gradients of `_expert`: for x, gate weights, and weights in `dtype`."""
+  """Returns gradients of `_expert`: for x, for gate weights, and for the expert in `dtype`."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[..., None], _multiply(dy_RD, w.down.mT)
   hidden = _hidden(x_RD, w)

@@ -1,8 +1,8 @@
 """Experts while sampling: few tokens, no gradients, weights read in place.
 
 The tokens of a decode step are small beside the experts, so experts may be split over more chips
-than in training, and the tokens are sent to them. `moe.experts` does so if experts have at most
-`moe.FEW` assignments on average.
+than in training, and the tokens are sent to the experts. `moe.experts` calls `experts_of_few` if
+experts have at most `moe.FEW` assignments on average.
 """
 
 import math
@@ -18,7 +18,9 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-ROWS = 64  # An expert's rows are a multiple of this number: a TPU takes as long for fewer.
+# An expert's rows are a multiple of this number: a TPU takes as long for fewer. If there are fewer
+# tokens, the rows are a multiple of 8.
+ROWS = 64
 
 
 def experts_of_few(
@@ -35,8 +37,8 @@ def experts_of_few(
   scatters the sums back.
 
   Args:
-    weights: each an `InStack`, not split over D.
-    apply: product with the local experts, with the arguments of `apply_one_hot` before `load`.
+    weights: each is an `InStack`, not split over D.
+    apply: product with the local experts. Its arguments are those of `apply_one_hot` except `load`.
       Matrices in eight bits need `apply_one_hot`.
     check: argument of `sharding.shard_map`; False if `apply` is a Pallas kernel.
   """
@@ -85,8 +87,8 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
 def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
   """Gathers tokens over the mesh axes `over`.
 
-  Their bits are packed in one array: the time of small collectives depends on their number more
-  than on their bytes. For use inside `shard_map`.
+  The bits of all three arrays are packed in one: the time of small collectives depends on their
+  number more than on their bytes. For use inside `shard_map`.
   """
   if sharding.axis_size(over) == 1:
     return x_XD, gate_Xk, experts_Xk
@@ -110,14 +112,14 @@ def apply_one_hot(
   """Applies all local experts to C rows each, gathered by one-hot products.
 
   Meant for TPUs, where sorting and scattering are slow. If an expert has more than C tokens,
-  further rounds compute the next C of each expert and read the weights again.
+  further rounds compute the next C tokens of each expert, and read the weights again.
 
   Args:
     experts_Xk: expert indices; `num_local` means an expert of another device.
     num_local: E, number of this device's experts.
     read: returns the weights of these experts.
-    load: mean number of assignments per expert. C is twice as many, rounded up to a multiple of
-      `ROWS`, but not more than X rounded up to a multiple of 8.
+    load: mean number of assignments per expert. C is 2 · load, rounded up to a multiple of `ROWS`,
+      but not more than X rounded up to a multiple of 8.
 
   Returns:
     Σ_k gate_k · expert_{index_k}(x) over the local experts, [X, D].

@@ -52,7 +52,7 @@ def separate(w: ExpertWeights) -> GroupedWeights:
 
 
 def joined(w: ExpertWeights) -> GroupedWeights:
-  """Joins gate and up, so products read rows once."""
+  """Joins gate and up, so one product reads the rows for both."""
   w = separate(w)
   gate_up, biases = ((jnp.concatenate(x, axis=-1),) if x else () for x in (w.gate_up, w.biases))
   return w.replace(gate_up=gate_up, biases=biases)
@@ -145,9 +145,9 @@ def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
 
 
 class Pieces(NamedTuple):
-  """Assignments sorted by expert, Z of them with padding to whole pieces of R.
+  """Assignments sorted by expert, padded to Z, a multiple of R.
 
-  Assignments to other devices' experts come last, and are not computed.
+  Assignments to other devices' experts follow those to local experts, and are not computed.
   """
 
   assignment_Z: jax.Array  # Index on A, token · k + choice; A for padding.
@@ -157,7 +157,7 @@ class Pieces(NamedTuple):
 def _pieces(experts_Xk: jax.Array, num_local: int) -> tuple[Pieces, int]:
   """Sorts assignments; returns the pieces and R.
 
-  R is `SLACK` times the mean number of assignments per device, so one piece usually suffices.
+  R is about `SLACK` times the mean number of assignments per device, so one piece usually suffices.
   """
   A = experts_Xk.size
   expert_A = experts_Xk.reshape(A)
@@ -177,16 +177,16 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   assignment_R = jax.lax.dynamic_slice(pieces.assignment_Z, (i * R,), (R,))
   assignment_R = jnp.where(position_R < pieces.end_E[-1], assignment_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
-  # Kernels need at least one row. In an empty piece, the last expert gets a row of padding.
+  # Kernels need at least one row. In an empty piece, the last expert has a row of padding.
   edge_E = edge_E.at[-1].max(1)
   return assignment_R // k, assignment_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
 def _each_piece(body, number: jax.Array, carry, first: tuple[jax.Array, ...] = ()):
-  """Loops over pieces. The first is outside the loop, to overlap with collectives.
+  """Loops over pieces. The first piece is outside the loop, to overlap with collectives.
 
-  number: pieces in use.
-  first: saved products with gate and up of the first piece; () to compute them.
+  number: number of pieces in use.
+  first: saved products of the first piece with gate and up; () if they are not saved.
   """
   carry = body(0, carry, first)
 
@@ -202,7 +202,7 @@ def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
 
 
 def _hidden(multiply, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, ...]:
-  """Returns x gate and x up, with biases, joined if the weights are."""
+  """Returns x gate and x up, with biases; one array if gate and up are joined."""
   parts = tuple(multiply(x_RD, w_EDF, count_E) for w_EDF in w.gate_up)
   if not w.biases:
     return parts
@@ -276,7 +276,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
     parts = [multiply(d, m, count_E, True, dx_XD.dtype) for d, m in zip(dhidden, w.gate_up)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
     none = (None,) * len(dhidden)
-    dw = dw or w.replace(gate_up=none, down=None, biases=none)  # Before the first piece, no total.
+    dw = dw or w.replace(gate_up=none, down=None, biases=none)  # The first piece has no total.
     gate_up = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(dhidden, dw.gate_up)]
     biases = [_bias_gradient(d, count_E, dtype) for d in dhidden if w.biases]
     biases = [d if total is None else total + d for d, total in zip(biases, dw.biases)]

@@ -3,8 +3,9 @@
 The router is computed on global arrays, outside of `shard_map`. Inside `shard_map`, devices on the
 mesh axis "expert" gather each other's tokens. Each device applies its local experts to the tokens
 that chose them, and the sums over devices are scattered back. An assignment is a pair of a token
-and an expert it chose. If a device has more assignments than its buffers have rows, it fills them
-several times, so none is dropped. The experts' matrix products have five `IMPLEMENTATIONS`:
+and an expert it chose. If a device has more assignments than rows in its buffers, it fills the
+buffers several times, so no assignment is dropped. The experts' matrix products have five
+`IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block for one expert: for many tokens on CPU
   batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
@@ -13,9 +14,9 @@ several times, so none is dropped. The experts' matrix products have five `IMPLE
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
 Their arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the weights of n
-local experts, and `sink`. No value of `sink` is used, but it gets the gradient of the weights, in
-its own dtype. Index n means an expert of another device. The result is the sum over local experts,
-Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
+local experts, and `sink`. The values of `sink` are not read. Its gradient is that of the weights,
+in the dtype of `sink`. Index n means an expert of another device. The result is the sum over local
+experts, Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
 """
 
 import functools
@@ -72,7 +73,7 @@ class RouterStats:
   z: jax.Array  # (log Σ_e exp logit_e)²; ST-MoE, arXiv:2202.08906, eq. 5.
   tokens: jax.Array  # Number of tokens.
   dropped: jax.Array  # Number of assignments to an index without an expert: always 0.
-  # Share of a token's own choices that replay replaces. None without replay.
+  # Share of the router's k choices for a token that replay replaces. None if there is no replay.
   overridden: jax.Array | None = None
   replayed_tokens: jax.Array | None = None  # Number of tokens with replayed experts, or None.
 
@@ -93,7 +94,7 @@ def route(
   of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
 
   valid_BT: whether tokens count in the statistics; padding does not.
-  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
+  replayed_experts_BTk: indices in place of the router's choice; -1 keeps that choice. Gate weights
     are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
     R2 and R3 of arXiv:2512.01374). None means no replay.
   choice_bias_E: bias on the scores, for the choice alone. bias_E: bias on the logits. None means 0.
@@ -189,7 +190,7 @@ def choose(implementation: str, load: float = math.inf):
 
 
 def choose_for_few(implementation: str, load: float) -> Callable:
-  """Returns the product with local experts, `apply` of `experts_of_few`."""
+  """Returns the product with local experts, argument `apply` of `experts_of_few`."""
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   if implementation == "auto" and sharding.platform() == "gpu":
@@ -266,12 +267,12 @@ def experts(
 ) -> jax.Array:
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], over a mesh.
 
-  In training, weights split over D are gathered here, and their gradients scattered, unless they
-  are `Gathered` already.
+  In training, this function gathers weights that are split over D, and scatters their gradients.
+  `Gathered` weights are gathered already.
 
-  While sampling, the fields of `weights` are `InStack`, and experts may be split over further mesh
-  axes. Few tokens are sent to all devices with experts (`experts_of_few`); for many tokens, the
-  weights are gathered over the further axes.
+  While sampling, the fields of `weights` are `InStack`, and experts may be split over more axes
+  than in training. If experts have at most `FEW` assignments on average, tokens are sent to the
+  experts (`experts_of_few`). Otherwise the weights are gathered over the additional axes.
 
   implementation: value of `ComputeConfig.experts`.
   chunk: number of a device's tokens to gather and compute at a time, 0 for all. To bound memory,

@@ -1,7 +1,7 @@
 """Tile sizes of megablox's kernels, and the bytes they move between HBM and vector memory.
 
 The kernels' own cost estimates assume that every step fetches all its blocks. But Pallas fetches a
-block only if it differs from the previous step's. `aot` uses the bytes returned here.
+block only if the previous step had another one. `aot` uses the bytes returned here.
 
 Tiles are (tm, tk, tn): rows, inner width and outer width of a step's block.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-COPY = 1.25  # Tiles of the left factor that the compiler copies; the most observed is 1.2.
+COPY = 1.25  # Number of tiles of the left factor that the compiler copies; at most 1.2 observed.
 Tiles = tuple[int, int, int]
 
 
@@ -26,7 +26,7 @@ def product_tiles(
 ) -> tuple[Tiles, int]:
   """Returns tiles of grouped products, and their bytes.
 
-  A product is [rows, inner] @ [inner, outer], with another matrix for each group of rows. The tiles
+  A product is [rows, inner] @ [inner, outer]; each group of rows has a separate matrix. The tiles
   are those with the fewest bytes.
 
   Args:
@@ -115,7 +115,8 @@ def _visits(rows: int, groups: int, tm: int) -> int:
 def _parts(width: int, least: int) -> Iterator[int]:
   """Yields tile widths for a width padded to a multiple of 128.
 
-  They divide it, and are multiples of 128, at least `least` · 128. A narrower width is one tile.
+  Tile widths divide the padded width, and are multiples of 128, at least `least` · 128. A padded
+  width below `least` · 128 is one tile.
   """
   units = -(-width // 128)
   return (128 * n for n in range(min(units, least), units + 1) if units % n == 0)
