@@ -29,9 +29,9 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # "auto" takes `plain` for at most so many queries; twice as many without a kernel.
+PLAIN = 128  # Maximum queries for which "auto" chooses `plain`; twice as many without a kernel.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`; `remat` may save its results.
-SLAB = 64  # Queries per product in `plain`. Keys after them are skipped, about half of the scores.
+SLAB = 64  # Queries per product in `plain`. A product skips the keys after its last query.
 
 
 def choose(
@@ -46,10 +46,10 @@ def choose(
 
   Returns `implementation`, or for "auto" the fastest that supports the other arguments: `plain` for
   few queries, else the platform's kernel, else `blockwise`. Raises ValueError if the named
-  implementation does not support them.
+  implementation does not support the other arguments.
 
   queries: T, queries per row.
-  scores: window, soft bound and sinks. None means none of them.
+  scores: window, soft bound and sinks. None means no window, bound or sinks.
   gaps: whether padding may lie between the keys of a segment.
   width: H, width of a head.
   """
@@ -75,7 +75,7 @@ def lacks(
   """Describes the first unsupported feature, or returns ""."""
   scores = scores or Scores(1.0)
   window, cap = scores.window, scores.cap
-  if implementation == "splash" and window and gaps:  # Its window counts padding as positions.
+  if implementation == "splash" and window and gaps:  # The kernel counts padding as positions.
     return "a sliding window where responses share their prompt"
   if implementation != "cudnn":
     return ""
@@ -113,13 +113,13 @@ def attend_self(
 ) -> jax.Array:
   """Causal attention of the last T of S tokens, [B, T, N, H].
 
-  softmax(q kᵀ / √H) v over the keys of the query's segment up to its own. Softmax is in float32;
+  softmax(q kᵀ / √H) v over the keys of the query's segment, up to its own. Softmax is in float32;
   N/K query heads share a key head.
 
   Args:
     segment_BS: segment numbers of all S tokens.
     implementation: one of `FORMULATIONS`.
-    scores: scale, window, soft bound and sinks. None means scale 1/√H and no others.
+    scores: scale, window, soft bound and sinks. None means scale 1/√H alone.
     position_BS: positions that measure the window, for `plain` and `blockwise`. None means the
       index in the row.
   """
@@ -183,8 +183,8 @@ def attend_tree(
 ) -> jax.Array:
   """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. A trunk may end with padding, so a window
-  is measured by `position_BT`. None is for scores without a window.
+  A trunk's keys and values are repeated for each branch. A trunk may end with padding, so
+  `position_BT` measures the window. It may be None if scores have no window.
   """
 
   def path(x_RS, x_BU):
@@ -224,8 +224,8 @@ def attend_paths(
 ) -> jax.Array:
   """Attends within every path, [R, T, N, H].
 
-  Each path is a segment for `attend_self`. A token of a shared prefix has the same result in all of
-  its paths, and one of them is returned.
+  Each path is a segment for `attend_self`. A token of a shared prefix has equal results in all
+  paths of the prefix; one of these results is returned.
   """
 
   def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
@@ -250,8 +250,8 @@ def attend_cache(
   S is the number of slots; slot s holds position s.
 
   implementation: value of `ComputeConfig.attention`. "auto" runs a Pallas kernel (`triton`) for one
-    query per row on GPU, if it supports S and H. Any other case computes the scores of all slots,
-    in blocks for many queries.
+    query per row on GPU, if the kernel supports S and H. In any other case the scores of all slots
+    are computed, in blocks if there are many queries.
   """
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
@@ -310,7 +310,7 @@ def attend_splash(
 ) -> jax.Array:
   """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
 
-  T and S are padded to whole blocks, in a separate segment, and H to the hardware's 128 lanes.
+  T and S are padded to whole blocks, in a separate segment, and H to multiples of 128 lanes.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
@@ -351,8 +351,8 @@ def _splash_kernel(
   if scores.window:
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
   # Each block of queries reads all keys, and in the backward pass each block of keys reads all
-  # queries. So memory traffic is least with the largest blocks for the chip's vector memory. For 32
-  # heads of 32,768 positions on v5p it is 22 GB a layer, and 36 GB with blocks of half the size.
+  # queries. So the largest blocks that fit in the chip's vector memory have the least traffic. For
+  # 32 heads, 32,768 positions and v5p it is 22 GB a layer, and 36 GB with blocks of half the size.
   (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
@@ -381,8 +381,8 @@ def attend_cudnn(
   """Attends with cuDNN's flash attention, for unpacked rows.
 
   An unpacked row is one segment, then padding. It needs a causal mask only, since no token sees the
-  padding after it. Packed rows would need a mask of [T, T] values: if a batch has any of them, it
-  runs `blockwise` instead, chosen at run time.
+  padding after it. Packed rows would need a mask of [T, T] values. If a device has a packed row, it
+  runs `blockwise` for all rows; this is decided at run time.
   """
   earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 

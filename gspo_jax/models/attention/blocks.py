@@ -15,7 +15,7 @@ from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
-BLOCK = 512  # Queries, and keys, of a block of scores. On CPU the maximum.
+BLOCK = 512  # Number of queries, and of keys, in a block of scores. On CPU the maximum.
 RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
@@ -55,8 +55,8 @@ def attend_blockwise(
     order_BT: int32, index on S of the last key each query may see.
     segments: segment numbers of queries [B, T] and of keys [B, S].
     positions: positions of queries [B, T] and of keys [B, S], to measure `scores.window`. None
-      without a window. With a window, the keys of a segment may have padding (segment 0) between
-      them, but no other segment.
+      if there is no window. If there is one, the keys of a segment may have padding (segment 0)
+      between them, but no other segment.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
@@ -81,19 +81,19 @@ def attend_blockwise(
 
 
 class Queries(NamedTuple):
-  """Data of the queries in blocks, [i, B, R] each; of one block, [B, R]."""
+  """Data of the queries: arrays [i, B, R] of all blocks, or [B, R] of one block."""
 
-  last: jax.Array  # Index of the last key it may see; -1 for padding.
+  last: jax.Array  # Index of the last key that the query may see; -1 for padding.
   segment: jax.Array
-  first: jax.Array | None = None  # Lower bound on its first visible key; None without a window.
-  position: jax.Array | None = None  # None without a window.
+  first: jax.Array | None = None  # At most the first visible key. None: no window.
+  position: jax.Array | None = None  # None: no window.
 
 
 class Keys(NamedTuple):
-  """Data of the keys, [B, S] each; of one block, [B, C]."""
+  """Data of the keys: arrays [B, S] of all keys, or [B, C] of one block."""
 
   segment: jax.Array
-  position: jax.Array | None = None  # None without a window.
+  position: jax.Array | None = None  # None: no window.
 
 
 def block_size(rows: int) -> int:

@@ -33,11 +33,10 @@ def attend(
 ) -> tuple[jax.Array, list[jax.Array]]:
   """Writes one new key and value per row, and attends.
 
-  Returns outputs [B, N, H], and the cache, updated in place. A row's pages up to its position, or
-  those in its window, are copied to the vector memory once, each while the previous page is
-  computed. Of the last page, the hardware tile of positions with the new one is written back.
-  Keys and values in int8 are not scaled: their scales multiply scores and attention weights
-  instead.
+  Returns outputs [B, N, H], and the cache, updated in place. The pages up to a row's position, or
+  those in its window, are copied to the vector memory once, each page during the computation of the
+  previous one. From the last page, only the hardware tile with the new position is written back.
+  Keys and values in int8 are not scaled: their scales multiply scores and attention weights.
 
   Args:
     q_BNH: queries, already multiplied by `scores.scale`.
@@ -82,7 +81,7 @@ def attend(
 def _sinks(sink_N: jax.Array | None, K: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
   """Returns the sinks as an input of the kernel, and its block.
 
-  Each sink is repeated over a tile's lanes. Both lists are empty without sinks.
+  Each sink is repeated over a tile's lanes. Both lists are empty if there are no sinks.
   """
   if sink_N is None:
     return [], []
@@ -208,7 +207,7 @@ def _tile_of(buffer, slot):
 
 
 def _write_back(stored, buffers, written, page, side, slot):
-  """Declares copies of a slot's tile, and of scales, to the cache."""
+  """Declares copies of a slot's tile, and of the page's scales, to the cache."""
   _, tile_slots = _tile_of(buffers[0], slot)
   index = slice(None), slice(None), tile_slots, slice(None)
   pairs = [(buffers[0].at[side, *index], stored[0].at[page, *index])]

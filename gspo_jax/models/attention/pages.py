@@ -1,10 +1,10 @@
 """Paged key/value cache: rows take pages from a pool as they grow.
 
 A page has S consecutive positions. Memory is needed for positions in use, not for the longest
-possible rows, and rows with a common prefix share its full pages. The dense cache (`cache`)
-represents the same keys and values.
+possible rows, and rows with a common prefix share its full pages. The alternative is
+the dense cache of `cache`.
 
-A table lists the pages of each row. A page in no table is free; there is no other record.
+A table lists the pages of each row. A page in no table is free; free pages have no other record.
 `free`, `insert`, `begin` and `attend` are for use inside `shard_map`: each device has a separate
 pool, and numbers its pages from 0.
 """
@@ -123,7 +123,7 @@ def insert(
   Args:
     rows: dense cache of r rows, such as prefilled prompts.
     length_r: positions to copy of each row.
-    tables: further tables, whose pages are in use.
+    tables: further tables; their pages are in use.
 
   Returns:
     The cache, with its table unchanged; a table of the new pages, int32 [r, n]; whether there were

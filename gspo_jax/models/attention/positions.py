@@ -58,9 +58,9 @@ def _linear(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
 def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   """Divides the frequencies of long waves by `rope.factor` (Llama 3).
 
-  A wave is long or short by its number of turns within the original context: below
-  `low_freq_factor`, or above `high_freq_factor`. Short waves are unchanged, and in between both are
-  interpolated.
+  A wave is long if it makes fewer than `low_freq_factor` turns within the original context, and
+  short if it makes more than `high_freq_factor`. Short waves are unchanged. Between these bounds,
+  the divided and the unchanged frequency are interpolated.
   """
   low, high, factor = map(np.float32, (rope.low_freq_factor, rope.high_freq_factor, rope.factor))
   frequency_h = np.float32(1) / wave_h
@@ -72,8 +72,8 @@ def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
 def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   """Divides low frequencies by `rope.factor`. YaRN, arXiv:2309.00071, eq. 23.
 
-  Frequencies before index `low` are unchanged and those after `high` divided; in between both are
-  interpolated linearly.
+  Frequencies up to index `low` are unchanged, and those from `high` on are divided. Between these
+  indices, the divided and the unchanged frequency are interpolated linearly.
   """
   half = len(wave_h)
 

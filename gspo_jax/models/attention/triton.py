@@ -32,7 +32,7 @@ def supports(positions: int, width: int) -> bool:
 def attend(
   q_BNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_B: jax.Array, scores: Scores
 ) -> jax.Array:
-  """Attends from each row's query at `position_B` to its keys up to there, [B, N, H]."""
+  """Attends from each row's query to its keys up to `position_B`, [B, N, H]."""
   (B, N, H), (K, S) = q_BNH.shape, v_BKSH.shape[1:3]
   n, tile = N // K, math.gcd(S, TILE)
   rows = max(LEAST, 1 << (n - 1).bit_length())
