@@ -102,8 +102,8 @@ def token_logp(
 
   Args:
     targets_BT: int32 token ids.
-    support_BTX: int32 ids of the support of each target, padded with NO_TOKEN. Padding alone means
-      the whole vocabulary, and so does None for the array.
+    support_BTX: int32 ids of the support of each target, padded with NO_TOKEN. A support of
+      padding alone means the whole vocabulary. None means the whole vocabulary for all targets.
   """
 
   def on_each_device(hidden_BTD, targets_BT, support_BTX, head_DV):
@@ -198,8 +198,8 @@ def _over_support(
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Logits of other devices' tokens may exceed the maximum. Without this mask their exponentials
-  # would overflow, and infinity times the mask's 0 is a gradient of NaN.
+  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. Without this
+  # mask its exponential would overflow, and infinity times the mask's 0 is a gradient of NaN.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
@@ -212,7 +212,7 @@ def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Arr
   """Computes float32 logits [B, t, V].
 
   The head's gradient is returned as that of `sink_DV`, a float32 copy whose values are not read. So
-  it is summed in float32.
+  the gradient is summed in float32.
   """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 
@@ -236,7 +236,7 @@ project.defvjp(_project_forward, _project_backward)
 class Critic:
   """A value head, and the trunk whose hidden states it reads."""
 
-  trunk: Any  # Params without a head. None means the policy's.
+  trunk: Any  # Params without a head. None means the policy's trunk.
   weight: Any  # D
   bias: Any  # []
 

@@ -31,7 +31,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · (1 + scale).
 
-  All of it is in float32, and rounded once, as in Gemma.
+  All of this is computed in float32 and rounded once, as in Gemma.
   """
 
   def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -55,8 +55,9 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
   """Computes combine(x, weight), a sum or product, with gradients in float32.
 
-  The weight is common to all tokens, so its gradient is a sum over them, which must not add up in
-  bfloat16. The result is computed in float32 too and rounded to x's dtype, which changes nothing.
+  The weight is common to all tokens, so its gradient is a sum over all tokens, which must not
+  be in bfloat16. The result is computed in float32, too, and rounded to x's dtype, which changes no
+  value.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
@@ -91,7 +92,7 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 
 
 def shared_experts(x_BTD: jax.Array, w: ExtendedMoe) -> jax.Array:
-  """Computes the experts of every token, times a sigmoid gate if there is one."""
+  """Applies the shared experts to every token, times a sigmoid gate if there is one."""
   y_BTD = feed_forward(x_BTD, w.shared, jax.nn.silu)
   if w.shared_gate is None:
     return y_BTD
@@ -103,8 +104,8 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
 
   Matrices stay split over heads and F ("tensor"); the small `wide` weights become whole on every
   device. The backward pass sums the gradients and scatters them over D again. Experts' weights are
-  cast only: `moe` gathers them at their products. Matrices in eight bits are unchanged, since the
-  sampler does not split D.
+  cast only: `moe` gathers them. `InStack` and `Int8` weights are unchanged, since the sampler does
+  not split D.
 
   Args:
     table: the layer's table of weights.
@@ -143,16 +144,16 @@ def attend(
 ) -> tuple[jax.Array, Any]:
   """Grouped-query attention with projections.
 
-  Returns [B, T, D], and the updated cache (None without one).
+  Returns [B, T, D], and the updated cache (None if there is no cache).
 
   Args:
     x_BTD: the layer's input, normalised.
     norm: norm of queries and keys, in models with `qk_norm`.
-    kv: cache of the layer's block, from `cache.block(i)`. None without a cache.
+    kv: cache of the layer's block, from `cache.block(i)`. None if there is no cache.
     layer: index of the layer in its block, and in `kv`.
     kind: whether the layer has a sliding window, and whether it has rotary positions.
-    positions_BT: positions for rotary embeddings and, with a cache, the slots to write.
-    segments_BT: segment numbers, 0 for padding; unused when reading from a cache.
+    positions_BT: positions for rotary embeddings. If there is a cache, also the slots to write.
+    segments_BT: segment numbers, 0 for padding; unused if queries attend to a cache.
     tree: layout of sequences that share prefixes. None for plain rows.
     from_start: whether the cache has no earlier tokens, so that it is written and not read.
   """
@@ -177,8 +178,8 @@ def attend(
   sink_N = getattr(w, "sink", None)
   sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
   y_BTNH, kv = run(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths)
-  # The product has the heads merged to one axis: with two axes, XLA may transpose the weight at
-  # every step.
+  # Heads are merged into one axis for the product. Otherwise XLA may transpose the weight at every
+  # step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = _merge_heads(w.o)
@@ -225,15 +226,15 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
   """Returns the attention of a layer, run inside `shard_map`.
 
   The function takes queries, keys and values of the new tokens. It writes keys and values to the
-  cache, if there is one. Queries attend to the cache if it has earlier tokens, else to the new
-  tokens.
+  cache, if there is one. If the cache has earlier tokens, queries attend to the cache, else to the
+  new tokens.
 
   declared: options of the scores, without the layer's sinks.
   """
 
   def attend_and_write(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths):
     scores = declared._replace(sink_N=sink_N)
-    # The formulation depends on the length of a row, of a path, or of a trunk with a branch.
+    # The formulation depends on the length of a row, of a row of paths, or of trunk and branch.
     length = q.shape[1] if paths is None else paths.read_RF.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches

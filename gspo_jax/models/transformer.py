@@ -46,8 +46,8 @@ def table(config: ModelConfig) -> Params:
 def sampler_table(config: ModelConfig, weights_dtype: str = "") -> Params:
   """Declares the sampler's weights, for `engine.weights_dtype`.
 
-  With "int8" the matrices of the layers are `Int8`, in eight bits. With any other value the table
-  is the trainer's.
+  If it is "int8", the matrices of the layers are `Int8`. For any other value the table is the
+  trainer's.
   """
   plain = table(config)
   return weights.in_eight_bits(plain) if weights_dtype == "int8" else plain
@@ -81,7 +81,7 @@ def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
   """Returns the dtype of each parameter in computations.
 
   Each forward pass casts the parameters. The trainer may store all of them in float32, and compute
-  in bfloat16. A few, such as the router, are used in float32 with any `compute_dtype`.
+  in bfloat16. A few parameters, such as the router, are used in float32 for any `compute_dtype`.
   """
   return weights.dtypes(table(config), compute_dtype)
 
@@ -92,7 +92,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Counts parameters: all, and the ones used for one token."""
+  """Counts parameters: all, and those used for one token."""
   weights = jax.tree.leaves(table(config))
   total = sum(math.prod(w.shape) for w in weights)
   by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)
@@ -116,8 +116,8 @@ def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
 def decoding_params(params: Params) -> Params:
   """Unstacks the layers for decoding, except on TPU.
 
-  A loop over stacked layers is slower on CPU and GPU: it copies each layer's weights out of the
-  stack at every step, and on GPU the layer's part of the cache, too.
+  A loop over stacked layers is slower on CPU and GPU: at every decode step it copies each layer's
+  weights out of the stack. On GPU it also copies the layer's part of the cache.
   """
   return params if sharding.platform() == "tpu" else unstack(params)
 
@@ -140,9 +140,9 @@ class Output:
   """Result of `forward`."""
 
   hidden_BTD: jax.Array  # Hidden states after the final norm; the head's input.
-  cache: Cache | Pages | None  # The updated cache. None without one.
-  routing_lBTk: jax.Array | None  # int32: chosen experts of each MoE layer. None without experts.
-  stats: RouterStats | None  # Stacked over the MoE layers. None without experts.
+  cache: Cache | Pages | None  # The updated cache. None if `forward` had no cache.
+  routing_lBTk: jax.Array | None  # int32: chosen experts of MoE layers. None if there are none.
+  stats: RouterStats | None  # Stacked over MoE layers. None if there are none.
 
 
 def forward(
@@ -160,16 +160,20 @@ def forward(
   """Computes the final hidden states of all positions.
 
   Args:
-    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1.
-    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None: one segment.
+    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1, and
+      then the cache must be empty.
+    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None means that
+      each row is one segment.
     tree: layout of sequences that share prefixes; needs `positions`. None for plain rows.
-    cache: keys and values of earlier positions, returned with the new ones. With T > 1, the new
-      positions are consecutive and begin at the same position in all rows. `Pages` require T = 1.
-    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice.
+    cache: keys and values of earlier positions. Those of the new positions are added. If T > 1,
+      the new positions are consecutive and begin at the same position in all rows. `Pages` require
+      T = 1. None means no cache.
+    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice. None
+      means no replay.
     compute: dtypes and implementations.
   """
   B, T = tokens_BT.shape
-  from_start = positions is None  # Then the cache has no earlier tokens to attend to.
+  from_start = positions is None  # If so, the cache has no earlier tokens.
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
   segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
@@ -207,7 +211,7 @@ def forward(
 
 
 def _embed(params: Params, config: ModelConfig, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-  """Embeds tokens, and multiplies by the family's factor, such as Gemma's √D."""
+  """Embeds tokens, and multiplies the vectors by the family's factor, such as Gemma's √D."""
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := family(config).embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
@@ -230,11 +234,11 @@ def _apply_block(
   Returns hidden states, cache, and chosen experts and router statistics by layer.
 
   Args:
-    kv: cache of the block's layers. None without a cache.
+    kv: cache of the block's layers. None if there is no cache.
     replayed_experts_lBTk: replaces the router's choice. None means no replay.
     span: index of the block's first layer, and number of layers.
     policy: name of the rematerialisation policy. A pass with a cache has no gradient and ignores
-      it.
+      the policy.
     placement: positions, segments, `tree` and `from_start`, as in `layers.attend`.
   """
   (first, depth), block_table = span, family(config).block_table
@@ -265,8 +269,8 @@ def _apply_block(
 def _experts_in_stack(table, block, layer):
   """Excludes experts' weights from the inputs of the scan.
 
-  Returns the block without them, and a wrapper of `layer` for inputs without them. It passes each
-  weight of the experts to `layer` as an `InStack`, a reference into the stack of all layers.
+  Returns the block without these weights, and a wrapper of `layer` for such a block. The wrapper
+  passes each weight of the experts to `layer` as an `InStack`, a reference into the block's stack.
   """
 
   def with_experts(x_BTD, kv, index, other_weights, replayed_experts_BTk):
@@ -299,8 +303,8 @@ def _prefetch_experts(layer, stack: ExpertWeights, compute: ComputeConfig):
   Returns:
     layer: `layer` with the gathered weights of its experts in the carry of the scan.
     gathered: the gathered weights of layer 0, for the initial carry.
-    next_experts: for each layer, the next layer's weights to gather. The last layer has no next
-      one: it gathers those of layer 0, unused.
+    next_experts: for each layer, the next layer's weights to gather. The last layer gathers the
+      weights of layer 0 again, and does not use them.
   """
 
   def gather(w: ExpertWeights) -> moe.Gathered:
@@ -350,7 +354,7 @@ def _layer(
   in a dense layer.
 
   Args:
-    kv: cache of the layer's block. None without a cache.
+    kv: cache of the layer's block. None if there is no cache.
     index: index of the layer in its block.
     block: weights of this layer, without the axis of layers.
     gathered: prefetched weights of the experts. None if `block` has the experts' weights.
