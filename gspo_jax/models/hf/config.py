@@ -120,7 +120,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-  """Returns keys with an unsupported value, and the supported ones."""
+  """Returns a dict from each key with an unsupported value to the supported value."""
   fixed = (FIXED | dict(architecture.fixed)).items()
   declared = {*architecture.fields.values()}
   return {k: v for k, v in fixed if raw.get(k) not in (None, v) and k not in declared}
@@ -174,7 +174,8 @@ _GROUPS = ("rope", "router", "scores", "multipliers")
 def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
   """Reads the fields of sliding windows: width and local layers.
 
-  If every n-th layer is global, n is the pattern; otherwise local layers are listed.
+  If every n-th layer is global, n is the pattern; otherwise `scores.local_layers` lists the local
+  layers.
   """
   types = raw.get("layer_types")
   if types is not None and (len(types) != layers or not {*types} <= {LOCAL, GLOBAL}):
@@ -239,11 +240,11 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def published(config: ModelConfig) -> ModelConfig:
-  """Returns the same model, renamed for its files.
+  """Returns the same model, with the family of its files.
 
-  The new family is the first one whose files can describe the model.
-  Families with equal layers may exchange models: a Qwen3 without q/k norms is a Llama in files.
-  Without any such family the configuration is returned unchanged.
+  Several families have equal layers: a Qwen3 without q/k norms is a Llama in files. The result has
+  the first of these families whose files can describe the model. If there is none, the
+  configuration is returned unchanged.
   """
   scaled = dataclasses.replace(
     config, query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_dim
@@ -258,7 +259,7 @@ def published(config: ModelConfig) -> ModelConfig:
 
 
 def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields (model_type, config.json) for each of the family's architectures with all features."""
+  """Yields (model_type, config.json) for architectures of the family with all features."""
   for model_type, architecture in ARCHITECTURES.items():
     if FAMILY_OF[model_type] != config.family:
       continue

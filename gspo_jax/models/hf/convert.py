@@ -1,8 +1,8 @@
 """Loads and saves Hugging Face directories: config.json and safetensors.
 
-One table has the layout of each parameter in the files, for both `load` and `save`. Both stream.
-`load` copies slices of memory-mapped files to the devices, one shard of one parameter after the
-other. `save` writes one tensor after the other.
+One table has the layout of each parameter in the files, for both `load` and `save`. Both functions
+stream. `load` copies slices of memory-mapped files to the devices, one shard of one parameter after
+the other. `save` writes one tensor after the other.
 
 Architectures are those of `models/families`, as published and as written by transformers 5. A box
 is a part of a parameter: a range of indices for each letter of its axes.
@@ -57,18 +57,20 @@ def load(
 ) -> tuple[transformer.Params, ModelConfig]:
   """Loads parameters and hyperparameters of a Hugging Face directory.
 
-  Every tensor in the files is used exactly once, and every parameter is filled exactly once. With
-  tied embeddings the files may have the embedding or `lm_head.weight`, or both if they are equal.
-  (If they differ, transformers warns and unties them; here this is an error.)
+  Missing and superfluous tensors are errors. Only the constants inv_freq of old Llamas and tensors
+  outside the language model (`nested`) are ignored. If embeddings are tied, the files may have the
+  embedding, `lm_head.weight`, or both with equal values. (If the values differ, transformers warns
+  and unties the two; `load` raises an error.)
 
   Args:
-    directory: directory of config.json, and of model.safetensors or of several files with
-      model.safetensors.index.json. It is a local path, a path of a bucket (gs://...), or a
-      repository of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
+    directory: directory with config.json and safetensors files (`files.Files`). It is a local path,
+      a path of a bucket (gs://...), or a repository of the Hugging Face hub, OWNER/NAME or
+      OWNER/NAME@REVISION.
     dtype: dtype of the parameters, or a tree of dtypes. Files may have float64, float32, float16,
       bfloat16 or MXFP4.
-    mesh: mesh of the parameters. Each host reads only the values of its own devices; remote files
-      are divided among hosts (`_reading`). None loads arrays to the default device.
+    mesh: mesh of the parameters. From local files, each host reads only the values of its own
+      devices. The hosts divide remote files among themselves (`_reading`). None loads arrays to the
+      default device.
     rules: sharding rules, letters -> mesh axes.
 
   Raises:
@@ -84,7 +86,8 @@ def load(
     layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
     if files.remote:
       reading = [_reading(leaf, mesh) for leaf in leaves]
-  # All headers are checked first, so no values are read in vain if the last file is wrong.
+  # The headers of the needed files are checked first, so no values are read in vain if one is
+  # wrong.
   needed = files.in_files(_needed(leaves, reading, twin))
   files.check_headers(needed, shapes)
   files.fetch(needed)
@@ -151,7 +154,7 @@ def _plan(
 
 
 def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
-  """Yields the boxes of this process's devices, and their devices.
+  """Yields each box of this process's devices, and the devices with this box.
 
   target: sharding of the parameter.
   """
@@ -174,7 +177,7 @@ def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarra
   parts = []
   for box, devices in _boxes(leaf, layout):
     values = read(box)
-    # Waiting for the copies, to several devices perhaps, keeps host memory at one shard.
+    # Waiting for the copies to the devices keeps host memory at one shard.
     parts += jax.block_until_ready([jax.device_put(values, device) for device in devices])
   return jax.make_array_from_single_device_arrays(leaf.shape, layout, parts)
 
@@ -182,9 +185,10 @@ def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarra
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns a sharding for reading a remote parameter.
 
-  Hosts then read different bytes, and the devices exchange them afterwards, over links faster than
-  a bucket's. Only the stacked axes and the first axis of tensors are split, so that each shard of a
-  tensor is one range of a file. If these axes give too few shards, several devices read the same.
+  Hosts read different bytes, and the devices exchange these afterwards, over links faster than a
+  bucket's. Only the stacked axes and the first axis of tensors are split, so that each shard of a
+  tensor is one range of a file. If these axes give too few shards, several devices have
+  the same shard.
   """
   parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.axes[0][0]):
@@ -197,7 +201,7 @@ def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int]:
-  """Counts the elements to be read by this process, by tensor."""
+  """Counts the elements for this process to read, by tensor."""
   needed: dict[str, int] = collections.Counter()
   for leaf, target in zip(leaves, layout):
     first = leaf.axes[0][0]
@@ -220,7 +224,7 @@ def read(
 ) -> np.ndarray:
   """Reads a box of a parameter, stacked, transposed and cast.
 
-  twin: name of another tensor, whose values must be equal. None without one.
+  twin: name of another tensor, whose values must be equal. None if there is none.
   transfer: counts the bytes read. None counts nothing.
   """
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
@@ -252,7 +256,7 @@ def read(
 def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range]) -> np.ndarray:
   """Reads a box of one tensor, with merged axes split.
 
-  part: box; on the axis "2", the half of a shared tensor.
+  part: the box; its axis "2" is the half of a shared tensor.
   """
   outer, inner, shape = [], [], []
   for first, *merged in leaf.axes:
@@ -285,17 +289,17 @@ def save(
 ) -> None:
   """Writes config.json and safetensors for transformers' `from_pretrained`.
 
-  Names and shapes are those of published checkpoints, with one tensor per expert. All processes
-  must call this; the first one writes. The tokenizer's files are the caller's. An earlier save in
-  the directory is replaced when the new files are complete. Adapters are merged; in bfloat16 the
+  Names and shapes are those of published checkpoints, most of which have one tensor per expert. All
+  processes must call this; the first one writes. It writes no files of a tokenizer. An earlier save
+  in the directory is replaced when the new files are complete. Adapters are merged; in bfloat16 the
   sums are dithered as in training.
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
     shard_size_bytes: maximum size of a file.
     more: further keys of config.json, without effect on the model. None adds none.
-    like: directory with this language model and other parts, such as a vision encoder (`nested`),
-      to be copied. "" for none.
+    like: directory with this language model and other parts, such as a vision encoder (`nested`).
+      The other parts are copied. "" copies none.
 
   Raises:
     ValueError: the parameters do not match `model_config`, no architecture of Hugging Face has its
@@ -320,7 +324,7 @@ def save(
   ]
   parts = hf_files.shards(entries + other_model.entries, shard_size_bytes)
   tensors = itertools.chain(tensors_of(leaves, arrays, plan), other_model.tensors())
-  writes = jax.process_index() == 0  # The others only help to gather arrays.
+  writes = jax.process_index() == 0  # Other processes only help to gather arrays.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   for name, entries in parts.items():

@@ -35,15 +35,15 @@ Shapes = Mapping[str, tuple[int, ...]]  # Name of a tensor -> shape.
 class Files:
   """The tensors of a directory, by name.
 
-  Local files are memory-mapped on first use. Files of a bucket are read in ranges, as are those of
-  a repository until `fetch` downloads them.
+  Local files are memory-mapped on first use. Files of a bucket, and files of a repository that
+  are not downloaded (`fetch`), are read in ranges.
   """
 
   def __init__(self, name: str, single: str = SINGLE):
     """Finds the files of all tensors.
 
-    They are the file `single`, or else those in model.safetensors.index.json, as for transformers.
-    Without an index they are all *.safetensors files.
+    If the file `single` exists, it has all tensors. Otherwise model.safetensors.index.json names
+    the files, as for transformers. If there is no index, all *.safetensors files are opened.
 
     Args:
       name: directory, bucket path or repository.
@@ -103,9 +103,7 @@ class Files:
     return RangedFile(*hub.bucket_reader(path))
 
   def fetch(self, needed: Mapping[str, int]) -> None:
-    """Downloads files of a repository to be read almost in full.
-
-    These are files with 90 % or more of their elements needed.
+    """Downloads the files of a repository with 90 % or more of their elements in `needed`.
 
     needed: number of elements to read, by tensor.
 
@@ -149,7 +147,7 @@ class Files:
       collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
 
   def stored(self, name: str, shape: tuple[int, ...]) -> Shapes:
-    """Returns the stored tensors of a tensor, by name: two for MXFP4, else itself."""
+    """Returns names and shapes of a tensor's stored tensors: two for MXFP4, else one."""
     return mxfp4.stored(name, shape) if self._is_packed(name) else {name: shape}
 
   def _is_packed(self, name: str) -> bool:
@@ -159,7 +157,7 @@ class Files:
   def in_files(self, needed: Mapping[str, int]) -> dict[str, int]:
     """Converts numbers of elements of tensors to numbers of stored elements.
 
-    They differ for MXFP4, where files have two tensors for one (`stored`).
+    The numbers differ for MXFP4: files then have two tensors for one (`stored`).
     """
     elements: dict[str, int] = collections.Counter()
     for name, count in needed.items():
@@ -169,7 +167,7 @@ class Files:
     return elements
 
   def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-    """Reads a slice of a tensor. Remote files are read by whole rows of it."""
+    """Reads a slice of a tensor. From remote files, whole rows of the tensor are read."""
     if self._is_packed(name):
       return mxfp4.read(self.read, name, slices)
     return self._open(self.file_of[name]).get_slice(name)[slices]
@@ -177,9 +175,10 @@ class Files:
   def check_names(self, shapes: Shapes, others: Iterable[str] = ()) -> None:
     """Raises CheckpointError for missing or superfluous tensors.
 
-    The files must have exactly the tensors `shapes` and `others`.
+    The files must have all tensors of `shapes`. Besides these they may have only `others`, and
+    tensors with names that end in `IGNORED`.
 
-    others: further tensors, to be ignored.
+    others: names of further tensors, to be ignored.
     """
     missing = [name for name in shapes if name not in self.file_of]
     expected = {*shapes, *others}
@@ -199,8 +198,8 @@ class Files:
   def check_headers(self, names: Iterable[str], shapes: Shapes) -> None:
     """Checks the headers of the files with the tensors `names`.
 
-    Raises CheckpointError if they have other tensors than the index says, or tensors of other
-    shapes than `shapes` or of unsupported types.
+    Raises CheckpointError if a file has other tensors than the index says, or a tensor of another
+    shape than in `shapes` or of an unsupported type.
     """
     for path in sorted({self.file_of[name] for name in names}):
       inside = set(self._open(path).keys())
@@ -256,7 +255,8 @@ class Entry(NamedTuple):
 def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
   """Distributes tensors to files of at most `most_bytes`.
 
-  Returns the entries by name of file, in their order. A larger tensor has a file for itself.
+  Returns a dict from names of files to their entries, in the order of `entries`. A tensor above
+  `most_bytes` has a separate file.
   """
   parts: list[list[Entry]] = [[]]
   size = 0
@@ -275,7 +275,7 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> No
   """Writes a safetensors file.
 
   entries: tensors of the file.
-  tensors: iterator over the values of tensors; the file takes the next ones.
+  tensors: iterator over the values of tensors; the file takes one for each entry.
   """
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
@@ -296,7 +296,7 @@ def finish(directory: Path, parts: dict[str, list[Entry]], suffix: str) -> None:
 
   Files of an earlier save are deleted first. A single file has no index.
 
-  parts: entries by name of file.
+  parts: dict from names of files to their entries.
   """
   for stale in [directory / SINGLE, directory / INDEX, *directory.glob("model-*-of-*.safetensors")]:
     stale.unlink(missing_ok=True)

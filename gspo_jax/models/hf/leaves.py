@@ -32,13 +32,13 @@ class Leaf:
   shape: tuple[int, ...]  # Shape of the parameter.
   name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
-  first_layer: int  # First layer of its block. Before all layers it is -1, after them their number.
+  first_layer: int  # First layer of the block; -1 for the embedding, l for final norm and head.
 
   @property
   def stacked(self) -> str:
     """Letters of the stacked axes.
 
-    They are the letters in the name, and come first in every parameter.
+    These letters are in the name of the tensors. They come first in every parameter.
     """
     return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
 
@@ -55,12 +55,12 @@ class Leaf:
 
   @property
   def is_half(self) -> bool:
-    """Whether it is gate, and shares tensors with the next leaf."""
+    """Whether the leaf is a gate in the same tensors as the next leaf."""
     return self.key.startswith("Moe.gate") and any("2" in axis for axis in self.axes)
 
   @property
   def is_second(self) -> bool:
-    """Whether it is up, and shares tensors with the previous leaf."""
+    """Whether the leaf is an up in the same tensors as the previous leaf."""
     return self.key.startswith("Moe.up") and any("2" in axis for axis in self.axes)
 
   def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
@@ -114,8 +114,8 @@ def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  With this order, a layer is in one file or in two neighbouring ones. A tensor of two halves is
-  listed once, for the first half.
+  With this order, the tensors of a layer are in one file or in neighbouring files. A tensor of two
+  halves is listed once, for the first half.
   """
   return sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
@@ -158,7 +158,7 @@ def require_finite(
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """Yields the tensors of `plan`.
 
-  One layer of one parameter is on the host at a time.
+  One layer of one parameter, or of gate and up, is on the host at a time.
 
   plan: entries of `by_layer`.
   """
@@ -166,7 +166,7 @@ def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   for layer, i, position in plan:
     leaf = leaves[i]
     if (layer, i) != current:
-      current, host = (layer, i), []  # Frees the previous one before fetching the next.
+      current, host = (layer, i), []  # Frees the old arrays before fetching.
       parts = arrays[i : i + 1 + leaf.is_half]
       host = [np.asarray(sharding.fetch(x[position[0]] if leaf.stacked else x)) for x in parts]
     yield leaf.joined([x[position[1:]] for x in host])

@@ -22,7 +22,7 @@ Names = Mapping[str, tuple[str, str]]
 def names_in(tensors: Mapping[str, object], names: Names) -> dict[str, tuple[str, str]]:
   """Returns `names` with the axes of tensors in MXFP4: inputs come last.
 
-  Blocks are along the last axis.
+  The blocks of 32 numbers are along the last axis.
 
   tensors: names of the tensors in the files.
   """

@@ -33,7 +33,7 @@ class Other:
 
     Args:
       directory: a path or a repository, possibly without config.json. "" means no other parts.
-      files: its files. None opens them if needed.
+      files: files of the directory. None opens them if needed.
     """
     self.raw: dict[str, Any] = {}  # config.json of the outer model, if there is one.
     self.keys: dict[str, Any] = {}  # Keys of config.json for further layers.
@@ -67,7 +67,7 @@ class Other:
   def wrap_config(self, config: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json of the whole model.
 
-    An outer model keeps its own, except for the dtype.
+    An outer model keeps its own config.json, except for the dtype.
 
     config: config.json of the language model.
     """

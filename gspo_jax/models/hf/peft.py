@@ -36,7 +36,7 @@ _PLAIN = dict(
   bias=("none",),
   init_lora_weights=(True, False, "gaussian", "orthogonal", "eva", "mica"),
 )
-# Keys that may have any value: without effect on the sum, or checked by other means.
+# Keys that may have any value: they do not affect the sum, or are checked elsewhere.
 _ANY = frozenset(
   """r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
   base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
@@ -122,10 +122,10 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def check_readable(model: ModelConfig, config: LoraConfig) -> None:
-  """Raises ValueError for adapters beyond PEFT's reach.
+  """Raises ValueError for adapters unreadable to PEFT.
 
-  PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules, but the
-  experts of a layer are one parameter, with gate and up as one tensor.
+  PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules. The
+  experts of a layer are parameters instead, with gate and up in one tensor.
   """
   dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
@@ -154,7 +154,7 @@ def save(
   arrays = jax.tree.leaves(lora.split(params)[0])
   hf_leaves.require_finite(directory, leaves, arrays)
   tensors = hf_leaves.tensors_of(leaves, arrays, plan)
-  writes = jax.process_index() == 0  # The others only help to gather arrays.
+  writes = jax.process_index() == 0  # Other processes only help to gather arrays.
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
   files.write(directory / TENSORS if writes else Path(os.devnull), entries, tensors)
@@ -189,7 +189,7 @@ def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
 def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   """Returns the leaves of every A and B.
 
-  Their order is that of the flattened parameters.   Raises ValueError for fused experts.
+  Their order is that of the flattened parameters. Raises ValueError for fused experts.
   """
   leaves = []
   for leaf, w in _adapted(model, config):

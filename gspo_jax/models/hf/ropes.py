@@ -1,8 +1,8 @@
 """Conversion of rotary parameters in config.json to fields of ModelConfig, and back.
 
 Published files have the keys `rope_theta` and `rope_scaling`. transformers 5 writes one key,
-`rope_parameters`; for some architectures it has an object for each of the two kinds of layers,
-`LOCAL` (sliding window) and `GLOBAL`.
+`rope_parameters`. For some architectures this key has an object for each of the two kinds of
+layers, `LOCAL` (sliding window) and `GLOBAL`.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ RULES = dict(
 def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
   """Returns rotary parameters under one spelling.
 
-  Raises ValueError for an unknown rule or key, for a rule without its keys, and for two values of a
-  parameter.
+  Raises ValueError for an unknown rule or key, for a missing key of a rule, and for two different
+  values of a parameter.
   """
   parameters, local = raw.get("rope_parameters") or {}, {}
   nested = {key for key in (LOCAL, GLOBAL) if key in parameters}
@@ -127,7 +127,7 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
   content = dict(rope_scaling=scaling)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:
-    plain = dict(rope_type="default")  # Without it, transformers 5 sets a default theta locally.
+    plain = dict(rope_type="default")  # Else transformers 5 sets a default theta locally.
     content["rope_parameters"] = {
       LOCAL: plain | dict(rope_theta=config.local_rope_theta),
       GLOBAL: (scaling or plain) | dict(rope_theta=config.rope_theta),
