@@ -29,7 +29,7 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries for which "auto" chooses `plain`; twice as many without a kernel.
+PLAIN = 128  # Maximum queries for which "auto" chooses `plain`; twice as many if no kernel fits.
 CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`; `remat` may save its results.
 SLAB = 64  # Queries per product in `plain`. A product skips the keys after its last query.
 

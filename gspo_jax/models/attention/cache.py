@@ -95,7 +95,7 @@ def write(
 
   Returns:
     The block, the keys, and the values. If the cache is int8, keys and values are returned as
-    rounded, so a prefill attends to the values that later decode steps read. Otherwise they are
+    rounded, so a prefill and later decode steps use the same numbers. Otherwise keys and values are
     returned unchanged.
   """
   write_to = functools.partial(_write, layer=layer, position_BT=position_BT)
@@ -138,8 +138,8 @@ def encode(x: jax.Array, dtype: Any) -> list[jax.Array]:
   """Converts vectors [..., H] to the stored dtype of a cache.
 
   Returns [x], or for int8 [integers, scales]: x is about integers · scale, with the scale
-  max |x| / 127 of each vector in float32, shape [...]. Scales in bfloat16 would make the cache of
-  heads with H = 128 1.5 % smaller, with errors of up to 0.4 %.
+  max |x| / 127 of each vector in float32, shape [...]. For H = 128, scales in bfloat16 would
+  make the cache 1.5 % smaller, with errors of up to 0.4 %.
   """
   if dtype == jnp.uint16:
     return [jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)]

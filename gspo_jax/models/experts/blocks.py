@@ -38,7 +38,7 @@ class ExpertWeights:
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
   def layout(self, gate: Any, down: Any, bias: Any) -> "ExpertWeights":
-    """Combines layouts: `gate` is also that of up, `bias` that of both biases."""
+    """Combines layouts: `gate` also applies to up, and `bias` to both biases."""
     biases = {} if self.gate_bias is None else dict(gate_bias=bias, up_bias=bias)
     return self.replace(gate=gate, up=gate, down=down, **biases)
 

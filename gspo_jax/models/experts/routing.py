@@ -1,7 +1,7 @@
 """Recorded experts: their storage, and how much the choices of two policies differ.
 
-The record of one token in one layer is the indices of its k chosen experts, in any order. All are
--1 without a record: for padding, and for a position without a forward pass.
+The record of one token in one layer is the indices of its k chosen experts, in any order. All
+are -1 if there is no record: for padding, and for a position without a forward pass.
 """
 
 import jax
@@ -59,10 +59,11 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
   for T tokens, and the experts A_lt and B_lt chosen by two policies for token t in layer l. It is 0
   if all choices are equal, and 1 if none has an expert in common. Two independent uniform choices
   of k out of E experts differ by 1 - k/E. GSPO (arXiv:2507.18071, §5.3) reports about 0.10 after
-  one gradient update of a 48-layer model. It gives no formula, so this one is a reading of it.
+  one gradient update of a 48-layer model. The paper gives no formula; this one is
+  an interpretation.
 
-  Tokens count if both policies' experts are recorded and `where_BT` is not 0. None means all
-  tokens. A layer without such tokens has 0.
+  Tokens count if the experts of both policies are recorded and `where_BT` is not 0. If `where_BT`
+  is None, all tokens with recorded experts count. A layer in which no token counts has 0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].
   """
