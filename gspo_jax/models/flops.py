@@ -21,13 +21,13 @@ from gspo_jax.system.accelerators import peak_flops
 class Work:
   """FLOPs of a forward pass over a whole batch, by part of the model."""
 
-  dense: float  # Products with other weights: projections, dense and shared feed-forwards, routers.
+  dense: float  # Products with projections, dense and shared feed-forwards, and routers.
   experts: float  # Products of tokens with their chosen experts.
   attention: float  # Scores, and weighted sums of values.
   head: float  # Logits.
 
   def forward(self) -> float:
-    """Returns the sum."""
+    """Returns the sum over the parts."""
     return self.dense + self.experts + self.attention + self.head
 
   def training(self) -> float:
@@ -40,8 +40,9 @@ class Work:
   def executed(self, remat: str) -> float:
     """Returns the FLOPs of forward and backward pass with recomputation.
 
-    Experts always recompute their products with gate and up, and the head its logits. Attention has
-    two products forward and five backward, together 3.5 times the forward pass.
+    The head recomputes its logits. Products of experts with gate and up count as recomputed,
+    although `apply_triton` may save them. Attention has two products in the forward pass and five
+    in the backward pass, together 3.5 times the forward pass.
 
     remat: rematerialisation policy.
     """
@@ -116,8 +117,8 @@ def iteration_flops(
 
   Args:
     c: configuration of the run.
-    teacher: hyperparameters of the teacher's model. None without a teacher.
-    prompt_B, end_B: lengths as in `forward_flops`; responses are in groups with the same prompt.
+    teacher: hyperparameters of the teacher's model. None if there is no teacher.
+    prompt_B, end_B: lengths as in `forward_flops`; the responses of a prompt are consecutive.
   """
   prompt_P = prompt_B[:: c.rl.group_size]
   models = dict(policy=c.model, teacher=teacher)

@@ -21,7 +21,7 @@ class Int8:
 
   values: Any  # int8 [l D N H]
   scale: Any  # float32, with the axes of outputs only [l N H]
-  inputs: tuple[int, ...] = flax.struct.field(pytree_node=False)  # Input axes of values, negative.
+  inputs: tuple[int, ...] = flax.struct.field(pytree_node=False)  # Negative indices of input axes.
 
   def spec(self, matrix: P) -> "Int8":
     """Returns the layouts of values and scale for a layout of the matrix."""
@@ -39,7 +39,7 @@ def quantise(w: jax.Array, inputs: tuple[int, ...]) -> Int8:
 
   The scale is the largest magnitude of the channel / 127, or 1 if all its weights are 0.
 
-  inputs: input axes, negative.
+  inputs: negative indices of the input axes.
   """
   w = w.astype(jnp.float32)
   largest = jnp.max(jnp.abs(w), axis=inputs, keepdims=True)

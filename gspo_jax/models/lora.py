@@ -1,14 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as leaves of the parameter tree.
 
-With adapters, a layer uses W + alpha / rank · A B in place of its matrix W. A has W's inputs, B its
-outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which passes use
-them. The sum is computed for one layer at a time, just before use. So a pass is that of a model
-with these matrices, in every family and on every mesh, experts included. The sampler receives the
-same sums.
+With adapters, a layer uses W + alpha / rank · A B in place of its matrix W. A has the inputs of W,
+B the outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which
+passes use them. The sum is computed for one layer at a time, just before use. So adapters work in
+every family, on every mesh and for experts. The sampler receives the same sums.
 
-In bfloat16, A B after an update is about a hundredth of the distance between W and the next number,
+In bfloat16, one update changes the sum by about a hundredth of the step from W to the next number,
 so rounding to nearest would give W again. `dithered` instead rounds about one sum in a hundred to
-the next number, and the change is right in the mean.
+the next number, so the mean change over many weights is right.
 """
 
 from typing import Any
@@ -70,7 +69,7 @@ def merged(params: Any, dtype: Any = None) -> Any:
 
   Parameters without adapters are unchanged.
 
-  dtype: dtype of the merged matrices. None means that of the frozen ones.
+  dtype: dtype of the merged matrices. None means that of the frozen matrices.
   """
 
   def rounded(x: Any) -> Any:
@@ -82,16 +81,16 @@ def merged(params: Any, dtype: Any = None) -> Any:
 
 
 def dithered(params: Any) -> Any:
-  """Merges adapters, with dithered rounding in case of bfloat16.
+  """Merges adapters, with dithered rounding if W is in bfloat16.
 
-  Trainer and sampler compute with these matrices. A sum lies between two numbers of bfloat16, at a
-  fraction f of their distance, counted from the one nearer to 0. It is rounded away from 0 if
-  f >= 1 - u, so an even distribution of u makes the mean of many weights right. A sum equal to a
-  number of bfloat16 is exact.
+  Trainer and sampler compute with these matrices. A sum s lies between two numbers a and b of
+  bfloat16, with |a| < |b|, at the fraction f = (s - a) / (b - a). The sum is rounded to b if
+  f >= 1 - u, else to a. The numbers u are evenly distributed, so the mean of many weights is right.
+  A sum equal to a number of bfloat16 is unchanged.
 
   u is the fractional part of 0.819 i + 0.671 j (+ 0.550 k) for the weight [i, j(, k)] of a layer
-  (the sequence R3 of M. Roberts), evenly distributed along each axis. It is the same in every
-  update. The gradient is that of the exact sum.
+  (the sequence R3 of M. Roberts), evenly distributed along each axis. u is equal in all updates.
+  The gradient is that of the exact sum.
   """
 
   def rounded(x: Any) -> Any:
@@ -116,7 +115,7 @@ def dithered(params: Any) -> Any:
 def materialize(params: Any, dtype: Any) -> Any:
   """Merges adapters for export, as in this run's computations.
 
-  Parameters without adapters are unchanged. With a float32 W and a result in bfloat16, sums are
+  Parameters without adapters are unchanged. If W is float32 and the result bfloat16, sums are
   dithered where W is exact in bfloat16, as published weights are, and rounded to nearest elsewhere.
 
   Args:
@@ -154,8 +153,8 @@ def _stacked(x: Adapted) -> int:
 def split(params: Any) -> tuple[Any, Any]:
   """Splits parameters into trained and frozen ones.
 
-  Both have the structure of `params`, with None in place of the other's arrays. Without adapters
-  all parameters are trained.
+  Both trees have the structure of `params`, with None for the arrays of the other tree. If there
+  are no adapters, all parameters are trained.
   """
   leaves = jax.tree.leaves(params, is_leaf=is_adapted)
   nothing = jax.tree.map(lambda _: None, params)

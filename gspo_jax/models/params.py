@@ -56,7 +56,7 @@ def with_adapters(
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
   """Merges adapters, and casts parameters to their compute dtypes.
 
-  Meant for parameters that are never updated: rounded once, they take less memory.
+  Meant for parameters that are never updated: the rounded copies take less memory.
   """
   read = transformer.dtypes(model, compute_dtype)
   # `astype` does not copy arrays that have the dtype already.
@@ -72,7 +72,7 @@ def abstract_params(
 ) -> Any:
   """Returns ShapeDtypeStructs of parameters in their compute dtypes.
 
-  adapters: configuration of LoRA; without it the parameters are plain.
+  adapters: configuration of LoRA; rank 0 means plain parameters.
   """
   declared = lora.table(transformer.table(model), adapters)
   return abstract_table(declared, mesh, rules, compute_dtype)

@@ -17,15 +17,15 @@ from gspo_jax.sharding import P
 
 
 def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
-  """Returns a jitted copy of parameters to `shardings`, in `dtypes`.
+  """Returns a jitted function: parameters -> copies in `shardings` and `dtypes`.
 
   Adapters are merged. Stacked layers with adapters, or split over "fsdp", are published one by one:
   XLA would otherwise store the sums of all layers in float32, and all gathered layers twice.
 
   Args:
     shardings: layout of the sampler's parameters.
-    dtypes: dtypes of the sampler's parameters; `Int8` of dtypes for matrices in eight bits. They
-      are those of the trainer's computations if both are to be the same network.
+    dtypes: dtypes of the sampler's parameters; `Int8` of dtypes for matrices in eight bits.
+      Trainer and sampler are the same network only if these are the trainer's compute dtypes.
   """
 
   def publish(x: Any, target: Any, dtype: Any) -> Any:
@@ -43,14 +43,15 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
 
 
 def _is_gathered(x: jax.Array) -> bool:
-  """Whether x is the weights of stacked layers, split over "fsdp"."""
+  """Whether x has the weights of stacked layers, split over "fsdp"."""
   return x.ndim > 2 and "fsdp" in sharding.spec_of(x) and sharding.axis_size("fsdp") > 1
 
 
 def publisher_to(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
-  """Returns a copy to other devices of this process.
+  """Returns a function: parameters -> copies on other devices of this process.
 
-  The arguments are those of `publisher`. The copy is complete when the function returns.
+  The arguments are those of `publisher`. The copies are complete when the returned function
+  returns.
   """
   convert = jax.jit(lambda params: _map_weights(_convert, params, dtypes))
   return lambda params: jax.block_until_ready(jax.device_put(convert(params), shardings))
@@ -84,14 +85,14 @@ def _unchanged(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Publishers:
-  """Two steps from the trainer's parameters to the sampler's, one of which does nothing."""
+  """Two steps from the trainer's parameters to the sampler's; one of them does nothing."""
 
   load: Callable[[Any], Any] = _unchanged  # Applied in `Engine.load`, on the trainer's mesh.
   copy: Callable[[Any], Any] = _unchanged  # Copies to the sampler's separate mesh, before `load`.
 
 
 def make_publishers(shardings: Any, dtypes: Any, separate: bool) -> Publishers:
-  """Makes the publishers of a run; they merge adapters.
+  """Builds the publishers of a run; both kinds merge adapters.
 
   Args:
     shardings: layout of the sampler's parameters.

@@ -8,7 +8,7 @@ The input of each layer is always saved. `compute.remat` names the policy for it
   dots       saves products with weights outside the experts; on GPUs also experts' products with
              gate and up
   both       saves what `attention` and `dots` save
-  auto       takes the first of both, attention and full that fits in memory (`choose`)
+  auto       chooses the first of `both`, `attention` and `full` that fits in memory (`choose`)
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from gspo_jax.system import accelerators
 def _keep(*names: str) -> Callable[..., bool]:
   """Returns a policy of `jax.checkpoint` for saving values by name.
 
-  Attention's name includes the results of cuDNN's kernel, which has no names.
+  The name of attention includes the results of cuDNN's kernel, which have no names.
   """
   by_name = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -44,18 +44,20 @@ POLICIES = dict(
   dots=_keep(sharding.PRODUCT, groups.HIDDEN),
   both=_keep(sharding.PRODUCT, groups.HIDDEN, attention.RESIDUAL),
 )
-ROOM = 0.6  # Share of memory for state and saved activations; a layer and the head need the rest.
-STATE = 16  # Bytes per parameter: itself, its gradient and Adam's two moments, all in float32.
+# Share of a device's memory for the three terms in `choose`; a layer and the head need the rest.
+ROOM = 0.6
+STATE = 16  # Bytes per parameter: the value, its gradient and Adam's two moments, in float32.
 
 
 def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters: float) -> str:
   """Returns the policy for `compute.remat` on the mesh in use.
 
-  For "auto" it is the first of both, attention and full with which the training state, the inputs
-  of the layers and the saved activations take at most `ROOM` of a device's memory. It is full if
-  the memory is unknown.
+  For "auto" this is the first of "both" and "attention" for which three terms take at most `ROOM`
+  of a device's memory: the training state, the prefetched weights of experts, and the layers'
+  inputs with the saved activations. It is "full" if neither fits, or if the memory is unknown.
 
-  tokens, parameters: numbers of tokens of a pass, and of parameters, on each device.
+  tokens: number of tokens of a pass on each device.
+  parameters: number of parameters on each device.
   """
   if compute.remat != "auto":
     return compute.remat
@@ -72,7 +74,10 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
 
 
 def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
-  """Returns bytes saved per token and device, without layers' inputs."""
+  """Returns the bytes of saved activations per token and device.
+
+  The inputs of layers do not count.
+  """
   heads = config.num_heads * config.head_dim  # Numbers of a token's queries.
   keys_values = 2 * config.num_kv_heads * config.head_dim
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))

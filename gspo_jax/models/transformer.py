@@ -92,7 +92,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def count(config: ModelConfig) -> tuple[int, int]:
-  """Counts parameters: all, and those used for one token."""
+  """Counts all parameters, and the parameters used for one token."""
   weights = jax.tree.leaves(table(config))
   total = sum(math.prod(w.shape) for w in weights)
   by_expert = sum(math.prod(w.shape) for w in weights if w.by_expert)
@@ -141,8 +141,8 @@ class Output:
 
   hidden_BTD: jax.Array  # Hidden states after the final norm; the head's input.
   cache: Cache | Pages | None  # The updated cache. None if `forward` had no cache.
-  routing_lBTk: jax.Array | None  # int32: chosen experts of MoE layers. None if there are none.
-  stats: RouterStats | None  # Stacked over MoE layers. None if there are none.
+  routing_lBTk: jax.Array | None  # int32: chosen experts of MoE layers. None for dense models.
+  stats: RouterStats | None  # Stacked over MoE layers. None for dense models.
 
 
 def forward(
@@ -160,16 +160,13 @@ def forward(
   """Computes the final hidden states of all positions.
 
   Args:
-    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1, and
-      then the cache must be empty.
-    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None means that
-      each row is one segment.
+    positions: int32 [B, T], for rotary embeddings and the cache's slots. None means 0..T-1
+      and a cache without earlier tokens.
+    segments: int32 [B, T]; tokens attend to their own segment; 0 is padding. None: one per row.
     tree: layout of sequences that share prefixes; needs `positions`. None for plain rows.
-    cache: keys and values of earlier positions. Those of the new positions are added. If T > 1,
-      the new positions are consecutive and begin at the same position in all rows. `Pages` require
-      T = 1. None means no cache.
-    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice. None
-      means no replay.
+    cache: keys and values of earlier positions. If T > 1, the new positions are consecutive and
+      begin at the same position in all rows. `Pages` require T = 1. None means no cache.
+    routing: int32 [MoE layers, B, T, k], experts to replay; -1 keeps the router's choice.
     compute: dtypes and implementations.
   """
   B, T = tokens_BT.shape

@@ -24,12 +24,12 @@ def upcycle(
   """Copies every feed-forward layer to `experts` experts and adds a random router.
 
   The gate weights of a token's experts sum to 1, so without noise the model's outputs are
-  unchanged, for any choice of experts. But equal experts have equal gradients, except for their
-  gates. With noise each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
+  unchanged, for any choice of experts. But equal experts have equal gradients, up to their
+  gate weights. With noise each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:
     params, config: a dense model. Its layers normalise the inputs of attention and feed-forward
-      and not the outputs, as Llama, Qwen2 and Qwen3.
+      layer, but not their outputs, as in Llama, Qwen2 and Qwen3.
     key: random key of the router and the noise.
     experts, per_token: E and k.
     noise: relative standard deviation of the noise.
@@ -38,7 +38,7 @@ def upcycle(
     Parameters and configuration of the new model.
 
   Raises:
-    ValueError: the model already has experts, or other layers.
+    ValueError: the model has experts already, or normalises outputs.
   """
   if config.num_experts or family(config).block is not Block:
     raise ValueError(

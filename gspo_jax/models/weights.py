@@ -41,7 +41,7 @@ class Params:
 
 @flax.struct.dataclass
 class Attention:
-  """Weights of grouped-query attention; norms and biases are None in models without them."""
+  """Weights of grouped-query attention; norms and biases are None if the model has none."""
 
   q: Any  # l D N H
   k: Any  # l D K H
@@ -93,7 +93,10 @@ class BiasedMoe(Moe):
 
 @flax.struct.dataclass
 class ExtendedMoe(Moe):
-  """A mixture of experts with shared experts, a bias on the choice, or both; else None."""
+  """A mixture of experts with shared experts, a bias on the choice, or both.
+
+  A missing part is None.
+  """
 
   choice_bias: Any  # l E, with `router.choice_bias`
   shared: Dense | None  # Shared experts, for all tokens, with `router.shared_width`
@@ -103,8 +106,8 @@ class ExtendedMoe(Moe):
 class InStack(NamedTuple):
   """One layer's weight, as the stack of all layers and an index.
 
-  Read it at its product: XLA then fuses the slice into the product. On TPU an earlier slice would
-  copy the weight at every decode step.
+  `read` belongs directly before the product: XLA then fuses the slice into the product. On TPU an
+  earlier slice would copy the weight at every decode step.
   """
 
   stack: jax.Array | Int8  # [l, ...]
@@ -125,8 +128,9 @@ class Weight:
   sizes: size of each letter's axis.
   fan_in: letters of the input axes. "" for a weight initialised to `constant`.
   constant: initial value, such as 1 for a norm's scale.
-  wide: whether it is used in float32 whatever the compute dtype; for small, sensitive weights.
-  whole: whether a mesh splits its axis D only, and no other one.
+  wide: whether computations use the weight in float32 for any compute dtype; for small, sensitive
+    weights.
+  whole: whether a mesh may split the axis D alone.
   dtype: dtype in computations. None means float32 if `wide`, else the compute dtype.
   """
 
@@ -147,17 +151,17 @@ class Weight:
 
   @property
   def by_expert(self) -> bool:
-    """Whether each expert has a slice; False for the router's weights."""
+    """Whether the weight has a slice for each expert; False for the router's weights."""
     return self.letters.startswith("lE") and len(self.letters) > 2
 
   @property
   def is_expert(self) -> bool:
-    """Whether it is one of the weights in `ExpertWeights`."""
+    """Whether the weight is one of `ExpertWeights`."""
     return "E" in self.letters and not self.wide
 
   @property
   def is_matrix(self) -> bool:
-    """Whether it is a matrix of attention, feed-forward layers or experts."""
+    """Whether the weight is a matrix of attention, feed-forward layers or experts."""
     in_layer = self.letters.startswith("l") and not self.letters.endswith("O")  # O: one output.
     return bool(self.fan_in) and not self.wide and in_layer
 
@@ -224,8 +228,8 @@ def moe_table(c: ModelConfig, w: functools.partial, number: int, biases: bool) -
   number: number of layers in the stack.
   biases: whether the products of router and experts have biases.
   """
-  # Wide, since rounding would change the chosen experts. Whole, since each device routes its own
-  # tokens over all experts.
+  # The router is wide, since rounding would change the chosen experts. It is whole, since each
+  # device routes its own tokens over all experts.
   whole = dict(wide=True, whole=True)
   parts = dict(
     router=w("lDE", fan_in="D", **whole),

@@ -20,17 +20,18 @@ class Architecture:
   """A model class of transformers: how its config.json is read and written.
 
   name: name of the class.
-  fields: field of ModelConfig -> key of config.json. "group.field" is a field of a group.
-  implied: fields without a key, with their value for every model of the class.
-  fixed: keys with a single supported value.
-  defaults: values of missing keys, from transformers' configuration class.
-  pattern: n if every n-th layer is global and the others have the sliding window. 0 if all layers
-    have it, None if none has. A list in `layer_types` takes precedence.
+  fields: dict, field of ModelConfig -> key of config.json. "group.field" is a field of a group.
+  implied: dict, field without a key -> its value for every model of the class.
+  fixed: dict, key -> its only supported value.
+  defaults: dict, key -> its value if missing, from transformers' configuration class.
+  pattern: n if every n-th layer is global and all other layers have the sliding window. 0 if all
+    layers have the window, None if no layer may have it. Unless it is None,
+    `sliding_window_pattern` and `layer_types` of config.json take precedence.
   ropes_by_kind: whether global and local layers have separate rotary parameters.
   quantised: quant_method of quantised files that can be read; "" for none.
-  outer: model_type of the multimodal model with this one in its text_config; "" for none.
-  read: (config.json) -> fields computed from several keys.
-  write: (ModelConfig) -> the keys of `read`.
+  outer: model_type of the multimodal model with this class in its text_config; "" for none.
+  read: (config.json) -> dict of fields that are computed from several keys.
+  write: (ModelConfig) -> dict of the keys that `read` reads.
   """
 
   name: str
@@ -60,17 +61,17 @@ class Block:
 class Family:
   """A family of models, by its differences from a Llama; `transformer` has the rest.
 
-  architectures: model_type in config.json -> architecture.
-  names: entries of NAMES that are different in the family's files.
+  architectures: dict, model_type in config.json -> architecture.
+  names: dict of the entries of NAMES that are different in the family's files.
   block: dataclass of a layer's weights. It has `attention`, `ffn`, and any of the norms before them
     (`attention_norm`, `ffn_norm`) and after them (`attention_post_norm`, `ffn_post_norm`).
   norm: norm of queries and keys, of each layer and of the last hidden states.
   norm_scale: options of `Weight` for the scales of these norms.
   norm_heads: whether q/k norms are over all heads together.
-  biases: whether experts have biases, and with `attention_bias` the output projection too.
+  biases: whether experts have biases. If so, `attention_bias` includes the output projection.
   experts: layers that may have experts: "any", "none" or "all".
-  dense_activation: activation of dense layers, of their gate.
-  activation: activation of experts, of their gate and up.
+  dense_activation: activation of dense layers, a function of x gate.
+  activation: activation of experts, a function of x gate and x up.
   embed_scale: (config) -> factor on rows of the embedding.
   """
 
@@ -145,10 +146,10 @@ class Family:
 
 
 def keys(alike: str, **renamed: str) -> dict[str, str]:
-  """Returns field of ModelConfig -> key of config.json.
+  """Returns a dict: field of ModelConfig -> key of config.json.
 
-  alike: names that field and key share, separated by spaces.
-  renamed: field=key for the others.
+  alike: names of fields that are also their keys, separated by spaces.
+  renamed: field=key for all other fields.
   """
   return dict(zip(alike.split(), alike.split())) | renamed
 
@@ -185,9 +186,9 @@ def shared_names(module: str) -> dict[str, tuple[str, str]]:
 
 
 # Parameter -> (name of its tensor in the files, axes of the tensor). The letters are those of
-# `models/weights.py`. NH is one axis with the heads and their places. A letter in braces is a
-# number in the name: {E} means one tensor per expert. 2F is one axis with first gate and then up.
-# F2 is one axis with gate and up in turn.
+# `models/weights.py`. NH is one axis with the dimensions of all heads. A letter in braces is a
+# number in the name: {E} means one tensor per expert. 2F is one axis with all of gate, then all of
+# up. F2 is one axis on which gate and up alternate.
 NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (LAYER + "input_layernorm.weight", "D"),

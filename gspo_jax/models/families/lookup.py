@@ -24,7 +24,7 @@ def family(config: ModelConfig) -> Family:
 
 
 def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
-  """Returns parameter -> (name, axes) of its tensor in published files."""
+  """Returns a dict: parameter -> (name, axes) of its tensor in published files."""
   return NAMES | dict(family(config).names)
 
 
