@@ -89,7 +89,7 @@ def dithered(params: Any) -> Any:
   A sum equal to a number of bfloat16 is unchanged.
 
   u is the fractional part of 0.819 i + 0.671 j (+ 0.550 k) for the weight [i, j(, k)] of a layer
-  (the sequence R3 of M. Roberts), evenly distributed along each axis. u is equal in all updates.
+  (the sequence R3 of M. Roberts), evenly distributed along each axis. All updates have the same u.
   The gradient is that of the exact sum.
   """
 

@@ -42,7 +42,7 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    fresh = weights.init(declared, key, jnp.float32)  # XLA computes only the adapters of these.
+    fresh = weights.init(declared, key, jnp.float32)  # XLA computes only the adapters.
     return lora.adapt(as_read(params, model, dtype), fresh)
 
   params = adapt(params, jax.random.key(seed))

@@ -24,8 +24,8 @@ def upcycle(
   """Copies every feed-forward layer to `experts` experts and adds a random router.
 
   The gate weights of a token's experts sum to 1, so without noise the model's outputs are
-  unchanged, for any choice of experts. But equal experts have equal gradients, up to their
-  gate weights. With noise each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
+  unchanged, for any choice of experts. But equal experts have equal gradients, up to their gate
+  weights. If there is noise, each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:
     params, config: a dense model. Its layers normalise the inputs of attention and feed-forward

@@ -250,8 +250,8 @@ def attend_cache(
   S is the number of slots; slot s holds position s.
 
   implementation: value of `ComputeConfig.attention`. "auto" runs a Pallas kernel (`triton`) for one
-    query per row on GPU, if the kernel supports S and H. In any other case the scores of all slots
-    are computed, in blocks if there are many queries.
+    query per row on GPU, if the kernel supports S and H. In any other case JAX's own
+    operations are used, in blocks if there are many queries.
   """
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)

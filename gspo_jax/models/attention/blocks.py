@@ -47,7 +47,7 @@ def attend_blockwise(
 ) -> jax.Array:
   """Attention of query t to keys s <= order_t of its segment, [B, T, N, H].
 
-  Forward and backward, only the scores of one block of queries and one block of keys are in memory.
+  In both passes, only the scores of one block of queries and one block of keys are in memory.
   Blocks before the first and after the last visible key are skipped. FlashAttention,
   arXiv:2205.14135, algorithms 1 and 4.
 

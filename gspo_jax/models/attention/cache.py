@@ -39,7 +39,7 @@ class Cache:
 
   @property
   def dtype(self) -> Any:
-    """Dtype of keys and values, also if stored as bits."""
+    """Returns the dtype of keys and values, bfloat16 if stored as bits."""
     stored = self.v_lBKSH[0].dtype
     return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 
@@ -90,8 +90,8 @@ def write(
 ) -> tuple[Block, jax.Array, jax.Array]:
   """Writes one layer's new keys and values, one or several per row.
 
-  If they are several, their positions are consecutive, and the first one is equal in all rows. For
-  use inside `shard_map`.
+  Several positions of a row are consecutive, and begin at the same position in all rows. For use
+  inside `shard_map`.
 
   Returns:
     The block, the keys, and the values. If the cache is int8, keys and values are returned as

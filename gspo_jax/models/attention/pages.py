@@ -1,8 +1,8 @@
 """Paged key/value cache: rows take pages from a pool as they grow.
 
 A page has S consecutive positions. Memory is needed for positions in use, not for the longest
-possible rows, and rows with a common prefix share its full pages. The alternative is
-the dense cache of `cache`.
+possible rows, and rows with a common prefix share its full pages. The alternative is the dense
+cache of `cache`.
 
 A table lists the pages of each row. A page in no table is free; free pages have no other record.
 `free`, `insert`, `begin` and `attend` are for use inside `shard_map`: each device has a separate
@@ -43,7 +43,7 @@ class Pages:
 
   @property
   def page(self) -> int:
-    """Positions of a page."""
+    """Returns the number of positions of a page."""
     return self.kv_lpK2SH[0].shape[4]
 
   def block(self, i: int) -> "Block":

@@ -235,7 +235,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(experts_Xk, len(w.down))
   multiply, first = kernels.multiply, ()
-  if kernels.saves_hidden:  # Outside the loop, whose values cannot be residuals.
+  if kernels.saves_hidden:  # Values inside the loop cannot be residuals.
     row_R, _, count_E = _piece(pieces, R, k, 0, X)
     first = _hidden(multiply, _rows(x_XD, row_R), w, count_E)
     first = tuple(checkpoint_name(x, HIDDEN) for x in first)

@@ -135,7 +135,7 @@ def require_finite(
 ) -> None:
   """Raises CheckpointError, naming the tensor, for NaN and infinite values.
 
-  It is collective: all processes must call it with the same arrays.
+  All processes must call this function with the same arrays.
 
   Args:
     path: directory of the tensors, for the message.
