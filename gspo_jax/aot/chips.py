@@ -80,10 +80,10 @@ def bound(
   """Returns lower bounds on a program's time, and the utilisation at the bound.
 
   Each resource alone takes `compute_s`, `hbm_s`, `interconnect_s` or `network_s`, by the speeds of
-  the data sheet. `binds` is the slowest of them. `bound_s` is its time, as if all resources worked
-  in parallel, and `mfu` the useful fraction of the chips' operations in this time. `serial_s` is
-  larger: transfers that the compiler does not overlap with other work (`exposed_s`) add to the
-  time.
+  the data sheet. `binds` is the slowest resource. `bound_s` is the time of the slowest resource, as
+  if all worked in parallel. `mfu` is `useful` divided by the operations that the chips could do in
+  `bound_s`. `serial_s` also adds the time of transfers that the compiler does not overlap with
+  other work (`exposed_s`).
 
   Args:
     chip: kind of chip.

@@ -31,7 +31,8 @@ def devices_of(topology: str, slices: int = 1, target: str = "") -> list:
     target: text that describes a GPU to XLA; "" for `cuda.target_text`.
 
   Raises:
-    ValueError: the compiler is not installed, or does not know the topology.
+    ValueError: the compiler is not installed, or does not know the topology; or `slices` is given
+      for GPUs, or `target` for TPUs.
   """
   chip, number = chips.parse(topology)
   if chip.cuda:
@@ -106,9 +107,10 @@ class Compiled:
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Compiles a program for the current mesh; returns memory, operations, traffic and times.
 
-  The row's operations are of the whole batch; its memory, bytes and seconds are per chip, and
-  `network_bytes` per host. All but memory are of one step if the program loops over steps. Times
-  are lower bounds, for TPUs only. A program that does not fit has `fits=False` and an `error`.
+  Operations in the row are of the whole batch. Memory and bytes are per chip, but `network_bytes`
+  is per host. If the program loops over steps, operations, traffic and times are of one step. Times
+  are lower bounds, for TPUs only; `compile_s` is the measured time of compilation. A program that
+  does not fit has `fits=False` and an `error`.
 
   Args:
     program: program to compile.
@@ -187,11 +189,11 @@ def _time_bounds(
   mesh: jax.sharding.Mesh,
   work: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns the minimum seconds of one step.
+  """Returns lower bounds on the seconds of one step, as `chips.bound`.
 
-  `idle_s` is the minimum time of a decode step with idle slots alone: without attention.
+  `idle_s` is that of a decode step in which all slots are idle, and attention reads nothing.
 
-  work: result of `_traffic`.
+  work: row with the result of `_traffic`.
   """
   chip, number = chips.mesh_chips(topology, mesh)
   scale = chip.devices / program.steps
@@ -220,8 +222,8 @@ def _time_bounds(
 def parse_memory_error(error: str) -> dict[str, Any]:
   """Extracts the reason from the compiler's message on exhausted memory.
 
-  `of_kernel` is True if a single kernel exhausted a core's vector memory. The message then has no
-  information about the memory that the whole program needs.
+  `of_kernel` is True if a single kernel exhausted a core's vector memory. Such a message does not
+  state the memory that the whole program needs.
   """
   line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
   kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)

@@ -95,7 +95,7 @@ def tracing_for(chip: Chip) -> Iterator[None]:
 
   The supported widths of heads depend on a GPU's compute capability. JAX 0.10 asks the local GPU
   for it, whatever the program is compiled for. On a machine without GPUs it refuses heads wider
-  than 128. So this replaces JAX's private check by the capability of `chip`.
+  than 128. So this context replaces JAX's private check by the capability of `chip`.
   """
 
   def supports(capability: str) -> bool:

@@ -6,18 +6,18 @@ with the traffic of the compiled program. A device's traffic for each program:
 
   train    Reads and writes the weights of policy and critic, the policy's optimizer state, and all
            gradients. Each micro-batch reads the weights twice, for the forward and the backward
-           pass. It writes and reads the activations saved by `compute.remat`, and with `fsdp` the
-           gradients of gathered weights before their scatter.
+           pass. It writes and reads the activations saved by `compute.remat`. If the mesh has
+           `fsdp`, it writes and reads the gradients of gathered weights before their scatter.
   score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
   publish  Reads the trainer's weights and writes the sampler's.
   prefill  Reads the layers' weights and writes the prompts' keys and values.
-  decode   Reads the weights of the layers and the head. Of the experts it reads those that some
-           token chooses; their expected number assumes that all experts are equally likely. Reads
-           the filled part of the cache and writes one position per slot.
+  decode   Reads the weights of the layers and the head. Of the experts, reads only those that some
+           token chooses; the number of these experts is an expectation, as if all experts were
+           equally likely. Reads the filled part of the cache and writes one position per slot.
 
 Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
-products. In a pass the embedding table does not count, since only a few of its rows are looked up.
-It does count if it is the head too.
+products. A pass looks up only a few rows of the embedding table, so the table counts only if it is
+the head too.
 """
 
 import dataclasses
@@ -66,8 +66,9 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
   `compute.prefetch`. Seconds are for these resources:
 
     compute       products of the model, with recomputation
-    hbm           the state read and written once; in each micro-batch the weights read and the
-                  saved activations written and read
+    hbm           the state read and written once, and the gradients written once; in each
+                  micro-batch the weights read twice, the saved activations written and read, and
+                  if there are several micro-batches, the sum of gradients read and written
     interconnect  weights gathered over `fsdp` in each pass, their gradients scattered, and tokens
                   sent over `expert` and `tensor`, each at the speed of its axis (`links`)
     network       gradients, summed over slices once per update
@@ -119,9 +120,9 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
 
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes per token and device saved for the backward pass.
+  """Bytes that a device saves for the backward pass, per token.
 
-  They are the inputs of all layers, and the activations that the policy `compute.remat` saves.
+  Saved are the inputs of all layers, and the activations that `compute.remat` keeps.
   """
   c, model = case.config, case.model
   itemsize = jnp.dtype(c.compute.dtype).itemsize
@@ -135,7 +136,7 @@ def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   """Bytes per device of weights in compute dtype, after gathering over `fsdp`.
 
-  Keys are "experts", "head" and "dense", the other weights of the layers.
+  The keys are "experts", "head" and "dense". The last are the layers' weights except experts.
   """
   c, model = case.config, case.model
   total = device_bytes(abstract_params(model, mesh, sharding.ROLLOUT, c.compute.dtype))
@@ -246,7 +247,7 @@ def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mes
 def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes per device of the layers and the head after gathering over `fsdp`.
 
-  They are gathered in the dtypes of the matrix products.
+  Weights are gathered in the dtypes of the matrix products.
   """
   read = transformer.dtypes(model, case.config.compute.dtype)
 

@@ -47,6 +47,6 @@ def _name(item: Item) -> str:
 
 
 def _shape(item: Item) -> str:
-  """Returns the shape of the first result, with "..." for others."""
+  """Returns the shape of the first result, followed by "..." if there are further results."""
   shapes = re.findall(r"\b[a-z]+\d*\[[\d,]*\]", item.instruction.shape)
   return f"{shapes[0]}{', ...' if len(shapes) > 1 else ''}" if shapes else ""

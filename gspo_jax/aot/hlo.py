@@ -76,7 +76,7 @@ class Instruction:
     return [self.siblings[name] for name in self.operands if name in self.siblings]
 
   def called(self, *keys: str) -> str:
-    """Returns the name of a called computation; "" without one.
+    """Returns the name of a called computation; "" if the instruction calls none.
 
     keys: attributes to look for, in this order.
     """
@@ -86,13 +86,14 @@ class Instruction:
     return ""
 
   def body(self, *keys: str) -> list["Instruction"]:
-    """Returns the instructions of the computation named by `called`; [] without one."""
+    """Returns the instructions of the computation that `called` names; [] for the name ""."""
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:
     """Returns the instructions of a conditional's expected branch.
 
-    It is the branch with cuDNN, else the first branch, which is for a false condition.
+    It is the branch with cuDNN's attention. If no branch has it, it is the branch for a false
+    condition, which comes first.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
@@ -126,8 +127,9 @@ class Instruction:
   def source(self) -> str:
     """FILE:LINE of the innermost call in this package, outside its module `sharding`.
 
-    Helpers of `sharding` have callers in many files, so their own line is of little use. If no call
-    is in the package, FILE:LINE is the innermost call's; "" without a call stack.
+    Helpers of `sharding` have callers in many files, so their own line is of little use. If there
+    is no such call, FILE:LINE is that of the innermost call. Returns "" if the instruction has no
+    call stack.
     """
     innermost, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
     frame = int(stack_frame[1]) if stack_frame else 0  # 0 is no frame.

@@ -1,16 +1,17 @@
 """Counts a compiled program's bytes through HBM and through each kind of collective, per device.
 
 XLA's own cost analysis counts the body of a loop once. This one multiplies it by the loop's trip
-count. If that depends on data, the body counts once, as for chunks of expert rows, since usually a
-single chunk is needed.
+count. If the trip count depends on data, the body counts once. An example is the loop over chunks
+of expert rows, since usually a single chunk is needed.
 
-`rates` are assumptions about data, by name. For the outermost loop in a `jax.named_scope` of this
-name the rate is its trip count, e.g. of the sampler's `refill`. For a kernel of this name it is the
-fraction of the kernel's bytes, e.g. of attention to a partly filled cache.
+`rates` are assumptions about data, by name. If the name is that of a `jax.named_scope`, such as the
+sampler's `refill`, the rate is the trip count of the outermost loop in this scope. If the name is
+that of a kernel, such as attention to a partly filled cache, the rate is the fraction of the
+kernel's bytes that counts.
 
-Of a conditional, the branch with cuDNN's attention counts, else the branch for a false condition:
-in this package the condition of the others is an exception, such as more expert rows than fit into
-one chunk.
+Of a conditional, the branch with cuDNN's attention counts. If no branch has it, the branch for a
+false condition counts: in this package a true condition is an exception, such as more expert rows
+than fit into one chunk.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from gspo_jax.aot.hlo import Instruction
 from gspo_jax.aot.traffic import COLLECTIVES, DONE, START, carried, free, hbm_bytes
 from gspo_jax.system.accelerators import Chip
 
-_CALLS = ("call-start", "async-start")  # Calls beside other work, e.g. on a SparseCore.
+_CALLS = ("call-start", "async-start")  # Calls that overlap other work, e.g. on a SparseCore.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Sent:
   kind: str  # One of `COLLECTIVES`.
   bytes: float  # Size of an all-gather's result, of other collectives' operands.
   wire: float  # Bytes sent within the slice or host.
-  ring: float  # `wire` divided by the share of the links' speed (`links`): 2 * wire for one link.
+  ring: float  # `wire` divided by the share of the links' speed (`links`): 2 * wire if it is 1/2.
   network: float = 0.0  # Bytes sent to GPUs of other hosts.
 
 
@@ -81,8 +82,8 @@ def costs(
     text: compiled program (`compiled.as_text()`).
     rates: trip counts of loops and fractions of kernels' bytes, by name. None means no assumptions.
     torus: links between the devices. None means that all collectives use both links of a ring.
-    chip: speeds, which limit the overlap of collectives. None means that any instruction between
-      the start and the end of a collective overlaps all of it.
+    chip: speeds, which limit the overlap of collectives. None means that a single instruction with
+      work, between the start and the end of a collective, overlaps the whole collective.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
   for instruction, times, hidden in executed(module, rates, torus, chip):
@@ -117,13 +118,14 @@ def executed(
   """Yields (instruction, number of executions, overlapped fraction) for a whole program.
 
   Loops, conditionals and calls are replaced by the instructions of their bodies. The fraction is 0
-  except for asynchronous collectives. Arguments as in `costs`.
+  except for asynchronous collectives, and for instructions of calls that contain one. Arguments are
+  as in `costs`.
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Yields the same for a body with `times` executions.
+    """Yields these tuples for a body that is executed `times` times.
 
-    A rate is for the outermost loop of its name. Loops within it have their own trip counts.
+    A rate is for the outermost loop in its scope. Inner loops have their own trip counts.
     """
     hidden = overlapped(body, torus, chip)
     for instruction in body:
@@ -158,9 +160,9 @@ def overlapped(
   """Returns the overlapped fraction of each asynchronous collective, by name.
 
   A compiled program's text is in schedule order, so the instructions between a collective's start
-  and its end overlap it. A second of such an instruction hides a second of one collective: of the
-  first pending one, then of the next. If `chip` is None, one instruction hides all pending
-  collectives entirely.
+  and its end overlap it. A second of such an instruction hides a second of one collective: first of
+  the earliest pending collective, then of the next. If `chip` is None, one instruction with work
+  hides all pending collectives entirely.
 
   Args:
     body: instructions of a computation.
@@ -204,9 +206,10 @@ def overlapped(
 def seconds(instruction: Instruction, chip: Chip | None) -> float:
   """Returns an instruction's seconds of computation or HBM traffic.
 
-  They are the longest of three times: the compiler's estimate, the HBM traffic at full speed, and a
-  kernel's stated operations at full speed. Collectives, copies and instructions without work take
-  0 seconds. If `chip` is None, all others take 1.
+  An instruction takes the longest of three times: the compiler's estimate, its HBM traffic at full
+  speed, and a kernel's stated operations at full speed. If `chip` is None, it takes 1 second.
+  Collectives, copies and instructions without work take 0 seconds. A loop, conditional or call
+  takes the sum over its body's executions.
   """
   if instruction.op == "while":
     return trips(instruction) * _total(instruction.body("body"), chip)
@@ -277,10 +280,11 @@ def sent_for(instruction: Instruction, torus: links.Links | None = None) -> Sent
 
 
 def network_bytes(instruction: Instruction) -> float:
-  """Returns a device's bytes to other slices for an instruction `recv`.
+  """Returns a device's bytes between slices for an instruction `recv`.
 
   XLA splits a collective among slices into collectives within each slice and a transfer between
-  slices. A `recv` is the receiving end of such a transfer. Returns 0 for other `recv`s.
+  slices. A `recv` is the receiving end of such a transfer. Returns 0 if the `recv` has no transfer
+  type, and so belongs to no collective.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
     return 0.0
@@ -314,7 +318,7 @@ def kind_of(instruction: Instruction) -> str:
 def trips(loop: Instruction) -> int:
   """Returns a loop's trip count, or 1 if it depends on data.
 
-  It is stated by XLA, or is the only positive constant of the loop's condition.
+  XLA states the trip count. If not, it is the only positive constant of the loop's condition.
   """
   if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
     return int(match[1])

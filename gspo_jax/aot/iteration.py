@@ -92,7 +92,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the processed fraction of an update's rows: below 1 only if packed.
+  """Returns the processed fraction of an update's rows, which is 1 unless updates are packed.
 
   Packed responses of the assumed lengths leave some micro-batches empty, and the update skips them.
   """
@@ -160,11 +160,11 @@ def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
   """Returns the seconds of decode steps, some of them with idle slots.
 
   Time is linear in the number of slots in use. A step with all slots in use takes `serial_s`. A
-  step with idle slots alone takes `idle_s`, since these read nothing from a paged cache.
+  step in which all slots are idle takes `idle_s`, since idle slots read nothing from a paged cache.
 
   Args:
     steps: number of steps.
-    full: sampled tokens divided by slots: the steps needed with all slots in use.
+    full: sampled tokens divided by slots. So many steps are needed if all slots are in use.
     row: result of `compiler.examine` for the program "decode".
   """
   idle = row.get("idle_s", row["serial_s"])

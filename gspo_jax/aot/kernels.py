@@ -1,8 +1,8 @@
 """Bytes that a Pallas kernel moves between HBM and vector memory.
 
-They may exceed the size of operands and results, since a kernel may read the same block several
-times. A kernel can state its bytes in a cost estimate. JAX's splash attention does not, so this
-module computes them from its grid.
+These bytes may exceed the size of operands and results, since a kernel may read the same block
+several times. A kernel can state its bytes in a cost estimate. JAX's splash attention does not, so
+this module computes its bytes from its grid.
 """
 
 import math
@@ -31,10 +31,11 @@ def hbm_bytes(instruction: Instruction) -> float:
 def _splash(instruction: Instruction) -> float | None:
   """Returns the HBM bytes of JAX's causal splash attention.
 
-  Returns None for other kernels, and without segments. The kernel has three phases: fwd, and the
-  gradients dq of queries and dkv of keys and values. A grid's loops, outermost first, are over
-  query heads, blocks of queries and blocks of keys; for dkv over blocks of keys, query heads and
-  blocks of queries. Masked blocks are not read.
+  Returns None for other kernels, for splash attention without segments, and if the block sizes are
+  not stated. The kernel has three phases: fwd, and the gradients dq of queries and dkv of keys and
+  values. A grid's loops, outermost first, are over query heads, blocks of queries and blocks of
+  keys. For dkv they are over blocks of keys, query heads and blocks of queries. Masked blocks are
+  not read.
 
   Operands are the mask's scalars, q, k, v, segments of q and of k. The backward phases also take
   the logsumexp, the output's gradient, and a sum for each query. If the mask needs them, positions

@@ -47,8 +47,8 @@ class Lengths:
   def filled(self, prompt: float) -> float:
     """Mean filled cache positions of a slot over time.
 
-    A response of length L occupies a slot for L steps, and fills L/2 positions in the mean. So the
-    mean over time is prompt + E[L²] / (2 E[L]), if no slot is idle.
+    A response of length L occupies a slot for L steps. In their mean it fills L/2 positions after
+    its prompt. So the mean over time is prompt + E[L²] / (2 E[L]), if no slot is idle.
 
     prompt: tokens of each prompt.
     """
@@ -57,7 +57,7 @@ class Lengths:
   def sample(self, number: int) -> list[int]:
     """Returns `number` lengths in a fixed random order.
 
-    They are the distribution's quantiles at (i + 1/2) / number, so repeated calls agree.
+    The lengths are the distribution's quantiles at (i + 1/2) / number, so repeated calls agree.
     """
     sampled = [self.most] * number
     if self.rate:

@@ -5,16 +5,16 @@ is the fraction of an axis' speed that it uses:
 
   1    if chips send over both links of an axis: along a whole side of the slice with wraparound
        links (a ring), or over several sides
-  1/2  if chips send over one link: along a row without wraparound, in a group with other chips in
-       between, or in a permutation, since each chip sends in one direction
+  1/2  if chips send over one link: along a side without wraparound, along a part of a side, or in a
+       permutation, since each chip sends in one direction
 
 On v4, v5p and tpu7x all sides of a slice have wraparound links if each is a multiple of 4, else
 none has (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D
 torus"). On v5e and v6e sides of 16 have them (https://jax-ml.github.io/scaling-book/tpus). Twisted
 tori count as plain ones.
 
-The GPUs of a host are connected by switches, so any of them have a share of 1. Between hosts, each
-GPU sends an equal part of a collective through its own network adapter.
+The GPUs of a host are connected by switches, so their collectives have a share of 1. Between hosts,
+each GPU sends an equal part of a collective through its own network adapter.
 
 The devices of a compiled program are its partitions, numbered in the order of the mesh.
 """
@@ -85,7 +85,7 @@ class Switches:
 
     Args:
       kind: one of `traffic.COLLECTIVES`.
-      members: partitions that take part, equally many on each host.
+      members: partitions that take part. Each host has the same number of them.
     """
     per_host = [self.hosts[i] for i in members].count(self.hosts[members[0]])
     outside = 1 - per_host / len(members)  # Fraction of members on other hosts.
@@ -123,8 +123,8 @@ def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
 def members(text: str) -> list[int]:
   """Returns the partitions of a collective's first group.
 
-  For a permutation this is the first pair of source and target. Returns [] for other instructions,
-  which have no groups.
+  For a permutation this is the first pair of source and target. Returns [] for an instruction
+  without groups.
 
   text: attributes of the instruction in HLO text.
   """

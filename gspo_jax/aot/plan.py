@@ -28,8 +28,8 @@ from gspo_jax.system.accelerators import GIB
 from gspo_jax.system.meshes import mesh_devices, use_mesh
 from gspo_jax.system.text import clock_text, visible
 
-# Two fitted factors of the memory estimate. With them it differs by less than 20 % from compiled
-# updates of SmolLM2 on a CPU and Qwen3-30B-A3B on TPUs.
+# Two fitted factors of the memory estimate. The estimate differs by less than 20 % from compiled
+# updates of SmolLM2 on a CPU and of Qwen3-30B-A3B on TPUs.
 ALL = 2  # Activations saved without remat, relative to remat="both".
 # Arrays of equal size in memory at the same time. For parameters: gradients, their sum over
 # micro-batches, and the update. For logits: the logits, their softmax, and its gradient.
@@ -82,7 +82,8 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """Returns lines on the first problem: its prompt as text, answer and rewards.
 
-  Arguments as in `lines`. Returns no lines without training prompts.
+  If the run has no training prompts, this is the first held-out problem of its own verifier. If
+  there is none either, returns []. Arguments are as in `lines`.
   """
   if not (prompts := inputs.data.main_prompts):
     return []
@@ -119,7 +120,7 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
-  """Returns lines on a device's memory at each moment; temporary arrays are estimated."""
+  """Returns lines on a device's memory in updates and sampling, with estimated temporaries."""
   c, mesh, samples_on = case.config, inputs.meshes.trainer, inputs.meshes.sampler
   sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
   sampling = {"the sampler's weights": device_bytes(sampler)}

@@ -1,6 +1,6 @@
 """A run's jitted programs with abstract arguments: shapes, dtypes and shardings without values.
 
-They can be compiled on a machine without the run's devices and weights.
+The programs can be compiled on a machine without the run's devices and weights.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 def program_names(config: configuration.RunConfig) -> tuple[str, ...]:
   """Returns the names of a run's programs.
 
-  Excludes prefill and decode if inference servers sample, since these compile their own programs.
+  Excludes prefill and decode if servers sample, since servers have their own programs.
   """
   return PROGRAMS if config.engine.name == "local" else PROGRAMS[:3]
 
@@ -76,9 +76,9 @@ class Case:
 
   @property
   def scored(self) -> int:
-    """Sequences of a scoring pass: a micro-batch, or a whole packed update.
+    """Sequences of a scoring pass: those of a micro-batch, or of an update if it is packed.
 
-    A pass over packed sequences loops over micro-batches itself.
+    A pass over packed sequences loops over the micro-batches itself.
     """
     return self.sequences if self.config.rl.packed else self.rows
 
@@ -101,12 +101,12 @@ class Case:
 
   @property
   def filled(self) -> float:
-    """Filled cache positions of a slot in the mean over time."""
+    """Mean over time of a slot's filled cache positions."""
     return self.lengths.filled(self.prompt)
 
   @property
   def configured(self) -> bool:
-    """Whether sequences and length equal the configuration's, without overrides."""
+    """Whether the command line leaves sequences and length as configured."""
     rl, window = self.config.rl, self.workload.window
     update = rl.prompts * rl.group_size // rl.minibatches
     return (self.sequences, self.length) == (update, window)
@@ -115,7 +115,7 @@ class Case:
   def group_size(self) -> int:
     """Number of consecutive sequences with a common prompt.
 
-    1 with an environment: its conversations may differ from their first token on.
+    It is 1 if the run has an environment: conversations may differ from their first token on.
     """
     return 1 if self.config.environment.name else self.config.rl.group_size
 
@@ -123,17 +123,18 @@ class Case:
   def packed(self) -> bool:
     """Whether updates are packed, and thus skip empty micro-batches.
 
-    A batch shape from the command line counts as full rows.
+    False for another batch shape than configured: all its rows count as full.
     """
     return self.config.rl.packed and self.configured
 
   def pool(self, slots: int, shards: int) -> int:
     """Returns a size of the paged cache, in positions over all devices.
 
-    The n slots of a device share its pages. Their filled positions sum to n·`filled` in the mean.
-    The size is this mean plus two standard deviations of √n·`filled`, since the standard deviation
-    of an exponential length equals its mean. It is at least one window, rounded up to whole pages.
-    Returns 0, a full window per slot, if this takes no more pages.
+    The n slots of a device share its pages. The sum of their filled positions has the mean
+    n·`filled`. Its standard deviation is taken as √n·`filled`, since the standard deviation of an
+    exponential length equals the mean. The size is the mean plus two standard deviations, at least
+    one window, rounded up to whole pages. Returns 0, which means a full window per slot, if full
+    windows take no more pages.
 
     Args:
       slots: slots over all devices.
@@ -163,9 +164,9 @@ class Program:
   work: flops.Work | None  # Operations of a forward pass; None for a program without one.
   trains: bool = False  # Whether the program also has a backward pass.
   resident: tuple[Any, ...] = ()  # Other arrays in device memory while a run calls the program.
-  # Trip counts of loops, and read fractions of kernels, that depend on data: `hlo_costs.costs`.
+  # Assumed trip counts of loops and fractions of kernels' bytes, by name: `hlo_costs.costs`.
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  slot_kernel: str = ""  # Name of the attention kernel, which reads nothing for idle slots.
+  slot_kernel: str = ""  # Kernel that reads nothing for idle slots; "": there is none.
   steps: int = 1  # Decode steps per call. Reported costs are divided by this number.
 
 
@@ -229,7 +230,7 @@ def frozen_params(
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """Yields the programs of the given names.
 
-  A run with a teacher also yields "teacher" after "score": the teacher's scoring pass.
+  In a run with a teacher, "score" is followed by "teacher", the teacher's scoring pass.
   """
   c = case.config
   tx, critic = optimizers(c)
@@ -301,7 +302,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    # Slots of a device that take a new prefix in a step: each does so once per response.
+    # Slots of a device that take a new prefix in a step. A slot takes one prefix per response.
     refills = size.slots / shards / case.lengths.mean
     # Fraction of a slot's window that attention reads; the last page is half full in the mean.
     filled = (case.filled + size.page / 2) / size.window
@@ -329,8 +330,9 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """Returns the abstract batch of an update.
 
-  It has all arrays that the run's passes fill. In packed rows the sequences of a group may share
-  their prompt (`packing.shares`), which makes attention's rows longer.
+  The batch has the arrays that the run's passes fill, except those that are merged into the
+  advantages. In packed rows the sequences of a group may share their prompt (`packing.shares`),
+  which makes attention's rows longer.
 
   rows: number of sequences.
   """

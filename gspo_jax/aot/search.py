@@ -2,7 +2,7 @@
 
 A candidate is the configuration with one aspect changed, such as the mesh. Compiling it takes a
 minute or more. So lower bounds on memory and time (`estimate`, `iteration`) rule out most
-candidates, and only some of the others are compiled.
+candidates, and only some of the remaining candidates are compiled.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ Lists: TypeAlias = Iterable[Iterable[Case]]
 # Returns lower bounds of a case. Raises ValueError if its batch or weights do not divide over its
 # mesh.
 Bound: TypeAlias = Callable[[Case], estimate.LowerBounds]
-# Compiles a case. The returned row has `fits`, and if true `search_s`, the seconds to minimise.
+# Compiles a case. The returned row has `fits`. If the case fits, `search_s` has the seconds to
+# minimise.
 Measure: TypeAlias = Callable[[Case], Row]
 # A candidate is compiled if its bound is at most (1 - MIN_GAIN) times the best time so far.
 MIN_GAIN = 0.02
@@ -76,7 +77,7 @@ class Search:
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns an error message for a search without fitting candidate."""
+    """Returns an error message for a search in which no candidate fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides the batch and the weights")
     if self.rows:
@@ -87,8 +88,9 @@ class Search:
   def report(self) -> list[Row]:
     """Prints the results, and returns the rows of compiled candidates, best first.
 
-    The results are rejected candidates, the rows of the best three, and the settings of the best.
-    If no candidate was compiled, returns a single row with the reason as `error`.
+    Prints the rejected candidates and the settings of the best candidate. If several candidates
+    were compiled, also prints the rows of the best three. If no candidate was compiled, returns a
+    single row with the reason as `error`.
     """
     rows = [self.rows[name] for name in self.ranked()]
     table.print_search(self.rejected, rows[:3] if len(self.rows) > 1 else [])
@@ -113,7 +115,7 @@ def compile_best(
   they cannot fit, or cannot be faster than the best so far.
 
   Args:
-    search: search without candidates, to be filled with them and their results.
+    search: empty search. This function adds the candidates and their results.
     lists: lists of candidates. A candidate in several lists counts once.
     bound: function from a candidate to its lower bounds.
     measure: function that compiles a candidate.
@@ -161,8 +163,8 @@ def find_rejection(search: Search, name: str) -> str:
       best = min(best, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
         return f"sends more over its tensor axis than {other}, which fits"
-      # More micro-batches gather the weights more often. With packing, empty ones are skipped, and
-      # finer ones leave more of them empty, so they may still save time.
+      # More micro-batches gather the weights more often. But a packed update skips empty
+      # micro-batches. Smaller micro-batches are empty more often, so they may still save time.
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers weights more often than {other}, which fits"
@@ -225,8 +227,8 @@ def find(
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   """Returns lists of candidates for updates.
 
-  The lists have the configuration itself, options of XLA with and without prefetched experts,
-  meshes with micro-batches, remat policies, and chunk sizes.
+  The first list is the configuration itself. Each further list changes one aspect: options of XLA
+  and prefetched experts, mesh and micro-batches, remat policy, or chunk sizes.
 
   devices: number of devices over all slices.
   """
@@ -248,10 +250,11 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
-  """Yields candidates with meshes (fsdp x expert x tensor, at most 4) and micro-batches.
+  """Yields candidates with other meshes and numbers of micro-batches.
 
-  Each slice has a full copy of the weights (data = slices). The mesh divides experts, heads and
-  sequences evenly, and micro-batches divide a device's sequences.
+  The axis `tensor` is 1, 2 or 4. Each slice has a full copy of the weights (data = slices). The
+  mesh divides experts, key/value heads and sequences evenly. The number of micro-batches divides a
+  device's sequences.
   """
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
@@ -268,10 +271,10 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 def sampling(case: Case, shards: int) -> Lists:
   """Returns lists of candidates for sampling.
 
-  The lists have the configuration itself, layouts of slots, cache and experts, and prefill sizes.
-  The slots double from one per device to at most one per response. Each number of slots is combined
-  with two caches, of a full window per slot and of the assumed mean lengths (`Case.pool`), and with
-  the values of mesh.rollout_experts.
+  The first list is the configuration itself, the second has layouts, and the third prefill sizes.
+  A layout is a number of slots, a cache size and, if the model has experts, a value of
+  mesh.rollout_experts. The number of slots doubles from one per device to at most one per response.
+  The cache has a full window per slot or, unless engine.cache is "dense", the size `Case.pool`.
 
   shards: devices over which the slots are split.
   """
@@ -312,7 +315,7 @@ def settings(program: str, case: Case) -> dict[str, Row]:
     for section, keys in SETTINGS[program].items()
   }
   if "rl" in values:
-    # A batch from the command line has other micro-batches than the configuration.
+    # A batch from the command line may have another number of micro-batches than the configuration.
     values["rl"]["microbatches"] = case.microbatches
   return values
 

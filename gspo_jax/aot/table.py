@@ -40,7 +40,7 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
 
 
 def slices_text(topology: str, slices: int) -> str:
-  """Returns the topology's name, after the number of slices if several."""
+  """Returns e.g. "v5p:4x4x4", or "2 slices of v5p:4x4x4"."""
   return topology if slices == 1 else f"{slices} slices of {topology}"
 
 
@@ -109,7 +109,10 @@ def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
 
 
 def print_found(row: dict[str, Any], header: bool) -> None:
-  """Prints a candidate's row, with steps and speed of sampling; arguments as in `print_row`."""
+  """Prints a candidate's row without collectives, and the steps and speed of sampling.
+
+  Arguments are as in `print_row`.
+  """
   print_row(row | dict(collectives={}), header)
   if "steps" in row:
     print_line(f"    {row['steps']:,} steps, {row['speed']:,.0f} tokens/s/chip while sampling")

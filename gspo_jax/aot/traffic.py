@@ -3,12 +3,10 @@
 Rules:
 
   - Operands are read once, and results written once. An array has the size of its layout, padding
-    included. It counts only if it is in HBM, not in vector memory, so a copy between the two counts
-    once.
+    included. Only arrays in HBM count, so a copy between HBM and vector memory counts once.
   - A slice or gather reads as many bytes as its result has, also within a fusion.
-  - An update in place (dynamic-update-slice, scatter) writes the update alone. If it adds to the
-    array, it reads as many bytes. If the compiler copies the array first, the copy counts
-    separately.
+  - An update in place (dynamic-update-slice, scatter) writes the updated elements alone. If it adds
+    to them, it also reads them. If the compiler copies the array first, the copy counts separately.
   - A Pallas kernel counts as in `kernels`, usually by its `pl.CostEstimate(bytes_accessed=...)`.
 """
 
@@ -28,7 +26,8 @@ FREE = frozenset(
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-# Operations with one operand element per result element: a slice of the result needs a slice alone.
+# Operations with one operand element per result element. If a slice of the result is used, only a
+# slice of the operand is read.
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
 # Custom calls without traffic.
 _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
@@ -59,7 +58,7 @@ def hbm_bytes(instruction: Instruction) -> float:
     return 0.0
   if instruction.op == "send":
     return _hbm(inputs)
-  # An asynchronous operation counts at its end: only there the result is the array alone.
+  # An asynchronous operation counts at its end. The result of its start includes other arrays.
   if instruction.op.endswith("-done"):
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):
@@ -90,7 +89,7 @@ def _hbm(instructions: Sequence[Instruction]) -> float:
 
 
 def _sliced(instruction: Instruction, inputs: Sequence[Instruction]) -> float:
-  """Bytes of a slice or gather from the first input, with the others as indices."""
+  """Bytes of a slice or gather from the first input. The further inputs are indices."""
   read = instruction.elements * _each(inputs[0])
   return read + instruction.hbm + _hbm(inputs[1:])
 
@@ -103,8 +102,8 @@ def _each(instruction: Instruction) -> float:
 def _update(instruction: Instruction) -> Instruction:
   """Returns the operand with the new values of an update.
 
-  Operands of a scatter are n arrays, the indices, and n arrays of new values, of which this is the
-  first.
+  Operands of a scatter are n arrays, the indices, and n arrays of new values. Returns the first of
+  the n arrays of new values.
   """
   index = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
   return instruction.siblings[instruction.operands[index]]
@@ -143,7 +142,7 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values passed on unchanged, for an overlapped collective."""
+  """Returns names of values that a fusion only passes on to or from a collective."""
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}

@@ -20,8 +20,8 @@ def lines(
 ) -> list[str]:
   """Returns the verdict on compiled programs, as lines.
 
-  If a program does not fit, the next command takes less memory. Else it searches for faster
-  settings.
+  The last line is the next step. If a program does not fit, it is a command that takes less memory,
+  or a larger topology. If all fit, it is a search on TPUs, or a run on GPUs.
 
   Args:
     rows: results of `compiler.examine`, one per program.
@@ -50,7 +50,8 @@ def lines(
 def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[str]) -> list[str]:
   """Returns the verdict on searches, with a command for the best settings.
 
-  The command compiles all programs with these settings. Arguments as in `lines`.
+  The command repeats `arguments` with these settings, and without --search. Arguments are as in
+  `lines`.
   """
   large = [search.program for search in searches if not search.best]
   if large:
@@ -88,7 +89,9 @@ def _changes(search: Search) -> list[str]:
 def smaller(large: Sequence[str], case: Case, shards: int) -> str:
   """Returns a flag for less memory: fewer slots, more micro-batches, or full remat.
 
-  Returns "" if none of these is possible. Arguments as in `lines`.
+  If a program of the sampler does not fit, the flag halves the slots. Else it doubles the
+  micro-batches, or if this is impossible, sets full remat. Returns "" if no such flag is possible.
+  Arguments are as in `lines`.
 
   large: names of programs that do not fit.
   """
