@@ -1,8 +1,9 @@
 """Builds the charts of a report, as JSON values, from the metrics of its runs.
 
-`figures.py` declares the charts: a Section has Figures, and a Figure has Lines. A section's dict
-has `figures`, a chart's dict `series` (its curves). A curve has steps `x`, values `y`, and `low`
-and `high` if it has a band.
+`figures.py` declares the charts: a Section has Figures, and a Figure has Lines. This module builds
+a dict for each section, chart and curve. The dict of a section has `figures`, its charts. The dict
+of a chart has `series`, its curves. The dict of a curve has steps `x`, values `y`, and if it has a
+band, `low` and `high`.
 """
 
 import itertools
@@ -39,8 +40,8 @@ SAME = 1e-6
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
   """Returns the sections of the page with charts of all metrics.
 
-  A metric without a declared chart gets one at the end of the section whose `rest` matches it, or
-  in the section "Other metrics".
+  A metric without a declared chart has a chart at the end of the first section whose `rest` matches
+  the metric, or in the section "Other metrics".
 
   Args:
     runs: rows of each run by phase.
@@ -100,9 +101,9 @@ def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -
 
 
 def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
-  """Builds the charts of a figure: [] if no run has its metrics.
+  """Builds the charts of a figure; [] if no run has its metrics.
 
-  All runs share a chart of curves; stacks and heat maps are one per run.
+  A figure of lines is one chart with the curves of all runs. Other figures are a chart per run.
   """
   series = [
     curve | {"run": i}
@@ -118,7 +119,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    # A stack's axis is for the sums of bars at each step, a heat map's colours for its cells.
+    # A stack's axis has room for the sum of bars at each step. A heat map's colours are for cells.
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
@@ -154,10 +155,11 @@ def _usual_top(sizes: Sequence[float]) -> float:
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Sets `constant` and `count` of curves with one value.
+  """Sets `constant` and `count` of curves whose values are all equal.
 
-  The page prints a metric with one value in all runs as a line of text. In stacked bars only zeros
-  are constants, since other values add to a sum.
+  The page prints such a metric as a line of text. The values of a metric must be equal within each
+  run. In stacked bars they must be 0 too, since other values add to a sum. In heat maps only
+  metrics without values are constant.
 
   Args:
     series: curves of a chart, changed in place.
@@ -181,8 +183,8 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
 def wants_log(series: Sequence[Row]) -> bool:
   """Whether a linear axis would hide the smaller values of these curves.
 
-  So it is if no value is negative, at most a fifth are 0, and the largest is MIN_LOG_RATIO times
-  the fifth percentile of the positive ones.
+  This is so if no value is negative, at least five and four fifths of the values are positive, and
+  the largest value is at least MIN_LOG_RATIO times the fifth percentile of the positive values.
   """
   values = sorted(v for s in series if "constant" not in s for v in _all_values(s))
   positive = [v for v in values if v > 0]
@@ -247,7 +249,7 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns the metrics of a `Line.key`, each with the braces' text."""
+  """Returns the metrics that match a `Line.key`, each with its text in place of the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
@@ -259,7 +261,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
 def thin(curve: Row, limit: int) -> Row:
   """Pools neighbouring points of a curve to at most `limit` points.
 
-  Pooled values are means, pooled steps the last ones, and pooled bands the extremes.
+  A pooled point has the last step, the mean value, and the extremes of the band.
   """
   count = len(curve["x"])
   if count <= limit:

@@ -1,7 +1,7 @@
 """Builds the content of a report except its responses, as JSON values.
 
-A report shows one run, or compares several in common charts. For each run it has answers
-(`overview`), warnings and settings; for several runs, their differences too.
+A report shows one run, or compares several runs in common charts. For each run it has answers
+(`overview`), warnings and settings. For several runs it also has the differences of their settings.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
-  """Yields each alarm's periods, from first to last step, with its texts."""
+  """Yields a dict for each period of an alarm, with first and last step and the alarm's texts."""
   for phase, rows in by_phase.items():
     spans = []
     for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
@@ -127,9 +127,9 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """Returns the keys with different values in the runs, and these values.
+  """Returns the keys whose values differ between the runs, each with a value per run.
 
-  Values are texts; None for a run without the key.
+  A value is a text; None for a run without the key.
   """
   keys = dict.fromkeys(key for run in runs for key in run)
   rows = [(key, [as_text(run[key]) if key in run else None for run in runs]) for key in keys]
@@ -139,8 +139,8 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
   """Returns the configured clip bounds, to mark them in charts.
 
-  They are bounds of the importance ratio. So there are none for GMPO, which clips log-ratios of
-  tokens, and for DPPO, which clips a divergence.
+  Charts show the importance ratio, so only bounds of this ratio are returned. GMPO clips log-ratios
+  of tokens and DPPO a divergence, so for these losses the list is empty.
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []

@@ -1,9 +1,9 @@
 """Answers at the top of a report: is the run learning, healthy and fast?
 
-An answer has a `state`: "good", "bad", "open" (unknown yet) or "plain" (neutral). Its other fields
-are the text `answer`, the reason `because`, and `facts`, which are printed below. A fact has a
-`label` and a `value`: a number in its `unit`, or a text. It may also have an initial value,
-`before`, and a `note`.
+An answer is a dict. Its `state` is "good", "bad", "open" (unknown yet) or "plain" (neutral). The
+other fields are the text `answer`, the reason `because`, and a list `facts`, which the page prints
+below. A fact is a dict with a `label` and a `value`: a number in its `unit`, or a text. A fact may
+also have an initial value, `before`, and a `note`.
 """
 
 import itertools
@@ -40,9 +40,10 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
-  """Answers by the accuracy on held-out problems, else by reward or loss.
+  """Answers by the accuracy on held-out problems or a benchmark, else by the reward.
 
-  A run that only evaluates has a neutral answer; a run of job=sft is answered by its loss.
+  If the accuracy rose but the reward fell, the answer is "bad". A run of job=sft is answered by its
+  loss. For a run that only evaluates, the answer is neutral.
   """
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
@@ -99,7 +100,7 @@ def assess_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, s
   Two accuracies differ if their 95% intervals do not overlap. Returns None if fewer than two
   evaluations have intervals.
 
-  key: metric of the accuracy, of the held-out problems or of a benchmark.
+  key: name of the metric: the accuracy on held-out problems, or on a benchmark.
   """
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
   if len(measured) < 2:
@@ -132,8 +133,8 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 
   The reward changed if its means over the first and the last tenth of the iterations (at least two)
   differ by more than SIGNIFICANT standard errors. The standard deviation of an iteration's reward
-  is the larger of two estimates. One is from differences between successive iterations, which a
-  trend hardly affects. The other is from the variances within the two tenths, which is right for
+  is the larger of two estimates. The first is from differences between successive iterations, which
+  a trend hardly affects. The second is from the variances within the two tenths, and is right for
   correlated iterations too.
   """
   rewards = _finite(rows, "reward/mean")
@@ -154,8 +155,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Returns state, answer and reason of a cold start.
 
-  The loss is that on held-out demonstrations, or the training loss without any. It is assessed like
-  a reward, then compared with `sft.target_loss`.
+  The loss is that on held-out demonstrations, or the training loss if the former is not measured.
+  It is assessed like a reward, with the opposite sign. The loss on held-out demonstrations is also
+  compared with `sft.target_loss`.
   """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
@@ -176,7 +178,8 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   """Answers by alarms, skipped updates, dropped tokens and gradients.
 
   The answer is "No" for an alarm in the last tenth of the rows, dropped tokens, a non-finite loss
-  or gradient, a gradient that is always 0, and skipped updates in each of the last three rows.
+  or gradient in a row without skipped updates, a gradient of 0 in all rows if there are at least
+  three, and skipped updates in each of the last three rows.
   """
   rows = by_phase["rl"]
   # Step 0 has an evaluation but no update.
@@ -230,7 +233,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 def _fast(by_phase: ByPhase) -> Row:
   """Answers with the seconds of an iteration, or of an SFT update.
 
-  They are medians over the second half of the rows, since the first iterations compile.
+  These are medians over the second half of the rows, since the first iterations compile.
   """
   rows = by_phase["rl"] or by_phase["sft"]
   times = [(step, stages) for step, stages, _ in _stage_times(rows)]
@@ -281,9 +284,9 @@ def _updates_per_row(rows: Rows) -> float:
 def timeline(rows: Rows) -> list[Row]:
   """Returns the times of a typical, the last and the slowest iteration.
 
-  The typical one has the median time of each stage over the second half of the run. The slowest is
-  omitted if it is the last one. An iteration's stages are in the order of a step, each with the
-  times of its parts.
+  The typical iteration has the median time of each stage over the second half of the run. The
+  slowest iteration is omitted if it is also the last. Each iteration lists its stages in the order
+  of a step, and each stage the times of its parts.
   """
   timed = _stage_times(rows)
   timed = [times for times in timed if times[0] > 0] or timed  # Step 0 has an evaluation alone.
@@ -352,9 +355,9 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns a fact with the last value; [] without values.
+  """Returns a list of one fact with the last value; [] if there are no values.
 
-  The first value is `before`, if there are several.
+  If there are several values, `before` is the first.
   """
   if len(values) < 2:
     return [_fact(label, value, unit) for value in values]
@@ -362,9 +365,9 @@ def _change(label: str, values: Sequence[float], unit: str = "number") -> list[R
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns a fact with a metric's mean over the last tenth.
+  """Returns a list of one fact with a metric's mean over the last tenth of its values.
 
-  The mean over the first tenth is `before`.
+  `before` is the mean over the first tenth.
   """
   values = _finite(rows, key)
   count = max(1, len(values) // 10)

@@ -1,9 +1,9 @@
 """Writes the report of a run: one HTML page with its curves and logged responses.
 
 `python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl` in the
-run's directory DIR, and writes DIR/report.html. The page needs no network and no other files. With
-several directories it compares their runs. Its charts and tables are built in `data.py`, its
-responses in `rollouts.py`; HTML, CSS and JavaScript are in `static/`.
+run's directory DIR, and writes DIR/report.html. The page needs no network and no other files. If
+several directories are named, the page compares their runs. `data.py` builds charts and tables,
+`rollouts.py` reads the responses, and `static/` has HTML, CSS and JavaScript.
 """
 
 import html
@@ -33,7 +33,8 @@ class RunningReport:
 
   Args:
     workdir: directory of the run.
-    active: whether this process writes the report. It must be True for a single process of a run.
+    active: whether this process writes the report. In a run of several processes, it must be True
+      for one process alone.
     clock: function that returns the time in seconds.
   """
 
@@ -52,7 +53,7 @@ class RunningReport:
 
     Args:
       stages: function from a stage's name to a context manager, which measures the stage's time.
-      force: whether to write a report that is not due too.
+      force: whether to write the report even if it is not due.
     """
     start = self._clock()
     if not self._active or (start < self._due and not force):

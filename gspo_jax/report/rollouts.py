@@ -1,8 +1,8 @@
 """Reads the logged responses of runs for a report, as JSON values.
 
-Responses are grouped by prompt, and long ones are shortened. The page colours the tokens of a
-response by their log-ratio, between the policy after the updates and the sampling policy. So these
-responses also have their tokens.
+Responses are grouped by step and prompt, and long responses are shortened. The page colours a token
+by the log-ratio of the policy after the updates to the sampling policy. So a response with
+log-ratios also has its tokens.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from gspo_jax.runs import metrics
 from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
 
-# With these limits the page opens quickly; nobody would read more.
+# With these limits the page opens quickly.
 MAX_CHARACTERS = 4000  # Characters of one response.
 MAX_TOKENS = 1_000_000  # Tokens with a log-ratio on the whole page.
 POLICY = "policy"  # Role of the policy's turns in a record (sampling/transcript.py).
@@ -34,8 +34,8 @@ SAMPLE_FIELDS = (
 def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOKENS) -> Row:
   """Reads at most `limit` responses, spread evenly over the files.
 
-  Returns the content of the page: the number of all logged responses (`total`), groups of responses
-  to one prompt (`groups`), and the encoding of log-ratios (`colors`).
+  Returns a dict for the page: the number of all logged responses (`total`), groups of responses to
+  one prompt (`groups`), and the encoding of log-ratios (`colors`).
 
   Args:
     folders: the folder "rollouts" of each run. Runs share the limits equally.
@@ -58,9 +58,10 @@ def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOK
 
 
 def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
-  """Reads a run's responses. The newest ones have log-ratios, up to `max_tokens`.
+  """Reads a run's responses. The newest responses have log-ratios, up to `max_tokens`.
 
-  Returns the number of logged responses, of those with log-ratios on file (`known`), and groups.
+  Returns a dict with the number of logged responses (`total`), the number of selected responses
+  whose records have log-ratios (`known`), and the groups of selected responses (`groups`).
   """
 
   def order(path: Path) -> tuple:
@@ -109,7 +110,8 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
         "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
     group = groups[step, name, held_out]
-    # The group has its first response's rendered prompt, the others only a different one.
+    # The group has the rendered prompt of its first response. Another response keeps its rendered
+    # prompt only if it is different.
     same = _rendered(record) == group["rendered"]
     group["samples"].append(record | {"rendered_prompt": ""} if same else record)
   return list(groups.values())
@@ -150,7 +152,7 @@ def _plain(record: Row) -> Row:
 def _turns(record: Row) -> list[Row]:
   """Returns the turns of a conversation; [] if missing or malformed.
 
-  `shown` is a turn's text for the page. If the conversation is long, it lacks the turn's middle.
+  `shown` is a turn's text for the page. In a long conversation it lacks the middle of a long turn.
   """
   turns = record.get("turns")
   types = dict(role=str, text=str, length=int)
@@ -174,8 +176,8 @@ def _color(record: Row) -> Row:
   token's segment) with `segment_figures` (ratio and gradient of each segment). The environment's
   turns are inserted as tokens without log-ratio, at the indices `observations`.
 
-  The text of the response or turns is omitted if the tokens' texts add to it. They do not if a
-  character is split into several tokens, or decoding drops a special token.
+  If the tokens' texts joined are the text of the response or of its turns, this text is omitted.
+  They are not if a character is split into several tokens, or decoding drops a special token.
   """
   tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
@@ -205,8 +207,8 @@ def _color(record: Row) -> Row:
 def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[list]:
   """Inserts each turn of the environment as one token without log-ratio.
 
-  columns: a value per sampled token: tokens, log-ratios, clipped, segments, and whether it is an
-    observation.
+  columns: lists with a value per sampled token: its text, its log-ratio, whether it is clipped, its
+    segment, and False (it is no observation).
   """
   spans, position = [], 0
   for turn in turns:
@@ -220,7 +222,7 @@ def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
-  """Returns each token's segment number; Nones if missing or malformed.
+  """Returns each token's segment number; a None for each if missing or malformed.
 
   count: number of tokens.
   """
@@ -257,7 +259,7 @@ def _quantize(samples: Iterable[Row]) -> Row:
   """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
-  # A scale of the largest log-ratio, often an outlier, would leave other tokens almost colourless.
+  # The largest log-ratio is often an outlier. As the scale it would leave other tokens colourless.
   scale = float(np.quantile(sizes, 0.98) or max(sizes)) or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
