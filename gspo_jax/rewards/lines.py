@@ -1,12 +1,12 @@
 """Rewards for each line of a response (process supervision), for `reward.per_line`.
 
-The module of the verifier needs a function `right_lines(response, answer)`. It returns n bools, one
-for each line of the expected response: whether the response's line at the same index is right. Its
-time must be linear in the response.
+The module of the verifier needs a function `right_lines(response, answer)`. The function returns n
+bools, one for each line of the expected response: whether the response's line at the same index is
+right. Its time must be linear in the length of the response.
 
-Let p be `reward.partial`, or 1 if that is 0. A right line gets p/n. The response's last line also
-gets 1 − p if the whole response is right, and the additions for format and length. The sum over the
-lines is the reward of the response.
+Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. The last
+line of the response adds 1 − p if the whole response is right, and the additions for format and
+length. The sum over the lines is the reward of the response.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ def rewards(
     correct_B: 1 for responses that the verifier accepts as a whole, 0 otherwise.
 
   Returns:
-    Rewards of each response's U lines (texts between line breaks), float32 [U]; and the numbers of
-    verdicts flipped by noise, {} without noise.
+    Rewards of each response's U lines (texts between line breaks), float32 [U]; and a dict with the
+    numbers of verdicts flipped by noise, {} if both rates of noise are 0.
   """
   rates, rewards_BU = (config.false_positive, config.false_negative), []
   flips = dict(false_positive=0, false_negative=0) if any(rates) else {}
@@ -86,7 +86,7 @@ def rewards(
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:
-  """Hashes `start` and all lines up to each line to a number in [0, 1)."""
+  """Returns a number in [0, 1) for each line: a hash of `start` and all lines up to this line."""
   digest, chances = hashlib.sha256(start.encode("utf-8", "surrogatepass")), []
   for text in texts:
     digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))

@@ -8,9 +8,9 @@ has the module `user_function`. Members of the module:
 - `open_verifier`: context manager of a `Verify` function. Its parameters are named like keys of
   section `reward`. The function may have an attribute `notes`, constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
-- `word(text)`, optional: returns a normalised gold answer if it is a word, else None. A run warns
-  of a frequent word, which may stand for missing answers.
-- `right_lines(response, answer)`, optional: verdicts on single lines (lines.py).
+- `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. A
+  run warns of a frequent word, since such a word may mean that the answer is missing.
+- `right_lines(response, answer)`, optional: returns verdicts on single lines (lines.py).
 """
 
 import collections
@@ -46,10 +46,10 @@ class Prompt(Protocol):
 
 
 # Function from B responses, their prompts, and whether each response stopped (was not truncated).
-# It returns B outcomes and B values. The values may be None: then a response's value is 1 if its
+# It returns B outcomes and B values. If None replaces the values, a response's value is 1 if its
 # outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or its
-# value at least `reward.right_from`. An outcome without a verdict may be a `pool.Failure`, with its
-# reason.
+# value is at least `reward.right_from`. An outcome without a verdict may be a `pool.Failure`, which
+# has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -60,16 +60,17 @@ class Scores:
   """Rewards of B responses, with the verifier's outcomes."""
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
-  # Counts of responses by outcome (right, wrong, timeout, ...). Verdicts flipped by noise, and
-  # responses in the required format, are counted too.
+  # Counts of responses by outcome (right, wrong, timeout, ...). If noise or a format is configured,
+  # the counts of flipped verdicts and of responses in the format are included.
   outcomes: Mapping[str, int]
   correct: np.ndarray  # 1 for responses right without noise and additions, else 0, float32 [B].
-  # Outcome and reason of responses without a verdict, by index in the batch. They are neither right
-  # nor wrong.
+  # Outcome and reason of each response without a verdict, by index in the batch. Such a response is
+  # neither right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
-  # Rewards of each response's lines, float32 [U], with sum `reward`; None without `per_line`.
+  # Rewards of each response's lines, float32 [U]; their sum is `reward`. None unless
+  # `reward.per_line` is set.
   lines: Sequence[np.ndarray] | None = None
-  # Verifier's values before noise and additions, float32 [B]; None means `correct`.
+  # Values of the verifier before noise and additions, float32 [B]; None: they equal `correct`.
   values: np.ndarray | None = None
   line_values: Sequence[np.ndarray] | None = None  # `lines` before noise and additions.
 
@@ -112,10 +113,11 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
     prompt: the prompt.
 
   Returns:
-    Both rewards; NaN for one without a verdict.
+    The reward of the gold answer, and that of the empty response. A reward is NaN if its response
+    has no verdict.
 
   Raises:
-    ValueError: neither has a verdict.
+    ValueError: neither response has a verdict.
   """
   scores = scorer([prompt.answer, ""], [prompt] * 2)
   if len(scores.unknown) == 2:
@@ -129,7 +131,7 @@ def try_out(scorer: Scorer, name: str, prompt: Prompt) -> list[float]:
 
 
 def check_importable(name: str, key: str = "reward.name") -> None:
-  """Raises ValueError if a user's module does not exist.
+  """Raises ValueError if a user's module cannot be found.
 
   Args:
     name: name of a verifier, or `package.module:function`.
@@ -168,8 +170,8 @@ def frequent_word(name: str, answers: Iterable[str]) -> str | None:
     answers: gold answers.
 
   Returns:
-    The word and its share, as "word: 40%". None if the most frequent answer is not a word, and for
-    verifiers without `word`.
+    The word and its share of the answers, as "word: 40%". None if the most frequent answer is not a
+    word, or if the verifier has no function `word`.
   """
   word = getattr(_verifier(name), "word", None) if name else None
   if word is None:
@@ -192,7 +194,7 @@ def _verifier(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
-  """Opens the configured scorer. Its processes end with the `with` block.
+  """Opens the configured scorer. The processes of the verifier end with the `with` block.
 
   Raises:
     RuntimeError: the verifier cannot be started.
@@ -213,11 +215,11 @@ def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dic
   """Opens a scorer for each verifier, by name.
 
   Args:
-    sections: section `reward` of each verifier, by its name.
-    key: key of the configuration with the names, for messages.
+    sections: section `reward` of each verifier, by the verifier's name.
+    key: key of the configuration that names the verifiers, for messages.
 
   Raises:
-    ValueError: a verifier cannot be started; or as `open_scorer`.
+    ValueError: a verifier cannot be started, or a reason of `open_scorer`.
   """
   with contextlib.ExitStack() as stack:
     scorers = {}
@@ -302,7 +304,10 @@ def _with_additions(
   responses: Sequence[str],
   lengths: Sequence[int] | None,
 ) -> Scores:
-  """Adds the format's reward and the overlong penalty. Without a verdict, the reward is 0."""
+  """Adds the format's reward and the overlong penalty.
+
+  The reward of a response without a verdict is 0.
+  """
   addition_B = np.zeros(len(responses), np.float32)
   outcomes, reward = dict(scores.outcomes), scores.reward
   if config.format_weight:
@@ -331,8 +336,9 @@ def _verdicts(
 ) -> list[tuple[str, float | None]]:
   """Returns each response's outcome, with its value or None.
 
-  If the verifier raises, the two halves of the batch are verified separately, and so on down to
-  single responses. So only the responses that make the verifier fail have no verdict.
+  If the verifier raises, the two halves of the batch are verified separately. A half that fails is
+  halved again, down to single responses. So only responses that make the verifier fail have no
+  verdict.
   """
   if not batch:
     return []

@@ -6,8 +6,8 @@ The reward of a response is
 
 with v the verifier's value after noise, F whether the response has the required format (0 or 1),
 and L the penalty for overlong responses (-1 to 0). Noise makes verdicts wrong at a configured rate,
-as if the verifier were unreliable. A response is right if its value without noise and additions is
-at least `reward.right_from`.
+as if the verifier were unreliable. A response is right if the verifier's outcome is "right", or if
+its value without noise and additions is at least `reward.right_from`.
 """
 
 import hashlib
@@ -80,8 +80,8 @@ def flipped(
     correct_B: whether each response is right.
     responses: texts of the responses.
     answers: gold answers.
-    false_positive: share of wrong responses to flip.
-    false_negative: share of right responses to flip.
+    false_positive: share of wrong responses whose verdict is flipped.
+    false_negative: share of right responses whose verdict is flipped.
   """
   texts = (f"0/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
   chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])
@@ -96,9 +96,9 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
   """Returns the values of flipped right and flipped wrong responses.
 
-  A flipped right response gets the smallest value of the batch, or 0 if that is smaller, and always
-  less than `right_from`. A flipped wrong response gets the largest value of the batch, but at least
-  `right_from`.
+  A flipped right response takes the smallest value of the batch and 0. If this value is not below
+  `right_from`, it takes `right_from - 1`. A flipped wrong response takes the largest value of the
+  batch and `right_from`.
 
   Args:
     value_B: values of the batch.

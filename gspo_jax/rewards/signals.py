@@ -1,7 +1,7 @@
 """Signals for the section `constraints`: further rewards and costs of responses.
 
-A signal is a number for each response. It comes from the response itself, such as its length, or is
-the reward from a further verifier.
+A signal is a number for each response: a property of the response, such as its length, or the
+reward from a further verifier.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gspo_jax.settings.rewards import (
 
 
 def check_signals(config: ConstraintConfig) -> None:
-  """Raises ValueError if a signal's module does not exist."""
+  """Raises ValueError if the module of a signal's verifier cannot be found."""
   for kind, active in ("rewards", config.active_rewards), ("costs", config.active_costs):
     for name, entry in active.items():
       if entry.signal in config.verifiers:
@@ -56,8 +56,9 @@ class Signals:
       prompts: prompt of each response.
 
     Returns:
-      The signals by name, float32 [B] each; and, by index in the batch, the responses on which a
-      verifier gave no verdict, with this verifier and its reason.
+      Two dicts. The first has the signals by name, float32 [B] each. The second has an entry for
+      each response on which a verifier gave no verdict. The key is the index in the batch; the value
+      names the verifier and its reason.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
@@ -77,7 +78,7 @@ class Signals:
     tokens: Sequence[np.ndarray],
     stopped: Sequence[bool],
   ) -> Sequence[float] | np.ndarray:
-    """Returns a signal without a verifier, one number per response."""
+    """Returns a signal that needs no verifier, one number per response."""
     if entry.signal == "truncated":
       return ~np.asarray(stopped, bool)
     if entry.signal == "format":

@@ -1,8 +1,8 @@
 """Verifier with a user's function, named `package.module:function`, in worker processes.
 
 The function takes the text of a response and the record of its prompt: a dict of texts with `id`,
-`question`, `answer`, and the other fields of the data row. It returns the reward, a bool or a
-finite number. A response is right if its reward is at least `reward.right_from`.
+`question`, `answer`, and the other fields of the data row. The function returns the reward, a bool
+or a finite number. A response is right if its reward is at least `reward.right_from`.
 
 A call over the time limit is a timeout. An exception or another return value is a crash. After a
 timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
@@ -20,7 +20,7 @@ from gspo_jax.verifiers import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
-# Cached, since `load` searches the working directory and the function may change it.
+# Cached, since `load` searches the working directory, and the user's function may change directory.
 _load = functools.cache(user_code.load)
 
 
@@ -49,7 +49,7 @@ def open_verifier(name: str, workers: int, time_limit_s: float) -> Iterator[Call
 
 
 def record(prompt: Any) -> dict[str, str]:
-  """Returns the prompt's record. Its own fields override those of the data row."""
+  """Returns the prompt's record: fields of the data row, overridden by id, question and answer."""
   return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 

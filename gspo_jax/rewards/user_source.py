@@ -12,8 +12,9 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def checksum(name: str) -> str:
   """Returns a checksum of a module and its local imports.
 
-  Local imports are modules of the same package. If the package is not installed in site-packages,
-  modules in its parent directory are local too. They are read, not imported.
+  Local imports are modules of the same top-level package. If this package is not in site-packages,
+  all modules in its parent directory are local, except `gspo_jax`. Their sources are read; only the
+  parent packages of `name` are imported.
 
   Args:
     name: `package.module:function`.
@@ -71,8 +72,8 @@ def _imports(source: bytes, module: str, path: Path) -> Iterator[str]:
 
   Args:
     source: source of the importing module.
-    module: its name, for relative imports.
-    path: its file.
+    module: name of the importing module, for relative imports.
+    path: file of the importing module.
   """
   try:
     tree = ast.parse(source)

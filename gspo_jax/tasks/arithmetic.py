@@ -2,7 +2,7 @@
 
 A problem is `358+967=`. A demonstration first has the work, the digits of the sum from the units to
 the left, then a colon and the sum: `5231:1325`. The verifier reads the text after the last colon,
-and accepts only the exact sum. The text before it does not count.
+and accepts only the exact sum. The text before this colon does not count.
 
 Demonstrations imitate a pupil who can add, but forgets each carry with a given probability. So a
 model trained on them is sometimes right and often wrong. It has seen every step that it needs, and
@@ -61,8 +61,8 @@ def demonstration(
     problem: the problem.
     carry_errors: probability of forgetting a carry, for each carry.
     seed: seed of the errors.
-    skipped_work: probability of a demonstration without text before the colon. It forgets all
-      carries.
+    skipped_work: probability of a demonstration without text before the colon. Such a demonstration
+      forgets all carries.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))

@@ -2,11 +2,11 @@
 
 A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator, one operation at a
 time: the answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed
-question has the answer `?;` and the reward -0.1. Any other turn is the final answer, and ends the
-conversation; the reward is 1 for the exact number.
+question has the answer `?;` and the reward -0.1. A turn without a bracket at its start is the final
+answer, and ends the conversation. The reward is 1 for the exact number, else 0.
 
-In demonstrations some operations are computed without the calculator, and carries are forgotten.
-With `data.checks`, some questions are asked twice, which is useless.
+In demonstrations some operations are computed without the calculator. These operations forget
+carries. If `data.checks` is above 0, some questions are asked twice, which is useless.
 """
 
 import operator
@@ -22,8 +22,8 @@ from gspo_jax.tasks.problems import Problem, Problems, held_out
 
 SIZES = ("digits",)  # Keys of section `data` that determine the problems.
 TEACHER = ("carry_errors", "checks")  # Keys that determine the demonstrations.
-# Probability of the calculator for an operation of a demonstration. After one operation without the
-# calculator, it is not used again.
+# Probability that an operation of a demonstration uses the calculator. After an operation without
+# the calculator, the demonstration does not use it again.
 USES = 0.4
 NOT_UNDERSTOOD = -0.1  # Reward of a malformed question.
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -69,7 +69,7 @@ def demonstration(
     problem: the problem.
     carry_errors: probability of forgetting a carry without the calculator, for each carry.
     seed: seed of the errors and questions.
-    checks: probability of asking a question twice.
+    checks: probability of asking a question twice, for each question.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b, c = map(int, re.split(r"\D", problem["id"]))

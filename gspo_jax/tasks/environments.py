@@ -40,7 +40,7 @@ def find(name: str, tokenizer: Any) -> Make | None:
 
   Args:
     name: a key of ENVIRONMENTS, or `package.module:function`. The function or class is called with
-      the prompt (`structs.Prompt`) and the tokenizer. If it has an attribute `time_limit_s`, this
+      the prompt (`structs.Prompt`) and the tokenizer. Its attribute `time_limit_s`, if it has one,
       replaces TIME_LIMIT_S.
     tokenizer: tokenizer of the run.
 

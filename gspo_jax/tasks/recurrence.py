@@ -1,13 +1,13 @@
 """Embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
 
 A problem is two lines, `33:70\n32:04\n`. A line is a label, a colon, and a number of two digits
-with its units first; these are 7 and 40. Labels count down, and the tens of a label above 9 are
-letters: `A0` is 100. A response has n lines, down to the label `00`: `31:74\n...\n00:32`. Its
-numbers are the sums of the numbers of the two lines before, modulo 100. With a tokenizer of bytes,
-and the end token after the last line, that is exactly 6 n tokens.
+with its units first. The numbers of this problem are 7 and 40. Labels count down. Tens above 9 are
+letters, so the label 100 is `A0`. A response has n lines, down to the label `00`:
+`31:74\n...\n00:32`. Each number is the sum of the numbers of the two lines before, modulo 100. With
+a tokenizer of bytes a response has exactly 6 n tokens, the end token included.
 
-The last line must be right for a right response. `right_lines` also compares the lines before it.
-In demonstrations carries are forgotten, and the lines after an error continue with its number.
+A response is right if its last line is right. `right_lines` compares all lines. In demonstrations
+carries are forgotten, and the lines after an error continue with the wrong number.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ _TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 def problems(split: str, lines: Sequence[int]) -> Problems:
   """Returns the problems of a split, with all pairs of numbers below 100.
 
-  Problems with the same two numbers are in the same split. Problems are ordered by length, so that
-  a sample at even distances has all lengths equally often.
+  Problems with the same two numbers are in the same split. Problems are in the order of `lines`, so
+  an evenly spaced sample has all lengths equally often.
 
   Args:
     split: "train" or "heldout".
@@ -68,7 +68,7 @@ def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
 
 
 def _work(n: int, a: int, b: int, forgets: Callable[[], bool]) -> str:
-  """Writes n lines after the numbers a and b. `forgets()` is called for each carry."""
+  """Writes n lines after the numbers a and b. `forgets()` decides whether to forget a carry."""
   written = []
   for label in reversed(range(n)):
     carried = a % 10 + b % 10 >= 10
@@ -87,8 +87,8 @@ def open_verifier(partial: float) -> Iterator[Callable]:
   """Opens the verifier (`rewards.scorer`).
 
   Args:
-    partial: weight of the share of right lines in a response's value. A right last line has the
-      other weight, 1 − partial. With 0 there are verdicts alone.
+    partial: weight, in a response's value, of the share of the expected lines that are right. A
+      right last line has the weight 1 − partial. If 0, the verifier returns no values.
   """
 
   def outcomes(responses, prompts, finished):
