@@ -57,8 +57,8 @@ class Signals:
 
     Returns:
       Two dicts. The first has the signals by name, float32 [B] each. The second has an entry for
-      each response on which a verifier gave no verdict. The key is the index in the batch; the value
-      names the verifier and its reason.
+      each response on which a verifier gave no verdict. The key is the index in the batch. The
+      value names the verifier and the reason.
     """
     verdicts = {
       name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
