@@ -1,8 +1,8 @@
 """Handles the command line before JAX and other libraries are imported, which takes seconds.
 
-The module needs the standard library alone. So a greeting, and messages about a wrong command line
-or missing libraries, appear at once. --help imports the declarations of keys too, which need JAX
-but no other library.
+The module needs only the standard library. So a greeting, and messages about a wrong command line
+or missing libraries, appear at once. For --help it also imports the declarations of keys, which
+need JAX.
 """
 
 import ast
@@ -20,7 +20,7 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# Some packages of each extra of setup.py. If one is missing, the extra is not installed.
+# Some packages of extras of setup.py. If one of them is missing, its extra is not installed.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
@@ -75,9 +75,9 @@ def config_names() -> list[str]:
 def describe(path: Path) -> tuple[str, str, list[str]]:
   """Returns summary, hardware and variants of a configuration's file.
 
-  They are from its docstring. The summary is the first paragraph. The hardware is the text of a
-  line "Hardware: ...", or "". The variants are all names that follow the file's name, as in
-  "tiny.py:NAME".
+  All three are from the file's docstring. The summary is the first paragraph. The hardware is the
+  text of the line "Hardware: ...", or "" if there is no such line. The variants are all names that
+  follow the file's name, as in "tiny.py:NAME".
   """
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
@@ -132,7 +132,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def begin_command(extra: str) -> None:
-  """Begins another command: handles signals, and checks an extra's packages."""
+  """Begins a command other than a run: handles signals, and checks an extra's packages."""
   stops.begin("ended; its output may be incomplete")
   _require_packages(extra)
 
@@ -169,7 +169,8 @@ def missing_file(name: str) -> str:
 def greeting(arguments: Sequence[str]) -> str:
   """Returns the first lines of a run: configuration, directory and hardware.
 
-  Returns "" for a dry run, and without --config or --workdir.
+  The hardware is omitted for a variant. Returns "" for a dry run, or if --config or --workdir is
+  missing.
   """
   values = _flag_values(arguments)
   config, workdir = values.get("config"), values.get("workdir")

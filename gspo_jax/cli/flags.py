@@ -28,9 +28,9 @@ BAD_INPUT = 2  # Exit code for errors in the command line, or in a file that it 
 def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
   """Returns the configuration, with changes by flags --config.KEY=VALUE.
 
-  If a flag sets `weights`, or the file does not set `model`, the model is read from the weights.
-  Flags may still change its keys. If --config names a variant (NAME:VARIANT), the model stays as
-  in the file. An error ends the process with one line.
+  If a flag sets `weights`, or section `model` has its defaults, the model is read from the weights.
+  Flags may still change keys of the model. If --config names a variant (NAME:VARIANT), the model is
+  that of the file instead. An error ends the process with one line.
 
   read_model: function from a configuration to the model of its weights.
   """
@@ -50,7 +50,7 @@ def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
 def refuse(error: Exception) -> NoReturn:
   """Ends the process with an error's message in one line.
 
-  The exit code is `BAD_INPUT`. With --verbosity=1 it also prints the traceback.
+  The exit code is `BAD_INPUT`. If --verbosity is 1, the traceback is printed too.
   """
   logging.debug("", exc_info=error)
   if isinstance(error, OSError) and error.filename:
@@ -172,7 +172,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
 def _with_user_options(argv: list[str], section: Mapping[str, Any]) -> dict[str, Any]:
   """Adds options of a user's own loss and estimator to `objective`.
 
-  Their values are None if the file does not set them.
+  The value of an option is None if the file does not set it.
   """
   names = {}
   for argument, following in zip(argv, [*argv[1:], ""]):

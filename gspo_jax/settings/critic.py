@@ -48,7 +48,9 @@ class CriticConfig:
     return self.warmup_iterations if self.name != "none" else 0
 
   def hyperparameters(self, updates: int) -> dict[str, float]:
-    """Returns arguments of compiled programs, without options of 0.
+    """Returns arguments of compiled programs.
+
+    Options of 0 are excluded, since the programs omit their terms.
 
     Args:
       updates: number of updates per iteration.
@@ -59,7 +61,10 @@ class CriticConfig:
 
   @property
   def static(self) -> "CriticConfig":
-    """The section with 1 for hyperparameters other than 0, a constant of compiled programs."""
+    """The section with 1 for each of `hyperparameters`, and without warm-up.
+
+    Compiled programs have it as a constant.
+    """
     ones = {key: 1.0 for key in self.hyperparameters(0) if key != "warmup"}
     return dataclasses.replace(self, **ones, warmup_iterations=0)
 

@@ -40,11 +40,12 @@ class Format:
   starter_template: str = ""  # Has {question} and {starter}.
   id: str = ""  # Field of the row's id; "": the first of ID_FIELDS in the row, else file and line.
   name: str = ""  # Name in FORMATS; "": the format comes from the section `data`.
-  # Returns further fields of a `json:` answer, or raises BadRow; None without either.
+  # Function from a row to further fields of its `json:` answer. It may raise BadRow. None if there
+  # are no further fields.
   adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
-    """Returns how to choose another field, for error messages."""
+    """Returns the instruction for choosing another field, for error messages."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
@@ -67,7 +68,7 @@ class Format:
 def check_template(template: str) -> None:
   """Raises DataError unless {question} is the only field of a template.
 
-  Braces of LaTeX are not taken for fields: they follow a command, `^`, `_` or other braces.
+  Braces that follow a command, `^`, `_` or other braces are LaTeX, not fields.
   """
   if "{question}" not in template:
     raise DataError(f"data.prompt_template={template!r} must contain {{question}}")

@@ -1,6 +1,6 @@
 """Checks that the estimator of advantages fits the loss and the other sections.
 
-They compare the declarations of the estimator (objectives/estimators.py) and of the loss
+The checks compare the declarations of the estimator (objectives/estimators.py) and of the loss
 (objectives/terms.py).
 """
 

@@ -79,7 +79,7 @@ MEANINGS = dict(
 
 
 # Options that compiled programs take as arguments. An option of 0 is a constant instead, so that
-# its term is omitted. Of a user's loss, only the shared options are arguments.
+# its term is omitted. For a user's loss, only the options in SHARED_DYNAMIC are arguments.
 SHARED_DYNAMIC = ("clip_low", "clip_high", "kl_coef", "entropy_coef")
 DYNAMIC = (
   *SHARED_DYNAMIC,
@@ -104,7 +104,7 @@ _USER_KINDS = {
 def find_loss(name: str) -> O.PolicyLoss:
   """Returns a loss by its name, or a user's by `package.module:function`.
 
-  If the function lacks the decorator `objectives.policy_loss`, it is applied with its defaults.
+  If the function lacks the decorator `objectives.policy_loss`, the decorator is applied to it.
 
   Raises:
     ValueError: the function cannot be imported, or takes an argument unknown to the update.

@@ -205,7 +205,7 @@ class ObjectiveConfig:
 
   @property
   def clip_range(self) -> float:
-    """The smaller nonzero one of clip_low and clip_high; 0 if both are 0 or absent."""
+    """The smallest nonzero value of clip_low and clip_high; 0 if both are 0 or absent."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
@@ -224,7 +224,7 @@ class ObjectiveConfig:
 
   @property
   def static(self) -> "ObjectiveConfig":
-    """The section with 1 for all hyperparameters.
+    """The section with 1 for each of `hyperparameters`.
 
     Compiled programs have it as a constant. `dual_clip` becomes 2, since it must be above 1.
     """
@@ -234,8 +234,8 @@ class ObjectiveConfig:
       ones["dual_clip"] = 2.0
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    # The update program takes adapted clip ranges and finished advantages, so these two keys do
-    # not change it.
+    # The update program takes adapted clip ranges and finished advantages. So `adaptive_clip` and
+    # `reward_kl_coef` do not change it.
     fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
     return dataclasses.replace(self, **ones, correction=correction, **fixed)
 

@@ -46,8 +46,8 @@ def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
 def describe_old_policy(c: RunConfig) -> str:
   """Describes the old policy of importance ratios; "" if it is unambiguous.
 
-  With lag or carried-over responses there are two candidates: the policy that sampled, and the
-  newer one before the updates.
+  If the run has lag or carries responses over, there are two candidates: the policy that sampled,
+  and the newer policy before the updates.
   """
   if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
     return ""
@@ -60,7 +60,7 @@ def describe_old_policy(c: RunConfig) -> str:
 
 
 def sampler_types(engine: Mapping[str, Any], trainer: str) -> str:
-  """Describes the sampler's dtypes; "" if they are equal to the trainer's.
+  """Describes the sampler's dtypes; "" if the local engine has only the trainer's dtype.
 
   Args:
     engine: values of section `engine`, as in config.json.

@@ -124,8 +124,9 @@ def kind_of(key: str) -> Any:
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
-  The suggestion is the key of the same meaning if the name is another library's, else a similar key
-  or section within `path`, else keys of this name in other sections of the top level.
+  If TRL or verl has a key of this name, the message suggests the key with its meaning. Else it
+  suggests a similar key or section within `path`, or else keys of this name in other sections of
+  the top level.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.

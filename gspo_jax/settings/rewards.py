@@ -103,9 +103,9 @@ class RewardConfig:
     )
 
 
-# Signals that need no verifier. In this order, their numbers are: the tokens of the response; 1 if
-# it is truncated; its position in the overlong buffer, from 0 to 1; 1 if it has the required
-# format, the text or the token, else 0.
+# Signals that need no verifier. The value of "length" is the response's number of tokens, that of
+# "overlong" its position in the overlong buffer, from 0 to 1. The other values are 1 if the response
+# is truncated, or has the required format, the text or the token; else 0.
 RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
 
@@ -229,7 +229,7 @@ class ConstraintConfig:
 
   @property
   def signals(self) -> dict[str, RewardSignal | CostSignal]:
-    """Rewards, and then costs, by name."""
+    """Active rewards and then active costs, by name."""
     return {**self.active_rewards, **self.active_costs}
 
   @property

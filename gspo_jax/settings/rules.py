@@ -43,7 +43,7 @@ class DataFacts:
   prompts: int = 0  # Number of prompts to sample responses to; 0 if nothing is sampled.
   recorded: int = 0  # Groups of recorded responses, for job=offline.
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
-  # Share of the answers that fit into a response, by the key of their data (data.train).
+  # Share of gold answers that fit into a response, by the key of their data, e.g. data.train.
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
   words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Frequent gold words.
   format_tokens: int = 0  # Tokens of the tags of reward.format.
@@ -171,7 +171,7 @@ def _weight_paths(c: RunConfig) -> dict[str, str]:
 
 
 def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
-  """Returns clip_low and clip_high, None if the loss has no such bound."""
+  """Returns clip_low and clip_high. Each is None if the loss has no such bound."""
   options = options_of(c.objective.name) | c.objective.options()
   return options.get("clip_low"), options.get("clip_high")
 

@@ -93,7 +93,7 @@ class RunConfig:
   def shares_prompts(self) -> bool:
     """Whether a group's rows may share their padded prompt in a pass.
 
-    Conversations may not: their first observations differ within a group.
+    Conversations may not, since their first observations may differ within a group.
     """
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
@@ -150,9 +150,9 @@ class RunConfig:
   def estimator(self) -> O.Estimator:
     """Estimator of advantages.
 
-    If `objective.advantage` names one that does not use a group's rewards alone, it is that one.
-    Otherwise it is the first whose needs are met by `advantage_sources`, or else the estimator of a
-    group's rewards named by `objective.advantage`.
+    If `objective.advantage` names an estimator that does not use a group's rewards alone, returns
+    this estimator. Otherwise returns the first estimator whose needs `advantage_sources` meets. If
+    there is none, returns the estimator from a group's rewards, `objective.advantage_kind`.
     """
     name = self.objective.advantage
     named = find_estimator(name) if name else None
@@ -206,7 +206,7 @@ class RunConfig:
   def support(self) -> int:
     """Largest number of recorded candidates of a sampled token.
 
-    0 if tokens are drawn from the whole vocabulary, or nothing is sampled.
+    It is 0 if tokens are drawn from the whole vocabulary, or if no responses are sampled.
     """
     if self.sampling.untruncated or not self.samples:
       return 0

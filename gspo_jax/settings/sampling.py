@@ -151,7 +151,7 @@ class EngineConfig:
     return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
   def slots_for(self, trajectories: int) -> int:
-    """Number of slots used for a number of trajectories."""
+    """Returns the number of slots in use for a number of trajectories."""
     return min(self.slots or trajectories, trajectories)
 
 

@@ -69,16 +69,16 @@ class ScheduleConfig:
 
   @property
   def shortest(self) -> int:
-    """Length limit of the first stage, 0 without stages."""
+    """Length limit of the first stage; 0 if there are no stages."""
     return self.stages[0][1] if self.stages else 0
 
   @property
   def longest(self) -> int:
-    """Length limit of the last stage, 0 without stages."""
+    """Length limit of the last stage; 0 if there are no stages."""
     return self.stages[-1][1] if self.stages else 0
 
   def limit(self, step: int, longest: int) -> int:
-    """Returns the length limit of an iteration; `longest` without stages."""
+    """Returns the length limit of an iteration; `longest` if there are no stages."""
     stages = self.stages
     if not stages:
       return longest
@@ -148,7 +148,7 @@ class RLConfig:
 
   @property
   def ages(self) -> int:
-    """Number of classes of responses by age; 0 without lag."""
+    """Number of classes of responses by age (learner/metrics.py); 0 if `lag` is 0."""
     return self.lag + 1 + self.partial if self.lag else 0
 
 
