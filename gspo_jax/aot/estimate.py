@@ -120,7 +120,7 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
 
 def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes that a device saves for the backward pass, per token.
+  """Bytes saved per token for the backward pass, on each device.
 
   Saved are the inputs of all layers, and the activations that `compute.remat` keeps.
   """

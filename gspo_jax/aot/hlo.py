@@ -86,7 +86,7 @@ class Instruction:
     return ""
 
   def body(self, *keys: str) -> list["Instruction"]:
-    """Returns the instructions of the computation that `called` names; [] for the name ""."""
+    """Returns the instructions of the computation named by `called`; [] for the name ""."""
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:

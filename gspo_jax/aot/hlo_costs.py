@@ -123,7 +123,7 @@ def executed(
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
-    """Yields these tuples for a body that is executed `times` times.
+    """Yields these tuples for a body with `times` executions.
 
     A rate is for the outermost loop in its scope. Inner loops have their own trip counts.
     """

@@ -92,7 +92,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
 
 
 def share(case: Case, mesh: Any) -> float:
-  """Returns the processed fraction of an update's rows, which is 1 unless updates are packed.
+  """Returns the processed fraction of an update's rows; 1 unless updates are packed.
 
   Packed responses of the assumed lengths leave some micro-batches empty, and the update skips them.
   """

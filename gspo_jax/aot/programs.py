@@ -76,7 +76,7 @@ class Case:
 
   @property
   def scored(self) -> int:
-    """Sequences of a scoring pass: those of a micro-batch, or of an update if it is packed.
+    """Sequences of a scoring pass: a micro-batch, or the whole update if it is packed.
 
     A pass over packed sequences loops over the micro-batches itself.
     """

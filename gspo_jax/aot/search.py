@@ -77,7 +77,7 @@ class Search:
     return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
-    """Returns an error message for a search in which no candidate fits."""
+    """Returns the error message if no candidate of a search fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides the batch and the weights")
     if self.rows:

@@ -142,7 +142,7 @@ def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
 
 
 def _unchanged(body: Sequence[Instruction]) -> set[str]:
-  """Returns names of values that a fusion only passes on to or from a collective."""
+  """Returns names of values passed on unchanged, to or from a collective."""
   computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
   used = {operand for x in computed for operand in x.operands}
   parameters = {x.name for x in body if x.op == "parameter"}

@@ -132,7 +132,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def begin_command(extra: str) -> None:
-  """Begins a command other than a run: handles signals, and checks an extra's packages."""
+  """Begins another command: handles signals, and checks an extra's packages."""
   stops.begin("ended; its output may be incomplete")
   _require_packages(extra)
 

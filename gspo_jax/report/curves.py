@@ -155,11 +155,11 @@ def _usual_top(sizes: Sequence[float]) -> float:
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
-  """Sets `constant` and `count` of curves whose values are all equal.
+  """Sets `constant` and `count` of constant curves.
 
-  The page prints such a metric as a line of text. The values of a metric must be equal within each
-  run. In stacked bars they must be 0 too, since other values add to a sum. In heat maps only
-  metrics without values are constant.
+  The page prints a metric as a line of text if its values are equal within each run. Stacked bars
+  are constant only at 0, since other values add to a sum. In heat maps only metrics without values
+  are constant.
 
   Args:
     series: curves of a chart, changed in place.
@@ -249,7 +249,7 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns the metrics that match a `Line.key`, each with its text in place of the braces."""
+  """Returns pairs: a metric of a `Line.key`, and its text in place of the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")

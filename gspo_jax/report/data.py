@@ -113,7 +113,10 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
-  """Yields a dict for each period of an alarm, with first and last step and the alarm's texts."""
+  """Yields a dict for each period of an alarm.
+
+  It has the first and the last step of the period, and the texts of the alarm.
+  """
   for phase, rows in by_phase.items():
     spans = []
     for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
@@ -127,7 +130,7 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-  """Returns the keys whose values differ between the runs, each with a value per run.
+  """Returns the keys with different values in the runs, each with its values.
 
   A value is a text; None for a run without the key.
   """

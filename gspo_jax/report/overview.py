@@ -40,7 +40,7 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
-  """Answers by the accuracy on held-out problems or a benchmark, else by the reward.
+  """Answers by the accuracy of evaluations, else by the reward.
 
   If the accuracy rose but the reward fell, the answer is "bad". A run of job=sft is answered by its
   loss. For a run that only evaluates, the answer is neutral.
@@ -355,7 +355,7 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns a list of one fact with the last value; [] if there are no values.
+  """Returns [fact] with the last value; [] if there is none.
 
   If there are several values, `before` is the first.
   """
@@ -365,7 +365,7 @@ def _change(label: str, values: Sequence[float], unit: str = "number") -> list[R
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns a list of one fact with a metric's mean over the last tenth of its values.
+  """Returns [fact] with a metric's mean over its last tenth.
 
   `before` is the mean over the first tenth.
   """

@@ -78,7 +78,7 @@ class Signals:
     tokens: Sequence[np.ndarray],
     stopped: Sequence[bool],
   ) -> Sequence[float] | np.ndarray:
-    """Returns a signal that needs no verifier, one number per response."""
+    """Returns a signal without a verifier, one number per response."""
     if entry.signal == "truncated":
       return ~np.asarray(stopped, bool)
     if entry.signal == "format":

@@ -104,7 +104,7 @@ class RewardConfig:
 
 
 # Signals that need no verifier. The value of "length" is the response's number of tokens, that of
-# "overlong" its position in the overlong buffer, from 0 to 1. The other values are 1 if the response
+# "overlong" its position in the overlong buffer, from 0 to 1. Any other value is 1 if the response
 # is truncated, or has the required format, the text or the token; else 0.
 RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
