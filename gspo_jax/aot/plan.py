@@ -82,8 +82,9 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """Returns lines on the first problem: its prompt as text, answer and rewards.
 
-  If the run has no training prompts, this is the first held-out problem of its own verifier. If
-  there is none either, returns []. Arguments are as in `lines`.
+  Also returns the environment's answers on a trial. If the run has no training prompts, the problem
+  is the first held-out problem of its own verifier. If there is none either, returns []. Arguments
+  are as in `lines`.
   """
   if not (prompts := inputs.data.main_prompts):
     return []

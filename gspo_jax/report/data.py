@@ -181,7 +181,7 @@ COLD_START = {  # Formats of the settings in the summary of a run with job=sft.
   "sft_optimizer.learning_rate": "learning rate {}",
   "seed": "seed {}",
 }
-EVALUATION = {  # The same for job=eval.
+EVALUATION = {  # Formats of the settings in the summary of a run with job=eval.
   "weights": "{}",
   "eval.samples": "{} samples per problem",
   "eval.temperature": "temperature {}",

@@ -269,7 +269,7 @@ def _fast(by_phase: ByPhase) -> Row:
 
 
 def _nothing_yet(by_phase: ByPhase, missing: str) -> tuple[str, str, str]:
-  """Returns state, answer and reason without training rows."""
+  """Returns state, answer and reason for a run without training rows."""
   if by_phase["eval"] and not (by_phase["rl"] or by_phase["sft"]):
     return "plain", "Nothing was trained", "an evaluation alone"
   return "open", "Too early to say", f"no {missing} yet"
