@@ -37,8 +37,8 @@ class Prompt:
   question: str
   answer: str
   tokens: tuple[int, ...]  # token ids of the rendered question
-  # Target response of supervised fine-tuning, "" without a target. For several turns, a tuple of
-  # responses and observations in turn.
+  # Target response of supervised fine-tuning; "" if there is none. For several turns, a tuple in
+  # which responses and observations alternate.
   demonstration: str | tuple[str, ...] = ""
   info: tuple[tuple[str, str], ...] = ()  # further fields of the data row: rating, tolerance, ...
   thinks: bool = False  # the rendered question ends with <think>
@@ -93,7 +93,7 @@ class Places:
   row_B: Array  # int32: packed row, numbered from 0 on each device; -1 for no row
   start_B: Array  # int32: position of the sequence's first token in the packed row
   # If prompts are shared, `start_B` is the position of the prompt's last token instead, since the
-  # trunk is the prompt without it. Otherwise the next two fields are None.
+  # trunk does not include this token. If prompts are not shared, the next two fields are None.
   trunk_B: Array | None = None  # int32: position of the prompt's first token in the packed row
   path_B: Array | None = None  # int32: position of the sequence's first token in attention's row
 
@@ -125,7 +125,7 @@ class CriticTargets:
 
 @flax.struct.dataclass
 class AdvantageInputs:
-  """Inputs of advantages on the devices, dropped once these are computed.
+  """Inputs of advantages on the devices, dropped once the advantages are computed.
 
   A field is None if the configured estimator does not need it.
   """
@@ -155,8 +155,8 @@ class TrainBatch:
   inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  # float32: log-probs of the old policy, the denominator of importance ratios. They are fixed for
-  # all updates of an iteration. They are the sampler's, unless a pass of the trainer replaces them
+  # float32: log-probs of the old policy, the denominator of importance ratios. All updates of an
+  # iteration have the same values: those of the sampler, unless a pass of the trainer replaces them
   old_logp_BT: Array
   sampler_logp_BT: Array  # float32: log-probs returned by the sampler
   ref_logp_BT: Array | None = None  # float32: reference policy's log-probs. None if not needed
@@ -185,7 +185,7 @@ class TrainBatch:
     return self.inputs.places and self.inputs.places.order_B
 
   def with_fields(self, **fields: Any) -> "TrainBatch":
-    """Returns the batch with replaced fields, its own or those of nested structs."""
+    """Returns the batch with replaced fields, which may be in nested structs."""
     parts = {}
     for name in ("critic_targets", "advantage_inputs", "metric_inputs"):
       part = getattr(self, name)
@@ -204,8 +204,8 @@ class TrainState:
   step: Array  # int32 []: number of applied updates
   params: Any  # models.transformer.Params
   opt_state: Any  # optax state
-  # int32 []: number of skipped updates: those with a non-finite loss or gradient, and with
-  # on_nonfinite=stop all later ones
+  # int32 []: number of updates skipped because loss or gradient is not finite. If
+  # on_nonfinite=stop, all later updates count, too
   skipped: Array
   # float32 []: factor of the clip ranges (learner/adaptive_clip.py). None for fixed clip ranges
   clip_factor: Array | None = None

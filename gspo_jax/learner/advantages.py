@@ -1,7 +1,7 @@
 """Estimators of advantages on the devices, after an iteration's passes and before its updates.
 
-They need arrays computed by the passes: a critic's values, or log-probs of a reference policy or
-teacher. Other advantages are computed on the host, in rollouts/advantages.py.
+These estimators need arrays computed by the passes: a critic's values, or log-probs of a reference
+policy or teacher. All other advantages are computed on the host, in rollouts/advantages.py.
 """
 
 import functools
@@ -51,11 +51,11 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
   """Builds the estimator of advantages and returns from a critic's values (GAE).
 
   The estimator fills `advantage_BT` and `return_BT`. The mini-batches must have `reward_BT` and
-  `old_value_BT`; with `kl_coef` also `ref_logp_BT`, with `bootstrap` also `last_value_B` and
-  `cut_off_B`, and for GAE over turns also `turn_BT`.
+  `old_value_BT`. A nonzero `kl_coef` needs `ref_logp_BT`, too. `bootstrap` needs `last_value_B` and
+  `cut_off_B`, and GAE over turns needs `turn_BT`.
 
-  The metric `value/explained_variance` compares values with observed returns, Σ_k γ^k r_{t+k}.
-  GAE's returns include the values, so the fit would look too good.
+  The metric `value/explained_variance` compares values with observed returns, Σ_k γ^k r_{t+k}. The
+  returns of GAE would make the fit look too good, since they include the values.
   """
   names = ("discount", "trace", "kl_coef")
   coefficients = {key: float(hyperparameters.get(key, 0.0)) for key in names}
@@ -111,9 +111,9 @@ def critic_advantages(config: CriticConfig, hyperparameters: Mapping[str, float]
 def reference_advantages(config: ObjectiveConfig, group_size: int) -> Part:
   """Builds the estimator of advantages from rewards less a KL penalty.
 
-  A response's reward becomes r_i − β Σ_t log π_old/π_ref, with β = `reward_kl_coef`. The configured
-  estimator of group rewards (`objectives/estimators.py`) then computes the advantages. It excludes
-  responses without a trained token.
+  A response's reward becomes r_i − β Σ_t log π_old/π_ref, with β = `reward_kl_coef`. From these
+  rewards, the configured estimator of group rewards (`objectives/estimators.py`) computes the
+  advantages. Responses without a trained token are excluded.
 
   The mini-batches must have `reward_BT`, `old_logp_BT` and `ref_logp_BT`. The estimator fills
   `advantage_B`.
@@ -170,7 +170,7 @@ def _advantage_metrics(batches: list[TrainBatch], by_token: bool) -> dict[str, j
 
 
 def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
-  """Returns mean, standard deviation, minimum and maximum over masks.
+  """Returns mean, standard deviation, minimum and maximum of the values where masks are 1.
 
   If all masks are 0, these metrics are 0.
 
@@ -246,7 +246,7 @@ def _distill(batches: list[TrainBatch], hyperparameters: Mapping[str, Any]) -> F
   return [advantages(batch) for batch in batches], O.compute(metrics)
 
 
-# Estimators by name. The others compute their advantages on the host.
+# Estimators on the devices, by name. All others compute their advantages on the host.
 PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
   gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),
   turn_gae=lambda c, critic: critic_advantages(c.critic, critic.hyperparameters),

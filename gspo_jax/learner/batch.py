@@ -76,21 +76,21 @@ def place(
 def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   """Whether a group's trajectories begin with the same tokens and experts.
 
-  In conversations (`environment.name`) the first tokens may differ. Otherwise only the sampler's
-  experts may differ, if responses of a group prefilled the prompt under different weights: a
-  resumed partial rollout prefills again, and with a lag servers may load new weights between two
-  responses. The engine does not matter, so a replayed run (`rl.replay`) makes the same updates.
+  In conversations (`environment.name`) the first tokens may differ. In other runs, only the
+  sampler's experts may differ, if the responses of a group prefilled the prompt under different
+  weights. A resumed partial rollout prefills again. If there is a lag, servers may load new weights
+  between two responses. The engine has no influence, so a replayed run makes the same updates.
 
   Args:
     older: result of `has_older`.
   """
-  # With a lag and without R3, `sampler_experts` leaves out experts of older tokens.
+  # If there is a lag but no R3, `sampler_experts` has no experts of older tokens.
   may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (may_differ and rollout.routing is not None)
 
 
 def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str, np.ndarray]:
-  """Returns the optional fields of `TrainBatch` needed by the configuration."""
+  """Returns the optional fields of `TrainBatch` that the configuration needs, by name."""
   fields = {}
   if c.kl_by_group:
     fields["mixed_B"] = in_teaching_group(scored, c.objective.loss.by_token)
@@ -119,8 +119,8 @@ def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
 def has_older(rollout: Rollout, version: int) -> bool:
   """Whether weights of another version than `version` sampled some of the tokens.
 
-  Even without `rl.lag`, recorded batches have such tokens, and so does the first iteration of a
-  run resumed from one with a lag.
+  If `rl.lag` is 0, such tokens may be in resumed partial rollouts, in replayed batches, and in the
+  first iteration of a run that had a lag before it was resumed.
   """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
@@ -128,8 +128,8 @@ def has_older(rollout: Rollout, version: int) -> bool:
 def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
   """Excludes the responses without a verdict: their mask becomes 0.
 
-  An advantage of 0 would not suffice: the tokens would still count in the denominators of the loss,
-  and in its KL penalty and entropy bonus.
+  An advantage of 0 would not suffice: the tokens would still count in the denominator of the loss,
+  in the KL penalty and in the entropy bonus.
   """
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
@@ -137,8 +137,8 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns rewards by token, float32 [B, L]; 0 for untrained responses.
 
-  in_parts: whether turns or lines have rewards, as in `rollout.rewards`. Otherwise a response has
-    one reward, at its last trained token.
+  in_parts: whether turns or lines have rewards, which are in `rollout.rewards`. If not, a response
+    has one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
   if in_parts:
@@ -209,7 +209,7 @@ def train_batch(
     shared_prompts: whether a group's trajectories begin with the same tokens and experts.
     version: version of the weights before the updates. Sampler and trainer are compared on tokens
       of this version only. None means that all tokens are of one version.
-    replays_sampler: whether updates replay the sampler's experts (R3). Then the experts of older
+    replays_sampler: whether updates replay the sampler's experts (R3). If so, the experts of older
       tokens are needed, too.
     mask_truncated: whether the loss excludes truncated responses.
     ages: whether metrics are split by the age of responses, which requires `version`.
@@ -246,8 +246,8 @@ def sampler_experts(
 ) -> np.ndarray | None:
   """Returns the sampler's experts, with NO_EXPERT for padding.
 
-  With a `version`, and unless updates replay them, tokens fed to other weights have NO_EXPERT too.
-  None if the sampler recorded no experts.
+  If `version` is set and updates do not replay the experts, tokens read by other weights have
+  NO_EXPERT, too. The result is None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
@@ -262,12 +262,12 @@ def sampler_experts(
 def current_tokens(
   rollout: Rollout, version: int | None, replays_sampler: bool
 ) -> np.ndarray | None:
-  """Returns the mask of tokens sampled by `version`; None without a version."""
+  """Returns the mask of tokens sampled by `version`; None if `version` is None."""
   if version is None:
     return None
   current_BT = rollout.version == version
-  # If a row has an older token, it replays experts of older weights. These change the log-probs of
-  # all tokens after it, so the row is not compared.
+  # A row with an older token replays experts of older weights. They change the log-probs of all
+  # later tokens, so no token of the row is compared.
   if replays_sampler:
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)
@@ -303,15 +303,15 @@ def minibatches(
 ) -> list[TrainBatch]:
   """Splits a batch into mini-batches of whole groups, on the devices.
 
-  If the batch has fewer than `prompts` groups, empty groups are added. They are spread evenly over
-  the mini-batches.
+  If the batch has fewer than `prompts` groups, empty groups are added, and spread evenly over the
+  mini-batches.
 
   Args:
     batch: the batch of an iteration, in host arrays.
     parts: number of mini-batches.
     prompts: number of groups in all mini-batches.
     packed: whether several sequences share a row (packing.py).
-    response_tokens: maximum response length, for packing; 0 turns off sharing of prompts in a row.
+    response_tokens: maximum response length, for packing. If it is 0, no prompt is shared in a row.
   """
   missing = prompts * group_size - len(batch.mask_BT)
   if missing:
@@ -329,8 +329,8 @@ def minibatches(
 
 
 def _pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
-  """Appends empty sequences to a batch, of 0 or another padding value."""
-  # 0 would be the number of an expert or a token.
+  """Appends empty sequences to a batch."""
+  # Other arrays are padded with 0. In these two, 0 is the number of an expert or a token.
   empty = dict(sampler_experts_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)
 
   def widen(path, x):

@@ -8,8 +8,8 @@ during the updates. Keys of section `critic` change them as follows:
 
 - `name`: a critic is a head on the policy's hidden states ("head"), or a model with its own trunk
   of layers ("model").
-- `bootstrap`: the state after a truncated response has the critic's value. Otherwise, and after all
-  other responses, this value is 0.
+- `bootstrap`: if it is True, the state after a truncated response has the critic's value. The state
+  after any other response has the value 0.
 - `kl_coef` β: β log π_old/π_ref is subtracted from the reward of each token, as in InstructGPT
   (arXiv:2203.02155, Eq. 2).
 """
@@ -110,7 +110,7 @@ def make_values(
 ) -> Callable[[Any, head.Critic, ModelInputs], Any]:
   """Builds the jitted pass (policy, critic, inputs) -> values [B, T].
 
-  With `bootstrap`, the pass also returns the value after the last token of each sequence, [B].
+  If `bootstrap` is True, the pass also returns the value after each sequence's last token, [B].
 
   Args:
     config: section `critic`.
@@ -119,7 +119,7 @@ def make_values(
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    # Without prompt lengths, rows are plain: trees exclude the last token of the longest responses.
+    # Without prompt lengths, rows are plain. Trees would exclude the longest responses' last token.
     if config.bootstrap and inputs.places is None:
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
@@ -127,7 +127,7 @@ def make_values(
       replayed_experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, replayed_experts_RTlk)
       hidden_RTD = out.hidden_BTD
-    # The coefficient does not change values, and there is no gradient.
+    # The coefficient changes only gradients, and this pass has none.
     after_RT = _values_after(config, critic, hidden_RTD, rows, learner, dict(trunk_coef=1.0))
     value_BT = shift_right(after_RT, rows)
     if not config.bootstrap:
@@ -142,10 +142,7 @@ def make_values(
 def loss(
   config: CriticConfig, value_BT: jax.Array, batch: TrainBatch, hyperparameters: Mapping[str, Any]
 ) -> Metrics:
-  """Returns the critic's metrics, with the undivided loss as `LOSS`.
-
-  The loss is a mean over tokens.
-  """
+  """Returns the critic's metrics. `LOSS` is the undivided loss, a mean over tokens."""
   clip = hyperparameters["clip"] if config.clip else None
   total, metrics = O.value_loss.sums(
     value_BT,

@@ -10,9 +10,9 @@ There are three arrangements:
 Losses and metrics read arrays [B, T] by sequence. A sequence and its model row are on the same
 device, so rearranging needs no communication.
 
-The head computes logits. No loss needs those of a prompt. If prompt lengths are known, the head
-therefore reads only [B, U], the positions before response tokens (`before_responses`). In packed
-rows, it reads all positions.
+The head computes logits. No loss needs the logits of a prompt. So if prompt lengths are known, the
+head reads only [B, U], the positions before response tokens (`before_responses`). In packed rows,
+the head reads all positions.
 
 Letters in addition to those of structs.py:
 
@@ -103,7 +103,7 @@ def plain(
 
   Args:
     old_experts_BTlk: experts of the old policy. None if not recorded.
-    response_tokens: maximum response length U. With 0, the head reads all positions.
+    response_tokens: maximum response length U. If it is 0, the head reads all positions.
   """
   support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
   rows = Rows(
@@ -139,9 +139,9 @@ def trees(
   token is repeated because its next token differs between responses. A branch has U positions. The
   last token of a response of length U is not an input, since no token follows it.
 
-  A tree of G sequences fills G rows, shorter than T. If the sequences of a group are on several
-  devices, each device has a tree of its own. Rows are plain if no two sequences of a group are on
-  the same device, or if T leaves fewer than two positions for the prompt.
+  A tree of G sequences fills G rows, which are shorter than T. G is the greatest common divisor of
+  the group size and the number of sequences on a device. Rows are plain if G is 1, or if T leaves
+  fewer than two positions for the prompt.
 
   Args:
     inputs: sequences in groups of `group_size`, which have the same first `prompt_B` tokens.
@@ -165,7 +165,7 @@ def trees(
     dropped = rows // G * size
     read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
     place_BT = jnp.where(read_BT, place_BT, dropped)
-    # Only the first sequence of a tree writes the trunk; all of them read it.
+    # Only the first sequence of a tree writes the trunk. All sequences of the tree read the trunk.
     written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), dropped, place_BT)
     arranged = arrange(sequences, written_BT, (rows, size // G))
     return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)
@@ -273,7 +273,8 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
   """Selects the positions before response tokens: [R, T, ...] to [B, U, ...].
 
-  The first of them is the prompt's last token. Returns `x_RT` unchanged if `rows.responses` is 0.
+  The first of these positions is the prompt's last token. If `rows.responses` is 0, `x_RT` is
+  returned unchanged.
   """
   if not rows.responses:
     return x_RT

@@ -47,7 +47,7 @@ def configured_loss(
     entropy_BT: entropy of the current policy before each token, differentiable.
     batch: mini-batch, or one of its micro-batches.
     max_length: maximum response length; some aggregations divide by it.
-    hyperparameters: values to use instead of `config.hyperparameters()`. None means no others.
+    hyperparameters: hyperparameters by name. None means `config.hyperparameters()`.
   """
   loss, parameters = config.loss, inspect.signature(config.loss).parameters
   hyperparameters = config.hyperparameters() if hyperparameters is None else hyperparameters
@@ -56,8 +56,8 @@ def configured_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef or "ref_logp_BT" in parameters:
     options["ref_logp_BT"] = batch.ref_logp_BT
-  # This KL penalty has a ratio to the policy that sampled the tokens. Recomputed old log-probs may
-  # be those of later weights.
+  # "k3_weighted" has a ratio to the policy that sampled the tokens. Recomputed old log-probs may be
+  # those of later weights.
   weighted_kl = config.kl_coef and options.get("kl") == "k3_weighted"
   if weighted_kl or "sampler_logp_BT" in parameters:
     options["sampler_logp_BT"] = batch.sampler_logp_BT
@@ -79,7 +79,7 @@ def configured_loss(
   options = {key: value for key, value in options.items() if key in loss.arguments}
   undivided = functools.partial(loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT)
   total, loss_metrics, clipped_BT = undivided(**options)
-  # `ratio/tail` is the distance from the old policy; this loss computes that from the reference.
+  # `ratio/tail` is about ratios to the old policy. This loss has ratios to the reference policy.
   if loss.to_reference:
     loss_metrics = {name: x for name, x in loss_metrics.items() if name != "ratio/tail"}
   metrics |= loss_metrics | {"loss/policy": total}
@@ -100,8 +100,8 @@ def _weight(
 ) -> tuple[jax.Array | None, Metrics]:
   """Returns the loss's argument `weight` [B] or [B, T], and metrics.
 
-  The weight is the product of the importance correction and the mask of off-policy responses, as
-  far as they are configured. None means a weight of 1.
+  The weight is the product of the importance correction and the mask of off-policy responses. A
+  factor that is not configured is 1. If neither is configured, the weight is None.
   """
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):
@@ -110,7 +110,7 @@ def _weight(
     behaviour = config.old_logp == "behaviour"
     trainer_BT = batch.own_logp_BT if behaviour else batch.old_logp_BT
     weight = CORRECTIONS[name](trainer_BT, batch.sampler_logp_BT, mask_BT, **options)
-    # The importance ratio already divides by the sampler's probability. So the weight only masks.
+    # The importance ratio already divides by the sampler's probability, so the weight is 0 or 1.
     if behaviour:
       weight = (weight > 0).astype(weight.dtype)
     metrics["correction/weight"] = _mean(weight, mask_BT)

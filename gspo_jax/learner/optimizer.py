@@ -43,7 +43,7 @@ def as_optimizer(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
 def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   """Returns the hyperparameters of an optimizer for a run of `updates` updates.
 
-  Without weight decay, bound on the norm, or change of the routers' rate, the entry is missing.
+  The entries `weight_decay`, `clip_norm` and `router_rate` exist only if they have an effect.
   """
   schedule = dict(
     peak=config.learning_rate,
@@ -54,7 +54,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
     cosine=float(config.schedule == "cosine"),
   )
   terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-  # A value of 0 means that there is no such term, and no argument for it.
+  # A value of 0 means that the optimizer has no such term.
   terms = {key: value for key, value in terms.items() if value}
   if config.router_rate != 1:
     terms["router_rate"] = config.router_rate
@@ -81,7 +81,7 @@ def last_rate(schedule: Mapping[str, Any], opt_state: Any) -> jax.Array:
 
   Args:
     schedule: hyperparameters of the optimizer.
-    opt_state: its state, which counts the applied updates.
+    opt_state: state of the optimizer, which counts the applied updates.
   """
   states = jax.tree.leaves(opt_state, is_leaf=_has_rate)
   return _rate_after(schedule, next(filter(_has_rate, states)).count)

@@ -4,10 +4,10 @@ A sequence is a prompt and its response. Response lengths are heavy-tailed: if e
 row of maximum length, most of a row would be padding, which costs as much as tokens. So the host
 plans a place for each sequence (`plan`), and the model reads packed rows (`layout.packed`).
 
-An update reads its rows in micro-batches of R rows. Their shapes never change, and no program is
-compiled again; only the number of micro-batches follows the number of tokens (`count`). It is the
-same on all devices. A sequence and its row are on the same device, so packing needs no
-communication.
+An update reads its rows in micro-batches of R rows. Their shapes never change, so no program is
+compiled again. Only the number of micro-batches depends on the number of tokens (`count`). All
+devices have the same number of micro-batches. A sequence and its row are on the same device, so
+packing needs no communication.
 
 The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
 third of a row or more (`shares`). For attention alone, such rows are expanded to longer ones, with
@@ -15,7 +15,7 @@ a copy of the prompt before each response.
 
 "Device" means all devices that hold the same sequences (tensor parallelism).
 
-  R  rows of a micro-batch on all devices; in the functions of the host, the most rows of a device
+  R  rows of a micro-batch on all devices; in functions of the host, maximum rows of one device
   T  length of a row
 """
 
@@ -42,8 +42,8 @@ def plan(
     batch: a mini-batch, in host arrays.
     shards: number of devices.
     group_size: number of consecutive sequences with the same prompt.
-    response_tokens: maximum response length; the other positions of T are for the prompt. With 0,
-      no prompt is shared.
+    response_tokens: maximum response length; the other positions of T are for the prompt. If it is
+      0, no prompt is shared.
   """
   inputs = batch.inputs
   length_B, T = (inputs.segments_BT > 0).sum(1), inputs.tokens_BT.shape[1]
@@ -67,7 +67,7 @@ def places(
   Args:
     length_B: number of tokens of each sequence, prompt included.
     T: length of a row.
-    prompt_B: number of leading tokens shared by a group's sequences. None if they share none.
+    prompt_B: number of leading tokens shared by a group's sequences. None if prompts may differ.
   """
   order_B = balanced_order(length_B, shards)
   separate = _on_each(
@@ -106,8 +106,8 @@ def _on_each(order_B: np.ndarray, shards: int, fill: Callable) -> Places:
 def shares(T: int, response_tokens: int, group_size: int) -> bool:
   """Whether the sequences of a group share their prompt in packed rows.
 
-  Sharing has a cost: attention's rows become longer. So it requires a maximum prompt length of at
-  least a third of a row.
+  Sharing has a cost: attention's rows become longer. So prompts are shared only if the maximum
+  prompt length is at least a third of a row.
 
   Args:
     response_tokens: maximum response length. The maximum prompt length is T less this number.
@@ -219,8 +219,8 @@ def count(inputs: ModelInputs, R: int) -> jax.Array:
 def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
   """Returns micro-batch i of R rows.
 
-  It has all sequences of the mini-batch, since shapes are fixed. Those in the rows of other
-  micro-batches have no place (row -1).
+  The micro-batch has all sequences of the mini-batch, since shapes are fixed. A sequence that is in
+  the rows of another micro-batch has no place (row -1).
   """
   row_B = inputs.places.row_B - i * sharding.rows_per_device(R)
   inside_B = (row_B >= 0) & (row_B < sharding.rows_per_device(R))

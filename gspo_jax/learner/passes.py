@@ -3,8 +3,8 @@
 The passes before the updates fill fields of the mini-batches, such as the old policy's
 log-probabilities (`fill`). The pass after the updates is for the samples log (`make_review`).
 
-If rows are packed, a pass runs one micro-batch at a time, as an update does. Otherwise it runs the
-whole mini-batch at once.
+If rows are packed, a pass reads one micro-batch at a time, as an update does. Otherwise the pass
+reads the whole mini-batch at once.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class Learner:
   # With "stop", all later updates are skipped too, so parameters stay unchanged.
   on_nonfinite: str = "stop"
   group_size: int = 1  # Number of sequences with the same prompt.
-  # Maximum response length; some losses divide by it. In SFT prompt lengths are unknown, and the
-  # value is 0: log-probs of all tokens are computed.
+  # Maximum response length; some losses divide by it. In SFT it is 0, and log-probs of all tokens
+  # are computed, since prompt lengths are unknown.
   response_tokens: int = 0
   # Number of classes of the metrics `by_age/...` (metrics.py). 0 means no such metrics.
   ages: int = 0
@@ -86,8 +86,8 @@ def log_probs(
 
   Args:
     params: parameters of the model.
-    replay: "none": the router chooses the experts. "R2": experts of the old policy in the trainer.
-      "R3": experts chosen by the sampler. The router computes the gate weights in any case.
+    replay: source of the experts. "none" is the router, "R2" the old policy in the trainer, and
+      "R3" the sampler. The router computes the gate weights in any case.
     old_experts_BTlk: experts of the old policy in the trainer. None if not recorded.
 
   Raises:
@@ -172,9 +172,9 @@ def make_old_policy(
 ) -> Callable[[Any, ModelInputs], OldPolicy]:
   """Builds the jitted pass of the old policy, (params, inputs) -> `OldPolicy`.
 
-  The trainer's router chooses the experts; with R3, those of the sampler are replayed. The first
-  update of an iteration has the same weights and experts. So with `objective.old_logp=recompute`,
-  its importance ratios are 1 up to rounding.
+  The trainer's router chooses the experts. With R3, the sampler's experts are replayed instead. The
+  first update of an iteration has the same weights and experts. So its log-probs differ from those
+  of this pass by rounding errors only (`step.with_own_logp`).
   """
   keeps_experts = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
@@ -205,8 +205,8 @@ def make_review(
     sum, with respect to each token's log-prob (`token_gradient`).
 
   Args:
-    old_policy: pass of `make_old_policy`, reused for the new parameters, so it is not compiled
-      again. With R2, another pass is compiled, to replay the old policy's experts.
+    old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so no other
+      program is compiled. Only R2 needs another program, which replays the old policy's experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -254,8 +254,8 @@ def fill(
   """Runs the passes before the updates, and fills the batch's fields.
 
   Args:
-    passes: pairs of a declaration and its program. The program is a function of the parameters
-      `Pass.reads` and of `batch.inputs`, which returns the fields `Pass.fills`.
+    passes: pairs of a declaration and its program. The program's arguments are the parameters
+      named in `Pass.reads` and `batch.inputs`. Its results are the fields named in `Pass.fills`.
     params: parameters by their name in `Pass.reads`.
   """
   for declared, program in passes:
@@ -268,7 +268,7 @@ def fill(
 def by_part(function: Callable, learner: Learner) -> Callable:
   """Wraps a pass to read packed rows one micro-batch at a time.
 
-  It then needs no more memory than an update. Inputs that are not packed are read at once.
+  The wrapped pass needs no more memory than an update. Inputs without packing are read at once.
 
   Args:
     function: pass of (*params, inputs), which returns a tree of arrays [B, ...].
@@ -303,9 +303,9 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function i -> micro-batch i.
 
-  If rows are not packed, the number is `learner.microbatches`. Otherwise only micro-batches with
-  tokens count; each of them has all sequences, with a mask of 0 on sequences in other
-  micro-batches' rows.
+  If rows are not packed, the number is `learner.microbatches`. If rows are packed, only
+  micro-batches with tokens count. Each of these has all sequences of the mini-batch, and its mask
+  is 0 on sequences that are in rows of other micro-batches.
   """
   number = learner.microbatches
   if batch.inputs.places:

@@ -21,7 +21,7 @@ OPTIONS = dict(
     xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=True,
     xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=True,
     xla_tpu_enable_sparse_core_collective_offload_all_reduce=True,
-    # This would occupy SparseCores with scattering rows, which delays collectives.
+    # Scattering of rows would occupy SparseCores, and delay collectives.
     xla_tpu_enable_offloading_scatter_to_sparsecore=False,
     xla_tpu_use_tc_device_shape_on_sc=True,
     xla_sc_disable_megacore_partitioning=True,

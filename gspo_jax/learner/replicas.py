@@ -27,10 +27,10 @@ def apart(params: Any) -> Any:
 
 
 def summed(grads: Any) -> Any:
-  """Sums gradients of marked parameters over replicas; others are summed already.
+  """Sums gradients of marked parameters over replicas; all others are summed already.
 
-  Several devices of a replica may have the same shard of a weight. They divide its gradient: each
-  device sums one part over replicas, and the sums are gathered within the replica.
+  Several devices of a replica may have the same shard of a weight. These devices divide the
+  gradient. Each device sums one part over replicas, and the sums are gathered within the replica.
   """
   if sharding.axis_size("data") == 1:
     return grads

@@ -26,7 +26,7 @@ from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 from gspo_jax.system.meshes import use_mesh
 
 # Keys of each phase that change the names or shapes of arrays in its training state. An entry with
-# a dot at its end is a section: any of its keys.
+# a dot at its end means all keys of that section.
 _STATE_KEYS = dict(
   rl=(
     *("model.", "lora.rank", "lora.matrices", "rl_optimizer.clip_norm", "critic.name"),
@@ -85,8 +85,8 @@ def abstract_state(
     mesh: the trainer's mesh.
     tx: optimizer of the policy.
     adapters: section `lora`. By default there are no adapters.
-    frozen_dtype: with adapters, the dtype of frozen parameters; `wide` weights stay float32.
-      Without adapters, all parameters are float32.
+    frozen_dtype: dtype of frozen parameters, if there are adapters. Weights declared as `wide`
+      (models/weights.py) stay float32. If there are no adapters, all parameters are float32.
     adaptive: section `objective.adaptive_clip`.
     critic: training settings of the critic. None means no critic.
   """
@@ -118,8 +118,8 @@ def check_state(
 ) -> None:
   """Raises ValueError if the newest checkpoint does not fit the configuration.
 
-  It does not fit if the training state has other arrays. The message names the changed keys. Only
-  the phase from which the run resumes is checked: RL, or SFT if there is no checkpoint of RL.
+  A checkpoint does not fit if its training state has other arrays. The message names the changed
+  keys. Only the phase from which the run resumes is checked: RL, or SFT if RL has no checkpoint.
 
   Args:
     config: current configuration.

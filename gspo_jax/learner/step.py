@@ -91,7 +91,7 @@ def make_rl_step(
     optimizer=tx.hyperparameters,
     load_balance_coef=learner.load_balance_coef,
   )
-  # This coefficient is among the hyperparameters. Learners that differ in it alone share a program.
+  # The coefficient is now a hyperparameter, so learners that differ in it alone share a program.
   learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     hyperparameters |= dict(critic=critic.hyperparameters)
@@ -144,7 +144,7 @@ def _rl_step(
     return _with_balance(learner, value, total, metrics, out.stats, hyperparameters)
 
   def relative_weight(batch, hyperparameters):
-    # The loss's denominator does not depend on log-probs, so any will do.
+    # The loss's denominator does not depend on log-probs, so they may be 0.
     zeros_BT = jnp.zeros_like(batch.sampler_logp_BT)
     total = _loss_at(objective, zeros_BT, batch, learner, hyperparameters["objective"], zeros_BT)
     return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
@@ -160,7 +160,7 @@ def _loss_at(
   hyperparameters: Mapping[str, Any],
   logp_BT: jax.Array,
 ) -> Mean:
-  """Returns the configured loss at `logp_BT`, undivided and without its metrics."""
+  """Returns the configured loss at `logp_BT`, not yet divided."""
   longest = learner.response_tokens
   return configured_loss(objective, logp_BT, entropy_BT, batch, longest, hyperparameters)[0]
 
@@ -179,7 +179,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
   """Compares the log-probs of trainer and sampler.
 
   Tokens sampled by older weights are excluded, since their log-probs differ even if the sampler is
-  exact. They have metrics of their own with `objective.old_logp=behaviour` (`version_metrics`).
+  exact. If `objective.old_logp=behaviour`, `version_metrics` reports these tokens separately.
   """
   mask_BT, current_BT = batch.mask_BT, batch.metric_inputs.current_BT
   if current_BT is not None:
@@ -189,7 +189,7 @@ def _mismatch_metrics(objective: ObjectiveConfig, logp_BT: jax.Array, batch: Tra
 
 
 def _row_metrics(out: transformer.Output, rows: Rows, replay: str) -> Metrics:
-  """Returns the shares of changed experts and of padding."""
+  """Returns the share of changed experts, and the share of padding in all positions."""
   empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
   padding = {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
   return volatility_metrics(out, rows, replay) | padding
@@ -200,14 +200,14 @@ def with_own_logp(
 ) -> tuple[TrainBatch, dict[str, Any]]:
   """Replaces the first mini-batch's old log-probs by `logp_BT`.
 
-  On the first mini-batch of an iteration the weights are those of the old policy. With
-  `objective.old_logp=recompute` the old log-probs were computed from the same weights by another
-  program, and differ by rounding errors Δ. After the replacement the importance ratio is exactly 1.
-  Other mini-batches keep the recomputed log-probs, so their ratios include Δ. With other values of
-  the key, the batch is unchanged.
+  On the first mini-batch of an iteration the weights are those of the old policy. If
+  `objective.old_logp=recompute`, another program computed the old log-probs from the same weights,
+  so they differ from `logp_BT` by rounding errors Δ. After the replacement the importance ratio is
+  exactly 1. Other mini-batches keep the recomputed log-probs, so their ratios include Δ. For other
+  values of the key, the batch is unchanged.
 
   The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
-  `summarize` takes it from the first mini-batch.
+  `summarize` reports its value on the first mini-batch.
   """
   if objective.old_logp != "recompute" or batch.first_B is None:
     return batch, {}
@@ -267,9 +267,9 @@ def _with_balance(
 
   Args:
     value: numerator of the policy's loss, including the critic's if there is one.
-    total: undivided policy loss, which becomes the metric "loss". `_step` divides by its
-      denominator, so the load-balance loss is multiplied by it first.
-    stats: statistics of the routers. None for a model without experts, whose `value` is unchanged.
+    total: undivided policy loss, which becomes the metric "loss". `_step` divides `value` by the
+      denominator of `total`, so the load-balance loss is multiplied by this denominator first.
+    stats: statistics of the routers. None for a model without experts; `value` is then unchanged.
   """
   metrics |= {"loss": total}
   if stats is not None:
@@ -288,18 +288,20 @@ def _step(
 ) -> Callable:
   """Builds the jitted function (state, batch, hyperparameters) -> (state, metrics).
 
-  Gradients of numerators, and denominators, are summed over micro-batches and divided once. So the
-  number of micro-batches affects memory only, except for the load-balance loss, which is a product
-  of two means per micro-batch.
+  Gradients of numerators are summed over micro-batches, and denominators are summed separately. The
+  first sum is divided by the second. So the number of micro-batches affects memory only, except for
+  the load-balance loss: it is a product of two means over a micro-batch.
 
-  A gradient of 0 changes nothing: Adam would otherwise apply its momentum. `updates_skipped` counts
-  non-finite updates, and with `on_nonfinite=stop` all later ones.
+  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum. The
+  metric `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, all later updates are
+  skipped and counted, too.
 
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
-    relative_weight: function of (batch, hyperparameters), the policy's denominator over the
-      critic's. It multiplies the critic's numerator, so one division normalises both.
+    relative_weight: function of (batch, hyperparameters), which returns the policy's denominator
+      over the critic's. The critic's numerator is multiplied by this factor, so that one division
+      by the policy's denominator normalises both losses.
   """
   gradient = jax.grad(numerator, has_aux=True)
 
@@ -344,8 +346,8 @@ def _step(
 def _on_replicas(state: TrainState, policy: Any, frozen: Any) -> tuple[Any, Any]:
   """Gives each replica its own gradient of policy and critic (replicas.py).
 
-  These gradients are summed over replicas once per update. Those of adapters and the critic's head
-  are small, and are summed in every micro-batch.
+  These gradients are summed over replicas once per update. The gradients of adapters and of the
+  critic's head are small, and are summed in every micro-batch.
   """
   if not jax.tree.leaves(frozen):
     policy = replicas.apart(policy)

@@ -14,8 +14,8 @@ BY_MINIBATCH = (
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
-# Prefixes of metrics without a value if there is nothing to compare. For example, no token may have
-# been sampled by the current weights, or no response may have some age.
+# Prefixes of metrics that have no value if nothing can be compared: for example, if the current
+# weights have sampled no token, or if no response has some age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
@@ -41,8 +41,8 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
   policy moves away from the old policy.
 
   Metrics that compare sampler and trainer are those of the first mini-batch, before any update. The
-  comparison by version (`version_metrics`) is over all mini-batches, since its log-probs come from
-  a pass before the updates.
+  metrics of `version_metrics` are over all mini-batches, since a pass before the updates has
+  computed their log-probs.
 
   Args:
     minibatches: metrics of each update, not yet divided.
@@ -61,10 +61,7 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
-  """Divides sums. A vector over layers becomes several scalars.
-
-  These are the mean, the maximum, and one scalar per layer.
-  """
+  """Divides sums. A vector over layers becomes a mean, a maximum, and one scalar per layer."""
   compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
   row = compute({k: v for k, v in metrics.items() if k not in compared})
   for name, reduction in compared.items():
