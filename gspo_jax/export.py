@@ -2,10 +2,10 @@
 
   python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
-RUN is a workdir, for its newest checkpoint, or a checkpoint, as in the key `weights`. transformers,
-vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into the weights. With --adapters
-they are written alone, in PEFT's format. The command runs on the CPU, and needs memory for one copy
-of the weights.
+RUN is a checkpoint, or a workdir, which means its newest checkpoint. The key `weights` takes the
+same values. transformers, vLLM and `--config.weights=DIR` can read DIR. Adapters are merged into
+the weights. With --adapters, only the adapters are written, in PEFT's format. The command runs on
+the CPU, and needs memory for one copy of the weights.
 """
 
 import json

@@ -100,7 +100,7 @@ def _model_of_weights(config: RunConfig) -> ModelConfig:
 def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
   """Makes hosts stop together after a signal, at the same check.
 
-  A single host needs no watch outside of phases: it ends at once.
+  A single host needs no watch outside of phases: a signal ends its process at once.
   """
   if jax.process_count() == 1:
     return contextlib.nullcontext()
@@ -108,7 +108,7 @@ def stop_together(grace_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def plan() -> None:
-  """Prints a summary of the run, after a run's checks of its inputs. Writes no files."""
+  """Checks the inputs as a run does, and prints a summary of the run. Writes no files."""
   from gspo_jax.aot import chips, plan  # Only a dry run needs it.
 
   config = read_config(_model_of_weights)

@@ -87,7 +87,7 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 def _log_probs(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Returns log-probs [B, T] of three policies by name, and the mask.
 
-  Those of "policy", the parameters of the dump, are computed here.
+  The log-probs of "policy" are computed with `params`. All others are recorded in the batch.
   """
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT

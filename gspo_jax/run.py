@@ -42,7 +42,7 @@ class Scoring:
   """Scorers of responses, and signals of `constraints`. Their processes run on the first host."""
 
   scorers: Mapping[str, rewards.Scorer | None]  # By name of the verifier. None on other hosts.
-  signals: Signals | None = None  # None on other hosts, and without constraints.
+  signals: Signals | None = None  # None on other hosts, and if there are no constraints.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Run:
       name: "sft" or "rl".
       total: number of steps.
       updates: gradient updates per step.
-      keep: number of newest steps whose mini-batches are kept, for a dump after NaN or infinity.
+      keep: number of newest steps whose mini-batches are kept, to be dumped after NaN or infinity.
     """
     c = self.config
     home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
@@ -168,7 +168,7 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
 
 
 def rehearse(inputs: Inputs) -> list[float]:
-  """Runs the checks of `open_run` without writing. Returns `try_rewards`.
+  """Runs the checks of `open_run` without writing; returns the scores of `try_rewards`.
 
   Raises ValueError as `open_run` does.
   """
@@ -188,9 +188,9 @@ def rehearse(inputs: Inputs) -> list[float]:
 def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
-  Returns both scores, with NaN for a failed verifier. Returns [] if the run's verifier is not used:
-  with an environment, for a cold start alone, and with recorded rewards. Raises ValueError if the
-  verifier fails on both.
+  Returns the two scores, with NaN where the verifier failed. Returns [] for conversations in an
+  environment, for a cold start alone, for a job that samples no training responses, and if there
+  are no problems. Raises ValueError if the verifier fails on both responses.
   """
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)
@@ -253,7 +253,7 @@ def make_evaluator(inputs: Inputs, scoring: Scoring, directory: Path) -> Evaluat
     scorer = scoring.scorers[b.config.reward or config.reward.name]
     environment = None if b.config.reward else inputs.environment
     benchmarks.append(Benchmark(b.name, b.config, b.problems, scorer, environment))
-  settings = (  # An interrupted evaluation resumes only if these are unchanged.
+  settings = (  # An interrupted evaluation resumes only if these settings are unchanged.
     config.sampler_compute,
     config.reward,
     tok.path,
@@ -295,7 +295,7 @@ def open_engine(
     publish: function from the trainer's parameters to the sampler's parameters.
     tok: tokenizer of the policy.
     workdir: directory of the run.
-    profiler: profiler, which counts decode steps.
+    profiler: profiler, which counts decode steps of the local engine.
   """
   if config.engine.name == "local":
     stepped = functools.partial(profiler.count, "sample")

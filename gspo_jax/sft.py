@@ -23,7 +23,7 @@ from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.phase import Phase
 from gspo_jax.structs import ModelInputs, Prompt, TrainBatch, TrainState
 
-HELD_OUT = 128  # Number of held-out demonstrations, at most half of all.
+HELD_OUT = 128  # Maximum number of held-out demonstrations. At most half of all are held out.
 
 
 def sft(run: Run) -> Any:
@@ -96,7 +96,7 @@ def _warn(updates: int, loss: float, target: float) -> None:
 
 
 def _wait(phase: Phase, state: TrainState) -> None:
-  """Waits for dispatched updates. So the next stage's time excludes them."""
+  """Waits for dispatched updates, so that the next stage's time excludes them."""
   with phase.stages("update"):
     jax.block_until_ready(state)
 
@@ -105,7 +105,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   """Returns ids of held-out demonstrations, and a function for their loss.
 
   The function maps parameters to the mean of -log π(token) over tokens, in nats. The ids do not
-  depend on the seed. Without `sft.target_loss` no demonstrations are held out.
+  depend on the seed. If `sft.target_loss` is 0, no demonstrations are held out.
   """
   c = run.config
   count, rows = min(HELD_OUT, len(source) // 2), c.sft.batch // c.sft.microbatches
@@ -127,7 +127,7 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
 
 
 def _reached_target(run: Run, loss: float | None) -> bool:
-  """Whether a held-out loss has reached `sft.target_loss`; False without a loss (None)."""
+  """Whether a held-out loss has reached `sft.target_loss`; False if `loss` is None."""
   return loss is not None and loss <= run.config.sft.target_loss
 
 

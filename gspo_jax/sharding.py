@@ -2,8 +2,8 @@
 
 Mesh axes: `data` (replicas, usually across slices), `fsdp` (parameters split over their D axis),
 `expert` (experts split over E; outside the experts it splits the batch like `fsdp`) and `tensor`
-(heads, feed-forward and vocabulary). Any of them may be 1. The mesh is in JAX's explicit mode: the
-sharding is part of an array's type, and a wrong one is an error while tracing.
+(heads, feed-forward and vocabulary). The size of any axis may be 1. The mesh is in JAX's explicit
+mode: the sharding is part of an array's type, and a wrong sharding is an error while tracing.
 
 Every function also works without a mesh, so a model can be called on plain arrays.
 """
@@ -44,10 +44,10 @@ ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Copies of the experts on the ax
 def make_meshes(
   config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Builds the meshes of trainer and sampler. They are equal without `rollout_mesh`.
+  """Builds the meshes of trainer and sampler: one mesh for both if `rollout_mesh` is off.
 
-  The sampler's devices follow the trainer's in `devices` (None: all devices). Raises ValueError for
-  too few devices.
+  In `devices` (None: all devices), the sampler's devices follow the trainer's devices. Raises
+  ValueError for too few devices.
   """
   devices = jax.devices() if devices is None else devices
   if not rollout.enabled:
@@ -175,7 +175,7 @@ def reshard(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x` to sharding `out`. Merging a split axis needs it."""
+  """Reshapes `x` to sharding `out`, which JAX needs if a split axis is merged with another."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -185,8 +185,8 @@ def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
 def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
   """jnp.einsum in the common dtype.
 
-  XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so there the result is
-  rounded afterwards. Elsewhere that gains nothing, and collectives would send float32.
+  XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so on CPU the result
+  is rounded afterwards. On TPU and GPU that gains nothing, and collectives would send float32.
   """
   dtype = jnp.result_type(x, y)
   wide = jnp.float32 if dtype == jnp.bfloat16 and platform() == "cpu" else None
@@ -204,11 +204,11 @@ def einsum(
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
-  """`einsum` of activations with a weight; letters in both are contracted.
+  """`einsum` of activations with a weight; letters of both factors are contracted.
 
-  The gradient of `w` is written with `x` first. JAX would put the other factor first, and XLA on
-  CPU would compute its inputs, such as an activation's derivative, in transposed order: the update
-  of a dense model takes 1.7 times as long.
+  The gradient of `w` is a product with `x` as its first factor. JAX would put the cotangent first.
+  XLA on CPU would then compute the cotangent's inputs, such as an activation's derivative, in
+  transposed order, and the update of a dense model would take 1.7 times as long.
   """
   return checkpoint_name(_project(equation, x, w, out), PRODUCT)
 
@@ -235,7 +235,7 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _cotangent_spec(x: jax.Array) -> P:
-  """Returns the spec of a cotangent. Sums over the axes `reduced` of `x` are still to come."""
+  """Returns the spec of a cotangent, which is not yet summed over the axes `reduced` of `x`."""
   pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec.partitions, unreduced=pspec.reduced)
 
@@ -247,10 +247,10 @@ def spec_of(x: jax.Array) -> P:
 
 
 def gather(x: jax.Array, pspec: P) -> jax.Array:
-  """Gathers `x` over "fsdp" into `pspec`, without batch axes.
+  """Gathers `x` over "fsdp" into `pspec`, which has no batch axes.
 
-  The transpose reduces a gradient in two steps: it is summed and scattered over "fsdp", and the
-  local part is summed over the other batch axes. (In one step it would be summed whole.)
+  The transpose sums a gradient in two steps: first over "fsdp", where each device keeps one part,
+  and then this part over the other batch axes. A single step would sum the whole gradient.
   """
   if without_mesh():
     return x
@@ -279,7 +279,7 @@ def gather_whole(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
-  """Maps `f` over each device's part; returns `f` itself without a mesh.
+  """Maps `f` over the devices' parts of arrays; returns `f` itself if no mesh is set.
 
   Pass `check=False` for JAX's Pallas kernels: the types of their results do not declare the axes
   over which the results vary.
@@ -319,7 +319,7 @@ def _replicas(x: jax.Array) -> jax.Array:
 
 
 def _alone(axis: Axes) -> bool:
-  """Whether `axis` has size 1. Collectives are skipped then, since XLA on CPU would copy."""
+  """Whether `axis` has size 1. If so, collectives are skipped, since XLA on CPU would copy."""
   return axis_size(axis) == 1
 
 

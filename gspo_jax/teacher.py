@@ -90,7 +90,7 @@ def load(teacher: Teacher, dtype: str, mesh: jax.sharding.Mesh) -> Any:
 def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   """Returns the teacher's jitted scoring function.
 
-  It computes log-probs [B, T] from parameters and a batch, at the policy's temperature. So equal
-  logits of teacher and policy give equal log-probs.
+  The function computes log-probs [B, T] from parameters and a batch, at the policy's temperature.
+  So equal logits of teacher and policy give equal log-probs.
   """
   return make_score(dataclasses.replace(learner, model=teacher.model))

@@ -155,8 +155,8 @@ def resume_sampling(
 ) -> tuple[Totals, dict[str, Any] | None]:
   """Resumes sampling; returns totals and the metrics row not reported yet.
 
-  At the start of a run, the row has step 0, so that the model is evaluated before any update. None
-  if there is no such row.
+  At the start of a run, the row has step 0, so that the model is evaluated before any update. The
+  row is None if all rows have been reported.
 
   Args:
     saved: JSON of the resume point. None at the start of a run.
@@ -193,7 +193,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # Without a lag, a batch restored or replayed from a run with a lag may be older.
+  # If there is no lag, a batch restored or replayed from a run with a lag may still be older.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
@@ -204,7 +204,7 @@ def update(
 def with_clip_factor(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
   """Adapts the clip ranges to the iteration's metrics.
 
-  During the critic's warmup the policy is not updated, and the ranges are unchanged.
+  During the critic's warmup the policy is not updated, so the ranges are unchanged.
   """
   if row["step"] <= c.critic.warmup:
     return state
@@ -224,7 +224,7 @@ def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[
 
 
 def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
-  """Loads frozen parameters, of a reference policy or a teacher, by name."""
+  """Loads the parameters of the reference policy and the teacher, by name, if they are needed."""
   c = run.config
   load = {
     "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),

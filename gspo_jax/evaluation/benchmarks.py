@@ -33,7 +33,7 @@ class Benchmark:
   name: str  # "" for `data.eval`.
   config: BenchmarkConfig
   problems: Sequence[Prompt]
-  score: Scorer  # Unused with an environment.
+  score: Scorer  # Unused if there is an environment.
   environment: Make | None = None  # Constructor of environments; None for single turns.
 
   @property
@@ -43,7 +43,7 @@ class Benchmark:
 
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
-    """Contests of the file `standings`, by id; {} without this file."""
+    """Contests of the file `standings`, by id; {} if no file is set."""
     return elo.read_standings(self.config.standings) if self.config.standings else {}
 
 
@@ -87,11 +87,11 @@ def _has_number(problem: Prompt, field: str) -> bool:
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
-  """Chooses problems of a held-out set, evenly spread over it.
+  """Chooses evenly spread problems of a held-out set.
 
   Args:
     source: held-out set.
-    problems: number of problems, at most all; 0 for all.
+    problems: maximum number of problems; 0 for all.
   """
   count = len(source) if problems == 0 else min(problems, len(source))
   return [source[i * len(source) // count] for i in range(count)]

@@ -29,7 +29,7 @@ import numpy as np
 
 from gspo_jax.system import jsons
 
-# Bounds of ratings. With losses alone, or wins alone, the likelihood has no finite maximum.
+# Bounds of ratings. If all results are losses or all are wins, the likelihood has no maximum.
 LOWEST, HIGHEST = 0.0, 4000.0
 
 
@@ -43,7 +43,7 @@ def expected(rating: np.ndarray, opponent: np.ndarray) -> np.ndarray:
 def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
   """Returns the maximum-likelihood rating, to within 0.01.
 
-  With wins alone it is HIGHEST, with losses alone LOWEST.
+  If all results are wins, the rating is HIGHEST; if all are losses, it is LOWEST.
 
   Args:
     score: results in [0, 1], [..., n]; leading axes are independent contestants.
@@ -61,7 +61,7 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
     middle = (low + high) / 2
     above = expected(middle[..., None], opponent).sum(-1) > total
     low, high = np.where(above, low, middle), np.where(above, middle, high)
-  # Bisection only comes near the bounds, which are the ratings for losses alone and wins alone.
+  # For losses alone, and for wins alone, bisection would only come near the bounds.
   return np.where(total == 0, LOWEST, np.where(total == score.shape[-1], HIGHEST, (low + high) / 2))
 
 
@@ -87,8 +87,8 @@ def virtual_rating(
   from resampled contests.
 
   Args:
-    points: for each contest, the points of each participation of the model. Their results are
-      averaged.
+    points: for each contest, the points of each participation of the model. The results of a
+      contest's participations are averaged.
     contests: human participants of each contest.
 
   Returns:

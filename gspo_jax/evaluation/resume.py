@@ -20,9 +20,9 @@ UNFINISHED = "unfinished.jsonl"  # Name of the log.
 class ResumeLog:
   """Log of an evaluation's finished chunks: a line with the key, then one line per chunk.
 
-  A chunk is some finished problems with their records (`Evaluator`). Each line has a checksum. An
-  incomplete last line, from a killed process, is dropped. From a damaged line on, the chunks are
-  dropped, and evaluated again.
+  A chunk has some finished problems with their records (`Evaluator`). Each line has a checksum. An
+  incomplete last line, from a killed process, is dropped. If a line is damaged, its chunk and all
+  later chunks are dropped, and evaluated again.
 
   Args:
     directory: directory of the log; None to keep no log.
@@ -46,7 +46,7 @@ class ResumeLog:
     write_whole(self._path, (seal(line) + "\n" for line in lines))
 
   def find(self, name: str) -> list[dict[str, Any]]:
-    """Returns the logged chunks of a round, by its name."""
+    """Returns the logged chunks of the round called `name` (`Evaluator`)."""
     return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:

@@ -20,7 +20,8 @@ def summary(benchmark: Benchmark, result: Row) -> dict[str, float]:
 
   Args:
     benchmark: the benchmark.
-    result: `records` of all samples, problem by problem, and counts of `outcomes`.
+    result: dictionary with `records` of all samples, problem by problem, and with `outcomes`, the
+      number of samples by outcome.
   """
   right_PG, records = right_answers(benchmark, result), result["records"]
   accuracy_P = right_PG.mean(1)
@@ -75,8 +76,8 @@ def _participations(
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
   """Returns the points of each contest's participations, [G], and the contests.
 
-  Sample g of all its problems is participation g in a contest. Its points are the sum over the
-  problems solved.
+  Participation g in a contest consists of sample g of each problem of the contest. The points of a
+  participation are the sum over the solved problems.
   """
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
@@ -107,8 +108,8 @@ def problem_rows(benchmark: Benchmark, result: Row) -> Iterator[Row]:
 def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
   """Returns the unbiased estimate of pass@k for each problem.
 
-  Pass@k is the probability that at least one of k samples is right. With c right samples of n, the
-  estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1).
+  Pass@k is the probability that at least one of k samples is right. If c of n samples are right,
+  the estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1).
 
   Args:
     samples: number of samples n of each problem.

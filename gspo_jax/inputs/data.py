@@ -32,7 +32,7 @@ class Data:
 
   @property
   def main_prompts(self) -> Sequence[Prompt]:
-    """Training prompts. Without them, held-out problems for the run's own verifier."""
+    """Training prompts. If there are none, held-out problems for the run's own verifier."""
     problems = [prompt for b in self.held_out if not b.config.reward for prompt in b.problems]
     return self.train_prompts or problems
 
@@ -43,7 +43,7 @@ def read_data(config: RunConfig, tok: Tokenizer) -> Data:
   Raises:
     ValueError: a file, row or gold answer is invalid; the message names it.
   """
-  # With an environment, the verifier scores nothing.
+  # If there is an environment, the run's own verifier scores nothing.
   verifier = "" if config.environment.name else config.reward.name
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   recordings = _read_recordings(config, tok) if config.job == "offline" else None
@@ -97,7 +97,10 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   sft: SftConfig, on_error: str, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects demonstrations by length. Raises DataError if one is too long or too few remain."""
+  """Selects demonstrations that are short enough.
+
+  Raises DataError if too few remain, or if one is too long and `on_error` is "raise".
+  """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
     raise sources.DataError(

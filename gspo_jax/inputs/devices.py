@@ -40,7 +40,7 @@ def make_meshes(config: RunConfig, devices: list[Any] | None = None) -> Meshes:
 
   Args:
     config: configuration of the run.
-    devices: devices of the meshes; None for all.
+    devices: devices of the meshes; None for all devices of the run.
 
   Raises:
     ValueError: there are too few devices, or a weight does not divide over a mesh axis.
@@ -74,7 +74,7 @@ def check_devices(config: RunConfig, batch_shards: int) -> None:
 def check_engine(
   config: RunConfig, tok: Tokenizer, mesh: jax.sharding.Mesh, evaluations: Sequence[HeldOut]
 ) -> None:
-  """Raises ValueError if the local engine cannot run training's or evaluations' workloads."""
+  """Raises ValueError if the local engine cannot run a workload of training or evaluation."""
   if config.engine.name == "local":
     for load in _workloads(config, tok, evaluations):
       requests.sizes(load, config.engine, sharding.batch_shards(mesh))
@@ -104,8 +104,8 @@ def check_memory(
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
-  # Bytes in float32: parameter, gradient and two moments, or a parameter alone. (Published weights
-  # are read in float32 even if they are used in bfloat16.)
+  # 16 bytes in float32 are a parameter, its gradient and two moments; 4 are a parameter alone.
+  # Published weights are read in float32 even if they are used in bfloat16.
   needed = count * (16 if trained else 4)
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count

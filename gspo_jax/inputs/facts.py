@@ -16,7 +16,9 @@ from gspo_jax.settings.run import RunConfig
 def describe(
   c: RunConfig, data: Data, encode: Callable[[str], list[int]], has_tokenizer: bool
 ) -> rules.DataFacts:
-  """Returns facts about machine and data for `rules.warnings`. About 500 answers are examined.
+  """Returns facts about machine and data for `rules.warnings`.
+
+  At most 999 answers of each data set are examined.
 
   Args:
     c: configuration of the run.
@@ -53,7 +55,8 @@ def _fitting_share(
 ) -> float:
   """Returns the share of gold answers within `limit` tokens.
 
-  It is 1 for verifiers that accept responses without the gold answer, such as programs.
+  The share is 1 if there are no gold answers, and for verifiers that accept responses without the
+  gold answer, such as programs.
   """
   if verifier not in ("arithmetic", "recurrence", "math", "string") or not golds:
     return 1.0

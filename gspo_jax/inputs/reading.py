@@ -106,10 +106,10 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model of the weights. For random weights, it is the configured one.
+  """Returns the model of the weights; the configured model if weights are random.
 
-  For a resumed run, these are the weights recorded at its first start. Collective: call it on all
-  hosts. Raises ValueError for a missing or unsupported config.json.
+  A resumed run has the weights recorded at its first start. Collective: call it on all hosts.
+  Raises ValueError for a missing or unsupported config.json.
   """
   recorded = {}
   if workdir is not None:
@@ -125,12 +125,12 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs, without comparing them with the last start's.
+  """Reads and checks a run's inputs, without comparing them with those of the last start.
 
   Args:
     config: configuration of the run.
     workdir: as in `read_inputs`.
-    recorded: config.json of a resumed run; {} for a new run.
+    recorded: contents of the run's config.json; {} for a new run.
     devices: as in `read_inputs`.
   """
   origins = provenance.recorded_origins(recorded, dataclasses.asdict(config))
@@ -184,7 +184,7 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless adapters fit the model. A repository needs a commit."""
+  """Raises ValueError unless adapters fit the model, and their repository names a commit."""
   from gspo_jax.models.hf import peft  # Only this check needs safetensors.
 
   adapter = lora.adapter
