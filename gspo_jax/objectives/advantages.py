@@ -1,8 +1,8 @@
 """Advantages of responses from rewards. A loss multiplies its ratios by them.
 
-Advantages have no gradient. Arrays [P, G] are the G responses of P groups. valid_PG is 1 on
-responses to compare, by default on all. Others are excluded from means and deviations, and have an
-advantage of 0; their rewards are ignored.
+Advantages have no gradient. Arrays [P, G] have a value for each of the G responses of P groups.
+valid_PG is 1 on responses to compare, by default on all. The rewards of all other responses are
+ignored, and their advantages are 0.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ def group_advantages(
 
   Â_i = (r_i − mean{r}) / (std{r} + ε).
 
-  The mean is over the group. `normalize` determines the divisor: "std" is the sample standard
-  deviation of the group (ddof 1). "none" is 1 (Dr. GRPO). "batch" is the standard deviation of all
-  rewards of the batch; with "std", groups with nearly equal rewards would have larger advantages.
-  "leave_one_out" is r_i − mean_{j≠i} r_j (RLOO), without a divisor.
+  The mean is over the group. `normalize` determines the divisor. "std" is the sample standard
+  deviation of the group (ddof 1). "none" has no divisor (Dr. GRPO). "batch" is the sample standard
+  deviation of all rewards of the batch, so that groups with nearly equal rewards do not have large
+  advantages. With "leave_one_out", the advantage is r_i − mean_{j≠i} r_j, without a divisor (RLOO).
 
   A group has advantages of 0 if its rewards are equal up to rounding, or if it has only one valid
   response.
@@ -88,7 +88,7 @@ def constrained_advantages(
   Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
   Each reward R_j has a weight w_j, and each cost C_k a Lagrange multiplier λ_k ≥ 0. Z is
-  `group_advantages`. If rewards were added before they are standardised, the influence of each
+  `group_advantages`. If rewards were added before they are standardised, the influence of a reward
   would depend on its standard deviation, too.
 
   Shapes: J rewards [P,G], K costs [P,G], J weights, K multipliers -> [P,G].
@@ -163,13 +163,13 @@ def turn_advantages(
 
   R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
 
-  r_iu is the reward of turn u of response i, and γ is `discount`. The return R_iu of a turn has its
-  own reward and later ones, but no earlier ones. It is compared with the returns of the same turn
-  in other responses of the group, if they have this turn. `normalize` as in `group_advantages`. If
-  only last turns have rewards and γ = 1, the first turn has the advantage that `group_advantages`
-  computes for the response.
+  r_iu is the reward of turn u of response i, and γ is `discount`. The return R_iu includes the
+  rewards of turn u and of later turns. It is compared with the returns R_ju of those responses j of
+  the group that have a turn u. `normalize` is that of `group_advantages`. If only last turns have
+  rewards and γ = 1, the first turn has the advantage that `group_advantages` computes for the
+  response.
 
-  valid_PGU is 1 on existing turns. Other turns are excluded, and their advantage is 0.
+  valid_PGU is 1 on existing turns. All other turns are excluded, and their advantage is 0.
 
   Shapes: [P,G,U] ×2 -> [P,G,U].
   Reference: an addition, similar to arXiv:2511.14846 (GTPO), which also normalises discounted
@@ -209,7 +209,7 @@ def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None
 
   Q̂_0 = β log( 1/G Σ_i exp(r_i/β) ).
 
-  It is an argument of `spo_loss`. A group without a valid response has 0.
+  Q̂_0 is the argument `value_B` of `spo_loss`. It is 0 for a group without a valid response.
 
   Reference: arXiv:2503.05453.
 
@@ -238,12 +238,12 @@ def soft_advantages(
 
   Â_i = r_i − Q̂_0.
 
-  Q̂_0 is `value` for all prompts, or if that is None, the `soft_value` of each group. In the latter
-  case, a group of equal rewards has advantages of 0. `soft_loss` then keeps its responses as likely
-  as under the reference policy.
+  Q̂_0 is `value` for all prompts. If `value` is None, Q̂_0 is the `soft_value` of each group, and a
+  group of equal rewards has advantages of 0. `soft_loss` then keeps the responses of this group as
+  likely as under the reference policy.
 
   Reference: arXiv:2503.05453, where Q̂_0 is estimated from responses of the reference policy.
-  Differs: here, the responses of a group may be from a better policy. Then `soft_value` is too
+  Differs: a better policy may have sampled the responses of a group. Then `soft_value` is too
   large: right responses are raised too little, or not at all if all responses are right.
 
   Example:
@@ -269,18 +269,18 @@ def selection_weights(
 ) -> Array:
   """Weights w ≥ 0 of responses to imitate with `rft_loss`. [P,G] -> [P,G].
 
-  `select`: with "best", the response with the largest reward in its group has the weight 1, the
-  first one of several, and the others have 0. With "reward", the weight is the reward itself. So if
+  `select`: with "best", one response of each group has the weight 1: the first of those with the
+  largest reward. All other responses have 0. With "reward", the weight is the reward itself. So if
   rewards are 0 and 1, all right responses are selected.
 
-  Responses with rewards of 0 or less have the weight 0. If such rewards may be right ones, set
-  `right_from` for "best": responses with at least this reward may be selected, too.
+  Responses with rewards of 0 or less have the weight 0. If right responses may have such rewards,
+  set `right_from` for "best": responses with at least this reward may be selected, too.
 
   Reference: arXiv:2304.06767 for the best of K; arXiv:2308.01825 and arXiv:2203.14465 for all right
   responses.
   Differs: no response is selected if the best reward is not above 0, since the best of G wrong
-  answers is still wrong. With "reward", equal responses are all selected; arXiv:2308.01825 removes
-  duplicates.
+  answers is still wrong. With "reward", duplicates of a response are selected, too;
+  arXiv:2308.01825 removes them.
   Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
 
   Example:
@@ -316,7 +316,7 @@ def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = Non
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
   size_PG = abs(reward_PG) if size_PG is None else size_PG
   size_P1 = jnp.where(valid_PG, size_PG, 0).max(axis=1, keepdims=True)
-  # Without valid rewards the difference is -inf, and the result True.
+  # If no reward is valid, the difference is -inf, and the result is True.
   return largest_P1 - smallest_P1 <= ROUNDING * size_P1
 
 

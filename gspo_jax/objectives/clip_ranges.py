@@ -19,8 +19,9 @@ def length_factor(
 
   A unit u is a response or a segment. L is `clip_length`, the length with a factor of 1, and γ is
   `clip_exponent`. GSPO's log s of a unit is a mean over |u| tokens. If these are independent, its
-  standard deviation is proportional to |u|^(−1/2). With γ = 1/2 the range is, too, so that the same
-  fraction is clipped at every length. An empty unit has the factor of one token.
+  standard deviation is proportional to |u|^(−1/2). With γ = 1/2 the range is proportional to
+  |u|^(−1/2), too, and an equal fraction of units is clipped at every length. An empty unit has the
+  factor of one token.
 
   Shapes: [B,U], number, number -> [B,U].
   Raises: ValueError if γ is negative, or if γ is not 0 and L is missing or not positive.
@@ -69,9 +70,9 @@ def adapted_factor(
 
   k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span).
 
-  k is `factor`, f is `clipped` and f* is `target`. If more than the target is clipped, the ranges
-  become wider, otherwise narrower, by a factor of exp(gain) at most. The steps of log k are those
-  of Robbins and Monro, as for quantiles in arXiv:1905.03871. This is an addition: no paper about
+  k is `factor`, f is `clipped` and f* is `target`. The ranges become wider if f is above f*, and
+  narrower if f is below f*, by a factor of exp(gain) at most. The steps of log k are those of
+  Robbins and Monro, as for quantiles in arXiv:1905.03871. This rule is an addition: no paper about
   GSPO has it.
 
   Shapes: numbers -> number.

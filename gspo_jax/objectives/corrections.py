@@ -1,9 +1,9 @@
 """Corrections for differences between the probabilities of sampler and trainer, and their metrics.
 
-A sampler may round differently than the trainer, or have older weights. The functions below, except
-for `mismatch`, return a weight of each token [B, T] or response [B], which is the argument `weight`
-of a loss. For packed rows, weights of responses are [B, T], too. Weights have no gradient. Tokens
-with a weight of 0 stay in the loss's denominator. At masked positions, the weights of
+A sampler may round differently than the trainer, or have older weights. All functions below except
+`mismatch` return weights of tokens [B, T] or responses [B]. A loss takes them as its argument
+`weight`. In packed rows, weights of responses have shape [B, T], too. Weights have no gradient.
+Tokens with a weight of 0 stay in the loss's denominator. At masked positions, the weights of
 `truncated_weight` and `masked_weight` are 0.
 """
 
@@ -33,8 +33,8 @@ def truncated_weight(
   """Truncated importance sampling (TIS): min(ρ, cap), with ρ = π_train/π_sampler.
 
   `level` "token" is the ratio ρ_it of each token. "sequence" is the product Π_t ρ_it over a
-  response, which is unbiased except for the truncation. "geometric" is its |y_i|-th root, whose
-  size does not grow with the length.
+  response, which is unbiased except for the truncation. "geometric" is the |y_i|-th root of this
+  product; its size does not grow with the length.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
@@ -67,8 +67,8 @@ def masked_weight(
 ) -> Array:
   """Masked importance sampling (MIS): ρ if low ≤ ρ ≤ high, else 0.
 
-  ρ and `level` as in `truncated_weight`. At level "token" it is called IcePop. The default range is
-  for tokens. Geometric means are much closer to 1, and need a narrower range.
+  ρ and `level` are those of `truncated_weight`. With level "token", the method is called IcePop.
+  The default range is for tokens. Geometric means are much closer to 1, and need a narrower range.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: arXiv:2510.18855 (IcePop); richardli.xyz/rl-collapse.
@@ -103,8 +103,8 @@ def off_policy_mask(
 
   d_i = 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it).
 
-  It excludes bad responses that have become unlikely under the policy, since little can be learned
-  from them.
+  The mask excludes bad responses that have become unlikely under the policy, since little can be
+  learned from them.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage, [B,T] for packed rows.
   Reference: the DeepSeek-V3.2 report (off-policy sequence masking).
@@ -140,8 +140,8 @@ def mismatch(
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
     mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. It shows a bias;
                                  random errors cancel out
-    mismatch/sequence/abs/mean, /max    mean and maximum of the absolute value of this mean. With
-                                 old log-probs of the sampler, it is GSPO's |log s| before updates
+    mismatch/sequence/abs/mean, /max    mean and maximum of the absolute value of this mean. If old
+                                 log-probs are the sampler's, it is GSPO's |log s| before updates
     mismatch/ess/token, /sequence, /geometric    effective sample size of the weights at each level,
                                  as a share of their number
 

@@ -1,6 +1,6 @@
 """The loss of a critic (the value model of PPO), and a metric of its quality.
 
-gae.py computes advantages from its values.
+gae.py computes advantages from the critic's values.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def value_loss(
   L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
 
   V are the current values (differentiated), V_old those before the updates, and R the returns. If
-  `clip` is None, the loss is ½ mean (V − R)². `aggregate` is the kind of mean, as in `grpo_loss`.
+  `clip` is None, the loss is ½ mean (V − R)². `aggregate` is the kind of mean (`grpo_loss`).
 
   Shapes: [B,T] ×4 -> scalar.
   Reference: arXiv:2005.12729, among the code-level optimisations. arXiv:1707.06347 (PPO) does not
@@ -68,10 +68,10 @@ def value_loss(
 def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: ArrayLike) -> Explained:
   """Explained variance of returns by values, 1 − Var(R − V)/Var(R) over tokens.
 
-  It is at most 1. It is 0 for constant values, and if the returns do not vary, and negative for
-  values worse than a constant. Use returns from rewards alone: the returns of `gae` include the
-  values. Subtract the mean from returns and values first if it is many standard deviations from 0,
-  since float32 sums of their squares would be too coarse.
+  The explained variance is at most 1. It is 0 if values are constant or returns do not vary, and
+  negative if a constant would predict better than the values. Use returns from rewards alone: the
+  returns of `gae` include the values. If a mean is many standard deviations from 0, subtract the
+  mean from returns and values first, since float32 sums of squares would be too coarse.
 
   Shapes: [B,T] ×3 -> scalar.
 

@@ -1,6 +1,6 @@
 """On-policy distillation: a teacher's log-probs of responses sampled by the student.
 
-The old policy π_old is the student's before the updates.
+The old policy π_old is the student before the updates.
 """
 
 import jax.numpy as jnp

@@ -26,14 +26,14 @@ class Estimator:
   options: tuple[str, ...] = ()
   group: bool = False  # Compares the responses to a prompt, and needs at least two.
   relative: bool = False  # Groups of equal rewards have advantages of 0.
-  # Compares turns or lines. Groups have advantages of 0 if these have equal rewards.
+  # Compares turns or lines. A group has advantages of 0 if its turns or lines have equal rewards.
   parts: bool = False
   across_groups: bool = False  # Uses statistics of the whole batch, without masked responses.
   # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
   # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
-  beside: frozenset[str] = frozenset()  # Further parts of this kind that are allowed.
-  # Estimators of group rewards with which it may be combined. () means all.
+  beside: frozenset[str] = frozenset()  # Parts of a configuration that are allowed, not required.
+  # Estimators of group rewards that this estimator may be combined with. () means all.
   kinds: tuple[str, ...] = ()
   by_token: bool = False  # Advantages may differ between tokens of a response.
   by_response: bool = True  # There is also one advantage per response, for losses that need it.

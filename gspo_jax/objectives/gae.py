@@ -25,8 +25,8 @@ def gae(
 
   γ is `discount` and λ is `trace`. t + 1 is the next unmasked token of the response. Masked
   positions are skipped; their rewards are ignored, and their results are 0. After the last token, Â
-  is 0 and V is `last_value_B`, by default 0. For a truncated response, `last_value_B` should be the
-  value of the state after its last token, and for other responses 0 (arXiv:1712.00378).
+  is 0 and V is `last_value_B`, by default 0. For a truncated response, pass the value of the state
+  after its last token; for all other responses, pass 0 (arXiv:1712.00378).
 
   Shapes: [B,T] ×3, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438.
@@ -84,7 +84,7 @@ def turn_gae(
   V_u is the value at the first token of turn u, and r_u the sum of the rewards of its tokens. γ and
   λ apply once per turn, whatever its length. All tokens of a turn have its advantage Â_u and its
   return R_u. `turn_BT` is the number of each token's turn, in [0, T). Consecutive turns must have
-  different numbers. `last_value_B` as in `gae`.
+  different numbers. `last_value_B` is that of `gae`.
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438 with turns as steps. It is the upper level of the "bi-level" GAE in

@@ -16,9 +16,9 @@ def kl_k1(logp_BT: Array, ref_logp_BT: Array) -> Array:
 
   k1 = log π − log π_ref.
 
-  Use it as a metric, or inside a reward, but not in a loss. Its gradient is E[∇log π], which is 0
-  in the mean on policy, so it only adds noise. On tokens of an older policy, descending it moves π
-  away from that policy.
+  Use k1 as a metric, or inside a reward, but not in a loss. Its gradient is ∇log π, which has the
+  mean 0 on policy, so it only adds noise. On tokens of an older policy, descending this gradient
+  moves π away from that policy.
 
   Example:
     >>> logp_BT, ref_logp_BT = jax.numpy.array([[[-0.5, -1.0]], [[-1.0, -1.0]]])
@@ -66,9 +66,9 @@ def kl_k3_weighted(logp_BT: Array, ref_logp_BT: Array, old_logp_BT: Array) -> Ar
 
   k3_w = π/π_old · k3.
 
-  It is an unbiased estimate of KL(π‖π_ref), at prefixes sampled by π_old. The ratio w = π/π_old is
-  differentiated, too, so its gradient is an unbiased estimate of the gradient of KL(π‖π_ref):
-  E_old[∇(w k3)] = ∇ E_π[k3].
+  k3_w is an unbiased estimate of KL(π‖π_ref), at prefixes sampled by π_old. The ratio w = π/π_old
+  is differentiated, too, so the gradient of k3_w is an unbiased estimate of the gradient of
+  KL(π‖π_ref): E_old[∇(w k3)] = ∇ E_π[k3].
 
   Shapes: [B,T] ×3 -> [B,T].
   Reference: arXiv:2512.02556 (DeepSeek-V3.2), "unbiased KL estimate"; arXiv:2512.21852 compares
@@ -81,7 +81,7 @@ def kl_k3_weighted(logp_BT: Array, ref_logp_BT: Array, old_logp_BT: Array) -> Ar
     ['0.1368', '0.0000']
   """
   log_ratio_BT = _log_ratio(logp_BT, ref_logp_BT)
-  # Each factor may have half of the exponents of bounded_exp's default. So their product is finite.
+  # The bound of each factor is the square root of `bounded_exp`'s, so the product is finite.
   k3_BT = ratios.bounded_expm1(-log_ratio_BT, share=0.375) + log_ratio_BT
   return ratios.bounded_exp(_log_ratio(logp_BT, old_logp_BT), share=0.375) * k3_BT
 

@@ -5,13 +5,13 @@ loss before they are divided, and the decorator `terms.policy_loss` adds the oth
 policy losses of this package:
 
 - The loss is the negative of the objective J, and is to be minimised. Equations have the symbols of
-  the publications: G responses y_i of one group, with advantages Â_i, or Â_it by token. The mean is
-  over all responses of a batch, whatever their groups. sg(x) is x without gradient.
+  the publications: G responses y_i of one group, with advantages Â_i, or Â_it by token. The loss is
+  a mean over all responses of a batch, whatever their groups. sg(x) is x without gradient.
 - logp_BT is differentiated. Old log-probs, advantages and weights are constants.
 - Values at masked positions are ignored. Responses without unmasked tokens are excluded from means.
 - `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL, entropy.
-- With `dual_clip=c`, the objective of a token or response with Â < 0 is at least c·Â
-  (arXiv:1912.09729). None means no such bound.
+- `dual_clip` c: the objective of a token or response with Â < 0 is at least c·Â (arXiv:1912.09729).
+  None means no such bound.
 - If an argument has a wrong shape, dtype or value, ValueError or TypeError names it.
 """
 
@@ -81,8 +81,8 @@ def dapo_loss(
   J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
   w_it = π_θ(y_it)/π_old(y_it).
 
-  DAPO also has dynamic sampling, which is up to the caller, and a soft overlong punishment, which
-  is `overlong_penalty`.
+  DAPO also has dynamic sampling, which is left to the caller, and a soft overlong punishment
+  (`overlong_penalty`).
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.14476.
@@ -154,7 +154,7 @@ def ppo_loss(
   J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ],
   w_t = π_θ(y_t)/π_old(y_t).
 
-  The advantages are those of `gae`, from a value model. `aggregate` as in `grpo_loss`.
+  The advantages are those of `gae`, from a value model. `aggregate` is that of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:1707.06347, as restated in arXiv:2507.18071, Eq. 1, with a mean per response.

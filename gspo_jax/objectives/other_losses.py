@@ -186,7 +186,8 @@ def dppo_loss(
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2602.04879, Eq. 11 to 14. The default thresholds are those of the authors' script
-  for "tv"; for "kl" it has 0.05. There, π_old has the sampler's log-probs, not recomputed ones.
+  for "tv". For "kl", the script has 0.05. Its π_old has the sampler's log-probs, which are not
+  recomputed.
   Differs: the authors' approximation by the K likeliest tokens is not included.
 
   Example:
@@ -230,13 +231,13 @@ def vespo_loss(
   k = k_pos for Â ≥ 0 and k_neg otherwise,  λ = lambda_pos for Â ≥ 0 and lambda_neg otherwise.
 
   sg stops gradients. W is the likelihood ratio of the whole response, without normalisation by
-  length. φ(1) = 1. The larger k is, the faster φ decreases below W = 1; the larger λ is, the faster
-  above. φ goes to 0 for very small and very large W. The metrics have no clip fractions.
+  length. φ is 1 at W = 1, and goes to 0 for very small and very large W. A larger k makes φ smaller
+  for W < 1, and a larger λ makes φ smaller for W > 1. The metrics have no clip fractions.
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
   Reference: arXiv:2602.10693v3, Eq. 20, with k and λ of §4.1, where they are called c_1 and c_2.
-  There, π_old has the sampler's log-probs, not recomputed ones.
+  There, π_old has the sampler's log-probs, which are not recomputed.
   Differs: Eq. 20 sums over the tokens of a response. The mean over all tokens of the batch is that
   of the authors' code.
 

@@ -1,7 +1,7 @@
 """Importance ratios π_θ/π_old of tokens, responses and segments of responses.
 
-They are computed as differences of log-probs, in float32 or a wider type. Gradients go to π_θ only.
-Sums exclude masked tokens, whose own ratio is 1. In equations, sg stops gradients.
+Ratios are computed from differences of log-probs, in float32 or a wider type. Gradients go to π_θ
+only. Masked tokens are excluded from sums, and their ratio is 1. In equations, sg stops gradients.
 """
 
 import math
@@ -16,8 +16,8 @@ from gspo_jax.objectives.aggregation import at_tokens, unit_sum
 from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import Mean
 
-# Bound of log-ratios. Valid ones are much smaller. With the bound, sums and squares of arbitrary
-# finite inputs stay finite in float32.
+# Bound of log-ratios. Valid log-ratios are much smaller. Because of the bound, sums and squares of
+# arbitrary finite inputs stay finite in float32.
 _GARBAGE = 1e12
 _TAIL = math.log(2)  # Smallest |log-ratio| in the tail.
 
@@ -165,7 +165,7 @@ def difference(logp: Array, other_logp: ArrayLike) -> Array:
 
 
 def finite(x: Array) -> Array:
-  """Clips x to ±max^0.8 of its dtype, about 1e30 in float32.
+  """Clips x to ±max^0.8 of its dtype, about 7e30 in float32.
 
   Sums over a batch then stay finite.
   """

@@ -27,16 +27,16 @@ def soft_loss(
   beta: Number = 0.1,
   **options: Unpack[Options],
 ) -> Sums:
-  """SPO, Soft Policy Optimization, with arguments like other losses.
+  """SPO, Soft Policy Optimization, with the arguments of a policy loss.
 
   L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
 
-  This is `spo_loss` with the arguments of other policy losses. `old_logp_BT` are the log-probs of
-  the reference policy, which is fixed during a run. The advantages are those of `soft_advantages`.
+  The value is that of `spo_loss`. `old_logp_BT` has the log-probs of the reference policy, which is
+  fixed during a run. The advantages are those of `soft_advantages`.
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
-  Reference: as for `spo_loss`. The default of β is our choice, for rewards between 0 and 1.
+  Reference: that of `spo_loss`. The default of β is our choice, for rewards between 0 and 1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -71,9 +71,10 @@ def spo_loss(
 
   L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
 
-  Q_i is the soft value of the state after response i, according to the policy: the soft value Q̂_0
-  of the prompt (`value_B`, from `soft_value`), and the log-ratio to the reference policy as a soft
-  advantage. It is fitted to the reward of the response. The responses may come from any policy.
+  Q_i is the soft value of the state after response i, according to the policy. It is the sum of the
+  soft value Q̂_0 of the prompt (`value_B`, from `soft_value`) and of a soft advantage, β times the
+  log-ratio to the reference policy. The loss fits Q_i to the reward r_i of the response. The
+  responses may come from any policy.
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
   Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, times 2, with an estimate of V* instead of a
@@ -136,7 +137,7 @@ def rft_loss(
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all right responses),
   arXiv:2203.14465 (STaR).
-  Differs: the mean is over the tokens of a batch, not first over those of each response.
+  Differs: L is one mean over the tokens of a batch, not a mean of the means of responses.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

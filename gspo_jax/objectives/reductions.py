@@ -3,7 +3,7 @@
 If responses differ in length, the mean over a batch is not the mean over micro-batches of their
 means. So each loss has two forms. Called directly, it returns (scalar, dict of scalars). Its
 attribute `.sums` returns (Mean, dict of reductions), with numerators and denominators not yet
-divided. These are merged first, and divided once:
+divided. Merge the results of all parts first, and divide once:
 
   first, second = gspo_loss.sums(...), gspo_loss.sums(...)  # Two micro-batches
   loss, metrics = compute(merge(first, second))
@@ -101,8 +101,8 @@ class Last(NamedTuple):
 class Std(NamedTuple):
   """The standard deviation √(Σwx²/Σw − (Σwx/Σw)²) of x, with weights w.
 
-  If values are close to a constant, sum their differences from it instead: for ratios, x − 1. In
-  float32, the squares of ratios such as 1.0003 would be too coarse.
+  If all values are close to a constant, subtract the constant before summing, for example 1 from
+  ratios. In float32, the squares of ratios such as 1.0003 would be too coarse.
   """
 
   weight: Array  # Σw
@@ -173,10 +173,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def merge(tree: Any, addend: Any) -> Any:
-  """Merges two trees of reductions, for example of two micro-batches.
-
-  Both have the same structure.
-  """
+  """Merges two trees of reductions of equal structure, for example of two micro-batches."""
   return _field_by_field(lambda over, x, y: over.pair(x, y), tree, addend)
 
 

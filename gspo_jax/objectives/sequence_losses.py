@@ -42,9 +42,9 @@ def gspo_loss(
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
   Reference: arXiv:2507.18071, Eq. 5 and 7. The default ranges are those of §5.1.
-  Differs: two options are additions. With `length_exponent` α, the sum is divided by |y_i|^α; with
-  α = 0, s_i is the likelihood ratio of the whole response. With `clip_exponent` γ, the ranges are
-  multiplied by (clip_length/|y_i|)^γ (`length_factor`).
+  Differs: the exponents are additions. The sum in s_i is divided by |y_i|^α, where α is
+  `length_exponent`; with α = 0, s_i is the likelihood ratio of the whole response. The ranges are
+  multiplied by (clip_length/|y_i|)^γ, where γ is `clip_exponent` (`length_factor`).
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -168,17 +168,18 @@ def segment_loss(
 
   sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
   the segment number of each token, an integer in [0, T). No two segments of a row have the same
-  number, even if they belong to different packed responses. With one segment per response the loss
-  is GSPO, and with one per token GRPO. If all tokens of each segment have the same advantage, value
-  and gradient of a response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  number, even if they belong to different packed responses. If each response is one segment, the
+  loss is GSPO-token; if each token is one segment, it is GRPO. If all tokens of each segment have
+  the same advantage, value and gradient of a response's loss are those of
+  -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
-  and "constant" as in `grpo_loss`.
+  and "constant" are those of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
   Reference: an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of responses.
   GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence; we know its abstract only.
-  `length_exponent` and `clip_exponent` as in `gspo_loss`, with the length of the segment.
+  `length_exponent` and `clip_exponent` are those of `gspo_loss`, for the length of a segment.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

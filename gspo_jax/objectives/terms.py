@@ -56,14 +56,14 @@ class PolicyLoss(Protocol[Arguments]):
 
   __name__: str
   sums: Callable[Arguments, tuple[Mean, Metrics]]  # Loss and metrics, undivided (reductions.py).
-  # Returns the mask of clipped tokens, bool [B, T]. A bound has replaced their ratio, so they have
-  # no gradient (in `cispo_loss` a bounded one).
+  # Returns the mask of clipped tokens, bool [B, T]. Clipped tokens have no gradient, except in
+  # `cispo_loss`, where their gradient is bounded.
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]  # Returns the results of `sums` and `clipped`.
   arguments: tuple[str, ...]  # Names of all arguments.
-  options: Mapping[str, Any]  # Defaults of numbers and words, those of KL and entropy included.
+  options: Mapping[str, Any]  # Defaults of numbers and words, also those of KL and entropy.
   choices: Mapping[str, tuple[str, ...]]  # Allowed values of options that are words.
-  by_token: bool  # Advantages may differ between tokens of a response.
+  by_token: bool  # Trainers pass an advantage for each token instead of each response.
   levels: tuple[str, ...]  # Allowed levels of importance correction; the first is the default.
   advantage: str  # Name of the estimator of advantages in the loss's publication.
   recorded: bool  # The loss may learn from responses of another policy.
@@ -90,10 +90,10 @@ def policy_loss(
   With `**options`, the loss has all arguments of `Options`.
 
   Args:
-    levels: allowed levels of importance correction, the default first. None means all levels for
-      losses per token (`by_token`) or per response. A loss without argument `weight` has none.
-    by_token: whether advantages may differ between tokens of a response. None means that they may
-      if the argument is called `advantage_BT`.
+    levels: allowed levels of importance correction, the default first. None means `BY_TOKEN` if
+      `by_token` is true, else `BY_RESPONSE`, and no level for a loss without argument `weight`.
+    by_token: whether trainers pass an advantage for each token instead of each response. None means
+      that they do if the argument is called `advantage_BT`.
     advantage: name of the estimator of advantages.
     recorded: whether the loss may learn from responses of another policy.
     to_reference: whether ratios are to a fixed reference policy.
@@ -175,7 +175,7 @@ class Batch(NamedTuple):
   log_ratio_BT: Array
   advantage_BX: Array
   weight_BX: Array
-  penalty_BT: Array | None  # KL penalty less entropy bonus of each token. None without both.
+  penalty_BT: Array | None  # KL penalty less entropy bonus of each token. None if neither is used.
   metrics: Metrics  # Metrics common to all losses.
 
 
@@ -184,7 +184,7 @@ class Clipped(NamedTuple):
 
   high: Array
   low: Array
-  dual: Array | None = None  # None without a dual bound.
+  dual: Array | None = None  # None if there is no dual bound.
 
 
 def batch(
@@ -257,12 +257,12 @@ def clip(
   dual_clip: Number | None = None,
   factor: Number | None = None,
 ) -> tuple[Array, Clipped]:
-  """Clips ratios; returns them with masks of the clipped ones.
+  """Returns the clipped ratios, and masks of those that a bound replaced.
 
   The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A): it is
   1 + clip_high where A > 0 and r is larger, 1 − clip_low where A < 0 and r is smaller, and r
-  elsewhere. With a dual clip c, it is at most c where A < 0 (arXiv:1912.09729). Log-ratios are
-  compared, which is precise even for ranges of 3e-4.
+  elsewhere. If a dual clip c is set, the clipped ratio is at most c where A < 0 (arXiv:1912.09729).
+  Log-ratios are compared, which is precise even for ranges of 3e-4.
 
   Args:
     ratio: r.
@@ -294,12 +294,12 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
   """Computes metrics of a clipped objective: ratios and clip fractions.
 
-  `clip_fraction/token` is the share of clipped tokens, and `clip_fraction/sequence` the mean over
-  responses of this share.
+  `clip_fraction/token` is the share of tokens clipped by the upper or lower bound, and
+  `clip_fraction/sequence` the mean over responses of this share.
 
   Args:
     log_ratio: log-ratios of the loss, by token, segment or response.
-    live: mask of valid ones among them.
+    live: mask of valid log-ratios.
   """
   tokens = batch.tokens
   metrics = batch.metrics | ratio_metrics(log_ratio, live)
@@ -338,8 +338,8 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
 
   `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
   with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
-  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). It ignores
-  log-ratios as small as rounding errors, since these depend on the layout of the batch.
+  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). This metric
+  ignores log-ratios as small as rounding errors, which depend on the layout of the batch.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
@@ -368,7 +368,7 @@ def _penalty(
 ) -> tuple[Array | None, Metrics]:
   """Computes kl_coef · KL − entropy_coef · entropy of each token, and metrics.
 
-  The penalty is None without `ref_logp_BT` and `entropy_BT`. `Options` describes the arguments.
+  The penalty is None if neither `ref_logp_BT` nor `entropy_BT` is set (`Options`).
   """
   checks.numbers(kl_coef=kl_coef, entropy_coef=entropy_coef)
   penalty_BT: Array | None = None
