@@ -175,7 +175,7 @@ def reshard(x: jax.Array, pspec: P) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x` to sharding `out`, which JAX needs if a split axis is merged with another."""
+  """Reshapes `x` to sharding `out`. JAX needs it if a split axis is merged with another."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -235,7 +235,7 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _cotangent_spec(x: jax.Array) -> P:
-  """Returns the spec of a cotangent, which is not yet summed over the axes `reduced` of `x`."""
+  """Returns the spec of a cotangent, before its sums over the axes `reduced` of `x`."""
   pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec.partitions, unreduced=pspec.reduced)
 
@@ -247,7 +247,7 @@ def spec_of(x: jax.Array) -> P:
 
 
 def gather(x: jax.Array, pspec: P) -> jax.Array:
-  """Gathers `x` over "fsdp" into `pspec`, which has no batch axes.
+  """Gathers `x` over "fsdp" into `pspec`, a spec without batch axes.
 
   The transpose sums a gradient in two steps: first over "fsdp", where each device keeps one part,
   and then this part over the other batch axes. A single step would sum the whole gradient.

@@ -185,7 +185,7 @@ class TrainBatch:
     return self.inputs.places and self.inputs.places.order_B
 
   def with_fields(self, **fields: Any) -> "TrainBatch":
-    """Returns the batch with replaced fields, which may be in nested structs."""
+    """Returns the batch with replaced fields, also in nested structs."""
     parts = {}
     for name in ("critic_targets", "advantage_inputs", "metric_inputs"):
       part = getattr(self, name)

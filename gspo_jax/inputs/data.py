@@ -97,7 +97,7 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   sft: SftConfig, on_error: str, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects demonstrations that are short enough.
+  """Selects short demonstrations.
 
   Raises DataError if too few remain, or if one is too long and `on_error` is "raise".
   """

@@ -106,10 +106,11 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model of the weights; the configured model if weights are random.
+  """Returns the model of the weights.
 
-  A resumed run has the weights recorded at its first start. Collective: call it on all hosts.
-  Raises ValueError for a missing or unsupported config.json.
+  Random weights have the configured model. A resumed run has the weights recorded at its first
+  start. Collective: call it on all hosts. Raises ValueError for a missing or unsupported
+  config.json.
   """
   recorded = {}
   if workdir is not None:
@@ -125,7 +126,7 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs, without comparing them with those of the last start.
+  """Reads and checks a run's inputs, without comparing them with the last start's.
 
   Args:
     config: configuration of the run.
@@ -184,7 +185,7 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless adapters fit the model, and their repository names a commit."""
+  """Raises ValueError unless adapters fit the model. A repository must name a commit."""
   from gspo_jax.models.hf import peft  # Only this check needs safetensors.
 
   adapter = lora.adapter

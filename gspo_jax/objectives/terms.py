@@ -257,7 +257,7 @@ def clip(
   dual_clip: Number | None = None,
   factor: Number | None = None,
 ) -> tuple[Array, Clipped]:
-  """Returns the clipped ratios, and masks of those that a bound replaced.
+  """Returns clipped ratios, and masks of the ratios replaced by a bound.
 
   The clipped ratio is the factor of A in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A): it is
   1 + clip_high where A > 0 and r is larger, 1 − clip_low where A < 0 and r is smaller, and r
