@@ -156,7 +156,8 @@ def open_run(inputs: Inputs) -> Iterator[Run]:
     inputs: result of `read_inputs`.
 
   Raises:
-    ValueError: another process runs in the workdir, or a verifier or the engine cannot start.
+    ValueError: the workdir is in use or belongs to another configuration, or a verifier or the
+      engine fails.
     WriteError: the workdir cannot be written.
   """
   with (

@@ -121,7 +121,7 @@ def slice_of(device: Any) -> int:
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
-  """Returns the sampler's rules. Raises ValueError if the experts do not divide over its chips."""
+  """Returns the sampler's rules. Raises ValueError if "all" or "fsdp" cannot split the experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
   chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill: "expert".

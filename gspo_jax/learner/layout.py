@@ -62,7 +62,7 @@ class Rows:
   # int32 [B, T]: index of each token in the flattened rows of its device. An index beyond the last
   # row marks a token without a place, such as padding. None if each row is one sequence.
   place_BT: Array | None = None
-  # Prompt length of each sequence. None if unknown, or if rows are trees or packed.
+  # Prompt length of each sequence. None if the head reads all positions, or if rows are trees.
   prompt_B: Array | None = None
   # U, or 0 if the head reads all positions.
   responses: int = flax.struct.field(pytree_node=False, default=0)

@@ -222,7 +222,8 @@ def make_sft_step(
 ) -> WithHyperparameters:
   """Builds the jitted update of supervised fine-tuning, (state, batch) -> (state, metrics).
 
-  The loss is the mean of -log π(token) over tokens. The buffers of the old state are donated.
+  The loss is the mean of -log π(token) over tokens, plus the load-balance loss of a model with
+  experts. The buffers of the old state are donated.
   """
   tx = as_optimizer(tx)
   hyperparameters = dict(optimizer=tx.hyperparameters, load_balance_coef=learner.load_balance_coef)
@@ -246,7 +247,10 @@ def _sft_step(learner: Learner, apply: Callable) -> Callable:
 
 
 def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
-  """Builds the jitted loss of `make_sft_step`, (params, batch) -> undivided loss."""
+  """Builds the jitted loss of `make_sft_step`, (params, batch) -> undivided loss.
+
+  The load-balance loss is excluded.
+  """
 
   def loss(params, batch):
     logp_BT = log_probs(params, batch.inputs, learner)[0]

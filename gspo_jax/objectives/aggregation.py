@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
     largest_BU = jnp.where(self.length_BU > 0, largest_BU, 0)
-    # For equal values, the mean of their differences is exactly 0. Their own mean may be rounded.
+    # The mean of equal values may be rounded. The mean of their differences is exactly 0.
     return largest_BU + self.means(x_BX - at_tokens(largest_BU, self.response_BT))
 
   def number(self) -> Array:

@@ -1,8 +1,8 @@
 """Checks and conversions of arguments. Every error message names the argument.
 
-Each function of an array returns it checked and converted. Values at masked positions are replaced
-by 0, so they may be NaN. Shapes and dtypes are always checked. Values are checked unless they are
-traced by `jit` or `grad`, or distributed over several processes.
+Functions that check an array return the converted array. Values at masked positions may be NaN,
+since they are replaced by 0. Shapes and dtypes are always checked. Values are checked unless they
+are traced by `jit` or `grad`, or distributed over several processes.
 """
 
 from collections.abc import Sequence
