@@ -190,8 +190,8 @@ def try_rewards(inputs: Inputs, scoring: Scoring) -> list[float]:
   """Scores the first problem's answer and an empty response.
 
   Returns the two scores, with NaN where the verifier failed. Returns [] for conversations in an
-  environment, for a cold start alone, for a job that samples no training responses, and if there
-  are no problems. Raises ValueError if the verifier fails on both responses.
+  environment, for a cold start alone, for training on recorded responses alone, and if there are no
+  problems. Raises ValueError if the verifier fails on both responses.
   """
   config, prompts = inputs.config, inputs.data.main_prompts
   scores = config.job == "eval" or (config.has_iterations and config.samples_prompts)

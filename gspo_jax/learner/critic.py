@@ -8,8 +8,8 @@ during the updates. Keys of section `critic` change them as follows:
 
 - `name`: a critic is a head on the policy's hidden states ("head"), or a model with its own trunk
   of layers ("model").
-- `bootstrap`: if it is True, the state after a truncated response has the critic's value. The state
-  after any other response has the value 0.
+- `bootstrap`: if it is True, the state after a truncated response has the critic's value. In all
+  other cases, the state after a response has the value 0.
 - `kl_coef` β: β log π_old/π_ref is subtracted from the reward of each token, as in InstructGPT
   (arXiv:2203.02155, Eq. 2).
 """
