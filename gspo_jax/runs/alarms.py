@@ -2,8 +2,8 @@
 
 Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
 1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each alarm has
-a condition on metrics, most of them with a threshold in the section `alarms`. When the condition
-becomes true, a warning is printed. While it is true, the metric `warning/<name>` is 1.
+a condition on metrics. Most conditions have a threshold in the section `alarms`. When the condition
+becomes true, a warning is printed. While the condition is true, the metric `warning/<name>` is 1.
 """
 
 import collections
@@ -76,14 +76,14 @@ class Alarms:
         if c.reward and mean < self._best - c.reward * width:
           fall = f"from {self._best:.3g} to {mean:.3g} (means of {WINDOW} iterations)"
           yield "reward", f"the reward has fallen {fall}"
-    # Training has the metric `verifier/unknown`, and each evaluation has one with a prefix.
+    # Training has the metric `verifier/unknown`. Evaluations have it with a prefix in its name.
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _reward_range(self, row: Mapping[str, Any]) -> float:
-    """Returns largest minus smallest reward so far. 1 if no row has had both."""
+    """Returns the largest minus the smallest reward so far; 1 if no row has had the two metrics."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
@@ -207,10 +207,10 @@ def advice(name: str) -> str:
   return f"{ALARMS[name].advice} ({ALARMS[name].page})"
 
 
-WINDOW = 10  # Iterations of medians and means.
+WINDOW = 10  # Number of iterations over which medians and means are computed.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
-TAIL = 0.1  # Highest share of tokens with a ratio above 2 or below 1/2 without a warning.
-OUTSIDE = 0.1  # Highest share of responses outside the clip range before any update.
+TAIL = 0.1  # No warning up to this share of tokens with a ratio above 2 or below 1/2.
+OUTSIDE = 0.1  # No warning up to this share of responses outside the clip range.
 
 
 class Bound(NamedTuple):
@@ -218,7 +218,7 @@ class Bound(NamedTuple):
 
   name: str
   metric: str
-  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # From section and row; 0: no alarm.
+  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # 0: no alarm.
   text: str  # Format of the warning, with the metric's value and the clip range.
 
 
@@ -237,8 +237,8 @@ def _mismatch_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
 def _ratio_tail_limit(config: AlarmConfig, row: Mapping[str, Any]) -> float:
   """Returns the limit of `ratio/tail`.
 
-  Unless old log-probs are recomputed, ratios include the mismatch between sampler and trainer, so
-  the limit is higher by the mismatch's share of tokens.
+  If old log-probs are not recomputed, ratios include the mismatch between sampler and trainer. Then
+  the limit is higher by `mismatch/tail`, the share of tokens with a large mismatch.
   """
   mismatch = 0.0 if "mismatch/recomputed" in row else _finite(row.get("mismatch/tail")) or 0.0
   return TAIL + mismatch if config.ratio else 0.0
@@ -292,8 +292,8 @@ def _outside_range(row: Mapping[str, Any]) -> float | None:
   """Estimates the share of responses outside the clip range before any update.
 
   The mean log-prob difference of a response is taken as normal with mean 0. Its standard deviation
-  follows from the mean of its absolute value, σ √(2/π), in the row. None if the row lacks this mean
-  or the clip range, if old log-probs are recomputed, or if a correction masks responses.
+  follows from the row's mean of its absolute value, σ √(2/π). The result is None if the row lacks
+  this mean or the clip range, if old log-probs are recomputed, or if a correction masks responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}

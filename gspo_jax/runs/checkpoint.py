@@ -1,7 +1,8 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
 The host state is a dict with keys `position` (in the data), `pending` and `rows`; see `Phase.save`.
-Orbax writes to a temporary path and renames, so a killed process leaves a whole checkpoint or none.
+Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
+whole checkpoint or none.
 Orbax does not detect a flipped bit in an array. So the host state is stored with checksums of all
 arrays (integrity.py), and with a checksum of this JSON (`system.files.seal`).
 """
@@ -51,13 +52,13 @@ class Checkpointer:
   """Checkpoints of one phase, written in the background."""
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
-    """Opens the directory. Raises DamagedError if a checkpoint's metrics are unreadable."""
+    """Opens the directory. Raises DamagedError for unreadable metrics, and WriteError."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
-    # Metric that ranks checkpoints. Times the sign, the largest value is the best.
+    # The best checkpoint has the largest value of this metric times the sign.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Start of the last save.
+    self._last = time.monotonic()  # Time of the last save; at first, of the opening.
     self._mirror = Mirror(workdir, config.directory)
-    self._failure: BaseException | None = None  # Error of a save in the background.
+    self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
     if config.keep_every:
       rules.append(policies.EveryNSteps(config.keep_every))
@@ -89,7 +90,7 @@ class Checkpointer:
     self._seconds: float | None = None
 
   def latest(self) -> int | None:
-    """Returns the step of the newest complete checkpoint; None without a checkpoint."""
+    """Returns the step of the newest complete checkpoint; None if there is none."""
     return self._manager.latest_step()
 
   def newest(self) -> str:
@@ -108,7 +109,8 @@ class Checkpointer:
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Restores (step, state, host_state) of the newest undamaged checkpoint.
 
-    Returns None without checkpoints. Newer, damaged checkpoints are renamed to `damaged_<step>`.
+    Returns None if there is no checkpoint. If a newer checkpoint is damaged, it is renamed to
+    `damaged_<step>`.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
@@ -148,7 +150,7 @@ class Checkpointer:
       step: number of finished steps.
       state: training state.
       host: host state, as JSON.
-      metrics: metrics row with the metric `checkpoint.best`; None if it was not measured.
+      metrics: metrics row with the metric named by `checkpoint.best`; None if it was not measured.
 
     Raises:
       WriteError: this checkpoint or the previous one cannot be written.
@@ -195,7 +197,7 @@ class Checkpointer:
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the duration of a newly completed save; {} without one.
+    """Returns a metric, the seconds of a newly completed save; {} if there is no such save.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -214,7 +216,7 @@ class Checkpointer:
         self._mirror.copy()  # Includes rows written since the last save.
 
   def _score(self, metrics: Mapping[str, float]) -> float:
-    """Returns the metric that ranks checkpoints, times its sign. -inf if not measured."""
+    """Returns the metric that ranks checkpoints, times the sign; -inf if it was not measured."""
     return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
@@ -324,7 +326,8 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
     state: restored arrays to verify; None to verify the host state alone.
 
   Raises:
-    DamagedError: the host state or an array differs from its checksum.
+    DamagedError: the host state cannot be read, or belongs to another phase or step; or the host
+      state or an array differs from its checksum.
   """
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
@@ -367,7 +370,7 @@ def require_shapes(
 
 
 def stored_shapes(path: epath.Path) -> dict[str, tuple[int, ...]]:
-  """Returns shapes of the arrays in a checkpoint, by path. Raises DamagedError."""
+  """Returns shapes of the arrays in a checkpoint, by name. Raises DamagedError."""
   with readable(path):
     return shapes(ocp.PyTreeCheckpointHandler().metadata(path / "state"))
 

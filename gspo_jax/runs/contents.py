@@ -1,9 +1,9 @@
 """Checksums of weights, held-out problems and user functions named in a configuration.
 
-A resumed run must find the same contents under these names: the reference of the KL penalty, the
-reward and the meaning of accuracy depend on them. For speed, only some blocks of a large file are
-read. A repository of the hub, pinned to a commit, needs no checksum. Training data is compared by
-`data.sources.Batches`.
+A resumed run must find the same contents under these names. Otherwise the reference of the KL
+penalty, the reward or the meaning of accuracy would change. For speed, only some blocks of a large
+file are read. A repository of the hub is pinned to a commit, and needs no checksum.
+`data.sources.Batches` compares the training data.
 """
 
 import concurrent.futures
@@ -20,8 +20,8 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hub
 
 _BLOCK = 2**16  # Bytes.
-_BLOCKS = 256  # Number of evenly spaced blocks of a file; a smaller file is read whole.
-_REMOTE_BLOCKS = 4  # Number of blocks of a file in a bucket.
+_BLOCKS = 256  # Number of evenly spaced blocks to read. A file of at most 16 MiB is read whole.
+_REMOTE_BLOCKS = 4  # Number of blocks to read of a file in a bucket.
 _THREADS = 16
 _WEIGHTS = ("config.json", "*.safetensors")
 
@@ -32,9 +32,9 @@ def describe(
   problems: Mapping[str, Sequence[Prompt]],
   stop_ids: Sequence[int],
 ) -> dict[str, str]:
-  """Returns a text about the contents of each configuration key.
+  """Returns a description of contents for each configuration key, such as "30 problems 0a1b2c3d".
 
-  For most contents, the text is a count and a checksum.
+  A key is absent if there is nothing to compare.
 
   Args:
     config: configuration of the run.
@@ -53,7 +53,7 @@ def describe(
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-  """Yields (key, value) of keys for user functions."""
+  """Yields (key, value) of each key for a user function."""
   if config.job == "sft":
     return
   yield "reward.name", config.reward.name
@@ -80,10 +80,10 @@ def _describe_weights(source: WeightSource) -> str:
 
 
 def _describe_directory(name: str, patterns: Sequence[str]) -> str:
-  """Describes a directory's files; "" for a repository or a missing directory.
+  """Describes a directory's files; "" for a hub repository or a missing directory.
 
   Args:
-    name: directory or repository.
+    name: directory or hub repository.
     patterns: file names to read, with wildcards.
   """
   if hub.is_id(name):
@@ -100,7 +100,7 @@ def _describe_directory(name: str, patterns: Sequence[str]) -> str:
 
 
 def _samples(path: epath.Path) -> list[bytes]:
-  """Returns a file's name and size, as one item, and its blocks."""
+  """Returns a list of bytes: first a file's name and size, then its blocks."""
   size, read = _reader(path)
   spans = _spans(size, _REMOTE_BLOCKS if "://" in str(path) else _BLOCKS)
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -108,7 +108,7 @@ def _samples(path: epath.Path) -> list[bytes]:
 
 
 def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
-  """Returns (start, stop) of evenly spaced blocks. The first and last bytes are included."""
+  """Returns (start, stop) of evenly spaced blocks. One block has the first byte, one the last."""
   if size <= blocks * _BLOCK:
     return [(0, size)]
   starts = [i * (size - _BLOCK) // (blocks - 1) for i in range(blocks)]

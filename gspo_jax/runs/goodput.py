@@ -1,4 +1,4 @@
-"""Goodput: shares of a run's wall time since its first start, over restarts."""
+"""Goodput: the share of useful stages in a run's wall time, counted from its first start."""
 
 import collections
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-USEFUL = ("sample", "score", "logp", "update")  # Goodput is the sum of these stages' shares.
+USEFUL = ("sample", "score", "logp", "update")  # The stages that count in goodput.
 _compiled = 0.0  # Seconds.
 
 
@@ -21,16 +21,16 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-  """Returns this process's seconds of compilation. Reads from the compilation cache count too."""
+  """Returns the seconds of compilation in this process, reads from its cache included."""
   return _compiled
 
 
 class Goodput:
   """Computes shares of the wall time, from the seconds per stage of each step.
 
-  Two shares are not stages. `restart` is the time from the last metrics row of a process to the
-  start of the next process. `wait` is the remainder, such as reading data or waiting for a sampler
-  on other devices.
+  Two shares belong to no stage. `restart` is the time between the last metrics row of a process and
+  the start of the next process. `wait` is the rest of the wall time, such as reading data or
+  waiting for a sampler on other devices.
   """
 
   def __init__(self, clock: Callable[[], float] = time.time):
@@ -53,7 +53,7 @@ class Goodput:
     self._seconds["restart"] += self._opened - clock
 
   def metrics(self, lap: Mapping[str, float]) -> dict[str, float]:
-    """Adds a step's seconds; returns the shares of the run so far.
+    """Adds a step's seconds. Returns the shares of the run's wall time so far, as metrics.
 
     Args:
       lap: seconds of the step by `time/<stage>`.

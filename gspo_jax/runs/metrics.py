@@ -36,7 +36,7 @@ def compute(metrics: Mapping[str, Any]) -> Row:
   Reductions and arrays become floats. Strings and integers are unchanged, and None is dropped.
   """
   host = jax.device_get(dict(metrics))
-  # `compute` may return jnp arrays: the second fetch is a no-op for NumPy values.
+  # A reduction's `compute` may return jnp arrays. The second fetch does nothing to NumPy values.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
   return {
     k: v if isinstance(v, str | int) else float(v) for k, v in values.items() if v is not None
@@ -46,8 +46,8 @@ def compute(metrics: Mapping[str, Any]) -> Row:
 class Stopwatch:
   """Measures seconds per stage of a step.
 
-  The time of a nested stage counts for the nested stage only. So does compilation, as stage
-  `compile`. This is host time: asynchronous device work in a stage is not measured.
+  The time of a nested stage counts for the nested stage only. Compilation is such a stage, named
+  `compile`. Seconds are those of the host: asynchronous work of the devices is not measured.
   """
 
   def __init__(
@@ -112,7 +112,7 @@ class Totals:
 def memory() -> dict[str, float]:
   """Returns peak memory, in GiB, of the process and the fullest local device.
 
-  The device's peak is absent if devices do not report memory.
+  The device's peak is absent if a local device does not report memory.
   """
   memory = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
   peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
@@ -151,8 +151,8 @@ class Writer(contextlib.AbstractContextManager):
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self.notes: dict[str, float] = {}  # Constant metrics of the run, added to every row.
-    self.count = 0  # Number of metrics rows of training in metrics.jsonl.
-    self._purge: dict[str, int] = {}  # Per phase, the first step that TensorBoard is to hide.
+    self.count = 0  # Number of rows in metrics.jsonl, apart from rows of phase "eval".
+    self._purge: dict[str, int] = {}  # First step to hide in TensorBoard, by phase.
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
@@ -220,7 +220,7 @@ class Writer(contextlib.AbstractContextManager):
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       for phase in self._purge:
-        self._board(phase)  # Written first: a crash in between must not leave stale curves.
+        self._board(phase)  # Event files come first: a crash must not leave stale curves.
       self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in covered))
       self._open()
@@ -246,7 +246,7 @@ class Writer(contextlib.AbstractContextManager):
   def dump_rollouts(
     self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"
   ) -> None:
-    """Writes `<folder>/<phase>_<step>.jsonl`, a line per record, and replaces an existing file.
+    """Writes `<folder>/<phase>_<step>.jsonl`, with a line per record. An existing file is replaced.
 
     Raises:
       WriteError: the file cannot be written.
@@ -287,7 +287,7 @@ class Writer(contextlib.AbstractContextManager):
         line = line[self._file.write(line) :]
 
   def _board(self, phase: str) -> tracking.EventFile:
-    """Returns the event file of a phase. A directory per phase allows a purge step for each."""
+    """Returns the event file of a phase, in its own directory: each phase has a purge step."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))

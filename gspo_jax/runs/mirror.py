@@ -1,9 +1,9 @@
 """Copy of a workdir in `checkpoint.directory`.
 
-A preempted machine loses its disk, and with it the workdir. So each save also copies the workdir to
-`checkpoint.directory`, without checkpoints and machine-specific files. The checkpoint becomes
-complete only after this copy. A run started with the same `checkpoint.directory` and an empty
-workdir resumes from the copy.
+A preempted machine loses its disk and the workdir on the disk. So each save of a checkpoint also
+copies the workdir to `checkpoint.directory`, except the files in EXCLUDED. The checkpoint becomes
+complete only after this copy. If a run starts with the same `checkpoint.directory`, and its workdir
+has no config.json, it resumes from the copy.
 """
 
 import sys
@@ -34,16 +34,16 @@ class Mirror:
     return has_copy and not (self._workdir / FILE).exists()
 
   def fill(self) -> bool:
-    """Copies the run back to the workdir if `can_fill`. Returns whether it did."""
+    """Copies the run back to the workdir if `can_fill`. Returns whether it was copied."""
     if not self.can_fill():
       return False
-    # The last file is config.json: with it, the workdir counts as a run.
+    # config.json is copied last, since a workdir with config.json counts as a run.
     for name in sorted(_files(self.target), key=lambda name: name == FILE):
       _copy(self.target / name, self._workdir / name)
     return True
 
   def copy(self) -> None:
-    """Copies changed files to the target. Raises WriteError if a file cannot be copied."""
+    """Copies new and changed files to the target. Raises WriteError if one cannot be written."""
     if self.target is None:
       return
     for name in list(_files(self._workdir)):
@@ -59,7 +59,7 @@ class Mirror:
 
 
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
-  """Returns the directory with the run's config.json, and its flag.
+  """Returns the directory with the run's config.json, and the directory's flag.
 
   The directory is the workdir, or the copy if `restore_workdir` will fill the workdir. Collective:
   call it on all hosts.

@@ -49,16 +49,18 @@ class Guard:
   """Checks metrics rows, and keeps the mini-batches of each step until its row is checked.
 
   Metrics arrive one step late (`Phase.report`), when further updates have been dispatched. So the
-  update function itself skips an update with non-finite gradients (`learner.step`). With "stop" it
-  also skips all later updates, so the state is still the one before the offending mini-batch.
+  update function itself skips an update with a non-finite loss or gradient (`learner.step`). If
+  `on_nonfinite` is "stop", it also skips all later updates. Then the state is still the one before
+  the offending mini-batch.
 
   Args:
     home: directory for `failures/`.
     config: the run's configuration, as JSON.
-    on_nonfinite: "stop" ends the run at the first such update, "skip" continues without it.
+    on_nonfinite: "stop" ends the run at the first non-finite update, "skip" continues without the
+      update.
     updates: gradient updates per step of the phase.
     keep: number of newest steps whose mini-batches are kept.
-    limit: number of consecutive skipped updates that ends a run with "skip".
+    limit: if `on_nonfinite` is "skip", this many consecutive skipped updates end the run.
   """
 
   def __init__(
@@ -84,8 +86,8 @@ class Guard:
   ) -> TrainState:
     """Accepts a new or restored state; returns the state to train on.
 
-    With "stop", the state's count of skipped updates is reset: a positive count would make the
-    update function skip every update.
+    If `on_nonfinite` is "stop", the state's count of skipped updates is reset. A positive count
+    would make the update function skip every update.
 
     Args:
       state: new or restored training state.
@@ -97,7 +99,7 @@ class Guard:
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    if not reported:  # The row of `step` is still to be checked, with its skips.
+    if not reported:  # The row of `step` has not been checked, and may contain new skips.
       self._skipped = checked_skips
     return state
 
@@ -108,9 +110,9 @@ class Guard:
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
     """Raises `NonFiniteError`, after writing a dump, for a bad metrics row.
 
-    A row is bad with a non-finite metric or, with "stop", with a skipped update. With "skip",
-    skipped updates are printed as a warning, and the error is raised for a non-finite row without a
-    skipped update, or after `limit` consecutive skipped updates.
+    If `on_nonfinite` is "stop", a row is bad if a metric is non-finite or an update was skipped. If
+    it is "skip", skipped updates are printed as a warning. A row is then bad if a metric is
+    non-finite although no update was skipped, or after `limit` consecutive skipped updates.
     """
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
@@ -128,9 +130,8 @@ class Guard:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      # The offending update and all later ones are skipped, so the number of skipped updates gives
-      # the first one. (`state.step` does not, since batches without a token to train on count as
-      # no step either.)
+      # The offending update and all later updates are skipped, so the number of skipped updates
+      # locates it. (`state.step` does not, since a batch without trained tokens is no step either.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
@@ -156,10 +157,10 @@ class Guard:
     return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
-    """Raises `NonFiniteError` before a save if updates have been skipped (with "stop").
+    """Raises `NonFiniteError` before a save if updates were skipped and `on_nonfinite` is "stop".
 
-    Their metrics rows may not have been checked yet, and a run resumed from this checkpoint would
-    lack the updates without a message.
+    The metrics rows of these updates may not have been checked yet. A run that resumes from this
+    checkpoint would lack the updates without a message.
     """
     if self._on_nonfinite == "stop":
       skipped = int(jax.device_get(state.skipped))

@@ -7,7 +7,7 @@ from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
-  """Returns the file of an iteration's batch, recorded with `rl.record`."""
+  """Returns the file for the batch of iteration `step`, written if `rl.record` is set."""
   return directory / f"{step:06d}.json"
 
 
@@ -55,7 +55,7 @@ def _check_required(config: RunConfig) -> None:
 
 
 def _check_replay(directory: str, iterations: int) -> None:
-  """Raises ValueError unless batches of all iterations are recorded."""
+  """Raises ValueError unless the directory has recorded batches of all iterations."""
   if not Path(directory).is_dir():
     raise ValueError(
       f"--config.rl.replay={directory} is not a directory: set it to WORKDIR/batches of a run with "

@@ -1,4 +1,4 @@
-"""JAX profiler traces of one stage in one iteration, or of its first steps."""
+"""JAX profiler traces of one stage in one iteration, or of the stage's first steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Profiler:
 
   def __init__(self, config: ProfileConfig, directory: Path):
     self._config, self._directory = config, directory
-    self._remaining: int | None = None  # Steps left in the current trace; None outside a trace.
+    self._remaining: int | None = None  # Steps until the trace ends; None outside a trace.
     try:  # The server lives as long as this object.
       self._server = jax.profiler.start_server(config.port) if config.port else None
     except Exception as error:
@@ -40,7 +40,7 @@ class Profiler:
   def __call__(self, stage: str, iteration: int) -> Iterator[None]:
     """Traces the block if section `profile` selects its stage and iteration.
 
-    The trace ends after `profile.steps` steps (see `count`), or with the block.
+    The trace ends with the block, or earlier after `profile.steps` steps (see `count`).
     """
     if (stage, iteration) != (self._config.stage, self._config.iteration):
       yield
@@ -53,7 +53,7 @@ class Profiler:
       self._stop()
 
   def count(self, stage: str, steps: int, result: Any = None) -> None:
-    """Counts dispatched steps, and ends the trace after the last one.
+    """Counts dispatched steps, and ends the trace after `profile.steps` steps.
 
     Args:
       stage: stage of the steps.

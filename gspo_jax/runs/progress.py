@@ -13,7 +13,7 @@ from gspo_jax.system.text import clock_text
 
 
 class Progress(contextlib.AbstractContextManager):
-  """Shows progress as a bar on a terminal, or as lines in a log, `interval` seconds apart.
+  """Shows progress as a bar on a terminal, or as a line every `interval` seconds in a log.
 
   Args:
     phase: name of the phase.
@@ -22,7 +22,7 @@ class Progress(contextlib.AbstractContextManager):
     active: whether this process shows progress; True on one process only.
     interval: seconds between lines in a log.
     delay: seconds before the bar or the first line appears.
-    at_most: whether `total` is an upper bound, since the phase may end early.
+    at_most: whether the phase may end before `total` steps.
     stream: output; None for standard error.
     clock: function for the time in seconds.
   """
@@ -94,7 +94,7 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the elapsed time of compilation and the first step."""
+    """Shows the time elapsed in compilation and the first step."""
     text = f"compiling, then the first step; {clock_text(self._clock() - self._begin)} so far"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
@@ -125,7 +125,7 @@ class Progress(contextlib.AbstractContextManager):
       yield f"{row['tokens_per_second']:,.0f} tokens/s"
 
   def _remaining(self, clock: float) -> str:
-    """Estimates the remaining time. "?" until two steps are finished."""
+    """Estimates the remaining time; "?" until this process has finished two steps."""
     step, since = self._first or (self.step, clock)
     if self.step == step:
       return "?"

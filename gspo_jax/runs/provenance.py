@@ -28,7 +28,7 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check_configuration(
   workdir: Path | epath.Path, config: Mapping[str, Any], flag: str = "--workdir"
 ) -> dict[str, Any]:
-  """Compares config.json with this configuration, and returns config.json; {} for a new run.
+  """Compares config.json with this configuration, and returns its content; {} for a new run.
 
   Collective: call it on all hosts. Only the first host's workdir is read.
 
@@ -57,7 +57,7 @@ def check_configuration(
 def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[str, str]) -> None:
   """Raises ValueError if weights, held-out problems or functions have changed.
 
-  With `resume` "force" nothing is checked.
+  If `resume` is "force", nothing is checked.
 
   Args:
     workdir: directory of the run.
@@ -75,7 +75,7 @@ def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[s
 
 
 def _changed_contents(recorded: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
-  """Returns lines `key: old -> new` for keys described in both arguments."""
+  """Returns lines `key: old -> new` for changed keys. Both arguments must describe the key."""
   old = recorded.get("provenance", {}).get("contents", {})
   common = old.keys() & contents.keys()
   return difference({k: old[k] for k in common}, {k: contents[k] for k in common})
@@ -98,8 +98,8 @@ def record(
     workdir: directory of the run.
     config: configuration of this start.
     start: origin of the initial weights; None or {} for random weights.
-    teacher: origin of the teacher's weights; None without a teacher.
-    tokenizer: name of the tokenizer.
+    teacher: origin of the teacher's weights; None if there is no teacher.
+    tokenizer: name of the tokenizer; "" to record none.
     date: date of the run's first start; None to record no date.
     contents: descriptions from `contents.describe`; None to record none.
   """
@@ -113,14 +113,14 @@ def record(
     for line in difference(_code(recorded.get("provenance", {})), _code(written)):
       sys.stderr.write(f"warning: since the last start, {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=written), indent=2)
-  write_whole(workdir / FILE, [text, "\n"])  # Atomic for other processes that read the file.
+  write_whole(workdir / FILE, [text, "\n"])  # Other processes may read the file meanwhile.
 
 
 def changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
   """Returns lines `key: old -> new` for changed keys. [] for a new run.
 
-  The configuration of an older version may lack keys. The run had the behaviour of their defaults,
-  so these are compared.
+  A configuration that an older version of the package recorded may lack keys. Its run behaved as
+  with the defaults of these keys, so the defaults are compared.
   """
   if not recorded:
     return []
@@ -184,7 +184,7 @@ def _code(provenance: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def read(workdir: Path | epath.Path) -> dict[str, Any]:
-  """Reads a workdir's config.json; {} without one. Raises ValueError for a damaged file."""
+  """Reads a workdir's config.json; {} if absent. Raises ValueError for a damaged file."""
   path = workdir / FILE
   if not path.exists():
     return {}
@@ -204,10 +204,10 @@ def read(workdir: Path | epath.Path) -> dict[str, Any]:
 def recorded_origins(
   recorded: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the record of each source in ORIGINS.
+  """Returns the record in config.json about each source in ORIGINS.
 
   A resumed run keeps these sources, even if a repository or another run has a newer version. The
-  value is {} for a new run, and for a source whose configured name has changed.
+  record is {} for a new run, and for a source whose configured name has changed.
   """
   # The key of the teacher is in a section, `distillation.teacher`; the other keys are not.
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
@@ -220,7 +220,7 @@ def recorded_origins(
 
 
 def first_start(recorded: Mapping[str, Any]) -> datetime.datetime:
-  """Returns the date of a run's first start. For a new run it is the first host's present date.
+  """Returns the date of a run's first start. If none is recorded, the first host's clock gives it.
 
   Chat templates may write the date into prompts, so a resumed run must keep it. Collective: call it
   on all hosts. Raises ValueError if the recorded date is unreadable.

@@ -26,8 +26,8 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
   """Opens a Weights & Biases run: an object with `log(metrics)` and `finish()`.
 
   A workdir has one W&B run, which a resumed run continues. W&B accepts steps in rising order only,
-  but each phase counts its own steps. So each phase has its own x-axis, `<phase>/step`. (Steps
-  repeated after a resume are shown twice.)
+  but each phase counts its own steps. So each phase has its own x-axis, `<phase>/step`. (If a
+  resumed run repeats steps, W&B shows these steps twice.)
 
   Raises:
     ValueError: wandb is not installed.
@@ -49,13 +49,13 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  It uses tensorboardX's EventsWriter directly, without the thread of SummaryWriter. On a full disk
-  that thread ends, and then further scalars, and `close` after Ctrl-C, block forever.
+  This class calls tensorboardX's EventsWriter directly, without the thread of SummaryWriter. On a
+  full disk that thread ends. Then further scalars block forever, and so does `close` after Ctrl-C.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):
     """Opens a new file. TensorBoard hides older events at or above `purge_step`."""
-    # Keeps tensorboardX from importing torch (a second and 0.2 GB) for the name of one type.
+    # tensorboardX would import torch for the name of one type, which takes a second and 0.2 GB.
     absent = sys.modules.setdefault("torch", None) is None
     try:
       from tensorboardX import event_file_writer

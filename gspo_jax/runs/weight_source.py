@@ -1,9 +1,9 @@
 """Sources of weights named in a configuration: random, a published model, or another run.
 
 A published model is a Hugging Face directory, local or in a bucket, or a repository of the hub.
-The workdir of another run names its newest RL checkpoint, or else its newest checkpoint of the cold
-start (SFT). A directory below it selects one: `WORKDIR/checkpoints/sft` the newest SFT checkpoint,
-`WORKDIR/checkpoints/rl/30` the checkpoint after RL iteration 30.
+The workdir of another run names its newest RL checkpoint or, before the first RL checkpoint, its
+newest checkpoint of the cold start (SFT). `WORKDIR/checkpoints/sft` always names the newest SFT
+checkpoint, and `WORKDIR/checkpoints/rl/30` names the checkpoint after RL iteration 30.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from gspo_jax.settings.model import ModelConfig, from_json
 from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files, hosts, hub
 
-PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first phase with one.
+PHASES = ("rl", "sft")  # A workdir names a checkpoint of the first of these phases that has any.
 RANDOM = "random"
 
 
@@ -36,7 +36,7 @@ class RunCheckpoint:
   """A checkpoint of another run."""
 
   path: epath.Path
-  config: Mapping[str, Any]  # The other run's config.json; {} if this file is absent.
+  config: Mapping[str, Any]  # The other run's config.json; {} if absent or unreadable.
   key: str = "weights"  # Configuration key that names the checkpoint, for error messages.
 
   @property
@@ -46,7 +46,7 @@ class RunCheckpoint:
 
   @property
   def adapters(self) -> LoraConfig:
-    """Configuration of the adapters in the checkpoint. The cold start (SFT) has none."""
+    """Configuration of the adapters in the checkpoint. SFT checkpoints have no adapters."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**_with_tuples(values))
 
@@ -86,7 +86,7 @@ class RunCheckpoint:
     )
 
   def load(self, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
-    """Loads the parameters in the training layout, with adapters merged by `lora.materialize`.
+    """Loads the parameters in the training layout. Adapters are merged into the weights.
 
     Args:
       model: configuration of the model.
@@ -109,7 +109,7 @@ class RunCheckpoint:
     return jax.block_until_ready(merge(self.load_with_adapters(model, mesh)))
 
   def load_with_adapters(self, model: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Loads parameters and adapters unmerged, in the other run's dtypes.
+    """Loads parameters and adapters in the other run's dtypes, without merging them.
 
     Raises ValueError as `load` does.
     """
@@ -144,7 +144,7 @@ class RunCheckpoint:
       raise ValueError(f"{self.key}={self.path} is damaged: {error.why}{before}") from error
 
   def _require_finite(self, params: Any) -> None:
-    """Raises ValueError, naming a parameter with NaN or infinity."""
+    """Raises ValueError for the first parameter with NaN or infinity."""
     arrays = integrity.named(params)
     for (name, array), count in zip(arrays.items(), finite.nonfinite(list(arrays.values()))):
       if count:
@@ -153,17 +153,17 @@ class RunCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
-  """Source of the weights named by a configuration key, with commit or checkpoint resolved."""
+  """Source of the weights that a configuration key names, at a fixed commit or checkpoint."""
 
   key: str  # Configuration key, such as "weights".
-  name: str  # Configured name; for a hub repository with its commit.
+  name: str  # Configured name. The name of a hub repository includes the commit.
   checkpoint: RunCheckpoint | None = None  # Checkpoint of another run; None for other sources.
   # JSON about the source, for the provenance; {} for random weights.
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def path(self) -> str:
-    """Path of the checkpoint, or else the name. Names are directories, repositories or "random"."""
+    """Path of the checkpoint. For other sources the name: a directory, repository or "random"."""
     return str(self.checkpoint.path) if self.checkpoint else self.name
 
   @property
@@ -210,8 +210,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    It is `configured` if both agree, for random or unnamed weights, and for a checkpoint whose run
-    recorded no model. Raises ValueError for a missing or unsupported config.json.
+    This is `configured` if the two agree, if the weights are random or unnamed, or if the
+    checkpoint's run recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -225,7 +225,7 @@ class WeightSource:
     return model if differences(dataclasses.asdict(model), configured) else configured
 
   def check_model(self, model: ModelConfig, configured: str) -> None:
-    """Raises ValueError if the weights' model is incomplete or differs from `model`.
+    """Raises ValueError if the weights' files are incomplete, or their model differs from `model`.
 
     Args:
       model: expected model.
@@ -281,8 +281,8 @@ def resolve(key: str, name: str, recorded: Mapping[str, Any]) -> WeightSource:
       its checkpoint or commit, even if the named run or branch has a newer one.
 
   Raises:
-    ValueError: the named run has no checkpoint, the checkpoint is incomplete, or the repository
-      cannot be read.
+    ValueError: the named run has no checkpoint, or the checkpoint is incomplete; or the repository
+      cannot be read, and `recorded` has no commit.
   """
   newest = hosts.run_on_first_host(lambda: find(name, key))
   if newest is None:
@@ -329,7 +329,7 @@ def find(name: str, key: str = "weights") -> RunCheckpoint | None:
 
 
 def _phase_directory(workdir: epath.Path, config: Mapping[str, Any], named: str) -> epath.Path:
-  """Returns the directory of a run's last phase with checkpoints. Else raises ValueError."""
+  """Finds RL checkpoints, or else SFT checkpoints. Raises ValueError if a run has neither."""
   try:
     home = epath.Path(config["checkpoint"]["directory"] or workdir / "checkpoints")
   except (KeyError, TypeError) as error:
@@ -355,7 +355,7 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
     file: a file that the repository must have.
 
   Raises:
-    ValueError: the repository cannot be read; the message names the key.
+    ValueError: the repository cannot be read, and `recorded` has no commit.
   """
   old = recorded.get("directory")
   try:
@@ -375,12 +375,11 @@ def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, An
   """Returns the tokenizer's name, with a hub repository's commit. Collective: call it on all hosts.
 
   Args:
-    name: configured name; "" for the tokenizer of the weights, or "bytes" for random weights.
+    name: configured name; "" means the tokenizer of the weights, or "bytes" if they are random.
     source: source of the weights.
     recorded: as in `pin`.
 
-  Raises:
-    ValueError: the repository cannot be read.
+  Raises ValueError as `pin` does.
   """
   if name or source.name == RANDOM:
     return pin("tokenizer", name or "bytes", recorded, "tokenizer.json")
