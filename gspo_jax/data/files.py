@@ -1,6 +1,6 @@
 """Reads data rows of files and of TFDS data sets, one at a time.
 
-Rows are decoded later, one by one. So an error in a row does not end the reading of the others.
+Reading a file does not decode its rows. So an error in one row does not prevent reading the rest.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 from gspo_jax.system.files import located
 
-# File and line of a row for messages; its default id; and a function that decodes it.
+# A row: its file and line, for messages; its default id; and a function that decodes the row.
 Row = tuple[str, str, Callable[[], Any]]
 Numbered = Iterator[tuple[int, Callable[[], Any]]]  # Numbers of rows in a file, and decoders.
 _MAGIC = r"[*?\[]"  # Characters of patterns.
@@ -38,7 +38,7 @@ class Skipped:
 
   Attributes:
     count: number of bad rows.
-    first: place and error of the first bad row, to append to a message; "" without one.
+    first: place and error of the first bad row, to append to a message; "" if none.
   """
 
   def __init__(self, on_error: str):
@@ -87,7 +87,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
     return
   for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    # A pattern may match further files at a later start. Full paths keep ids unchanged then.
+    # At a later start, a pattern may match further files. Ids with full paths then stay unchanged.
     name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
@@ -105,7 +105,7 @@ def named(spec: str, key: str) -> list[epath.Path]:
   """Returns the files of a path or pattern, in alphabetical order.
 
   Raises:
-    DataError: there is no such file, or a file has another ending than _READERS.
+    DataError: there is no such file, or a file's ending is not in _READERS.
   """
   magic = re.search(_MAGIC, spec)
   try:
@@ -148,7 +148,7 @@ def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
       yield number, functools.partial(_json_row, line)
 
 
-# Readers of a file by its ending. Each yields the file's rows.
+# Readers of files, one for each format. They yield a file's rows.
 
 
 def _json_lines(file: epath.Path) -> Numbered:
@@ -215,7 +215,7 @@ _READERS = {
 def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
   """Opens a split of a TFDS data set, for random access.
 
-  Without a split in `spec`, it is train for the key data.train, and test for other keys.
+  If `spec` names no split, the split is train for the key data.train, and test for other keys.
   """
   import tensorflow_datasets as tfds  # Slow to import, and seldom needed.
 

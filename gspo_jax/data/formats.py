@@ -26,9 +26,9 @@ from gspo_jax.verifiers import math_answer
 
 # The first of these fields that a row has is its id.
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
-# With this prefix `Format.answer` is a list of fields, and the answer is a JSON object of them, for
-# the verifier of programs. `name=field` renames a field. `tests.*.input` is a list of the fields
-# `input` of all tests.
+# If `Format.answer` has this prefix, it lists fields, separated by commas. The answer is then a JSON
+# object of these fields, for the verifier of programs. `name=field` renames a field. The value of
+# `tests.*.input` is a list of the field `input` of all tests.
 JSON = "json:"
 # Maximum number of characters of a further field (`_further`), to limit memory.
 MAX_INFO = 1000
@@ -72,8 +72,8 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  "deepscaler": Format("problem", "answer"),  # Without demonstrations: many solutions are empty.
-  # Its prompts have instructions already, so the template adds none.
+  "deepscaler": Format("problem", "answer"),  # Many rows have an empty `solution`.
+  # The data set's prompts have instructions already, so the template adds none.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
@@ -108,9 +108,9 @@ def prompt(
 
   Args:
     row: decoded row.
-    form: names of its fields, and templates.
+    form: names of the row's fields, and templates.
     tok: tokenizer of the run.
-    filters: conditions of the row.
+    filters: conditions that the row must meet.
     max_tokens: maximum number of tokens of the prompt.
     default_id: id of a row without an id.
 
@@ -182,8 +182,8 @@ def _further(
 ) -> Iterator[tuple[str, str]]:
   """Yields name and text of each field other than question, answer and id.
 
-  Verifiers and evaluation use them. Nested fields have dotted names. Lists, and texts longer than
-  MAX_INFO, are excluded; an answer with `json:` can include them.
+  Verifiers and evaluation use these fields. Nested fields have dotted names. Lists, empty texts and
+  texts longer than MAX_INFO are excluded. A format can include them in its answer (see JSON).
 
   Args:
     row: the row, or a nested object of it.
@@ -208,7 +208,7 @@ def _fields(spec: str) -> list[str]:
 
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
-  """Returns the answer field's text, and the gold answer in it."""
+  """Returns the answer field's text, and the gold answer in this text."""
   further = form.adapt(row) if form.adapt else {}
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
@@ -238,13 +238,13 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
 
 
 def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -> str:
-  """Returns the text of a field or of a template.
+  """Returns the text of a field, or of a template with fields in braces.
 
   Args:
     row: the row.
     name: name of the field, or template.
-    key: configuration key that holds the name, for messages.
-    numbers: whether numbers are converted to text. False makes a row with a number bad.
+    key: configuration key for `name`, for messages.
+    numbers: whether numbers are converted to text. If False, a row with a number is bad.
 
   Raises:
     BadRow: a field is missing, empty, or of another type.
@@ -270,7 +270,7 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
 
 
 def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
-  """Returns a field by its name. It may be dotted: `info.answer`, `messages.1.content`."""
+  """Returns a field by its name, which may be dotted: `info.answer`, `messages.1.content`."""
   value = row
   for part in [name] if name in row else name.split("."):
     if isinstance(value, Mapping) and part in value:
@@ -284,7 +284,7 @@ def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
-  """Returns a field. `tests.*.input` is the list of `input` of each object in `tests`."""
+  """Returns a field. For `tests.*.input` it lists the field `input` of each object in `tests`."""
   head, star, tail = name.partition(".*.")
   if not star:
     return _lookup(row, name, key)
@@ -297,7 +297,7 @@ def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _text(value: Any, numbers: bool) -> str:
-  """Converts text, and with `numbers` a number, to text.
+  """Converts a text to str, and a number too if `numbers` is True.
 
   Raises:
     TypeError: the value is of another type; the message describes the value.
@@ -319,7 +319,7 @@ def _text(value: Any, numbers: bool) -> str:
 def _plain(value: Any) -> Any:
   """Converts a value to a JSON type.
 
-  Values are those of NumPy, TFDS (bytes) and Parquet (decimals, dates). A NumPy float becomes its
+  Values come from NumPy, TFDS (bytes) and Parquet (decimals, dates). A NumPy float becomes its
   shortest decimal: 0.1, and not 0.10000000149.
   """
   if isinstance(value, bytes):
@@ -341,8 +341,8 @@ def _kind(value: Any) -> str:
 def named(config: DataConfig, name: str) -> Format:
   """Returns a format by name.
 
-  Names are those in FORMATS, and "" for the format of section `data`. A format without a template
-  has `data.prompt_template`.
+  Names are those in FORMATS, and "" for the format of section `data`. If a format
+  has no template, `data.prompt_template` is used.
   """
   if not name:
     return config.form

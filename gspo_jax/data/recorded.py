@@ -19,7 +19,7 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.settings.rewards import LARGEST_REWARD
 from gspo_jax.structs import Prompt
 
-CHARACTERS = 1 << 20  # Maximum number of characters of a text; longer ones take too long to encode.
+CHARACTERS = 1 << 20  # Maximum characters of a text; a longer text takes too long to encode.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Recordings:
 
   rows: Sequence[Group]
   skipped: int = 0  # Number of bad rows.
-  unknown: int = 0  # Number of rows without a reward, since the verifier had failed.
+  unknown: int = 0  # Number of rows with reward null: the verifier had failed.
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -67,7 +67,7 @@ class Recordings:
     return Prompts([group.prompt for group in self.rows])
 
   def left_out(self) -> dict[str, float]:
-    """Returns the numbers of skipped and unknown rows, unless 0."""
+    """Returns metrics: the numbers of skipped and of unknown rows, if above 0."""
     counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
     return {name: float(count) for name, count in counts.items() if count}
 
@@ -134,7 +134,7 @@ def _read(
 ) -> tuple[Prompt, Response | None]:
   """Returns a row's prompt and response.
 
-  Without a reward, the response is None.
+  The response is None if the reward is null.
 
   Raises:
     BadRow: the row cannot be used.
@@ -152,7 +152,7 @@ def _read(
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
   _require_text(row, "prompt", prompt_ids, tok, (text, question))
   if row.get("response_ids") is None and list(prompt_ids) != tok.encode(text):
-    text = replies.whole_text(tok, prompt_ids)  # The prompt was rendered by another template.
+    text = replies.whole_text(tok, prompt_ids)  # Another template rendered the prompt.
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   answer = row.get("answer", "")
@@ -213,11 +213,11 @@ def _encode(
 ) -> list[int]:
   """Encodes a response without recorded token ids.
 
-  The tokens depend on the chat template, which may add text around the response, and on the stop
-  token. If the row has `length`, the first encoding of this length is returned.
+  There are several encodings: the chat template may add text around the response, and a stop token
+  may follow. If the row has `length`, the first encoding of this length is returned.
 
   Raises:
-    BadRow: no encoding has this length.
+    BadRow: the text is unusable, or no encoding has this length.
   """
   text, truncated = _text(row, "response"), row.get("truncated")
   texts = [replies.without_repeated_tag(prompt, text), text]
@@ -229,7 +229,7 @@ def _encode(
   if not truncated:
     stop, bare = tok.stop_ids[0], encoded
     encoded = [x if _ends_with_stop_string(x, tok, limits) else [*x, stop] for x in bare]
-    if truncated is False and "length" in row:  # Another stop string may have ended it.
+    if truncated is False and "length" in row:  # Another stop string may have ended the response.
       encoded += bare
   length = row.get("length", len(encoded[0]))
   for ids in encoded:
@@ -243,7 +243,7 @@ def _encode(
 
 
 def _ends_with_stop_string(ids: Sequence[int], tok: tokenizer.Tokenizer, limits: Limits) -> bool:
-  """Whether the last token completes the first stop string."""
+  """Whether the last token completes a stop string, and no earlier token does."""
   if not limits.stop_strings:
     return False
   text, before = tok.decode(ids), tok.decode(ids[:-1])
@@ -261,8 +261,8 @@ def _require_text(
 ) -> None:
   """Raises BadRow if a row's token ids and text disagree.
 
-  White space is ignored. A prompt's ids may decode to more than its text, since a chat template
-  adds some.
+  White space is ignored. A prompt's ids may decode to more than the prompt's text, since a chat
+  template adds text.
 
   Args:
     row: the row.
@@ -304,7 +304,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _reward(row: Mapping[str, Any]) -> float | None:
-  """Returns the reward; None for null. Raises BadRow if it is missing or unusable."""
+  """Returns the reward; None for null. Raises BadRow for a missing or unusable reward."""
   if "reward" not in row:
     raise BadRow("it has no reward. Add one, or null if the reward is unknown")
   reward = row["reward"]
@@ -320,7 +320,7 @@ def _reward(row: Mapping[str, Any]) -> float | None:
 
 
 def _ids(row: Mapping[str, Any], key: str, limit: int, vocabulary: int) -> list[int] | None:
-  """Returns a field's token ids; None without the field.
+  """Returns a field's token ids; None if the field is absent or null.
 
   Only the first `limit` + 1 ids are checked, since `_require_length` refuses longer lists.
 

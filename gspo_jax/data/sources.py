@@ -6,7 +6,7 @@ A list of sources is a mixture. The text of such a list is a *spec* (docs/data.m
   [format@]path[:weight] [where condition [and condition ...]], ...
 
 All rows of files are converted to `Prompt`s before training starts, so a bad row costs no
-accelerator time. Growing files (growing.py) are read again later.
+accelerator time. During training only growing files (growing.py) are read again.
 """
 
 import array
@@ -63,7 +63,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources. Indexing concatenates them; weights are for sampling alone."""
+  """Several sources. Indices run over all of them, in order; weights affect sampling alone."""
 
   sources: tuple[Source, ...]
   weights: tuple[float, ...]
@@ -100,7 +100,7 @@ def load(
 def load_spec(
   config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
 ) -> Source:
-  """Returns the prompts of a spec, as `load`. `key` is the spec's key, for messages."""
+  """Returns the prompts of a spec. `key` is the spec's key, for messages. Raises as `load` does."""
   parts = parts_of(spec, key)
   names = [part[0] for part in parts]
   if len(set(names)) < len(names):
@@ -184,13 +184,13 @@ def reader_of(
 class Batches(Iterator[list[structs.Prompt]]):
   """Iterates endlessly over batches of `batch_size` prompts; every epoch has a new order.
 
-  Epochs follow each other without a gap. A batch may span two epochs, and a batch larger than the
-  source repeats prompts. Each source of a mixture has separate epochs; the sources are interleaved
-  in a fixed order. `get_state` returns a JSON-compatible dict; `set_state` resumes from it.
+  A batch may span two epochs, and a batch larger than the source repeats prompts. Each source of a
+  mixture has separate epochs; the sources are interleaved in a fixed order. `get_state` returns a
+  JSON-compatible dict, and `set_state` resumes from this dict.
 
   If a run resumes with other prompts (another file of a pattern, an edited line, a changed weight),
-  the saved position has no meaning, and a new epoch starts in a new order. A new epoch starts too
-  once a growing source (growing.py) has new rows.
+  the saved position has no meaning, and a new epoch starts in a new order. The same happens when a
+  growing source (growing.py) has new rows.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
@@ -225,7 +225,7 @@ class Batches(Iterator[list[structs.Prompt]]):
   ) -> list[structs.Prompt]:
     """Returns the next `count` prompts accepted by `accept`.
 
-    After two epochs without an accepted prompt, it returns refused prompts instead.
+    After two epochs without an accepted prompt, refused ones are returned until the next accepted.
     """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)
@@ -276,7 +276,7 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """Identifies rows by checksums. Of an embedded task it reads a sample."""
+  """Identifies rows by number and checksum. For an embedded task, the checksum is of a sample."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -287,7 +287,7 @@ def _contents(source: Source) -> str:
 
 
 def rendered(source: Source) -> str:
-  """Returns a checksum of tokens and demonstrations. Of an embedded task it reads a sample."""
+  """Returns a checksum of tokens and demonstrations; for an embedded task, of a sample."""
   if isinstance(source, Mixture):
     return " ".join(map(rendered, source.sources))
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
@@ -300,7 +300,7 @@ def rendered(source: Source) -> str:
 
 
 def require_same_on_hosts(parts: Sequence[Any]) -> None:
-  """Raises DataError unless all hosts have the same prompts. Collective."""
+  """Raises DataError unless prompts have the same tokens on all hosts. Collective."""
   if jax.process_count() == 1:
     return
   first, *others = hosts.gather(zlib.crc32(" ".join(map(rendered, parts)).encode()))
@@ -334,14 +334,14 @@ def demonstration_tokens(
 def pack_demonstrations(
   prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Writes prompts with demonstrations into rows, right-padded to `length`.
+  """Writes prompts and their demonstrations into rows, right-padded to `length`.
 
   Returns:
-    Tokens, int32 [B, T]; and mask, float32 [B, T], as in `demonstration_tokens`, 0 on prompts.
+    Tokens, int32 [B, T], and mask, float32 [B, T]: 1 on responses and stop tokens, else 0.
 
   Raises:
-    DataError: a prompt with its demonstration is longer than `length`. `fitting` finds such rows of
-      files before training starts.
+    DataError: a prompt with its demonstration is longer than `length`. Before training starts,
+      `fitting` finds such rows in files.
   """
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
@@ -356,16 +356,16 @@ def pack_demonstrations(
 
 
 def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
-  """Excludes data rows over `length` tokens or without a demonstration.
+  """Excludes data rows of more than `length` tokens, and rows without a demonstration.
 
-  Of an embedded task only some problems are checked (`probe`), and none is excluded.
+  If the source is an embedded task, some problems are checked (`probe`), and none is excluded.
 
   Args:
     length: `sft.max_tokens`, maximum number of tokens of a prompt with its demonstration.
-    on_error: "raise" or "skip"; with "skip", excluded rows count in `skipped`.
+    on_error: "raise" or "skip"; if "skip", the result counts excluded rows in `skipped`.
 
   Raises:
-    DataError: there is such a row and `on_error` is "raise", or no row remains.
+    DataError: a row would be excluded and `on_error` is "raise", or a source has no row left.
   """
   if isinstance(source, Mixture):
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)

@@ -26,16 +26,16 @@ from gspo_jax.system import files, hub
 
 
 def user_turn(question: str, template: str = "{question}") -> dict[str, str]:
-  """Returns a user's message, with the question for `{question}` in `template`.
+  """Returns a user's message: `template` with the question in place of `{question}`.
 
-  Other braces stay unchanged, so LaTeX needs no escaping.
+  Other braces in the template stay unchanged, so LaTeX needs no escaping.
   """
   return dict(role="user", content=template.replace("{question}", question))
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-  """Tokenizer of UTF-8 bytes 0..255; then `<pad>`, `<eos>` (the stop token) and unused `<bos>`."""
+  """Tokenizer of UTF-8 bytes, ids 0 to 255. Ids 256 to 258 are pad, stop and bos tokens."""
 
   pad_id: int = 256
   stop_ids: tuple[int, ...] = (257,)
@@ -79,22 +79,22 @@ class HFTokenizer:
   add_bos: bool  # Whether plain prompts begin with the bos token. (Chat templates write it.)
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
-  vocab_size: int  # Largest id + 1; at most the model's vocabulary.
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template.
+  vocab_size: int  # Largest id + 1.
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For the template.
   system: str = ""  # System prompt for messages without one.
   # Date for chat templates.
   date: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
 
   @property
   def bos_id(self) -> int | None:
-    """Id of the bos token; None without one."""
+    """Id of the bos token; None if there is none."""
     return self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
 
   def encode(self, text: str) -> list[int]:
     """Returns the token ids of `text`.
 
-    Names of special tokens in the text become these tokens; no token is added. If a plain prompt
-    begins with the bos token, the text after it is encoded as if it were the whole text.
+    Names of special tokens in `text` are encoded as these tokens. No token is added at either end.
+    If a plain prompt begins with the bos token, the rest is encoded like a whole text.
     """
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
@@ -118,7 +118,7 @@ class HFTokenizer:
 
   @functools.cached_property
   def _added(self) -> dict[int, str]:
-    """Texts of added tokens by id, apart from white space."""
+    """Texts of added tokens by id. Tokens of white space are excluded."""
     added = self.tokenizer.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if token.content.strip()}
 
@@ -151,7 +151,8 @@ class HFTokenizer:
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token id's text.
 
-    A special token has the bytes of its name. A token may have part of a UTF-8 character.
+    A special or other added token has the bytes of its name. Other tokens may have part of a UTF-8
+    character, and unused ids have b"".
     """
     tokenizer = self.tokenizer
     decoder = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
@@ -170,14 +171,14 @@ class HFTokenizer:
     return bytes_V
 
   def begin(self, text: str) -> str:
-    """Prepends the bos token to a plain prompt, if needed."""
+    """Prepends the bos token to a plain prompt if `add_bos` is set and the token is absent."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """Renders messages up to the beginning of the assistant's turn.
 
-    Without a chat template, messages are joined by line breaks.
+    If there is no chat template, messages are joined by line breaks.
     """
     if not self.chat_template:
       messages = _with_system_prompt(self.system, messages)
@@ -205,7 +206,7 @@ class HFTokenizer:
 def _with_system_prompt(
   system: str, messages: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]]:
-  """Returns messages with the system prompt first, unless they have one."""
+  """Prepends the system prompt, unless the messages begin with another system prompt."""
   has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
   first = [] if has_system or not system else [dict(role="system", content=system)]
   return [*first, *messages]
@@ -241,7 +242,7 @@ def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def load(path: str) -> Tokenizer:
-  """Opens "bytes", or the files of a directory or hub repository.
+  """Opens the tokenizer "bytes", or the tokenizer in a directory or hub repository.
 
   Raises:
     TokenizerError: the files are missing or cannot be read.
@@ -287,16 +288,17 @@ def load_for(
 ) -> Tokenizer:
   """Loads a tokenizer for a model.
 
-  Special tokens with ids beyond the model's vocabulary are removed, except bos and stop tokens.
-  Their names are then plain text. (Text models of Gemma 3 include the tokenizer of image models.)
+  Special tokens with ids beyond the model's vocabulary are removed, except bos and stop tokens. The
+  names of removed tokens are then plain text. (For example, the tokenizer of Gemma 3's text models
+  has tokens for images.)
 
   Args:
     prompts: section `data`; None for its defaults.
     date: date for chat templates; None for the current date.
 
   Raises:
-    TokenizerError: other tokens are beyond the vocabulary, or the chat template does not have a
-      configured argument.
+    TokenizerError: tokens that are not removed are beyond the vocabulary, or the chat template does
+      not have a configured argument.
   """
   tok = load(path)
   if prompts is not None:
@@ -352,7 +354,7 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
     tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
   except Exception as error:  # The library raises bare Exceptions.
     raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
-  # Truncation saved with a tokenizer would silently cut long prompts, and padding lengthen others.
+  # A tokenizer saved with truncation and padding would cut long prompts and lengthen short ones.
   tokenizer.no_truncation()
   tokenizer.no_padding()
   special = special_tokens.add(tokenizer, directory, config)
@@ -373,10 +375,10 @@ def _load(directory: epath.Path, name: str) -> HFTokenizer:
 
 
 def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
-  """Returns [id] of the token after an assistant's turn; [] if none.
+  """Returns [id] of the special token after an assistant's turn; [] if there is none.
 
-  Some base models (Qwen3) have a chat template, but their files name another stop token. If the end
-  of a turn were no stop token, a response would continue with further turns.
+  Some base models (Qwen3) have a chat template, but their files name another stop token. If a
+  response did not stop at the end of its turn, it would continue with further turns.
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:
