@@ -1,7 +1,7 @@
 """Checks of programming contests' problems.
 
-A program is compared with one expected output. Problems that need more (interactive ones, and those
-with several right outputs) are bad rows.
+A program's output is compared with one expected output. Therefore interactive problems, and
+problems with several right outputs, are bad rows.
 """
 
 import re
@@ -38,8 +38,8 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
   """Checks a row of CodeForces.
 
   Returns:
-    Further fields of the answer, the lists `input_files` and `output_files`; {} if programs use
-    stdin and stdout.
+    Dict of further fields of the answer, the lists `input_files` and `output_files`; {} if programs
+    use stdin and stdout.
 
   Raises:
     BadRow: a comparison with the expected output would refuse right programs, or a test is
@@ -75,7 +75,7 @@ def apps(row: Mapping[str, Any]) -> dict[str, Any]:
   Returns {}, since the answer needs no further field.
 
   Raises:
-    BadRow: the statement allows several outputs.
+    BadRow: the problem is interactive, or allows several outputs.
   """
   _require_single_answer(row)
   return {}
@@ -108,6 +108,6 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test ends with an ellipsis. Further dots mean a grid of dots instead."""
+  """Whether a test ends with an ellipsis. If there are further dots, the test has grids of dots."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -60,7 +60,7 @@ class Embedded:
     row = self._problems[index]
     messages = [tokenizer.user_turn(row["question"], self._config.prompt_template)]
     text = self._tok.chat(messages)
-    # The index as the seed: a problem has the same demonstration, right or wrong, in every run.
+    # The seed is the index, so a problem's demonstration, right or wrong, is the same in every run.
     turns = self._task.demonstration(row, seed=index, **self._teacher_settings)
     first, *others = (turns,) if isinstance(turns, str) else turns
     first = replies.continuation(self._tok, messages, text, first)
@@ -75,5 +75,5 @@ class Embedded:
 
 
 def probe(length: int) -> range:
-  """Returns evenly spread indices below `length`: 500 to 999, or all."""
+  """Returns evenly spread indices below `length`: 500 to 999, or all if there are fewer."""
   return range(0, length, max(1, length // 500))

@@ -33,11 +33,11 @@ _DATE = re.compile(r"\d{4}(?:[-/]\d\d(?:[-/]\d\d(?:[T ].*)?)?)?")
 class Condition:
   """A filter condition `field op value`.
 
-  Numbers are compared with numbers. A number and a text are compared by the only number of the text
-  (`Level 3`, `12 kyu`). Two texts are compared as texts; but if they differ only in one number,
-  their order is that of the numbers. The order of dates is right if the year is first. `=~` and
-  `!~` search for a regular expression. A null field fails `<`, `<=`, `>` and `>=`; for other
-  operators it is an empty text.
+  Two numbers are compared as numbers. A number and a text are compared by the only number in the
+  text (`Level 3`, `12 kyu`). Two texts are compared as texts; if they differ in one number only,
+  this number gives their order. Dates are ordered correctly if they begin with the year. `=~` and
+  `!~` search for a regular expression. A null field fails `<`, `<=`, `>` and `>=`. For the other
+  operators a null field is an empty text.
   """
 
   field: str
@@ -67,7 +67,7 @@ class Condition:
     return _OPERATORS[self.op](text, value)
 
   def _compare(self, text: str, value: str) -> bool:
-    """Compares two texts, as numbers or dates if possible.
+    """Compares two texts, by their numbers or as dates if possible.
 
     Raises:
       BadRow: the operator needs an order, and the texts have none.
@@ -149,8 +149,8 @@ def _number(text: str) -> decimal.Decimal | None:
 def _split(text: str) -> tuple[decimal.Decimal | None, str]:
   """Returns a text's only number, and its other words.
 
-  The number is None for a text with several numbers or none. It is None too if the number has a
-  multiplier (2.5k), or if the text has other symbols (3 + x).
+  The number is None if the text has several numbers or no number, if the number has a multiplier
+  (2.5k), or if the text has other symbols (3 + x).
   """
   match, *others = [*_NUMBER.finditer(text)] or [None]
   words = text if match is None else f"{text[: match.start()]} {text[match.end() :]}"

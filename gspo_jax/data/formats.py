@@ -26,9 +26,9 @@ from gspo_jax.verifiers import math_answer
 
 # The first of these fields that a row has is its id.
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")
-# If `Format.answer` has this prefix, it lists fields, separated by commas. The answer is then a JSON
-# object of these fields, for the verifier of programs. `name=field` renames a field. The value of
-# `tests.*.input` is a list of the field `input` of all tests.
+# If `Format.answer` has this prefix, it lists fields with commas between them. The answer is then a
+# JSON object of these fields, for the verifier of programs. `name=field` renames a field. The value
+# of `tests.*.input` is a list of the field `input` of all tests.
 JSON = "json:"
 # Maximum number of characters of a further field (`_further`), to limit memory.
 MAX_INFO = 1000

@@ -1,8 +1,8 @@
 """Problems in JSON lines files to which lines are appended during a run (`schedule.refresh_every`).
 
-`Growing.look` reads all files again. The lines in use must not have changed. The first host reads
-the files, and broadcasts their texts if any has grown. A checkpoint has the lengths of the files,
-so a resumed run has the same rows.
+`Growing.look` reads all files again. Lines in use must not have changed. The first host reads the
+files, and broadcasts their texts if a file has grown. A checkpoint has the lengths of the files, so
+a resumed run has the rows of an uninterrupted run.
 """
 
 import json
@@ -19,7 +19,7 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # Part of each file in use: number of bytes, and their CRC-32.
+Lengths = dict[str, list[int]]  # By file, its part in use: number of bytes, and their CRC-32.
 
 
 def load(
@@ -34,7 +34,7 @@ def load(
     check: function of each gold answer, which raises ValueError for a bad one; None for no check.
 
   Raises:
-    DataError: as in `sources.load`; or the source is not a path or pattern of .jsonl files.
+    DataError: as in `sources.load`; or the spec is not one path or pattern of .jsonl files.
   """
   key, spec = f"data.{split}", getattr(config, split)
   part, *others = sources.parts_of(spec, key)
@@ -52,7 +52,7 @@ def load(
 
 
 class Growing:
-  """Source of prompts from growing files (`sources.Source`), file by file.
+  """Source of prompts (`sources.Source`) from growing files, in the order of files.
 
   Args:
     path: path or pattern of .jsonl files.
@@ -61,8 +61,8 @@ class Growing:
 
   Attributes:
     path: path or pattern.
-    reader: reader of the rows in use, with its counts.
-    lengths: part of each file in use.
+    reader: reader of the rows in use, with counts of excluded rows.
+    lengths: for each file, its part in use.
     shared: number of held-out problems that are among the rows.
   """
 
@@ -99,7 +99,7 @@ class Growing:
     """Reads the files again. Collective.
 
     Args:
-      lengths: part of each file to read, from a checkpoint; None for all whole lines.
+      lengths: for each file, the part to read, from a checkpoint; None for all whole lines.
 
     Returns:
       The number of new rows.
@@ -129,10 +129,10 @@ class Growing:
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
     """Reads lengths and texts of the files.
 
-    Without a change, the texts are {}.
+    The texts are {} if no length has changed.
 
     Args:
-      recorded: part of each file to read; None for all whole lines.
+      recorded: for each file, the part to read; None for all whole lines.
     """
     used = self.lengths if recorded is None else recorded
     names = recorded or [str(file) for file in files.named(self.path, self._key)]

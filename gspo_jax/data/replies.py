@@ -1,13 +1,13 @@
-"""Continuations: texts of given responses after their rendered prompts, as targets of training.
+"""Continuations: texts that follow rendered prompts, as targets of training on given responses.
 
 A prompt and its continuation are the conversation as the chat template renders it, up to the end of
-the assistant's turn. Templates differ in what they add to a response. A prompt may end with an
-open thought (`<think>`) or with an empty one (`<think></think>`); there may be an empty thought
-before an answer without one; white space may be trimmed.
+the assistant's turn. Templates add different texts to a response. A prompt may end with an open
+thought (`<think>`) or with an empty thought (`<think></think>`). The template may write an empty
+thought before an answer, and may trim white space.
 
-If the template drops part of the response, the continuation is the response itself. Then, after a
-prompt with an open thought, the response's own opening tag is removed; and before an answer without
-a thought, a closing tag is added.
+If the template drops part of the response, the continuation is the response itself, with one
+exception. If the prompt ends with an open thought, an opening tag of the response is removed, and a
+response without a thought begins with a closing tag.
 """
 
 import re
@@ -57,7 +57,8 @@ def continuation(
 def without_repeated_tag(prompt: str, response: str) -> str:
   """Removes a response's first tag if the prompt ends with it.
 
-  The result is the continuation of a truncated response; templates render only finished ones.
+  The result is the continuation of a truncated response, since templates render only finished
+  responses.
   """
   tag, space = _last_tag(prompt)
   text = response.lstrip()
@@ -91,8 +92,8 @@ def _continuation_in(
 ) -> str | None:
   """Returns a conversation's text between its prompt and the stop token.
 
-  If the prompt ends with an opening tag of a thought, the conversation may have a closing tag in
-  its place.
+  If the prompt ends with the opening tag of a thought, the conversation may have a closing tag in
+  place of the opening tag.
 
   Args:
     conversation: rendered conversation.
@@ -120,7 +121,7 @@ def _continuation_in(
 
 
 def _without_added_space(tok: Tokenizer, prompt: str, text: str) -> str:
-  """Removes the text's first space if it changes no token."""
+  """Removes the text's first space if the tokens stay the same."""
   whole, start = tok.encode(prompt + text), tok.encode(prompt)
   bare = text.removeprefix(" ")
   return bare if [*start, *tok.encode(bare)] == whole else text
@@ -149,18 +150,18 @@ def _stop_texts(tok: Tokenizer) -> list[str]:
 
 
 def _last_tag(prompt: str) -> tuple[str, str]:
-  """Returns the tag at a prompt's end and the white space after it; "" for each if none."""
+  """Returns the tag at a prompt's end and the following white space; ("", "") if no tag."""
   match = _LAST.search(prompt[-_TAIL:])
   return (match[1], match[2]) if match else ("", "")
 
 
 def _closes(tag: str) -> bool:
-  """Whether a tag is a closing one."""
+  """Whether a tag is a closing tag."""
   return "/" in tag or "end" in tag.lower()
 
 
 def _closings(tag: str) -> list[str]:
-  """Returns possible closing tags of an opening tag, common ones first."""
+  """Returns possible closing tags of an opening tag."""
   name, pipe = tag[1:-1].strip("|"), "|" if tag[1] == "|" else ""
   swaps = ("begin", "end"), ("start", "end"), ("BEGIN", "END"), ("START", "END")
   names = [name.replace(old, new) for old, new in swaps if old in name]

@@ -18,9 +18,9 @@ class Reader:
 
   form: Format
   tok: tokenizer.Tokenizer
-  filters: tuple[Condition, ...]  # Conditions of rows; others are excluded.
+  filters: tuple[Condition, ...]  # Conditions; rows that fail one are excluded.
   max_tokens: int  # Maximum number of tokens of a prompt.
-  skipped: Skipped  # Handles bad rows, by `data.on_error`.
+  skipped: Skipped  # Handles bad rows as `data.on_error` says.
   check: Check | None = None  # Check of gold answers; None for no check.
   prefix: str = ""  # Prefix of ids.
   filtered: int = 0  # Number of rows excluded by the conditions so far.

@@ -1,6 +1,6 @@
-"""Special tokens of a checkpoint. Several of its files may name them.
+"""Special tokens of a checkpoint. Several files of the checkpoint may name such tokens.
 
-"Special" tokens, such as the end of a turn, are not text. A checkpoint's *config* is the content of
+A special token, such as the end of a turn, is not text. A checkpoint's *config* is the content of
 tokenizer_config.json.
 """
 
@@ -18,7 +18,7 @@ class TokenizerError(ValueError):
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
-  """Reads a file's JSON object; {} without the file.
+  """Reads a file's JSON object; {} if there is no file.
 
   Raises:
     TokenizerError: the file is not a JSON object.
@@ -34,7 +34,7 @@ def read_json(file: epath.Path) -> dict[str, Any]:
 def add(
   tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
 ) -> dict[str, str]:
-  """Adds tokens of other files than tokenizer.json.
+  """Adds tokens named in other files than tokenizer.json.
 
   Transformers 5 does the same in `_from_pretrained` and `TokenizersBackend`. Newer checkpoints have
   the key `added_tokens_decoder` in the config; older ones have the files special_tokens_map.json
@@ -46,7 +46,7 @@ def add(
     config: content of tokenizer_config.json.
 
   Returns:
-    Texts of the named special tokens by name: eos_token, bos_token, ...
+    Dict from names of special tokens (eos_token, bos_token, ...) to their texts.
 
   Raises:
     TokenizerError: a file is malformed, or the tokenizer does not have the eos token.
@@ -93,7 +93,8 @@ def adds_bos(
 ) -> bool:
   """Whether plain text must begin with the bos token.
 
-  The key `add_bos_token` of the config decides; without it, the post-processor in tokenizer.json.
+  The key `add_bos_token` of the config decides. If it is not set, the post-processor in
+  tokenizer.json decides.
   """
   if config.get("add_bos_token") is not None or "bos_token" not in special:
     return bool(config.get("add_bos_token"))
@@ -139,7 +140,7 @@ def stop_ids(
 
 
 def _extra(config: dict[str, Any]) -> Any:
-  """Returns further special tokens, a list or an object by name."""
+  """Returns further special tokens: a list of tokens, or a dict of tokens by name."""
   return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
 
 

@@ -12,17 +12,17 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments of every template. Templates test `tools is none`, and a missing argument is not none.
+# Arguments of every template. Templates test `tools is none`, which a missing argument fails.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
 
 def read(directory: epath.Path, config: dict[str, Any]) -> str:
-  """Returns a tokenizer's default chat template; "" without one.
+  """Returns a tokenizer's default chat template; "" if there is none.
 
   Args:
-    directory: directory of the tokenizer's files, in which templates may be files.
-    config: contents of tokenizer_config.json, which may have templates too.
+    directory: directory of the tokenizer's files; files of templates come before `config`.
+    config: contents of tokenizer_config.json, whose `chat_template` may be one or several.
 
   Raises:
     TokenizerError: there are several templates, and none is named "default".
@@ -53,7 +53,7 @@ def arguments(source: str) -> list[str]:
 
 
 class _Generation(jinja2.ext.Extension):
-  """The tag `{% generation %}`, which marks the assistant's text; prints its body unchanged."""
+  """The tag `{% generation %}` around the assistant's text, which is rendered unchanged."""
 
   tags = {"generation"}  # noqa: RUF012 (Jinja declares it in this way)
 
@@ -72,8 +72,8 @@ _FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
 def compiled(source: str) -> jinja2.Template:
   """Compiles a chat template in a sandbox, as transformers does.
 
-  Templates come from downloaded checkpoints, so they are untrusted. The function `strftime_now` is
-  not included: pass it to `render`.
+  Templates come from downloaded checkpoints, so they are untrusted. Callers pass the function
+  `strftime_now` to `render`.
   """
 
   def raise_exception(message: str):
