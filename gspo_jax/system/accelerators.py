@@ -3,8 +3,8 @@
 import dataclasses
 
 GIB = 2**30
-# Memory of a GPU for arrays, as XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for CUDA, buffers of
-# NCCL, and workspaces of cuDNN and cuBLAS.
+# Share of a GPU's memory for arrays, the value of XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for
+# CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
 GPU_FRACTION = 0.92
 
 
@@ -27,13 +27,13 @@ class Chip:
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, sum over links, both directions
-  network: float  # bytes per second to other slices, each way: a chip's share of the host's speed
+  network: float  # bytes per second each way to other slices, per chip
   axes: int  # axes of the torus
   clock: float  # cycles per second
   host: str  # value of TPU_ACCELERATOR_TYPE for one host
   kinds: tuple[str, ...]  # JAX's names of a device
   devices: int = 1  # JAX devices of one chip
-  vector_memory: int = 16 * 2**20  # bytes for a Pallas kernel, by default of the compiler
+  vector_memory: int = 16 * 2**20  # the compiler's default limit for a Pallas kernel, in bytes
   cuda: Cuda | None = None  # None for TPUs.
 
   @property
@@ -43,22 +43,23 @@ class Chip:
 
   @property
   def ring_speed(self) -> float:
-    """Bytes per second of a device over both links of a torus axis."""
+    """Bytes per second that a device sends over both links of a torus axis."""
     return self.ici_speed / 2 / self.axes / self.devices
 
 
-_MORE = 32 * 2**20  # vector memory of a kernel on later chips
+_MORE = 32 * 2**20  # the limit of vector memory on later chips
 
 # Source: https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips, per chip.
-# Memory: versions of a page differ, 800 or 819 GB/s for v5e and 1600 or 1638 for v6e. The larger
-# ones are used, as on the tpu7x page for v6e. GB of capacities are GiB.
-# Links: the v4 page has no figure. 6 links of 50 GB/s each way are quoted by others from
+# Speed of memory: versions of a page differ, 800 or 819 GB/s for v5e and 1600 or 1638 GB/s for v6e.
+# CHIPS has the larger values. For v6e, the tpu7x page has the larger value too. Capacities in GB
+# are taken as GiB.
+# Links: the v4 page has no figure. Other sources quote 6 links of 50 GB/s each way from
 # arXiv:2304.01433 (its table was not checked). Measured speeds are lower: 45 GB/s per link of v4
 # and v5e instead of 50, and 90 for v5p, v6e and tpu7x instead of 100
 # (https://jax-ml.github.io/scaling-book/tpus).
-# Network of the data centre: 50 Gbit/s per chip of v5p, 100 of v6e and tpu7x, 6.4 Tbit/s for the
-# 256 chips of v5e. The v4 page has no figure, so that of v5p is used.
-# Clock: the one at which the matrix units reach the peak.
+# Network of the data centre: 50 Gbit/s per chip of v5p, 100 Gbit/s per chip of v6e and tpu7x, and
+# 6.4 Tbit/s for 256 chips of v5e. The v4 page has no figure, so v4 has that of v5p.
+# Clock: the frequency at which the matrix units reach the peak.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, 1.05e9, "v4-8", ("TPU v4",)),
   "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, 1.5e9, "v5litepod-4",
@@ -96,7 +97,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """Stand-in for an absent device, with the attributes of `jax.Device` used by checks."""
+  """Stand-in for an absent device. It has the attributes of `jax.Device` that checks read."""
 
   platform: str  # "tpu" or "gpu"
   device_kind: str
@@ -129,7 +130,7 @@ def memory(kind: str) -> float | None:
 def vector_memory(kind: str) -> int:
   """Returns bytes of vector memory for a Pallas kernel on one device.
 
-  Returns the minimum for an unknown `kind`.
+  Returns 16 MiB, the smallest value, for an unknown `kind`.
   """
   return (find(kind) or Chip).vector_memory
 

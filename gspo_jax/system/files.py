@@ -17,7 +17,7 @@ class WriteError(Exception):
 
 
 def place(name: str) -> epath.Path:
-  """Returns the path of a name: local, with `~` expanded, or gs://BUCKET/...
+  """Returns a name as a path: a local path with `~` expanded, or gs://BUCKET/...
 
   Raises ValueError for other schemes.
   """
@@ -83,7 +83,7 @@ def _exists(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-  """Converts an OSError to a `WriteError` with the file's name."""
+  """Converts an OSError in the block to a `WriteError` with the file's name."""
   try:
     yield
   except OSError as error:
@@ -94,7 +94,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
   """Writes a temporary file, and renames it to `path`.
 
-  So readers see either the whole old file or the whole new one. Lone surrogates are escaped, since
+  So readers see either the whole old file or the whole new file. Lone surrogates are escaped, since
   UTF-8 excludes them.
 
   Raises:

@@ -1,6 +1,6 @@
 """Communication between the processes of a run.
 
-The first process decides for all. A collective function must be called by all processes.
+The first process decides for all processes. All processes must call a collective function.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_first() -> bool:
-  """Whether this is the first process; it decides and writes for all."""
+  """Whether this is the first process, which decides and writes for all processes."""
   return jax.process_index() == 0
 
 
@@ -61,11 +61,11 @@ def gather(number: int) -> list[int]:
 
 
 def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
-  """Runs `work` on the first process and returns its result on all. Collective.
+  """Runs `work` on the first process, and returns the result on all processes. Collective.
 
-  If `work` raises, the first process raises its error. The others raise an error with the same
-  text: a ValueError for a ValueError, else one of type `otherwise`. So all processes stop, and none
-  waits for another.
+  If `work` raises an error, the first process raises this error. The other processes raise an error
+  with the same text: a ValueError if `work` raised one, else an error of type `otherwise`. So all
+  processes stop, and no process waits for another.
   """
   result = error = None
   if is_first():
@@ -84,9 +84,10 @@ def run_on_first_host(work: Callable[[], T], otherwise: type[Exception] = Runtim
 
 @contextlib.contextmanager
 def enter_on_first_host(context: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
-  """Enters a context on the first process alone, and yields its value there. Collective.
+  """Enters a context on the first process alone. Collective.
 
-  The other processes yield None. Errors on entering are raised as by `run_on_first_host`.
+  Yields the context's value on the first process, and None on other processes. If entering fails,
+  all processes raise errors as in `run_on_first_host`.
   """
   values: list[T] = []
   with contextlib.ExitStack() as stack:

@@ -46,14 +46,15 @@ def is_id(name: str) -> bool:
 def pinned(name: str, file: str = "config.json") -> str:
   """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged. Collective.
 
-  The first process resolves the name. Without a network, it uses the cached commit of the revision.
+  The first process resolves the name. If there is no network, the cached commit of the revision is
+  used.
 
   Args:
     name: name of a repository, or a path.
     file: a file that the repository must have.
 
   Raises:
-    HubError: there is no such repository, revision or file, or it cannot be reached.
+    HubError: there is no such repository, revision or file, or the hub cannot be reached.
   """
   if not _ID.fullmatch(name):
     return name
@@ -78,14 +79,14 @@ def directory(name: str) -> epath.Path:
   """Returns the directory of a repository or path.
 
   The directory of a repository is in the cache, and contains the files of SMALL. A path may be in a
-  bucket (`gs://`). Raises ValueError if it cannot be read.
+  bucket (`gs://`). Raises ValueError if the repository or the bucket cannot be read.
   """
   if is_id(name):
     return Repository.from_name(name).directory
   path = place(name)
   if "://" in name:
     with contextlib.suppress(FileNotFoundError), _raise_file_errors(path):
-      next(path.iterdir(), None)  # Unlike `exists`, this raises without the right to read.
+      next(path.iterdir(), None)  # Raises if reading is not permitted; `exists` does not.
   return path
 
 
@@ -143,7 +144,7 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of files. Only cached ones if these include the weights or their index."""
+    """Names of files: those in the cache if they include weights or an index, else all."""
     from huggingface_hub import HfApi
 
     local = [path.name for path in self.directory.iterdir()]
@@ -156,8 +157,8 @@ class Repository:
     """Downloads files to the cache. Partial files of earlier attempts are continued.
 
     Raises:
-      HubError: the network or the hub fails, the disk is too small, or a file differs from its
-        SHA-256.
+      HubError: the network or the hub fails, the disk is too small, or a file has another size or
+        SHA-256 than at the hub.
     """
     with _raise_hub_errors(self.name):
       remotes = [_Remote.find(self, file) for file in files]
@@ -171,7 +172,7 @@ class Repository:
       total = sum(remote.size for remote in remotes)
       with (
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
-        # Closed before the pool, whose threads end with it.
+        # After an error the transfer closes before the pool, and so ends the pool's threads.
         Transfer(f"downloading {self.id}", total, active=hosts.is_first()) as transfer,
       ):
         list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
@@ -179,8 +180,8 @@ class Repository:
   def reader(self, file: str) -> tuple[int, Callable[[int, int], bytes]]:
     """Returns a file's size, and a function to read a range.
 
-    The function takes start and stop in bytes, and is thread-safe. Both raise HubError if the hub
-    cannot be read.
+    The function takes start and stop in bytes, and is thread-safe. This method and the function
+    raise HubError if the hub cannot be read.
     """
     with _raise_hub_errors(self.name, file):
       remote = _Remote.find(self, file)
@@ -189,7 +190,7 @@ class Repository:
 
 @dataclasses.dataclass
 class _Remote:
-  """A file of a repository, with a temporary URL to read it, and its path in the cache."""
+  """A file of a repository, with its temporary URL and its path in the cache."""
 
   repository: Repository
   file: str
@@ -215,7 +216,7 @@ class _Remote:
 
   @property
   def bytes_in_cache(self) -> int:
-    """Bytes of the file in the cache."""
+    """Number of the file's bytes in the cache, of a partial file too."""
     files = [path for path in (self.blob, self.partial) if path.exists()]
     return files[0].stat().st_size if files else 0
 
@@ -239,8 +240,8 @@ class _Remote:
   def download(self, transfer: Transfer) -> None:
     """Downloads the file to the cache.
 
-    `hf_hub_download` would begin again after an interruption. So this method downloads the file to
-    its path in the cache, and `hf_hub_download` only adds it to the revision.
+    After an interruption, `hf_hub_download` would restart the download. So this method writes the
+    file to its path in the cache, and `hf_hub_download` only adds the file to the revision.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import http_get
@@ -251,7 +252,7 @@ class _Remote:
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
       if not self.blob.exists() and self.bytes_in_cache > self.size:
-        self.partial.unlink()  # Two processes wrote it, on a file system without locks.
+        self.partial.unlink()  # Two processes wrote this file, on a file system without locks.
       transfer.add(self.bytes_in_cache, before=True)
       if not self.blob.exists():
         with _CountingFile(self.partial, transfer) as file:
@@ -264,7 +265,7 @@ class _Remote:
     hf_hub_download(self.repository.id, self.file, revision=self.repository.commit)
 
   def _verify(self) -> None:
-    """Compares size and, if the hub has it, SHA-256."""
+    """Compares the size with the hub's, and the SHA-256 if the hub names one."""
     with open(self.partial, "rb") as file:
       digest = hashlib.file_digest(file, "sha256").hexdigest()
     is_digest = re.fullmatch("[0-9a-f]{64}", self.blob.name)
@@ -291,7 +292,7 @@ class _CountingFile(io.BufferedWriter):
 
 @functools.cache
 def _no_bar() -> type:
-  """Returns a hidden progress bar for the library. `Transfer` shows progress."""
+  """Returns a class of hidden progress bars for the library. `Transfer` shows progress."""
   from tqdm import tqdm
 
   class NoBar(tqdm):

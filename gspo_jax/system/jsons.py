@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-DEEPEST = 200  # Largest permitted nesting. Code that prints or writes values is recursive.
+DEEPEST = 200  # Maximum depth of nesting, since code that prints or writes values is recursive.
 
 
 def parse(text: str | bytes) -> Any:
@@ -39,7 +39,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Any) -> dict[str, Any]:
-  """Reads the object in a file (`pathlib` or `epath`). Raises ValueError with the file's name."""
+  """Reads a file's JSON object. Raises ValueError with the file's name if impossible."""
   try:
     return parse_object(path.read_bytes())
   except ValueError as error:
@@ -49,7 +49,7 @@ def read_object(path: Any) -> dict[str, Any]:
 
 
 def typed(key: str, value: Any, kind: type) -> Any:
-  """Returns a JSON value as a Python type. Raises ValueError, naming `key`, for another type."""
+  """Converts a JSON value to type `kind`. Raises ValueError, naming `key`, for another type."""
   number = isinstance(value, int | float) and not isinstance(value, bool)
   in_json = list if kind is tuple else kind
   if not (number if kind is float else type(value) is in_json):

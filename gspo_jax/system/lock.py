@@ -20,12 +20,12 @@ FILE = "lock"
 def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """Locks directories for this run, and creates missing ones.
 
-  The first process takes the locks for all processes. The kernel releases them when this process
-  ends, however it ends. On NFS, locks hold across machines. On a file system without locks, a
-  warning is printed. Directories in buckets (gs://) are not locked.
+  The first process takes the locks for all processes. The locks end with the context; if the
+  process is killed, the kernel releases them. On NFS, locks also exclude runs on other machines. If
+  a file system has no locks, a warning is printed. Directories in buckets (gs://) are not locked.
 
   Raises:
-    ValueError: another run has locked a directory; raised on all processes.
+    ValueError: another run has locked a directory. All processes raise this error.
     WriteError: a directory cannot be created or written.
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
@@ -58,7 +58,7 @@ def _lock_all(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
 
 
 def _lock(file: TextIO, kind: int, directory: Path) -> None:
-  """Locks a directory's open file without waiting. Raises ValueError if another run has it."""
+  """Locks a directory's open file without waiting. Raises ValueError if another run has a lock."""
   try:
     fcntl.flock(file, kind | fcntl.LOCK_NB)
   except OSError as error:

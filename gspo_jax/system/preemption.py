@@ -1,9 +1,9 @@
 """Preemption: a run that receives a signal saves its state and ends.
 
-Before they take a machine away, TPU VMs, Kubernetes, Slurm and most others send SIGTERM, the
-*notice*. A run also saves and ends after Ctrl-C. The same command resumes the run. On several
-hosts, JAX passes the notice from one host to all others, and all of them stop at the same call of
-`check`.
+TPU VMs, Kubernetes, Slurm and most other platforms send SIGTERM, the *notice*, before they take a
+machine away. A run also saves and ends after Ctrl-C. The same command resumes the run. If there are
+several hosts, JAX passes the notice from one host to the rest, and all hosts stop at the same call
+of `check`.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
 # Grace period in seconds. Kubernetes, Slurm and preemptible machines of Google usually send SIGKILL
-# 30 s after SIGTERM. The run must end before SIGKILL, with the exit code that has it restarted.
+# 30 s after SIGTERM. The run must end before SIGKILL, with the exit code that causes a restart.
 PLATFORM_S = 28.0
-BOARD = Path("/sys/class/dmi/id/product_name")  # name of the machine in Linux
+BOARD = Path("/sys/class/dmi/id/product_name")  # File with the name of the machine (Linux).
 
 
 class Preempted(Exception):
-  """Raised by `check` after a signal to this process, or to another one of the run.
+  """Raised by `check` after a signal to this process, or to another process of the run.
 
   Attributes:
     code: exit code of the process.
@@ -42,9 +42,9 @@ class Preempted(Exception):
 
 
 def grace(seconds: float | None) -> float | None:
-  """Returns the grace period: `seconds`, or for None the platform's.
+  """Returns the grace period: `seconds`, or the platform's if `seconds` is None.
 
-  Returns None on an unknown platform. The process then has no time limit.
+  The grace period of an unknown platform is None: the process has no time limit.
   """
   if seconds is not None:
     return seconds
@@ -54,7 +54,7 @@ def grace(seconds: float | None) -> float | None:
 
 
 class _Watch:
-  """State of a watch over this process's signals. At most one exists at a time."""
+  """State of `watch` over this process's signals. At most one state exists at a time."""
 
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
@@ -86,7 +86,7 @@ class _Watch:
       self.start_grace_period()
 
   def start_grace_period(self) -> None:
-    """Starts the grace period. At its end this process ends without saving."""
+    """Starts the grace period. After it, a timer ends this process without saving."""
     self.due = True
     if self.timer is not None:
       return
@@ -115,9 +115,10 @@ def watch(grace_s: float | None) -> Iterator[None]:
   """Makes signals raise `Preempted` at the next `check`.
 
   If a signal comes after the last check, `Preempted` is raised at the end of the context. Ctrl-C
-  after an earlier signal ends the process at once. `grace_s` seconds after the notice is seen, the
-  process ends without saving; None means the platform's grace period. A watch inside another one
-  has no effect. With several hosts, JAX handles SIGTERM.
+  after an earlier signal ends the process at once. If the context has not ended `grace_s` seconds
+  after `watch` sees the notice, the process ends without saving. None means the platform's grace
+  period. A watch inside another watch has no effect. If `jax.distributed` is initialized, JAX
+  handles SIGTERM.
   """
   global _watch
   if _watch is not None:
@@ -154,9 +155,9 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """Warns if two checks were further apart than the grace period; else "".
+  """Returns a warning if checks were further apart than the grace period; else "".
 
-  Considers only the checks since the previous call of this function.
+  Only the checks since the previous call of this function count.
   """
   if _watch is None or _watch.grace_s is None:
     return ""
@@ -178,9 +179,9 @@ def describe_resume(describe: Callable[[], str]) -> None:
 
 
 def check_alone() -> None:
-  """Calls `check` if other processes need not call it too.
+  """Calls `check` if this process can call it alone.
 
-  This is the case for a run with one process, and in a thread with its own check (`checked_by`).
+  This is possible if the run has one process, or if this thread has its own check (`checked_by`).
   """
   if jax.process_count() == 1 or getattr(_thread_check, "check", None):
     check()
@@ -190,8 +191,8 @@ def check_alone() -> None:
 def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
   """Replaces `check` in this thread within the context.
 
-  Threads whose work is needed to save the state must continue after a notice: `replacement` does
-  not raise `Preempted`, and the code that started the thread ends it.
+  A thread whose work is needed to save the state must continue after a notice. `replacement` must
+  not raise `Preempted`, and the code that started the thread ends the thread.
   """
   _thread_check.check = replacement
   try:

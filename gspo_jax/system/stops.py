@@ -2,8 +2,8 @@
 
 Python runs a signal handler only when the main thread returns from C, which may take minutes in a
 compiler. An exception raised by a handler may interrupt any statement, and is lost where Python
-ignores exceptions (for example, in JAX's callbacks of the garbage collector). So these handlers
-raise no exception. A thread receives the signals at once, and calls the latest `Answer`. This
+ignores exceptions (for example, in JAX's callbacks of the garbage collector). So the handlers of
+this module do nothing. A thread receives the signals at once, and calls the latest `Answer`. This
 module imports no slow module.
 """
 
@@ -24,7 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT  # Exit code after Ctrl-C: 130, as in shells.
 Answer = Callable[[int], None]  # Function of the signal's number.
 
 _answers: list[Answer] = []  # The last one is called.
-_pipe: tuple[int, int] | None = None  # Python's C handlers write to it, and the thread reads.
+_pipe: tuple[int, int] | None = None  # Python's C handlers write, and the thread reads.
 _lock = threading.Lock()
 
 
@@ -69,7 +69,7 @@ def listen() -> None:
 
 
 def code(number: int) -> int:
-  """Returns the exit code of a process ended by this signal."""
+  """Returns the exit code of a process after this signal."""
   return INTERRUPTED if number == signal.SIGINT else TRY_AGAIN
 
 
@@ -100,7 +100,7 @@ def say(text: str) -> None:
 
 
 def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
-  """Sends these signals to the thread. Returns the previous handlers and wakeup descriptor."""
+  """Directs these signals to the thread. Returns previous handlers and the wakeup descriptor."""
   global _pipe
   if _pipe is None:
     _pipe = os.pipe()
@@ -129,7 +129,7 @@ def _listen_always() -> None:
 
 
 def _reset() -> None:
-  """Restores default handlers in a forked child. It lacks the thread."""
+  """Restores default handlers in a forked child, since a fork lacks the thread."""
   if _pipe is not None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

@@ -14,12 +14,12 @@ GB = 1e9
 class Transfer:
   """Counts bytes, and shows their number, speed and remaining time. Thread-safe.
 
-  On a terminal the line is overwritten; a log has a new line every `interval` seconds. Nothing is
-  shown in the first second.
+  A terminal has one line, which is overwritten. A log has a new line at most every `interval`
+  seconds. In the first second nothing is shown.
 
   Args:
     title: beginning of the line.
-    total: number of bytes.
+    total: number of bytes to transfer, those already present included.
     active: whether to show anything.
     interval: seconds between lines of a log.
     stream: output; None for stderr.
@@ -42,7 +42,7 @@ class Transfer:
     self._interval = min(interval, 0.5) if self._terminal else interval
     self._lock, self._start = threading.Lock(), clock()
     self._due, self._shown = self._start + 1.0, False
-    self._present = self._received = 0  # Bytes in all, and bytes since the start.
+    self._present = self._received = 0  # Bytes present, and bytes received since the start.
     self._closed = False
 
   def add(self, count: int, *, before: bool = False) -> None:
@@ -50,10 +50,10 @@ class Transfer:
 
     Args:
       count: number of bytes.
-      before: whether they were present before the transfer; such bytes do not count in the speed.
+      before: whether the bytes were present before the transfer. Then the speed excludes them.
 
     Raises:
-      RuntimeError: the transfer is closed. This ends threads that still receive.
+      RuntimeError: the transfer is closed. This error ends threads that still receive bytes.
     """
     with self._lock:
       if self._closed:
@@ -65,7 +65,7 @@ class Transfer:
         self._due = self._clock() + self._interval
 
   def close(self) -> None:
-    """Ends the line on a terminal, or writes a log's last line."""
+    """Ends the line on a terminal, or writes a log's last line, if a line was shown."""
     self._closed = True
     if self._shown and self._terminal:
       self._stream.write("\n")

@@ -1,10 +1,10 @@
 """Threads for calls of user code, with time limits.
 
-A thread cannot be killed. If a call exceeds its limit, it fails with TooLong, and a new thread
-replaces the old one. In the old thread, `GivenUp` is raised as soon as it runs Python again. This
-ends a loop, but not a wait for a socket or in `time.sleep`. All threads are daemons, so the process
-can end without them. If MOST_HANGING old threads are still running, further calls fail at once.
-While a caller waits for its calls, it also checks for preemption.
+A thread cannot be killed. If a call exceeds its limit, the call fails with TooLong, and a new
+thread replaces the old thread. `GivenUp` is raised in the old thread as soon as this thread runs
+Python code again. This ends a loop, but neither a wait for a socket nor `time.sleep`. All threads
+are daemons, so running threads do not keep the process alive. If MOST_HANGING old threads are still
+running, further calls fail at once. A caller that waits for its calls also checks for preemption.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ MOST_HANGING = 1000  # Largest number of threads of calls beyond their limits.
 
 
 class GivenUp(SystemExit):
-  """Raised in the thread of a call beyond its limit, which then ends without a message."""
+  """Raised in the thread of a call beyond its limit. Ends the thread without a message."""
 
 
 class TooLong(TimeoutError):
@@ -59,8 +59,8 @@ class Workers:
   def __init__(self, count: int):
     self._missing = count  # Threads to start before the next call.
     self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    # A running call is removed either by its thread or by `expire`. Whoever removes it sets its
-    # result.
+    # A running call is removed either by its thread or by `expire`. The one of the two that removes
+    # the call sets its result.
     self._running: dict[Call, threading.Thread] = {}
     self._hanging: list[threading.Thread] = []
 
@@ -90,7 +90,7 @@ class Workers:
     calls: Iterable[concurrent.futures.Future],
     return_when: str = concurrent.futures.ALL_COMPLETED,
   ) -> None:
-    """Waits for all calls, or for the first one.
+    """Waits for all calls, or for the first of them.
 
     Raises:
       Preempted: the run was asked to stop; calls in the queue are cancelled.
@@ -118,7 +118,7 @@ class Workers:
         call.set_exception(TooLong(f"took longer than {call.limit_s:g} s"))
         _raise_in(thread)
     if not self._queue.empty():
-      with contextlib.suppress(RuntimeError):  # The next call tries again.
+      with contextlib.suppress(RuntimeError):  # The next call of `expire` or `submit` tries again.
         self._start_missing()
 
   def _start_missing(self) -> None:
