@@ -72,7 +72,7 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  "deepscaler": Format("problem", "answer"),  # Many rows have an empty `solution`.
+  "deepscaler": Format("problem", "answer"),  # No demonstrations: `solution` is often empty.
   # The data set's prompts have instructions already, so the template adds none.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"

@@ -19,7 +19,7 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # By file, its part in use: number of bytes, and their CRC-32.
+Lengths = dict[str, list[int]]  # Number of bytes in use of each file, and their CRC-32.
 
 
 def load(

@@ -5,9 +5,9 @@ the assistant's turn. Templates add different texts to a response. A prompt may 
 thought (`<think>`) or with an empty thought (`<think></think>`). The template may write an empty
 thought before an answer, and may trim white space.
 
-If the template drops part of the response, the continuation is the response itself, with one
-exception. If the prompt ends with an open thought, an opening tag of the response is removed, and a
-response without a thought begins with a closing tag.
+If the template drops part of the response, the continuation is the response itself. It is changed
+only after a prompt with an open thought: an opening tag at the response's beginning is removed, or
+a closing tag is added before a response without a thought.
 """
 
 import re

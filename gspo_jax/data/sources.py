@@ -189,8 +189,8 @@ class Batches(Iterator[list[structs.Prompt]]):
   JSON-compatible dict, and `set_state` resumes from this dict.
 
   If a run resumes with other prompts (another file of a pattern, an edited line, a changed weight),
-  the saved position has no meaning, and a new epoch starts in a new order. The same happens when a
-  growing source (growing.py) has new rows.
+  the saved position has no meaning, and a new epoch starts in a new order. A new epoch also starts
+  when a growing source (growing.py) has new rows.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
@@ -225,7 +225,7 @@ class Batches(Iterator[list[structs.Prompt]]):
   ) -> list[structs.Prompt]:
     """Returns the next `count` prompts accepted by `accept`.
 
-    After two epochs without an accepted prompt, refused ones are returned until the next accepted.
+    After two epochs without an accepted prompt, refused prompts are returned too.
     """
     if self._grows and self._contents != self._source.contents:
       self._start(self._restarts + 1)

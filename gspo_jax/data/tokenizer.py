@@ -80,7 +80,7 @@ class HFTokenizer:
   pad_id: int
   stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
   vocab_size: int  # Largest id + 1.
-  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For the template.
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For `chat_template`.
   system: str = ""  # System prompt for messages without one.
   # Date for chat templates.
   date: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)

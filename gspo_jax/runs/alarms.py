@@ -76,14 +76,14 @@ class Alarms:
         if c.reward and mean < self._best - c.reward * width:
           fall = f"from {self._best:.3g} to {mean:.3g} (means of {WINDOW} iterations)"
           yield "reward", f"the reward has fallen {fall}"
-    # Training has the metric `verifier/unknown`. Evaluations have it with a prefix in its name.
+    # Training has the metric `verifier/unknown`. Each evaluation has this metric with a prefix.
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]
     share = max(filter(None, map(_finite, shares)), default=0.0)
     if c.unknown and share > c.unknown:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _reward_range(self, row: Mapping[str, Any]) -> float:
-    """Returns the largest minus the smallest reward so far; 1 if no row has had the two metrics."""
+    """Returns the largest minus the smallest reward so far; 1 if no row has had these metrics."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
@@ -218,7 +218,7 @@ class Bound(NamedTuple):
 
   name: str
   metric: str
-  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # 0: no alarm.
+  limit: Callable[[AlarmConfig, Mapping[str, Any]], float]  # A limit of 0 disables the alarm.
   text: str  # Format of the warning, with the metric's value and the clip range.
 
 

@@ -52,7 +52,7 @@ class Checkpointer:
   """Checkpoints of one phase, written in the background."""
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
-    """Opens the directory. Raises DamagedError for unreadable metrics, and WriteError."""
+    """Opens the directory. Raises WriteError, or DamagedError for unreadable metadata."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest value of this metric times the sign.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
