@@ -296,16 +296,14 @@ def _step(
   first sum is divided by the second. So the number of micro-batches affects memory only, except for
   the load-balance loss: it is a product of two means over a micro-batch.
 
-  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum. The
-  metric `updates_skipped` counts non-finite updates. If `on_nonfinite=stop`, all later updates are
-  skipped and counted, too.
+  If the gradient is 0, the state is unchanged, since Adam would otherwise apply its momentum.
+  `updates_skipped` counts non-finite updates, and all later ones if `on_nonfinite=stop`.
 
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
-    relative_weight: function of (batch, hyperparameters), which returns the policy's denominator
-      over the critic's. The critic's numerator is multiplied by this factor, so that one division
-      by the policy's denominator normalises both losses.
+    relative_weight: function of (batch, hyperparameters) -> the policy's denominator over the
+      critic's. Times this factor, the critic's numerator has the policy's denominator.
   """
   gradient = jax.grad(numerator, has_aux=True)
 

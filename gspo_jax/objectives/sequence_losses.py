@@ -167,19 +167,18 @@ def segment_loss(
   s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
   sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
-  the segment number of each token, an integer in [0, T). No two segments of a row have the same
-  number, even if they belong to different packed responses. If each response is one segment, the
-  loss is GSPO-token; if each token is one segment, it is GRPO. If all tokens of each segment have
-  the same advantage, value and gradient of a response's loss are those of
-  -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  the segment number of each token, an integer in [0, T). The segments of a row have different
+  numbers, also those of packed responses. If each response is one segment, the loss is GSPO-token;
+  if each token is one segment, it is GRPO. If all tokens of a segment have the same advantage,
+  value and gradient of a response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
   and "constant" are those of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
   Reference: an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of responses.
-  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence; we know its abstract only.
-  `length_exponent` and `clip_exponent` are those of `gspo_loss`, for the length of a segment.
+  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence (its abstract). `length_exponent` and
+  `clip_exponent` are those of `gspo_loss`, for the length of a segment.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
