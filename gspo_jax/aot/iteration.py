@@ -59,8 +59,9 @@ class Iteration:
 def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, Any]]) -> Iteration:
   """Estimates an iteration from the rows of its compiled programs.
 
-  Updates and scoring passes were compiled for a full batch. Their time is scaled by the positions
-  that an iteration processes, padding included.
+  The compiled update has one mini-batch. The compiled scoring pass has one micro-batch, or one
+  packed mini-batch. Their times are multiplied by the positions of an iteration, padding included,
+  over the positions of the compiled batch.
 
   Args:
     case: compiled configuration and batch.
@@ -159,12 +160,13 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
   """Returns the seconds of decode steps, some of them with idle slots.
 
-  Time is linear in the number of slots in use. A step with all slots in use takes `serial_s`. A
-  step in which all slots are idle takes `idle_s`, since idle slots read nothing from a paged cache.
+  A step with all slots in use takes `serial_s`. If the row has `idle_s`, the time of a step with no
+  slot in use, time is linear in the number of slots in use: attention skips the cache of idle
+  slots. Otherwise every step takes `serial_s`.
 
   Args:
     steps: number of steps.
-    full: sampled tokens divided by slots. So many steps are needed if all slots are in use.
+    full: sampled tokens divided by slots. The number of steps if all slots are always in use.
     row: result of `compiler.examine` for the program "decode".
   """
   idle = row.get("idle_s", row["serial_s"])
@@ -226,7 +228,7 @@ def packed_microbatches(
   Args:
     lengths: tokens of each sequence, prompt included.
     window: tokens of a row.
-    shards: devices over which the batch is split.
+    shards: number of parts into which the mesh splits the batch.
     rows: rows of a micro-batch per device.
     prompt: tokens of each prompt.
     group_size: number of consecutive sequences with the same prompt.

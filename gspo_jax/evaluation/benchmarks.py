@@ -59,17 +59,18 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
     field = dict(unrated[0].info).get("rating", "none")
     raise ValueError(
       f"eval.benchmarks.{name}: the problem {unrated[0].id} has no numeric rating "
-      f"({field}), nor have {len(unrated) - 1} others; filter them out (`where rating>0`) or set "
-      f"eval.benchmarks.{name}.rating=False"
+      f"({field}), nor have {len(unrated) - 1} others; filter them out (`... where rating>0` in "
+      f"eval.benchmarks.{name}.data) or set eval.benchmarks.{name}.rating=False"
     )
   if config.standings:
     contests = elo.read_standings(config.standings)
-    if unknown := sorted({dict(p.info).get("contest_id", "") for p in problems} - {*contests}):
+    contest_ids = {dict(p.info).get("contest_id", "(no contest_id)") for p in problems}
+    if unknown := sorted(contest_ids - {*contests}):
       raise ValueError(
         f"eval.benchmarks.{name}: contests of problems are missing in {config.standings}: "
         f"{', '.join(unknown)}; add them to the file, or filter their problems out"
       )
-    for problem in problems:  # A problem without the field is worth one point.
+    for problem in problems:  # Without `points`, a problem is worth one point.
       if "points" in dict(problem.info) and not _has_number(problem, "points"):
         raise ValueError(
           f"eval.benchmarks.{name}: the problem {problem.id} has non-numeric points "

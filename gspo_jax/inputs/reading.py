@@ -42,13 +42,13 @@ class Inputs:
   source: WeightSource
   tokenizer: Tokenizer
   environment: environments.Make | None  # None for single turns.
-  rewards: Mapping[str, RewardConfig]  # Section `reward` for each verifier, by its name.
+  rewards: Mapping[str, RewardConfig]  # Reward settings, by name of the verifier.
   data: Data
   trial: Trial | None  # Of the first problem; None without problems.
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
-  contents: Mapping[str, str]  # From `contents.describe`: checksums of weights, data, user code.
+  contents: Mapping[str, str]  # Checksums by `contents.describe`.
 
   @property
   def origins(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def read_inputs(
   hosts.run_on_first_host(check_on_first_host)
   data, encode = inputs.data, inputs.tokenizer.encode
   data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
-  # A dry run for other devices is a single process.
+  # With `devices`, a dry run for other devices, there is one process.
   single_host = config if devices is None else dataclasses.replace(config, distributed=False)
   lines = rules.warnings(single_host, data_facts)
   if hosts.is_first():
@@ -106,11 +106,11 @@ def read_inputs(
 
 
 def model_of_weights(config: RunConfig, workdir: Path | None = None) -> ModelConfig:
-  """Returns the model of the weights.
+  """Returns the model configuration that belongs to the weights.
 
   Random weights have the configured model. A resumed run has the weights recorded at its first
-  start. Collective: call it on all hosts. Raises ValueError for a missing or unsupported
-  config.json.
+  start. Collective: call it on all hosts. Raises ValueError if the config.json of the weights is
+  missing or unsupported.
   """
   recorded = {}
   if workdir is not None:
@@ -126,7 +126,7 @@ def read_parts(
   recorded: Mapping[str, Any],
   devices: list[Any] | None = None,
 ) -> Inputs:
-  """Reads and checks a run's inputs, without comparing them with the last start's.
+  """Reads and checks a run's inputs. `read_inputs` also compares them with the last start.
 
   Args:
     config: configuration of the run.
@@ -185,8 +185,8 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-  """Raises ValueError unless adapters fit the model. A repository must name a commit."""
-  from gspo_jax.models.hf import peft  # Only this check needs safetensors.
+  """Raises ValueError if adapters do not fit the model, or come from no fixed commit."""
+  from gspo_jax.models.hf import peft  # Needs safetensors, which runs of random weights do not.
 
   adapter = lora.adapter
   if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
@@ -204,7 +204,11 @@ def read_tokenizer(
   recorded: Mapping[str, Any],
   date: datetime.datetime | None = None,
 ) -> Tokenizer:
-  """Reads the tokenizer. Raises ValueError if it cannot decode a stop string, tag or delimiter."""
+  """Reads the tokenizer.
+
+  Raises ValueError if decoded text can never contain a stop string or tag, or if delimiters of
+  steps are neither set nor found in the chat template.
+  """
   name = weight_source.resolve_tokenizer(config.tokenizer, source, recorded)
   tok = tokenizer.load_for(name, config.model.vocab_size, config.data, date)
   if config.has_iterations and config.objective.segment_unit == "step":
@@ -219,7 +223,7 @@ def read_tokenizer(
   for tag in shaping.TAGS[config.reward.format]:
     if not tokenizer.shows(tok, tag):
       raise ValueError(
-        f"reward.format={config.reward.format}: no decoded text of {name} has {tag!r}; set the "
-        "format to none, or use another tokenizer"
+        f"reward.format={config.reward.format}: text decoded by the tokenizer {name} never has "
+        f"{tag!r}; set the format to none, or use another tokenizer"
       )
   return tok

@@ -15,8 +15,8 @@ from gspo_jax.settings.training import OptimizerConfig
 class Optimizer(NamedTuple):
   """An Optax transformation with hyperparameters as an argument of `update`.
 
-  Optimizers that differ in hyperparameters alone have the same functions `init` and `update`. So a
-  sweep over hyperparameters compiles once.
+  Optimizers with the same `b1` and `b2`, and the same set of hyperparameters, share the functions
+  `init` and `update`. So a sweep over the hyperparameters' values compiles once.
   """
 
   init: Callable[[Any], Any]
@@ -48,7 +48,7 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
-    # The last update, number updates - 1, has the final learning rate.
+    # Counted from 0, the last update is number updates - 1, and has the final learning rate.
     decay_updates=max(1, updates - config.warmup_steps - 1),
     final=1.0 if config.schedule == "constant" else config.final_fraction,
     cosine=float(config.schedule == "cosine"),
@@ -62,10 +62,9 @@ def hyperparameters(config: OptimizerConfig, updates: int) -> dict[str, float]:
 
 
 def rate(schedule: Mapping[str, Any], count: Any) -> Any:
-  """Returns the learning rate of the update after `count` updates.
+  """Returns the learning rate of update number `count`, counted from 0.
 
-  It replaces the schedules of Optax, whose hyperparameters cannot be traced: they are tested by
-  `if` in Python.
+  The schedules of Optax test their arguments by `if` in Python, so these cannot be traced.
   """
   peak, warmup = schedule["peak"], schedule["warmup"]
   # The warmup starts at peak / warmup. An update with a learning rate of 0 would waste its rollout.
@@ -141,7 +140,7 @@ def _scale_routers(updates: Any, factor: Any) -> Any:
 
 
 def decayed(params: Any) -> Any:
-  """Marks the parameters with weight decay: matrices, not norms and biases."""
+  """Marks the parameters with weight decay: all but norms and biases."""
   return jax.tree.map_with_path(
     lambda path, _: not path[-1].name.endswith(("norm", "bias")), params
   )

@@ -1,8 +1,8 @@
 """Sums over the tokens of each response or segment, and aggregation to one loss.
 
-A unit is a response or a segment of one. Ids [B, T] give the unit of each token. Arrays [B, U] have
-one value per unit. Without ids, a row is one unit and U = 1. With ids, U = T, since there may be as
-many units as tokens; the values of absent units are 0.
+A unit is a whole response, or a segment of a response. Ids [B, T] give the unit of each token.
+Arrays [B, U] have one value per unit. Without ids, a row is one unit and U = 1. With ids, U = T,
+since there may be as many units as tokens. Absent units have the sum 0 and the maximum -inf.
 """
 
 from typing import NamedTuple
@@ -33,16 +33,16 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """Returns the value of each response, [B, U].
+    """Reduces values of tokens to one value per response: [B, U] from [B, T].
 
-    A value [B, T] is expected to be equal at all tokens of a response; otherwise the mean is
-    returned. A value [B, 1] is returned unchanged.
+    The values of a response are expected to be equal. If they differ, the mean is returned.
+    An array [B, 1] is returned unchanged.
     """
     if x_BX.shape[1] == 1:
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
     largest_BU = jnp.where(self.length_BU > 0, largest_BU, 0)
-    # The mean of equal values may be rounded. The mean of their differences is exactly 0.
+    # The mean of equal values may be rounded. Their differences from the maximum are exactly 0.
     return largest_BU + self.means(x_BX - at_tokens(largest_BU, self.response_BT))
 
   def number(self) -> Array:
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
 def tokens(
   value_BT: ArrayLike, name: str, mask_BT: ArrayLike, response_BT: ArrayLike | None
 ) -> tuple[Array, Tokens]:
-  """Checks the first array of a loss, its mask and responses.
+  """Checks the first array argument of a loss function, the mask and the ids of responses.
 
   Returns `value_BT` in float32 or wider, 0 at masked positions, and the `Tokens`.
 
@@ -77,7 +77,7 @@ def tokens(
 def aggregate_tokens(
   x_BT: Array, tokens: Tokens, kind: str, max_length: Number | None = None
 ) -> Mean:
-  """Aggregates a value per token to one mean, not yet divided.
+  """Aggregates values of tokens to one `Mean`, with numerator and denominator still separate.
 
   Kinds: "sequence" is the mean over responses of the mean over their tokens. "token" is the mean
   over all tokens. "constant" is the sum over all tokens, divided by the number of responses times

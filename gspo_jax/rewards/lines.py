@@ -5,8 +5,8 @@ bools, one for each line of the expected response: whether the response's line a
 right. Its time must be linear in the length of the response.
 
 Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. The last
-line of the response adds 1 − p if the whole response is right, and the additions for format and
-length. The sum over the lines is the reward of the response.
+line of the response also has 1 − p if the verifier accepts the response, and the rewards for format
+and length. The sum over the lines is the reward of the response.
 """
 
 import hashlib
@@ -52,8 +52,8 @@ def rewards(
 
   The additions for format and length are not included. Noise flips the verdicts on single lines, at
   the rates `reward.false_positive` and `reward.false_negative`. A flip depends only on the answer
-  and on the response's text up to the end of the line, as in `shaping.flipped`. Noise does not
-  change `correct_B`.
+  and on the response's text up to the end of this line, so equal texts have equal flips. Noise does
+  not change `correct_B`.
 
   Args:
     config: section `reward`: partial credit and noise rates.

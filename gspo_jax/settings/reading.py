@@ -130,7 +130,7 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.
-    key: the unknown key, dotted if its section is unknown.
+    key: the part of the key after `path`; dotted if a flag names a key of an unknown section.
     keys: keys of the section.
   """
   section, _, name = key.rpartition(".")

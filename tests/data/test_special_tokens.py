@@ -126,7 +126,7 @@ def test_a_format_whose_tags_no_text_has_is_refused(tmp_path):
     )  # fmt: skip
     if tag:
       with pytest.raises(
-        ValueError, match=f"reward.format={form}: no decoded text of .* has '{tag}'"
+        ValueError, match=f"reward.format={form}: text decoded by .* never has '{tag}'"
       ):
         read_inputs(config)
     else:

@@ -36,10 +36,10 @@ def rotation_of(config: ModelConfig, local: bool) -> Rotation:
 
 
 def waves(half: int, theta: float) -> np.ndarray:
-  """Returns the inverse frequencies theta^(i/half), wavelengths over 2π, float32.
+  """Returns theta^(i/half), float32: wavelengths divided by 2π, the inverse frequencies.
 
-  NumPy rounds them as Hugging Face does, on every device. The last bit of a frequency matters: at
-  position 30,000 it changes angles visibly.
+  They are computed on the host, so that they are rounded as in Hugging Face on every device. The
+  last bit of a frequency matters: at position 30,000 it changes angles visibly.
   """
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   return np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
@@ -72,13 +72,14 @@ def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
 def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   """Divides low frequencies by `rope.factor`. YaRN, arXiv:2309.00071, eq. 23.
 
-  Frequencies up to index `low` are unchanged, and those from `high` on are divided. Between these
+  Frequencies fall with their index. Those up to index `low`, the highest, are unchanged. Those from
+  index `high` on, the lowest, are divided. Between these
   indices, the divided and the unchanged frequency are interpolated linearly.
   """
   half = len(wave_h)
 
   def index(turns: float) -> float:
-    """Returns the index of the wave with so many turns."""
+    """Returns the index, a fraction, of the wave with `turns` turns in the original length."""
     return half * math.log(rope.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
   low, high = index(rope.beta_fast), index(rope.beta_slow)
@@ -91,7 +92,7 @@ def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   return scaled_h * (1 - unscaled_h) + np.float32(1) / wave_h * unscaled_h
 
 
-# Functions of wavelengths over 2π, theta and the configuration; they return frequencies.
+# Functions from (wavelengths / 2π, theta, configuration) to frequencies.
 RULES: dict[str, Callable[[np.ndarray, float, RopeConfig], np.ndarray]] = dict(
   default=_default, linear=_linear, llama3=_llama3, yarn=_yarn
 )
@@ -113,7 +114,7 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rotation: Rotation) -> jax
 
   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for angles position · frequency, where x1 and x2
   are the two halves of the rotated dimensions, as in Hugging Face. RoFormer, arXiv:2104.09864,
-  eq. 34. Further dimensions are unchanged.
+  eq. 34. The result is multiplied by `rotation.factor`. Further dimensions are unchanged.
   """
   half = len(rotation.frequency_h)
   if (rest := x_BTNH.shape[-1] - 2 * half) > 0:
@@ -141,8 +142,8 @@ def _waves(angle: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
 def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
   """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
 
-  It is a product with a permutation matrix: exact, and fused by XLA into the sum after it. On TPUs
-  slices of the 128 lanes would write float32 copies to memory.
+  It is a product with a permutation matrix: exact, and fused by XLA into the sum after it. On TPUs,
+  slicing the last axis into halves would cut through the 128 vector lanes, and write copies.
   """
   H = x_BTNH.shape[-1]
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
