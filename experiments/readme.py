@@ -10,6 +10,7 @@ from experiments.report import OPEN, Report, Results, Verdict, markdown
 from experiments.results import SETTLED, Store
 
 NOTHING = Verdict(OPEN, "no run has been made yet")
+TITLES = {"eval/final": "final held-out accuracy"}  # Column of results.csv -> its name in texts.
 
 
 def assess(
@@ -27,7 +28,7 @@ def assess(
   settled = sum(store.settled(job) for job in jobs if runs.condition_of(job) in primary)
   results, total = report(store.results(jobs)), runs.number(experiment, primary)
   if settled < total:
-    because = f"{settled} of {total} runs are there; so far, {results.verdict.because}"
+    because = f"{settled} of {total} runs are done; so far, {results.verdict.because}"
     return Verdict(OPEN, because), results
   return results.verdict, results
 
@@ -72,10 +73,11 @@ def count_runs(experiment: Experiment, store: Store) -> str:
   """Counts runs by status, with versions and missing conditions."""
   table = store.runs[store.runs.stage != runs.START]
   counts = table.status.value_counts()
-  ended = ", ".join(f"{counts[s]} {s}" for s in sorted(counts.index))
+  ended = ": " + ", ".join(f"{counts[s]} {s}" for s in sorted(counts.index))
+  ended = ", all done" if [*counts.index] == ["done"] else ended
   minutes = table.seconds.sum() / 60
   lines = [
-    f"{len(table)} runs: {ended}; {minutes:.0f} minutes of one run each in all. Commits "
+    f"{len(table)} runs{ended}. Their run times add up to {minutes:.0f} minutes. Commits "
     f"{', '.join(sorted({c[:8] + c[40:] for c in table.commit if c}))}; "
     f"{', '.join(sorted({v for v in table.versions if v}))}."
   ]
@@ -160,5 +162,9 @@ def _seeds(e: Experiment) -> str:
   seeds = ", ".join(map(str, e.seeds))
   if not e.tuning:
     return seeds
-  tuned = ", ".join(map(str, e.tuning.seeds))
-  return f"{seeds}; settings are chosen on {tuned} by {e.tuning.statistic}"
+  keys = {key.split(".")[-1] for changes in e.tuning.grid.values() for key in changes}
+  settings = " and ".join(f"{key.replace('_', ' ')}s" for key in sorted(keys))
+  tuned = "seed " if len(e.tuning.seeds) == 1 else "seeds "
+  tuned += " and ".join(map(str, e.tuning.seeds))
+  statistic = TITLES.get(e.tuning.statistic, e.tuning.statistic)
+  return f"{seeds}; {settings} are chosen on {tuned} by {statistic}"

@@ -24,9 +24,9 @@ EXPERIMENT = Experiment(
   claim='"systematic ablation across group sizes" is left open: a ratio per response and one per '
   "token may need different numbers of responses to tell advantages from noise",
   hypothesis="accuracy depends on the group size in another way under GSPO than under GRPO",
-  statistic="difference of slopes, GSPO - GRPO: per seed, the slope of the final held-out accuracy "
-  f"over log2 G, G in {', '.join(map(str, GROUPS))} at {RESPONSES} responses per iteration; "
-  "95 % t interval over seeds",
+  statistic="slope of the final held-out accuracy over log2 G with GSPO, less the slope with GRPO, "
+  f"paired by seed; G in {', '.join(map(str, GROUPS))} at {RESPONSES} responses per iteration; "
+  "mean over seeds and 95 % t interval",
   falsified="the 95 % interval includes 0 and lies within "
   f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
   conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),
@@ -49,23 +49,24 @@ def slopes(results: Results, loss: str) -> pd.Series:
 def report(results: Results) -> Report:
   each = {loss: slopes(results, loss) for loss in ARMS}
   intervals = {loss.upper(): statistics.interval(values) for loss, values in each.items()}
-  intervals["GSPO - GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
+  intervals["GSPO less GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
   tables = [
     markdown(
-      ["accuracy per doubling of G", "seeds", "slope"],
+      ["", "seeds", "change of final accuracy per doubling of G"],
       [[name, str(values.count), values.text(".4f")] for name, values in intervals.items()],
     ),
     results.table(
       [c.name for c in EXPERIMENT.conditions],
       {
         "final accuracy": LEARNED,
-        "area": "eval/area",
-        "groups without spread": "groups_without_spread",
-        "clipped": "clip_fraction/token",
+        "mean accuracy over the run": "eval/area",
+        "fraction of groups with equal rewards": "groups_without_spread",
+        "clipped fraction of tokens": "clip_fraction/token",
       },
     ),
   ]
-  because = f"the slopes differ by {gap.text('.4f')} per doubling"
+  because = "the slope of accuracy over log2 of the group size with GSPO less that with GRPO is "
+  because += gap.text(".4f")
   outcome = OPEN
   if gap.count > 1:
     if gap.low > 0 or gap.high < 0:

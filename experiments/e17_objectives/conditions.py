@@ -54,9 +54,9 @@ ADDED = {  # after the question was asked: no verdict rests on them
 
 EXPERIMENT = Experiment(
   question="Does every objective learn from rewards, from the command line and untuned?",
-  claim="each of the objectives is published as one that learns; this is a test of ours, and no "
-  "ranking: all have the learning rate of configs/tiny.py, which suits GSPO, and their own "
-  "published ranges, GSPO's and its relatives' widened for responses of ten tokens",
+  claim="each objective was published as one that learns. This tests the implementations and is no "
+  "ranking: all have the learning rate of configs/tiny.py, which suits GSPO, and their published "
+  "ranges. Only those of GSPO and its relatives are wider, for responses of ten tokens",
   hypothesis="with each objective the held-out accuracy rises",
   statistic="gain of each: final held-out accuracy less that of the cold start, by seed; "
   "mean and 95 % t interval",
@@ -86,12 +86,13 @@ def report(results: Results) -> Report:
     rows.append(
       [name, str(gain.count), *(x.text() for x in intervals), gain.text(), least, area, shown]
     )
-  head = ["", "seeds", "before", "after", "gain", "least after", "area", "clipped"]
+  head = ["objective", "seeds", "accuracy before", "after", "gain", "worst seed after"]
+  head += ["mean accuracy over the run", "clipped fraction of tokens"]
   outcome, judged = OPEN, [gains[name] for name in CONDITIONS]
   if all(gain.count > 1 for gain in judged):
     outcome = HOLDS if all(gain.low > 0 for gain in judged) else FAILS
   smallest = min(CONDITIONS, key=lambda name: gains[name].low if gains[name].count > 1 else 1.0)
-  because = f"the smallest gain is that of {smallest}, {gains[smallest].text()}"
+  because = f"the smallest gain of accuracy is that of {smallest}, {gains[smallest].text()}"
   figure, (axes,) = figures.new(6.4, 3.6)
   figures.intervals(axes, gains, "gain of held-out accuracy")
   return Report(Verdict(outcome, because), [markdown(head, rows)], dict(gains=figure))

@@ -15,7 +15,7 @@ ARMS = {  # Keys are names in tables.
   "GRPO with replay": "grpo_R2",
 }
 DIFFERENCES = {
-  "replay's gain, GRPO": ("grpo_R2", "grpo"),
+  "GRPO with replay less GRPO": ("grpo_R2", "grpo"),
   "GSPO less GRPO": ("gspo", "grpo"),
   "GSPO less GRPO with replay": ("gspo", "grpo_R2"),
 }
@@ -27,16 +27,16 @@ MODEL = {
 }
 
 EXPERIMENT = Experiment(
-  question="How many experts does one update change at 30 layers, and who needs Routing Replay "
-  "there?",
+  question="How many experts does one update change in a model of 30 layers, and which loss needs "
+  "Routing Replay there?",
   claim="about 10 % of the experts change with one update of a model with 48 layers, so that GRPO "
   "does not converge without replay, and GSPO does (§5.3, Figure 3)",
-  hypothesis=f"in a pretrained model of 30 layers, upcycled, one update changes {LEAST:.0%} of a "
-  "rollout's experts at least",
-  statistic="share of a rollout's experts that are others after one update of GSPO without replay, "
-  "the mean over layers, tokens and iterations; mean over seeds and 95 % t interval",
+  hypothesis="in a pretrained model of 30 layers, upcycled (experts are copies of its feed-forward "
+  f"layers), one update changes at least {LEAST:.0%} of a rollout's experts",
+  statistic="share of a rollout's experts that one update of GSPO without replay changes, averaged "
+  "over layers, tokens and iterations; mean over seeds and 95 % t interval",
   falsified=f"the interval lies below {LEAST:g}; it holds if the interval lies above. It cannot be "
-  "told from fewer than all seeds, nor which loss needs replay, which is secondary",
+  "told from fewer than all seeds. Which loss needs replay is secondary: it has no rule",
   conditions=(
     Condition("gspo", GSPO),
     Condition("grpo", GRPO, secondary=True),
@@ -64,23 +64,26 @@ def report(results: Results) -> Report:
   if changed.count >= len(EXPERIMENT.seeds):
     outcome = compare(changed, above=LEAST)
   columns = {
-    "after one update": VOLATILITY,
-    "after three": "minibatch/3/router/volatility/mean",
-    "most volatile layer, one update": "minibatch/1/router/volatility/max_layer",
-    "clipped tokens": "clip_fraction/token",
+    "changed fraction of experts after one update": VOLATILITY,
+    "after three updates": "minibatch/3/router/volatility/mean",
+    "after one update, most volatile layer": "minibatch/1/router/volatility/max_layer",
+    "clipped fraction of tokens": "clip_fraction/token",
   }
-  accuracy = {"before": BEFORE, "after": AFTER, "greedy, after": "eval/greedy"}
+  accuracy = {"accuracy before": BEFORE, "after": AFTER, "greedy, after": "eval/greedy"}
   rows = []
   for title, pair in DIFFERENCES.items():
     more = statistics.interval(results.paired(*pair, AFTER))
     reward = statistics.interval(results.paired(*pair, "reward/mean"))
     rows.append([title, str(more.count), more.text(), reward.text()])
-  differences = markdown(["", "seeds", "final held-out accuracy", "reward of the run"], rows)
+  differences = markdown(
+    ["difference, paired by seed", "seeds", "final held-out accuracy", "mean reward over the run"],
+    rows,
+  )
   figure, (left_axes, right_axes) = figures.new(9.6, 3.4, columns=2)
   figures.curves(left_axes, results, ARMS, VOLATILITY, title="experts that one update changes")
   left_axes.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts
   left_axes.set_ylim(bottom=0)
   figures.curves(right_axes, results, ARMS, "reward/mean", title="reward")
-  because = f"one update of GSPO changes {changed.text()} of a rollout's experts at 30 layers"
+  because = f"one update of GSPO changes {changed.text()} of a rollout's experts"
   tables = [results.table(ARMS, columns, ".4f"), results.table(ARMS, accuracy), differences]
   return Report(Verdict(outcome, because), tables, dict(volatility=figure))

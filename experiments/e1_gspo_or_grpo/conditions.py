@@ -14,8 +14,8 @@ EXPERIMENT = Experiment(
   claim="higher training accuracy and benchmark scores with the same compute and queries, where "
   "GRPO has Routing Replay (§5.1, Figure 1)",
   hypothesis="with equally many iterations GSPO ends with a higher held-out accuracy than GRPO",
-  statistic="paired difference GSPO - GRPO of the final held-out accuracy (avg@4), each at its own "
-  "best learning rate; mean over seeds and 95 % t interval",
+  statistic="final held-out accuracy (avg@4) with GSPO less that with GRPO, paired by seed, each "
+  "at its own best learning rate; mean over seeds and 95 % t interval",
   falsified=f"the interval lies below {NEGLIGIBLE:g}: a smaller advantage does not matter",
   conditions=(
     Condition(
@@ -35,18 +35,18 @@ EXPERIMENT = Experiment(
   ),
 )
 
-SHOWN = {"GSPO": "gspo", "GRPO": "grpo", "GRPO + R2": "grpo_r2"}
-PAIRS = {"GSPO - GRPO": ("gspo", "grpo"), "GSPO - GRPO + R2": ("gspo", "grpo_r2")}
-PAIRS |= {"GRPO + R2 - GRPO": ("grpo_r2", "grpo")}
+SHOWN = {"GSPO": "gspo", "GRPO": "grpo", "GRPO with R2": "grpo_r2"}
+PAIRS = {"GSPO less GRPO": ("gspo", "grpo"), "GSPO less GRPO with R2": ("gspo", "grpo_r2")}
+PAIRS |= {"GRPO with R2 less GRPO": ("grpo_r2", "grpo")}
 
 
 def report(results: Results) -> Report:
   columns = {
-    "before": "eval/start",
+    "accuracy before": "eval/start",
     "after": FINAL,
     "mean training reward": AREA,
-    "clipped tokens": "clip_fraction/token",
-    "deviation of ratios": "ratio/deviation",
+    "clipped fraction of tokens": "clip_fraction/token",
+    "mean |ratio - 1|": "ratio/deviation",
   }
   ends = results.table(SHOWN, columns, ".4f")
   pairs = {
@@ -58,10 +58,11 @@ def report(results: Results) -> Report:
     each = results.paired(a, b, FINAL)
     better = f"{(each > 0).sum()} of {len(each)}"
     rows.append([title, pairs[title][FINAL].text(), better, pairs[title][AREA].text()])
-  head = ["paired difference", "final accuracy", "seeds above 0", "mean training reward"]
-  primary = pairs["GSPO - GRPO"][FINAL]
+  head = ["difference, paired by seed", "final accuracy", "seeds above 0", "mean training reward"]
+  primary = pairs["GSPO less GRPO"][FINAL]
   outcome = compare(primary, negligible=NEGLIGIBLE)
-  verdict = Verdict(outcome, f"GSPO - GRPO is {primary.text()} with {primary.count} seeds")
+  because = f"the final accuracy with GSPO less that with GRPO is {primary.text()} "
+  verdict = Verdict(outcome, f"{because}({primary.count} seeds)")
   curves, (over_steps, over_path) = figures.new(9, 3.4, columns=2)
   figures.curves(over_steps, results, SHOWN, AREA, title="training reward")
   figures.curves(over_path, results, SHOWN, AREA, over="path", title="over nats per token moved")

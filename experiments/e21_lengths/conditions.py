@@ -15,12 +15,15 @@ SPREAD, CLIPPED = "by_length/log_ratio_std/", "by_length/clip_fraction/"
 EXPONENT, NEAR = -0.5, 0.25
 
 EXPERIMENT = Experiment(
-  question="How does what GSPO and GRPO clip of a pretrained model go with its responses' length?",
-  claim="GSPO clips 0.15 of the tokens, GRPO 0.0013 (§5.2, Figure 2), of responses of thousands of "
-  "tokens. Were tokens independent, the deviation of log s would go with T^(-1/2)",
-  hypothesis="the deviation of log s over responses goes with about T^(-1/2)",
-  statistic="the slope of its logarithm over that of T, at 12, 48 and 96 tokens, with GSPO; mean "
-  "over seeds and 95 % t interval",
+  question="With a pretrained model, how do the fractions that GSPO and GRPO clip depend on the "
+  "length of responses?",
+  claim="with responses of thousands of tokens, GSPO clips 0.15 of the tokens and GRPO 0.0013 "
+  "(§5.2, Figure 2). If tokens were independent, the standard deviation of log s over responses "
+  "would be proportional to T^(-1/2), where s is a response's ratio in GSPO and T its number of "
+  "tokens",
+  hypothesis="the standard deviation of log s is proportional to about T^(-1/2)",
+  statistic="slope of the logarithm of that standard deviation over log T, at 12, 48 and 96 "
+  "tokens, with GSPO; mean over seeds and 95 % t interval",
   falsified=f"the interval lies outside {EXPONENT:g} ± {NEAR:g}; it holds if it lies inside, else "
   "it cannot be told",
   conditions=tuple(Condition(name, changes) for name, changes in ARMS.items()),
@@ -63,7 +66,7 @@ def report(results: Results) -> Report:
   if exponent.count >= len(EXPERIMENT.seeds):
     outcome = inside(exponent, EXPONENT - NEAR, EXPONENT + NEAR)
   tables, intervals = [], {}
-  for title, column in {"clipped tokens": CLIPPED, "deviation of log s": SPREAD}.items():
+  for title, column in {"clipped fraction": CLIPPED, "standard deviation of log s": SPREAD}.items():
     rows = []
     for loss in ARMS:
       values = by_length(results, loss, column)
@@ -73,12 +76,13 @@ def report(results: Results) -> Report:
       rows.append(
         [loss.upper(), str(fractions[0].count), *(x.text(".4f") for x in (*fractions, slope))]
       )
-    heads = [title, "seeds", *(f"{n} tokens" for n in CLASSES), "exponent of the length"]
+    heads = [title, "seeds", *(f"{n} tokens" for n in CLASSES), "exponent of T"]
     tables.append(markdown(heads, rows))
   figure, panels = figures.new(9.6, 3.4, columns=2)
   for axes, (title, column) in zip(panels, {"clipped": CLIPPED, "deviation": SPREAD}.items()):
     lines = {loss.upper(): intervals[column, loss] for loss in ARMS}
     figures.bands(axes, [*CLASSES], lines, "tokens of a response", title)
     axes.set_xscale("log", base=2)
-  because = f"the deviation of log s goes with T to the {exponent.text()}"
+  because = "with GSPO, the standard deviation of log s is proportional to T^a with a = "
+  because += exponent.text()
   return Report(Verdict(outcome, because), tables, dict(lengths=figure))

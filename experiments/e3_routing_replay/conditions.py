@@ -22,15 +22,17 @@ def name(loss: str, replay: str) -> str:
 
 
 EXPERIMENT = Experiment(
-  question="Who needs Routing Replay: GRPO alone, or everything that is far enough off-policy?",
-  claim="GRPO does not converge without it, GSPO does (§5.3, Figure 3); against that, off-policy "
-  "it is needed whatever the loss, and R3 more than R2 (2510.11370, 2512.01374)",
-  hypothesis=f"GSPO gains nothing by replay, with {FAR} mini-batches per rollout batch either",
-  statistic="paired difference of the final held-out accuracy, GSPO with replay (the mean of R2 "
-  f"and R3) - GSPO without, with {FAR} mini-batches; mean over seeds and 95 % t interval",
+  question="Does GRPO alone need Routing Replay, or does any loss that is far enough off-policy?",
+  claim="GRPO does not converge without replay, GSPO does (§5.3, Figure 3). Against that, "
+  "off-policy training needs replay with any loss, and replaying the sampler's experts (R3) helps "
+  "more than the trainer's (R2) (arXiv 2510.11370, arXiv 2512.01374)",
+  hypothesis=f"even with {FAR} mini-batches per rollout batch, GSPO gains nothing by replay",
+  statistic="final held-out accuracy of GSPO with replay (the mean of R2 and R3) less that "
+  f"without, paired by seed, with {FAR} mini-batches; mean over seeds and 95 % t interval",
   falsified=f"the interval lies above 0; otherwise it holds if it lies below {MATTERS:g}. It "
-  f"cannot be told if fewer than {VOLATILE:.0%} of the experts are others by the last mini-batch, "
-  f"if the cold start is right on less than {arms.LEARNED:.0%}, or if no arm gains {STAKE:g}",
+  f"cannot be told if fewer than {VOLATILE:.0%} of the experts have changed by the last "
+  f"mini-batch, if the cold start is right on less than {arms.LEARNED:.0%} of the problems, or if "
+  f"no arm gains {STAKE:g} of accuracy",
   conditions=tuple(
     Condition(name(loss, replay), changes | {"objective.replay": replay, "rl.minibatches": FAR})
     for loss, changes in ARMS.items()
@@ -94,20 +96,21 @@ def report(results: Results) -> Report:
         change = gained.text()
       texts = [x.text(".4f") for x in values]
       rows.append([loss.upper(), replay, str(values[1].count), *texts, change])
-  head = ["loss", "replay", "seeds", "before", "after", "experts that change"]
-  head += ["clipped tokens", "gain by replay"]
+  head = ["loss", "replay", "seeds", "accuracy before", "after", "changed fraction of experts"]
+  head += ["clipped fraction of tokens", "gain by replay"]
   gains = {loss: gain_of_both(results, loss) for loss in ARMS}
   second = []
   for loss, mean_gain in gains.items():
     apart = statistics.interval(results.paired(name(loss, "R3"), name(loss, "R2"), AFTER))
     reward = gain_of_both(results, loss, REWARD)
     second.append([loss.upper(), mean_gain.text(), apart.text(), reward.text()])
-  heads = ["", "final accuracy, mean of R2 and R3 - none", "R3 - R2"]
-  heads += ["reward of the run, the same mean"]
+  heads = ["", "final accuracy, mean of R2 and R3 less none", "final accuracy, R3 less R2"]
+  heads += ["mean reward over the run, mean of R2 and R3 less none"]
   changed = results.interval(name("gspo", "none"), CHANGED)
   because = (
-    f"{changed.text('.3f')} of the experts are others by the last of {FAR} mini-batches, and "
-    f"replay gains: {'; '.join(f'{loss.upper()} {x.text()}' for loss, x in gains.items())}"
+    f"{changed.text('.3f')} of a rollout's experts have changed by the last of {FAR} mini-batches; "
+    "replay changes the final accuracy by "
+    f"{' and by '.join(f'{x.text()} with {loss.upper()}' for loss, x in gains.items())}"
   )
   figure, (axes,) = figures.new(6.4, 3.4)
   figures.intervals(axes, labels, "gain of final held-out accuracy by replay")

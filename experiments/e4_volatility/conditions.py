@@ -14,13 +14,13 @@ EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2}
 NAMES = [f"layers_{layers}_experts_8_2" for layers in DEPTHS]
 
 EXPERIMENT = Experiment(
-  question="How does expert volatility depend on depth?",
-  claim="about 10 % of the experts change with one update of a model with 48 layers, and it is "
-  "more prominent in deeper models (§5.3)",
+  question="Does one update change more experts in deeper models?",
+  claim="about 10 % of the experts change with one update of a model with 48 layers, and more "
+  "change in deeper models (§5.3)",
   hypothesis="with more layers one update changes more of a rollout's experts",
   statistic="slope of the share of experts that one update changes over log2 of the number of "
   "layers (2, 4 and 8; 8 experts, top 2); mean over seeds and 95 % t interval, of seeds whose cold "
-  f"starts are right on {LEARNED:.0%} of held-out problems at least, all three",
+  f"starts of all three depths are right on at least {LEARNED:.0%} of held-out problems",
   falsified="the interval lies below 0.0005 per doubling (0.1 % of the experts from 2 to 8 layers)",
   conditions=tuple(
     Condition(name, {"model.num_layers": layers} | EXPERTS) for name, layers in zip(NAMES, DEPTHS)
@@ -54,9 +54,9 @@ def slopes(results: Results) -> list[float]:
 def report(results: Results) -> Report:
   slope = statistics.interval(slopes(results))
   columns = {
-    "after one update": VOLATILITY,
-    "after three": "minibatch/3/router/volatility/mean",
-    "most volatile layer, one update": "minibatch/1/router/volatility/max_layer",
+    "changed fraction of experts after one update": VOLATILITY,
+    "after three updates": "minibatch/3/router/volatility/mean",
+    "after one update, most volatile layer": "minibatch/1/router/volatility/max_layer",
     "accuracy at the start": "eval/start",
   }
   table = results.table(NAMES, columns, ".4f")
@@ -64,6 +64,7 @@ def report(results: Results) -> Report:
   figure, (axes,) = figures.new(6.4, 3.4)
   volatility = {name: results.interval(name, VOLATILITY) for name in NAMES}
   figures.intervals(axes, volatility, "share of a rollout's experts that one update changes")
-  because = f"the slope is {slope.text('.5f')} per doubling of the layers"
+  because = "the share of experts that one update changes rises by "
+  because += f"{slope.text('.5f')} with each doubling of the layers"
   verdict = Verdict(compare(slope, negligible=5e-4), because)
   return Report(verdict, [table, markdown(["", "seeds", "slope"], rows)], dict(volatility=figure))

@@ -34,11 +34,12 @@ FIXED = tuple(
 MIXED = Condition("mixed", width(1.0), secondary=True)
 
 EXPERIMENT = Experiment(
-  question="How must the clip range go with the length of responses, and which clipped fraction is "
-  "best?",
-  claim='"How to systematically determine appropriate ranges?" is open; were tokens independent, '
-  "the noise of log s, and with it the range, would go with T^(-1/2)",
-  hypothesis="the range that clips a given fraction goes with about T^(-1/2)",
+  question="How must the clip range depend on the length of responses, and which clipped fraction "
+  "is best?",
+  claim='"How to systematically determine appropriate ranges?" is open; if tokens were '
+  "independent, the standard deviation of log s, and with it the range, would be proportional to "
+  "T^(-1/2) (s: ratio of a response, T: its tokens)",
+  hypothesis="the range that clips a given fraction is proportional to about T^(-1/2)",
   statistic="per seed, the exponent over T of the range (interpolated between four widths) that "
   "clips as much as the paper's range does at 96 tokens; mean over seeds and 95 % t interval",
   falsified=f"the interval lies outside {EXPONENT:g} ± {NEAR:g}; it holds if it lies inside, else "
@@ -104,7 +105,8 @@ def exponent(values: pd.DataFrame, over: pd.DataFrame | None = None) -> Interval
 
 
 def verdict(estimate: Interval) -> Verdict:
-  because = f"the range that clips a given fraction goes with T to the {estimate.text()}"
+  because = "the range that clips a given fraction of the tokens is proportional to T^a with a = "
+  because += f"{estimate.text()}, where T is the number of tokens of a response"
   return Verdict(inside(estimate, EXPONENT - NEAR, EXPONENT + NEAR), because)
 
 
@@ -113,7 +115,7 @@ def report(results: Results) -> Report:
   lengths = by_lines(results, "ratio/effective_length")
   fits = {
     "range that clips the same fraction, over T": exponent(same),
-    "the same, over the effective length": exponent(same, lengths),
+    "the same range, over the effective length": exponent(same, lengths),
     "std of the ratios (the paper's range), over T": exponent(by_lines(results, "ratio/std")),
     "effective length, over T": exponent(lengths),
   }
@@ -124,15 +126,15 @@ def report(results: Results) -> Report:
     )
   ]
   for title, column, form in (
-    ("clipped tokens", CLIPPED, ".4f"),
-    ("area under the accuracy curve", LEARNED, ".3f"),
+    ("clipped fraction of tokens", CLIPPED, ".4f"),
+    ("mean accuracy over the run", LEARNED, ".3f"),
   ):
     rows = [
       [f"n = {n}", *(results.interval(f"n{n}_{name}", column).text(form) for name in WIDTHS)]
       for n in LINES
     ]
     rows.append(["mixed", "", results.interval(MIXED.name, column).text(form), "", ""])
-    tables.append(markdown([title, *(f"{w:.3g} times" for w in WIDTHS.values())], rows))
+    tables.append(markdown([title, *(f"{w:.3g} times the ranges" for w in WIDTHS.values())], rows))
   figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   tokens = np.array([TOKENS * n for n in LINES], float)
   intervals = [statistics.interval(same[n].dropna()) for n in LINES]

@@ -69,8 +69,9 @@ def report(results: Results) -> Report:
   else:
     outcome = OPEN
   because = (
-    f"the ratio is {longest.text()} at {6 * LINES[-1]} tokens and its logarithm changes by "
-    f"{grows.text()} with each doubling"
+    f"the signal-to-noise ratio of GSPO is {longest.text()} times that of GRPO at {6 * LINES[-1]} "
+    f"tokens, and the logarithm of this factor changes by {grows.text()} with each doubling of the "
+    "length"
   )
   figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   x = [6 * n for n in LINES]

@@ -11,12 +11,13 @@ SHAPES = {"terminal": {}, "process": {"reward.per_line": True}}
 TOKEN = GSPO | {"objective.name": "gspo_token"}
 
 EXPERIMENT = Experiment(
-  question="When does GSPO-token gain on GSPO?",
-  claim="GSPO-token is GSPO where advantages are constant, and is for finer ones (§4.3)",
+  question="With which rewards does GSPO-token learn more than GSPO?",
+  claim="GSPO-token equals GSPO if all tokens of a response have the same advantage, and is meant "
+  "for advantages that differ within a response (§4.3)",
   hypothesis="with a reward per line GSPO-token ends with a higher held-out accuracy than GSPO "
-  "with their sum, and with one reward per response it does not",
-  statistic="paired differences of the final held-out accuracy, GSPO-token - GSPO with process "
-  "rewards and with terminal ones; mean over seeds and 95 % t interval",
+  "with the sum of these rewards, and with one reward per response it does not",
+  statistic="final held-out accuracy of GSPO-token less that of GSPO, paired by seed, with process "
+  "rewards and with terminal ones; means over seeds and 95 % t intervals",
   falsified=f"the first interval lies below {NEGLIGIBLE:g}, or the second above 0",
   conditions=tuple(
     Condition(f"{loss}_{shape}", changes | more)
@@ -41,19 +42,20 @@ def report(results: Results) -> Report:
     elif process.low > 0:
       outcome = HOLDS
   because = (
-    f"GSPO-token gains {process.text()} on GSPO with process rewards and {terminal.text()} with "
-    "terminal ones"
+    f"the final accuracy of GSPO-token less that of GSPO is {process.text()} with process rewards "
+    f"and {terminal.text()} with terminal ones"
   )
-  columns = {"before": "eval/start", "final accuracy": LEARNED, "area": "eval/area"}
-  columns |= {"clipped": "clip_fraction/token"}
-  rows = [[f"GSPO-token - GSPO, {s}", str(x.count), x.text()] for s, x in gains.items()]
+  columns = {"accuracy before": "eval/start", "final accuracy": LEARNED}
+  columns |= {"mean accuracy over the run": "eval/area"}
+  columns |= {"clipped fraction of tokens": "clip_fraction/token"}
+  rows = [[f"GSPO-token less GSPO, {s}", str(x.count), x.text()] for s, x in gains.items()]
   tables = [
     results.table([c.name for c in EXPERIMENT.conditions], columns),
-    markdown(["paired difference of final accuracy", "seeds", ""], rows),
+    markdown(["difference, paired by seed", "seeds", "final accuracy"], rows),
   ]
   curves, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   arms = {"GSPO, terminal": "gspo_terminal", "GSPO, process": "gspo_process"}
   arms |= {"GSPO-token, process": "token_process"}
   figures.curves(left_axes, results, arms, "eval/accuracy", title="held-out accuracy")
-  figures.intervals(right_axes, gains, "final accuracy, GSPO-token - GSPO")
+  figures.intervals(right_axes, gains, "final accuracy, GSPO-token less GSPO")
   return Report(Verdict(outcome, because), tables, dict(shapes=curves))

@@ -282,12 +282,12 @@ def test_the_readme_says_what_the_files_do(home):
   home.fates(rl_gspo_0="nan")
   assert readme.assess(folder, E, report) == (readme.NOTHING, None)
   home.run(dataclasses.replace(E, seeds=(0,)))
-  assert readme.write(folder, E, report) == Verdict(OPEN, "2 of 4 runs are there; so far, -0.600")
+  assert readme.write(folder, E, report) == Verdict(OPEN, "2 of 4 runs are done; so far, -0.600")
   home.run()
   assert readme.write(folder, E, report).outcome == HOLDS
   text = (folder / "README.md").read_text()
   assert "**Outcome: holds.**" in text and "- gspo, seed 0: nan, so it is" in text
-  assert "4 runs: 3 done, 1 nan; 0 minutes" in text
+  assert "4 runs: 3 done, 1 nan. Their run times add up to 0 minutes." in text
   before = text.replace("\n<!-- /outcome", " by hand\n<!-- /outcome") + "by hand\n"
   (folder / "README.md").write_text(before)
   readme.write(folder, E, report)
