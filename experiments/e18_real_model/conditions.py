@@ -110,8 +110,8 @@ def report(results: Results) -> Report:
   figure, (axes,) = figures.new()
   figures.curves(axes, results, {"GSPO": "gspo"}, "eval/accuracy", title="held-out accuracy")
   because = (
-    f"GSPO gains {rise.text()} over its cold start, and its final accuracy less that of a control, "
-    f"which spends as many updates on the cold start only, is {more.text()}"
+    f"GSPO gains {rise.text()} over its cold start; its difference to a control, which spends as "
+    f"many updates on the cold start only, is {more.text()}"
   )
   head = ["sampler", "seeds", "mismatch, nats per token", "clipped fraction of tokens"]
   head += ["accuracy before", "after", "after, less float32"]

@@ -15,9 +15,9 @@ ARMS = {  # Keys are names in tables.
   "GRPO with replay": "grpo_R2",
 }
 DIFFERENCES = {
-  "GRPO with replay less GRPO": ("grpo_R2", "grpo"),
+  "(GRPO with replay) less GRPO": ("grpo_R2", "grpo"),
   "GSPO less GRPO": ("gspo", "grpo"),
-  "GSPO less GRPO with replay": ("gspo", "grpo_R2"),
+  "GSPO less (GRPO with replay)": ("gspo", "grpo_R2"),
 }
 MODEL = {
   "model.num_experts": smollm2.EXPERTS,

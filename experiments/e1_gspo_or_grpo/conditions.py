@@ -36,8 +36,8 @@ EXPERIMENT = Experiment(
 )
 
 SHOWN = {"GSPO": "gspo", "GRPO": "grpo", "GRPO with R2": "grpo_r2"}
-PAIRS = {"GSPO less GRPO": ("gspo", "grpo"), "GSPO less GRPO with R2": ("gspo", "grpo_r2")}
-PAIRS |= {"GRPO with R2 less GRPO": ("grpo_r2", "grpo")}
+PAIRS = {"GSPO less GRPO": ("gspo", "grpo"), "GSPO less (GRPO with R2)": ("gspo", "grpo_r2")}
+PAIRS |= {"(GRPO with R2) less GRPO": ("grpo_r2", "grpo")}
 
 
 def report(results: Results) -> Report:

@@ -41,7 +41,7 @@ def report(results: Results) -> Report:
     "after GSPO": END,
     "mismatch of a token, nats": "mismatch/abs/mean",
     "of a response, nats per token": "mismatch/sequence/abs/mean",
-    "fraction of tokens with probabilities a factor of 2 apart": "mismatch/tail",
+    "fraction of tokens whose probabilities differ by more than a factor of 2": "mismatch/tail",
     "clipped fraction before any update": "minibatch/0/clip_fraction/token",
   }
   shown = {"old log-probs recomputed": "int8", OWN: OWN}

@@ -71,11 +71,9 @@ def report(results: Results) -> Report:
       outcome = HOLDS
   because = "there are not two seeds of any width"
   if measured:
-    texts = (
-      f"{ratio.text('.0f')} at {width} times the ranges" for width, ratio in measured.items()
-    )
-    because = f"GSPO's clipped fraction over GRPO's is {', '.join(texts)}; this ratio is "
-    because += f"proportional to the ranges' width to the power {power.text('.2f')}"
+    texts = (f"{ratio.text('.0f')} at {width} times" for width, ratio in measured.items())
+    because = f"GSPO's clipped fraction over GRPO's is {', '.join(texts)} the paper's ranges; "
+    because += f"this ratio is proportional to the ranges' width to the power {power.text('.2f')}"
   figure, (left_axes, right_axes) = figures.new(9, 3.4, columns=2)
   shown = {"GSPO": "gspo_one", "GRPO": "grpo_one"}
   figures.curves(left_axes, results, shown, CLIPPED, title="clipped tokens, the paper's ranges")
