@@ -1,8 +1,8 @@
 """Advantages from the rewards of an iteration's groups, computed on the host.
 
-A response has one advantage, or each of its parts has one. A part is a turn of a conversation or a
-line. Advantages that need a critic, a teacher or a reference policy are computed on the devices, in
-learner/advantages.py.
+A response has one advantage, or each of its parts has one. A part is a turn of a conversation, or a
+line of a response. Advantages that need a critic, a teacher or a reference policy are computed on
+the devices, in learner/advantages.py.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class ScoredGroups:
   config: RunConfig
   groups: Sequence[Group]
   rollout: Rollout  # `groups` as arrays.
-  # Costs with limits, and their multipliers. None for other estimators.
+  # Costs with limits, and their multipliers. None if there are no constraints.
   constraints: Constraints | None = None
   # Number of line breaks in each token's text. None unless lines have rewards.
   breaks_V: np.ndarray | None = None
@@ -50,8 +50,8 @@ class ScoredGroups:
   def valid_PG(self) -> np.ndarray:
     """Mask of the responses compared by the estimator, bool.
 
-    Responses without a verdict are excluded. With `rl.mask_truncated`, an estimator over the whole
-    batch also excludes truncated ones; an estimator over groups compares them.
+    Responses without a verdict are excluded. If `rl.mask_truncated` is set, an estimator
+    over the whole batch also excludes truncated responses; an estimator over groups compares them.
     """
     c, known_PG = self.config, self.known_PG
     if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
@@ -70,8 +70,9 @@ class Advantages(NamedTuple):
 def compute(scored: ScoredGroups) -> Advantages:
   """Computes advantages by the configured estimator.
 
-  Some advantages are then set to 0: with dynamic sampling those of groups excluded by
-  `costs.teaches`, and with `rl.mask_truncated` those of truncated responses.
+  Some advantages are then set to 0. If `extra_rounds` is set, these are the advantages of groups
+  for which `costs.teaches` is False. If `rl.mask_truncated` is set, these are also the advantages
+  of truncated responses. Token advantages remain, since the loss masks these responses.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)
@@ -101,7 +102,7 @@ def group_advantages(scored: ScoredGroups) -> Advantages:
 def constrained_advantages(scored: ScoredGroups) -> Advantages:
   """Combines advantages of all rewards and costs, standardised within groups.
 
-  The multipliers of the costs are updated, too (multipliers.py).
+  The multipliers of the costs are also updated (multipliers.py).
   """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups)
   return Advantages(advantage_PG, None, metrics)
@@ -111,7 +112,7 @@ def constrained_batch_advantages(scored: ScoredGroups) -> Advantages:
   """Combines advantages of all rewards and costs as GDPO does.
 
   The combined advantages are standardised again, over the batch (`objectives.gdpo_advantages`). The
-  multipliers of the costs are updated, too (multipliers.py).
+  multipliers of the costs are also updated (multipliers.py).
   """
   advantage_PG, metrics = scored.constraints.advantages(scored.groups, scored.valid_PG, _gdpo)
   return Advantages(advantage_PG, None, metrics)
@@ -149,8 +150,8 @@ def advantages(
     config: section `objective`, which names the estimator and its options.
     reward_PG: rewards of responses.
     valid_PG: mask of responses to compare.
-    right_from: option of estimators that select right responses. Rewards of at least this value are
-      right, and so are rewards above 0. None means that only the latter are right.
+    right_from: option of estimators that select right responses. A response is right if its reward
+      is above 0 or at least `right_from`. None means that only rewards above 0 are right.
   """
   estimator = find_estimator(config.advantage_kind)
   options = options_of(config.name) | config.options() | dict(right_from=right_from)
@@ -202,9 +203,9 @@ def part_advantages(
   Args:
     reward_BL: rewards of tokens; the reward of a part is the sum over its tokens.
     part_BL: number of each token's part in its trajectory, 0, 1, ...
-    mask_BL: 1 on sampled tokens. A trajectory of only zeros is not compared.
+    mask_BL: 1 on sampled tokens. A trajectory is not compared if its mask is 0 everywhere.
     group_size: number of responses in a group.
-    discount: γ, per part, of the returns.
+    discount: discount factor γ per part, for the returns.
     normalize: estimator of advantages within a group: "std", "none" or "leave_one_out".
   """
   row_X, column_X = np.nonzero(mask_BL > 0)

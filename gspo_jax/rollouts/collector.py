@@ -1,14 +1,14 @@
 """Samples, scores and selects the groups of an iteration (dynamic sampling as in DAPO).
 
-A group is a prompt and its responses. It is finished when all of its responses are. One long
-response would delay an iteration, so with `rl.extra_prompts` more groups may start than the
-iteration trains on, and sampling ends once enough of them are finished (`Collector._sample`).
+A group is a prompt and its responses. A group is finished when all its responses are finished. One
+long response would delay an iteration. So if `rl.extra_prompts` is set, more groups may start than
+the iteration trains on, and sampling ends once enough groups are finished (`Collector._sample`).
 
 The next iteration continues the unfinished responses, called partial rollouts, with newer weights.
 Each token keeps its log-probability and the version of the weights that sampled it. So the
 likelihood of a partial rollout under the behaviour policy is the product of the recorded token
-probabilities, over several versions. GSPO's importance ratio uses it unchanged (arXiv:2507.18071,
-§5.4). The keys and values of its tokens are computed again, by prefilling under the newer weights.
+probabilities. GSPO's importance ratio uses this likelihood (arXiv:2507.18071, §5.4). When a partial
+rollout resumes, the newer weights prefill its tokens again.
 """
 
 import collections
@@ -43,8 +43,8 @@ from gspo_jax.structs import Prompt, Rollout
 from gspo_jax.system import hosts, workers
 from gspo_jax.tasks import environments
 
-UNKNOWN = "unknown"  # Directory of a log: responses on which the verifier failed (no verdict).
-MAX_LOGGED = 100  # Maximum number of these responses in an iteration's file.
+UNKNOWN = "unknown"  # Directory of the log of responses without a verdict.
+MAX_LOGGED = 100  # Maximum number of responses in a file of this log.
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -55,10 +55,10 @@ class Collected:
   groups: list[Group]
   rollout: Rollout  # `groups` as arrays.
   step: int  # Iteration of the updates on `groups`.
-  version: int  # Newest version of the sampling weights; partial rollouts may have older tokens.
+  version: int  # Version of the weights at the start of sampling; some tokens may have others.
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # By response token; None unless turns or lines have rewards.
-  usage: Usage  # Tokens and time of all sampling in this iteration, discarded groups included.
+  advantage_BL: np.ndarray | None  # By token. None if equal for all tokens of a response.
+  usage: Usage  # Tokens and time of this iteration's sampling, discarded groups included.
   metrics: dict[str, float]
 
   @property
@@ -80,7 +80,7 @@ class Collector:
     writer: writes the log of responses without a verdict. None if the verifier cannot fail.
     records: recorded responses for job=offline. None means that all responses are sampled.
     signals: computes further rewards and costs (rewards/signals.py). None means none.
-    shared_prompts: number of prompts in both training and held-out data, a metric.
+    shared_prompts: number of prompts in both training and held-out data, to log as a metric.
   """
 
   def __init__(
@@ -126,7 +126,7 @@ class Collector:
     self._in_flight: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # Maximum response length in this iteration.
     self._version = 0  # Version of the engine's weights.
-    # Python ids of surplus groups: carried over although finished.
+    # Python ids of surplus groups, which were finished in earlier iterations.
     self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
@@ -134,15 +134,15 @@ class Collector:
 
     The batch has P = `rl.prompts` groups, of which N are sampled. A group is mixed if the scores of
     its responses differ. While fewer than N sampled groups are mixed, dynamic sampling adds rounds,
-    up to `extra_rounds`. The batch has the mixed groups, filled up with the earliest other ones.
-    With `extra_rounds`, advantages of the others are set to 0: their responses differ by reward
-    shaping alone. An exception are groups that costs distinguish (`costs.teaches`). With
-    `rl.token_budget`, the batch may have fewer groups.
+    up to `extra_rounds`. The batch takes mixed groups first, and then the earliest groups that are
+    not mixed. If `extra_rounds` is set, groups that are not mixed have advantages of 0, since their
+    responses differ by reward shaping alone; `costs.teaches` names an exception. If
+    `rl.token_budget` is set, the batch may have fewer than P groups.
 
     Args:
       step: number of the iteration.
       stages: timer; `stages(name)` times the stages "sample" and "score".
-      version: version of the engine's weights. None means `step`.
+      version: version of the engine's weights at the start. None means `step`.
 
     Raises:
       ValueError: a reward is not finite.
@@ -177,7 +177,7 @@ class Collector:
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _restart_stale(self) -> dict[str, float]:
-    """Begins responses with tokens more than `rl.max_age` versions old again; counts them."""
+    """Restarts responses with tokens more than `rl.max_age` versions old; counts them."""
     if not self._config.rl.max_age:
       return {}
     oldest_allowed, number = self._version - self._config.rl.max_age, 0
@@ -190,7 +190,7 @@ class Collector:
     return {"partial/begun_again": float(number)}
 
   def _recorded_groups(self) -> list[Group]:
-    """Returns the recorded groups of a batch, P - N."""
+    """Returns the P - N recorded groups of a batch."""
     count, c = self._config.rl.prompts - self._num_sampled, self._config
     records = self._stateful["recorded"].take(count) if count else ()
     return [
@@ -201,7 +201,7 @@ class Collector:
   def _select(self, sampled: list[Group]) -> list[Group]:
     """Selects at most N groups, preferably mixed ones, in sampling order.
 
-    Groups with fewer than `rl.group_size` responses are padded with blank ones.
+    Groups with fewer than `rl.group_size` responses are padded with blank responses.
     """
     c = self._config
     mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
@@ -209,9 +209,9 @@ class Collector:
     return [filled(group, c.rl.group_size) for group in chosen]
 
   def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
-    """Orders groups, with recorded ones distributed evenly over mini-batches.
+    """Orders groups so that recorded groups are distributed evenly over mini-batches.
 
-    Mini-batches are contiguous in this order.
+    A mini-batch has groups that are contiguous in this order.
     """
     groups = [*on_record, *chosen]
     if not (on_record and chosen):
@@ -242,13 +242,14 @@ class Collector:
   def _sample(self, step: int, round_index: int, usage: Usage) -> list[Group]:
     """Samples until N groups are finished or the token budget is spent.
 
-    Returns the finished groups, at most N. If the budget ends sampling, there are at least as many
-    as mini-batches.
+    Returns the finished groups, at most N. The budget ends sampling only once there is a finished
+    group for each mini-batch.
 
-    The surplus groups of earlier iterations count as finished, at most max(1, N // 2) of them, the
-    oldest first; the others wait. With F finished groups at the start, new prompts start only while
-    at most G (N - F) responses are in flight, G = `rl.group_size`. If all extra prompts started at
-    once, more groups of short responses would finish than needed, and become older by waiting.
+    Surplus groups, finished in earlier iterations, are used first: at most max(1, N // 2) of them,
+    the oldest first. The remaining surplus groups wait for later iterations. F groups are finished
+    at the start. A new prompt starts only if at most G (N - F) responses are then in flight, where
+    G = `rl.group_size`. If all extra prompts started at once, more groups of short responses would
+    finish than needed, and these would become older while they wait.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -267,7 +268,7 @@ class Collector:
     draws = itertools.count()
 
     def start_prompts() -> None:
-      """Starts a prompt for every G responses below `max_in_flight`, within the limit."""
+      """Starts prompts, up to `max_in_flight` responses and N + `rl.extra_prompts` groups."""
       free = (max_in_flight - sum(group.unfinished for group in groups)) // G
       count = min(free, N + c.rl.extra_prompts - len(waiting) - len(groups))
       if count > 0:
@@ -299,7 +300,7 @@ class Collector:
   def _new_groups(self, count: int, step: int, round_index: int, draw: int) -> list[Group]:
     """Draws the next prompts accepted by the filter, as groups of empty responses."""
     c, max_size = self._config, self._config.rl.group_size
-    # If a prompt is drawn twice in an iteration, its seeds differ.
+    # A later draw of the iteration may repeat a prompt, so each draw has another seed.
     seed = c.seed_of("rl", "sample", step, *((round_index, draw) if round_index or draw else ()))
     prompts = self._batches.take(count, self._filter.wants)
     min_size = c.schedule.group_size_min or max_size
@@ -379,13 +380,13 @@ class Collector:
     return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Copies the sampling state; returns a function to convert it to JSON."""
+    """Copies the sampling state; returns a function that converts the copy to JSON types."""
     states = {name: part.get_state() for name, part in self._stateful.items()}
     groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._in_flight]
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; ignores objects absent in this job.
+    """Restores a state of `position`; ignores objects that this job lacks.
 
     Raises ValueError if a prompt is longer than `data.max_prompt_tokens`.
     """

@@ -25,8 +25,8 @@ def charge(
 
   Call it once per conversation: it changes the trajectory's rewards, and adds the figures `reward`
   (before costs) and `cost`. With `environment.charge=right`, only right conversations have costs.
-  If tool calls have a price, conversations fail if their environment reports another number of
-  calls than was counted.
+  If `environment.call_cost` is not 0, a charged conversation fails if its environment reports
+  another number of tool calls than the driver counted.
 
   Args:
     right_from: smallest reward of a right conversation. None means that a conversation is right if
@@ -62,9 +62,9 @@ def charge(
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
   """Whether dynamic sampling (`extra_rounds`) keeps the advantages of a group.
 
-  They are kept if the scores of its responses differ (`Group.mixed`). With costs, they are also
-  kept if all responses with a verdict are right, and then favour lower costs. If all responses are
-  equally wrong, advantages would favour cheap wrong responses, and are set to 0.
+  The advantages are kept if the scores of the responses differ (`Group.mixed`). If there are costs,
+  they are also kept if all responses with a verdict are right; they then favour lower costs. If all
+  responses are equally wrong, advantages would favour cheap wrong responses, and are set to 0.
   """
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 

@@ -1,8 +1,8 @@
 """Groups: a prompt with its trajectories, which are in flight, finished or scored.
 
-A response is unknown if it has no verdict: the verifier or environment failed on it, or it was not
-sampled. The reason is recorded. Unknown responses are excluded from statistics, and from updates by
-rewards.
+A response is unknown if it has no verdict: the verifier or environment failed on it, or it is blank
+and only pads its group. The reason is recorded. Unknown responses are excluded from statistics, and
+from updates by rewards.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ NOT_SAMPLED = "fewer responses were sampled to this prompt"
 
 @dataclasses.dataclass
 class Group:
-  """A prompt with its trajectories. After scoring, the other fields are set, too.
+  """A prompt with its trajectories. Scoring sets the other fields.
 
-  In names, G are the group's responses and U the turns or lines of a response.
+  Axes: G, responses of the group; U, turns or lines of a response.
   """
 
   prompt: Prompt
@@ -66,7 +66,8 @@ class Group:
   def mixed(self) -> bool:
     """Whether the scores of responses differ, before reward shaping.
 
-    If advantages compare turns or lines, returns of the same turn or line are compared instead.
+    If advantages compare turns or lines, the returns of equally numbered turns or lines are
+    compared instead of scores.
     """
     if self.returns is None:
       value_G = self.correct_G if self.value_G is None else self.value_G
@@ -77,7 +78,7 @@ class Group:
     return not all(alike(np.array(column)) for column in columns)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the group as a dict for JSON; rewards are included once it is scored."""
+    """Returns the group as a dict for JSON; a scored group includes its rewards."""
     trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
@@ -124,7 +125,7 @@ class Group:
   ) -> "Group":
     """Builds a scored group of `size` recorded responses.
 
-    If there are fewer, blank responses are added (`filled`).
+    If the record has fewer responses, blank responses are added (`filled`).
 
     Args:
       decode: converts token ids to text.
@@ -143,12 +144,12 @@ class Group:
 
 
 def filled(group: Group, size: int, prompt: Sequence[int] = (), reason: str = NOT_SAMPLED) -> Group:
-  """Pads a scored group to `size` responses with blank ones.
+  """Pads a scored group to `size` responses with blank responses.
 
   A blank response has no tokens and no verdict.
 
   Args:
-    prompt: prompt tokens of blank responses. If empty, their rows are padding.
+    prompt: prompt tokens of blank responses. If empty, the rows of blank responses are padding.
     reason: reason of the missing verdict.
   """
   blanks, no_tokens = range(len(group.trajectories), size), np.zeros(0, np.int32)
@@ -175,13 +176,13 @@ def restored(
 ) -> list[Group]:
   """Restores unscored groups, and the environments of unfinished conversations.
 
-  Responses sampled under another configuration may be longer than `longest`. They are cut to fewer
-  tokens, and sampling resumes them. Environments run on the first host. If one fails, its
-  trajectory is finished as failed.
+  Responses sampled under another configuration may be longer than `longest`. Such responses are cut
+  (`Trajectory.cut`), and sampling resumes them. Environments run on the first host. If an
+  environment fails, its trajectory is finished as failed.
 
   Args:
     states: states of the groups.
-    make: constructor of environments. None for single turns.
+    make: constructor of environments. None means single turns.
     longest_prompt: value of `data.max_prompt_tokens`.
     longest: value of `sampling.max_new_tokens`.
 

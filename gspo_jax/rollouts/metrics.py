@@ -15,7 +15,7 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   """Computes metrics of all sampled groups, including unselected ones.
 
   Metrics of rewards are over responses with a verdict. `groups_without_spread` is the share of
-  groups with equal rewards.
+  groups with equal rewards, among the groups with a verdict.
 
   Args:
     outcomes: number of responses by outcome of the verifier. Empty if it reports none.
@@ -78,8 +78,8 @@ def round_metrics(
 
   Args:
     sampled: groups of all rounds.
-    chosen: the groups among them that are trained on. Those with equal scores are counted as
-      `dynamic_sampling/filled_groups`.
+    chosen: the groups of `sampled` that are trained on. `dynamic_sampling/filled_groups` counts
+      the chosen groups that are not mixed.
     rounds: number of rounds.
   """
   return {
@@ -104,7 +104,7 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Computes means over conversations.
+  """Computes metrics of conversations.
 
   The metrics returned by environments (`figures`) are averaged over conversations without a failure
   of the environment.
@@ -127,15 +127,16 @@ def partial_metrics(
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
-  These are the ages of trained tokens relative to `version`, the number of groups finished in this
-  iteration, and the groups and tokens carried over.
+  The metrics are the ages of trained tokens relative to `version`, the number of groups finished in
+  this iteration, the number of finished groups carried over, and the tokens of all groups carried
+  over.
 
   Args:
     sampled: groups available to this iteration, all finished.
-    chosen: the groups among them that are trained on.
+    chosen: the groups of `sampled` that are trained on.
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
-    version: newest version of the sampling weights.
+    version: version of the sampling weights at the start of the iteration.
   """
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)

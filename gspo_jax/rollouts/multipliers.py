@@ -1,12 +1,13 @@
 """Advantages from several rewards and costs; Lagrange multipliers keep the costs at limits.
 
-Each reward and cost is standardised within its group (Z) before they are added:
+Rewards and costs are standardised within groups (Z) before they are added:
 
   A = w Z(R) + Σ_j w_j Z(R_j) − Σ_k λ_k s_k Z(C_k)
 
-R is the main reward, R_j are further rewards, and C_k costs. The sign s_k is 1 if the limit of a
-cost is an upper one, −1 if it is a lower one. After each iteration, the multiplier λ of each cost
-is updated from the mean cost of the trained responses. It is the output of a PI controller:
+R is the main reward, R_j are further rewards, and C_k costs; w and w_j are weights. The sign s_k is
+1 if the limit of a cost is an upper one, −1 if it is a lower one. After each iteration, the
+multiplier λ of each cost is updated from the mean cost of the trained responses. λ is the output of
+a PI controller:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
@@ -44,7 +45,7 @@ class Multiplier:
     """Updates the multiplier after an iteration.
 
     Args:
-      violation: sign times mean cost less limit, in standard deviations.
+      violation: s (mean C − limit) / σ(C), before it is clipped.
     """
     v = min(max(violation, -1.0), 1.0)
     self.sum = min(max(self.sum + cost.rate * v, 0.0), cost.most)
@@ -70,7 +71,7 @@ class Constraints:
 
     Args:
       groups: scored groups, with their signals.
-      valid_PG: mask of responses in means and deviations. None means those with a verdict.
+      valid_PG: mask of responses in means and deviations. None means responses with a verdict.
       combine: `objectives.constrained_advantages`, or a function of the same arguments.
     """
     c = self._config

@@ -4,17 +4,17 @@ Batch i is the training data of iteration i. Version i is the weights before the
 iteration i, and `first` is the version at the start of the run. With `rl.lag` = L, batch j is
 sampled with version max(first, j - L). Sampling of batch i + L may start at the beginning of
 iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
-discarded as too old. Batches depend on iteration numbers and not on time: the same seed gives the
-same results.
+discarded as too old. Except in the third arrangement below, batches depend on iteration numbers and
+not on time: the same seed gives the same results.
 
 There are three arrangements:
 
 - One mesh: the main thread collects batch i + L before the updates of iteration i. Two threads
-  might deadlock: collectives on the same devices, started in different orders, wait for each other.
+  might deadlock, if they started collectives on the same devices in different orders.
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
 - Servers, with a lag and one process: a worker thread sends requests to servers. New weights are
-  sent to the servers as soon as they are published, and responses in flight continue under them. So
+  sent to the servers as soon as they are published, and responses in flight continue with these. So
   batch j = i + L has tokens of versions i to j, and depends on the times at which weights arrive.
   Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
@@ -74,8 +74,8 @@ class Pipeline:
     last: last finished iteration.
     batches: directory in which batches are recorded.
     mesh: mesh of the engine. None if the engine has the trainer's mesh.
-    publish: copies the trainer's parameters to `mesh`, if that is not None. Later updates must not
-      change the copy.
+    publish: copies the trainer's parameters to `mesh`; unused if `mesh` is None. Later updates must
+      not change the copy.
   """
 
   def __init__(
@@ -99,8 +99,8 @@ class Pipeline:
     # Batches that were started and not yet returned by `next`, by iteration.
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()
     self._position = collector.position()  # State after the last batch returned by `next`.
-    self._published: tuple[Any, int] = None, -1  # Weights, None if already loaded; version.
-    self._loaded = -1  # Version of the engine's weights; only the worker changes it during jobs.
+    self._published: tuple[Any, int] = None, -1  # (weights, or None once loaded; version)
+    self._loaded = -1  # Version loaded by `_load`; only the worker changes it during jobs.
     self._worker, self._idle_since, self._stop = None, 0.0, threading.Event()
     if self._mesh is not None or self._loads_during_steps:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, "sampler")
@@ -118,7 +118,7 @@ class Pipeline:
     """Publishes the trainer's parameters to the sampler for all later batches.
 
     A preemption notice interrupts loading, but raises no exception. `Preempted` is raised by the
-    next check instead, when the caller has set the resume point.
+    next check instead, after the caller has set the resume point.
     """
     if self._worker is None or self._loads_during_steps:
       with contextlib.suppress(preemption.Preempted):
@@ -151,7 +151,7 @@ class Pipeline:
   def engine(self) -> Iterator[Engine]:
     """Yields the engine with the last published weights, for evaluation.
 
-    It first waits for all batches in flight.
+    `engine` first waits for all batches in flight.
     """
     if self._worker is None:
       yield self._engine
@@ -164,15 +164,15 @@ class Pipeline:
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
-    """Snapshots the sampling state; returns a function to convert it to JSON.
+    """Copies the sampling state; returns a function that converts the copy to JSON types.
 
-    The function waits for the batches in flight. Its result has these batches, and the collector's
-    state after them.
+    The function waits for the batches in flight. Its result includes these batches, and the
+    collector's state after the last of them.
     """
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      # A preemption notice must not interrupt this, since it may be the reason for saving.
+      # A preemption notice must not interrupt the wait: it may be the reason for saving.
       with preemption.checked_by(lambda: None):
         batches = [self._wait(job) for job in jobs]
       snapshot = batches[-1].position if batches else position
@@ -220,12 +220,12 @@ class Pipeline:
           self._load(weights, version)
         batch = self._collect(step, version, stages)
     except BaseException:
-      # Without this batch, later ones would differ from those of a run without the error.
+      # Without this batch, later batches would differ from those of a run without the error.
       self._stop.set()
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    # The worker's times have other names: those of the main thread add up to the iteration's time.
+    # The worker's times have other names: the main thread's times add up to the iteration's time.
     times = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
     batch.collected.metrics.update(times)
     return batch

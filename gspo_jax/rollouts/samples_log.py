@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-TOKENS = 200_000  # Later responses of an iteration have no entries by token.
+TOKENS = 200_000  # After this number of tokens of an iteration, responses have no entries by token.
 
 
 def rollout_records(
@@ -102,7 +102,7 @@ def _segment_columns(
 ) -> dict[str, list]:
   """Returns the segment number of each token, and columns by segment.
 
-  These are the importance ratio, and the sum of |gradient| over the segment's tokens.
+  The columns are the importance ratio, and the sum of |gradient| over the segment's tokens.
   """
   size_U = np.maximum(np.bincount(segment_X), 1)
   mean_U = np.bincount(segment_X, log_ratio_X) / size_U

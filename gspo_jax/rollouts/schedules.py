@@ -5,9 +5,9 @@ choices.
 
 Length buckets: a row of an update has space for a prompt, and for a response of maximum length. The
 space for the prompt is equal in all rows of an iteration, and is one of a few lengths, the buckets.
-If it were always `data.max_prompt_tokens`, rows of short prompts would be mostly padding. If it
-were the length of the longest prompt, a program would be compiled for many lengths. So up to three
-buckets are chosen at the start, from the lengths of all prompts.
+If the space were always `data.max_prompt_tokens`, rows of short prompts would be mostly padding. If
+it were the length of the longest prompt, a program would be compiled for each of many lengths. So
+up to three buckets are chosen at the start, from the lengths of all prompts.
 """
 
 import math
@@ -21,20 +21,20 @@ from gspo_jax.settings.training import ScheduleConfig
 SOLVED = 0.9  # Intended probability of at least one right response in a group.
 SHARES = (0.5, 0.9, 1.0)  # Share of iterations whose prompts all fit each bucket.
 MULTIPLE = 16  # Buckets are multiples of this number of tokens.
-WORTH = 1.25  # Minimum ratio of two buckets. A smaller one is not worth compiling a program.
+WORTH = 1.25  # Minimum ratio of two buckets: a closer bucket is not worth compiling a program.
 
 
 def group_size(tried: int, right: int, least: int, most: int) -> int:
   """Returns the number of responses to sample for a prompt.
 
-  It is the smallest number such that at least one response is right with probability `SOLVED`,
+  This is the smallest number such that at least one response is right with probability `SOLVED`,
   clipped to [`least`, `most`]. The probability that a response is right is estimated by Laplace's
   rule of succession as (right + 1) / (tried + 2). For a prompt without earlier responses, the
   result is `most`.
 
   Args:
     tried: number of earlier responses to the prompt.
-    right: number of right ones among them.
+    right: number of right responses among the earlier ones.
     least: minimum size of a group.
     most: maximum size of a group.
   """
@@ -50,7 +50,7 @@ def group_size(tried: int, right: int, least: int, most: int) -> int:
 def begin(s: ScheduleConfig, prompts: Any, step: int, longest: int) -> tuple[int, dict[str, float]]:
   """Starts an iteration; returns its maximum response length, and metrics.
 
-  With `schedule.refresh_every`, new problems are read from growing files in some iterations.
+  If `schedule.refresh_every` = n > 0, growing files are read again in iterations n + 1, 2n + 1, ...
 
   Args:
     s: section `schedule`.

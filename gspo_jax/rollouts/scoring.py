@@ -4,7 +4,7 @@ A verdict is the score of a response: its reward, and whether it is correct. Sig
 rewards and costs (rewards/signals.py). A response without a verdict is called unknown.
 
 Scoring runs on the first host, and the collector broadcasts the verdicts. If every host scored, a
-time limit might be exceeded on some hosts only, and their verdicts would differ.
+time limit might be exceeded on some hosts only, and the hosts' verdicts would differ.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Verdicts:
   unknown: Mapping[int, str]  # Reason by index of a response without a verdict.
   outcomes: Mapping[str, int]  # Number of responses by the verifier's outcome.
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
-  # Reward of each token. None if each response has one reward.
+  # Rewards of each response's tokens. None if each response has one reward.
   rewards: Sequence[np.ndarray] | None = None
   # Metrics of each conversation, from its environment. None for single turns.
   figures: Sequence[Mapping[str, float]] | None = None
@@ -55,7 +55,7 @@ def score_conversations(
   Args:
     right_from: smallest reward of a correct conversation. None means that a conversation is correct
       if the environment's metric `correct` is 1 or more.
-    compares_parts: whether advantages compare the turns of a group with the same number.
+    compares_parts: whether advantages compare equally numbered turns of a group.
   """
   trajectories = trajectories_of(groups)
   value_B, right_B = totals(trajectories), right(trajectories, right_from)
