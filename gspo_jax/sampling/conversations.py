@@ -147,13 +147,13 @@ def step(environment: Environment, turn: Turn) -> Answer:
 def try_turn(
   make: Make, environment: Environment, tokens: Sequence[int], remaining: int, vocab_size: int
 ) -> Answer:
-  """Steps a new environment of `make` with a turn of these tokens. Arguments as in `Turn`."""
+  """Steps a new environment, created by `make`, with a turn. Arguments are those of `Turn`."""
   turn = Turn([*tokens], last=False, remaining=remaining, vocab_size=vocab_size, calls=0)
   return answer(workers.shared(1).run(step, environment, turn, limit_s=time_limit(make)))
 
 
 def answer(call: concurrent.futures.Future) -> Answer:
-  """Returns a finished call's answer. After an exception, it describes the failure."""
+  """Returns a finished call's answer. If the call raised, the answer describes the failure."""
   error = call.exception()
   if error is None:
     return call.result()
@@ -230,7 +230,7 @@ def _prompt(
 
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
-  """Checks an observation, and returns its first `turn.remaining` token ids."""
+  """Checks an observation; returns its first `turn.remaining` token ids, but at least one."""
   advice = "encode it, since an observation is a list of token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_repr(observation)}: {advice}")

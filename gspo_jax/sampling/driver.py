@@ -2,8 +2,8 @@
 
 Environments run on the first host only; `conversations` checks their answers, and the driver
 broadcasts them to the other hosts. Each finished turn goes to its environment at once, and the next
-turn is submitted as soon as the environment has answered. With `workers`, other trajectories are
-sampled meanwhile.
+turn is submitted as soon as the environment has answered. If `workers` is not 0, other
+trajectories are sampled while an environment steps.
 """
 
 import collections
@@ -136,7 +136,7 @@ class Driver:
     After a whole turn, starts the environment's step.
 
     Raises:
-      ValueError: the workload needs each token's candidates (support), and the engine returns none.
+      ValueError: the workload needs the support of each token, and the engine records no supports.
     """
     if self._workload.support and response.support is None and len(response.tokens):
       raise ValueError(
@@ -153,7 +153,7 @@ class Driver:
       self._environment_calls.append((trajectory, response, self._step(trajectory, response)))
 
   def _pop_failed(self) -> list[Trajectory]:
-    """Returns failed trajectories not yet yielded, once."""
+    """Returns the failed trajectories that `run` has not yielded yet, and empties their list."""
     failed, self._failed = self._failed, []
     return failed
 
@@ -176,19 +176,19 @@ class Driver:
     return submit(conversations.step, environment, turn, limit_s=self._time_limit_s)
 
   def _wait(self, return_when: str = concurrent.futures.ALL_COMPLETED) -> None:
-    """Waits for all environment steps, or for the first."""
+    """Waits for all environment steps, or for the first to end."""
     self._workers.wait([call for *_, call in self._environment_calls], return_when)
 
   def _finish_turns(self, submit_next: bool = True) -> Iterator[Trajectory]:
     """Processes completed environment steps, and yields finished and failed trajectories.
 
     Args:
-      submit_next: whether to submit the next turns of the others.
+      submit_next: whether to submit the next turns of unfinished trajectories.
     """
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # Calls `done()` once for each: its value may change.
+    for turn in self._environment_calls:  # `done()` is called once per call: its value may change.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]
@@ -246,7 +246,7 @@ def new_groups(
     beginnings = iter(_beginnings(repeated, longest, make, render, vocab_size))
   for tag, size in zip(tags, sizes, strict=True):
     group = list(itertools.islice(beginnings, size))
-    # Environments choose their prompts (`reset`), so those of a group may differ.
+    # Environments choose their prompts (`reset`), so the prompts of a group may differ.
     first = max(next_sample[x.tokens] for x in group)
     next_sample |= {x.tokens: first + size for x in group}
     trajectories = [

@@ -69,7 +69,7 @@ def line_rewards(
   token with several line breaks receives the sum of the rewards of all lines that end in it.
 
   Args:
-    reward_U: rewards of the response's lines: one more than it has line breaks, or fewer.
+    reward_U: rewards of lines, at most one more than the response has line breaks.
     tokens_X: token ids of the response.
     breaks_V: number of line breaks of each token id, as in `breaks`.
   """

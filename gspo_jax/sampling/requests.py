@@ -9,21 +9,21 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Minimum number of tokens of a server's partial response. Shorter responses would waste work: each
-# call prefills its whole prefix again.
+# Minimum of `Workload.piece`. Shorter pieces would waste work, since each call prefills its whole
+# prefix again.
 LEAST_PIECE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Limits of an engine's future requests; the shapes of its arrays are derived from them."""
+  """Limits of an engine's requests. The engine's array shapes are derived from these limits."""
 
   sampling: SamplingConfig  # `max_new_tokens` bounds all tokens after the prompt.
   prompt_length: int  # Maximum number of tokens of a prompt.
   trajectories: int  # Maximum number of trajectories in flight.
   group_size: int = 1  # Number of trajectories with the same prompt.
   stop_ids: tuple[int, ...] = ()  # Token ids that end a turn. The stop token belongs to the turn.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a turn, at the token that completes one.
+  stop_strings: tuple[str, ...] = ()  # A turn ends at the token that completes one of them.
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
   partial: bool = False  # Whether unfinished trajectories are resumed.
   record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
@@ -42,7 +42,7 @@ class Workload:
 
   @property
   def prefix_length(self) -> int:
-    """Maximum number of tokens of a prefix, of a resumed trajectory too."""
+    """Maximum number of tokens of a prefix, including prefixes of resumed trajectories."""
     return self.window - 1 if self.several_turns or self.partial else self.prompt_length
 
   @property
@@ -63,8 +63,8 @@ class Sizes:
   window: int  # Positions of a slot in the cache.
   rows: int  # Maximum number of prefixes in one prefill, per shard.
   entries: int  # Number of prefixes in the queue, per shard.
-  longest: int  # Maximum number of tokens of a prefix, or of a response that restarts (refill.py).
-  prompt: int  # Padded length of the longest prefix of a request, without responses that restart.
+  longest: int  # Maximum number of tokens of a prefix, also when a response restarts (refill.py).
+  prompt: int  # Padded length of the longest prefix, except those of responses that restart.
   prefix: int  # Padded length of `longest`; positions of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
@@ -122,8 +122,8 @@ def bucket(prefix: int, longest: int, piece: int) -> int:
   """Returns the padded length of a prefix without its last token.
 
   Prefill leaves out the last token, the input of the first decode step. The padded length is a
-  power of two, but at most that of the longest prefix. Above `piece` tokens, it is a multiple of
-  `piece` instead.
+  power of two of at least SHORTEST_PREFILL, or the length of the longest prefix if that is smaller.
+  Above `piece` tokens, the padded length is a multiple of `piece` instead.
   """
   length, longest = (max(n - 1, SHORTEST_PREFILL) for n in (prefix, longest))
   if length > piece:
@@ -140,12 +140,12 @@ class Request:
   """
 
   prompt: tuple[int, ...]  # Token ids.
-  max_new_tokens: int  # Maximum number of new tokens of each response, without those in `prior`.
+  max_new_tokens: int  # Maximum number of new tokens of each response; `prior` is not counted.
   samples: int = 1  # Number of responses.
-  first_sample: int = 0  # Sample number of the first response; the others follow.
+  first_sample: int = 0  # Sample number of the first response; the next ones follow.
   seed: int = 0
   stop_ids: tuple[int, ...] = ()  # Token ids that end a response. The stop token belongs to it.
-  stop_strings: tuple[str, ...] = ()  # Texts that end a response, at the token that completes one.
+  stop_strings: tuple[str, ...] = ()  # A response ends at the token that completes one.
   prior: tuple[int, ...] = ()  # Earlier tokens after the prompt, sampled or observed.
   unfinished: int = 0  # Number of tokens at the end of `prior` that belong to the current turn.
   tag: Any = None  # Caller's label; engines do not use it.
@@ -203,7 +203,7 @@ class Response:
   version: np.ndarray  # Weight version of each token, int32 [n].
   stopped: bool  # Whether a stop token or stop string ended the response; False if truncated.
   finished: bool  # False if `Engine.stop` interrupted the response.
-  # Experts chosen for every token of the prefix and the response but the last, int8 or int16
+  # Experts chosen for all tokens of prefix and response except the last token, int8 or int16
   # [prefix + n - 1, l, k]; None if not recorded.
   experts: np.ndarray | None
   # Token ids in each sampling distribution, int32 [n, X], padded with -1; None if not recorded.
@@ -277,14 +277,14 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # Sampling ends once `rl.token_budget` tokens have arrived. They arrive in whole pieces; small
-    # pieces keep it from going far beyond the budget.
+    # Sampling ends once `rl.token_budget` tokens have arrived. Servers send tokens in whole pieces,
+    # so small pieces keep the number of tokens near the budget.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 
 
 def paged(config: EngineConfig) -> bool:
-  """Whether the cache is paged; `auto` means on TPU or with `cache_tokens`."""
+  """Whether the cache is paged; `auto` pages it on TPU, and if `cache_tokens` is set."""
   if config.cache == "auto":
     return bool(config.cache_tokens) or sharding.platform() == "tpu"
   return config.cache == "paged"

@@ -44,11 +44,11 @@ def generate(
     prompts: non-empty lists or arrays of token ids.
     temperature: temperature of the softmax; 0 for greedy decoding.
     stop_ids: token ids that end a response. The response includes its stop token.
-    engine: settings such as the number of slots; by default one for each response.
+    engine: settings such as the number of slots; by default one slot for each response.
 
   Returns:
-    A Rollout with `group_size` rows per prompt, in the prompts' order. The rows are as long as the
-    longest prompt plus `max_new_tokens`.
+    A Rollout with `group_size` rows per prompt, in the prompts' order. The length of a row is that
+    of the longest prompt plus `max_new_tokens`.
 
   Raises:
     TypeError: a prompt is not a list of token ids, for example a string.

@@ -41,7 +41,8 @@ def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   """Sets logits outside top-k to -inf, then logits outside top-p, then logits outside min-p.
 
-  Top-p is the share of the probability that top-k leaves. Of tied tokens, all are inside or none.
+  Top-p is a share of the probability of the tokens inside top-k. Of tokens with equal logits,
+  either all are inside or none.
   """
   if config.top_k:
     top_logits = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
@@ -62,8 +63,8 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   """Returns token ids inside top-k, then top-p, then min-p, int32 [B, k].
 
-  They are in order of falling probability, padded with NO_TOKEN. There are never more than k: of
-  tokens tied at rank k, `truncate` includes all, and this function only as many as fit.
+  The ids are in order of falling probability, padded with NO_TOKEN. Of tokens tied at rank k,
+  `truncate` includes all, but this function only as many as fit into k ids.
   """
   logits_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
   logits_Bk = truncate(logits_Bk, dataclasses.replace(config, top_k=0))
@@ -98,8 +99,8 @@ def sample(
   Row b's random numbers depend only on (keys_B[b], position_B[b]), not on other rows. The method
   is the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample. First a
   block of the vocabulary is sampled, and then a token of this block. That takes about 2 √V random
-  numbers instead of V. Each is made from 64 random bits. With 23 bits, float32 Gumbel noise could
-  not exceed 15.94, and the rarest tokens would never be sampled.
+  numbers instead of V. Each number is made from 64 random bits. If it were made from 23 bits,
+  float32 Gumbel noise could not exceed 15.94, and the rarest tokens would never be sampled.
 
   Args:
     logits_BV: logits of the model.
@@ -108,11 +109,12 @@ def sample(
     config: temperature and truncation.
     support_BX: token ids to sample from, as returned by `support`; None to apply `truncate`.
     vocabulary: exclusive upper bound on sampled token ids, the tokenizer's size; 0 for no bound.
-      The second log-prob is normalised over all ids nevertheless, as in the trainer.
+      The log-prob after temperature alone is normalised over all ids, as in the trainer.
 
   Returns:
     The token, int32 [B]; its log-prob after temperature and truncation, float32 [B]; and its
-    log-prob after temperature alone, float32 [B]. Without truncation, both are equal.
+    log-prob after temperature alone, float32 [B]. Without truncation, the two
+    log-probs are equal.
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:

@@ -13,9 +13,9 @@ def end(
 ) -> tuple[int | None, list[int] | None]:
   """Finds the end of the first stop string in a response's `new` tokens.
 
-  A stop string may begin before `new`, so some earlier tokens are searched too: `tail`, the last
-  ones with a text, as many as the longest stop string has bytes. So a call's cost does not grow
-  with the response. Tokens without a text, such as special tokens, are ignored.
+  A stop string may begin before `new`. So `tail` is searched too: the last earlier tokens, as many
+  as the longest stop string has bytes. The cost of a call therefore does not grow with the
+  response. Tokens without a text, such as special tokens, are ignored.
 
   Args:
     request: request with the stop strings. A stop string may begin in the turn's `unfinished` part.
@@ -24,8 +24,9 @@ def end(
     detokenize: function from token ids to text; None without stop strings.
 
   Returns:
-    The number of `new` tokens up to and including the one that completes a stop string, None
-    without a complete one; and `tail` for the next call, None without stop strings.
+    The number of `new` tokens up to and including the token that completes a stop string, None if
+    no stop string is complete; and `tail` for the next call, None if the request has no stop
+    strings.
   """
   strings = request.stop_strings
   if not strings:

@@ -27,8 +27,8 @@ class Environment(Protocol):
   """Environment of one trajectory: user code on the host, one object per trajectory.
 
   An optional integer attribute `tool_calls` counts the tool calls so far. Without this attribute,
-  every turn but the last counts as one tool call. A call that raises, returns an unusable value or
-  exceeds the time limit (tasks/environments.py) ends only its own trajectory.
+  every turn but the last counts as one tool call. If a method raises, returns an unusable value or
+  exceeds the time limit (tasks/environments.py), only its own trajectory ends.
   """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
@@ -38,7 +38,7 @@ class Environment(Protocol):
   def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
     """Steps with a turn's tokens; returns (observation tokens, the turn's reward, done).
 
-    A turn ends with a stop token or a stop string; a turn without either was truncated at the
+    A turn ends with a stop token or a stop string. A turn with another end was truncated at the
     trajectory's maximum length. The next turn follows the observation directly, so the observation
     must include all tokens expected there, such as a chat template's headers. The observation after
     the last turn is ignored.
@@ -51,9 +51,10 @@ class Environment(Protocol):
   def figures(self) -> Mapping[str, float]:
     """Returns metrics of a finished trajectory, by name (optional method).
 
-    Their means over trajectories are logged. A trajectory is right if `correct` is 1; the default
-    is 1 if the rewards sum to more than 0, else 0. The driver adds `tokens`, `tool_calls` and
-    `overlong_observation` (1 if an observation was dropped for lack of room, else 0).
+    The metrics' means over trajectories are logged. A trajectory is right if `correct` is 1 or
+    more (see `right`). By default, `correct` is 1 if the rewards sum to more than 0, else 0. The
+    sampler adds `tokens`, `tool_calls` and `overlong_observation` (1 if an observation was dropped
+    because it was too long, else 0), unless the environment returns metrics of these names.
     """
     return {}
 
@@ -86,26 +87,26 @@ class Trajectory:
   """One response or conversation, unfinished or finished.
 
   Attributes:
-    prompt: token ids before `tokens` and the other columns.
+    prompt: token ids of the prompt, which the columns do not contain.
     sample: number of this trajectory among those with the same prompt; consecutive in a group.
-    seed: seed of the run; `seed`, `prompt` and `sample` determine the PRNG key.
-    environment: the environment; None after a restore, until `conversations.resume`, and on hosts
-      other than the first.
+    seed: seed of the request; `seed`, `prompt` and `sample` determine the PRNG key.
+    environment: the environment. For conversations it is None on hosts other than the first, and
+      after a restore until `conversations.resume`.
     tag: label for the caller.
     turn: index of the current turn, and number of finished turns.
     calls: number of tool calls in each finished turn.
     finished: whether the trajectory has ended: its environment ended it, it reached the maximum
       length or number of turns, or it failed.
-    stopped: whether its last turn ended with a stop token or stop string, and its environment was
-      done (as it is after a single turn).
-    limit: maximum number of tokens after the prompt, set by the latest driver; 0 before the first.
-    experts: experts chosen for every token but the last, at its first forward pass, int8 or int16
-      [prompt + n - 1, l, k]; None if not recorded.
+    stopped: whether the last turn ended with a stop token or stop string, and the environment was
+      done. After a single turn, the environment is always done.
+    limit: maximum number of tokens after the prompt, set by the latest driver; 0 without a driver.
+    experts: experts chosen in the first forward pass of each token except the last token, int8 or
+      int16 [prompt + n - 1, l, k]; None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN; a
       row of NO_TOKEN alone means an observation or the whole vocabulary. None if not recorded.
     figures: metrics of the finished trajectory, by name (`Environment.figures`).
-    failure: description of the environment's or the response's failure; "" without one. The reward
-      of a failed trajectory is unknown.
+    failure: description of the environment's or the response's failure; "" if there is none. The
+      reward of a failed trajectory is unknown.
     columns: arrays [n] by the names of COLUMNS, for the n tokens after the prompt.
   """
 
@@ -121,7 +122,7 @@ class Trajectory:
     self.experts: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
-    self._turn_start = 0  # Index of the current turn's first token, without the prompt.
+    self._turn_start = 0  # Index of the current turn's first token in `tokens`.
 
   tokens = property(lambda self: self.columns["tokens"])
   turns = property(lambda self: self.columns["turns"])
@@ -165,7 +166,7 @@ class Trajectory:
 
   def end_turn(self, reward: float, calls: int = 0) -> None:
     """Ends the current turn with its reward and its number of tool calls."""
-    rewards = self.rewards.copy()  # `copy` shares the arrays.
+    rewards = self.rewards.copy()  # Snapshots (`copy`) share the old array.
     rewards[-1] = reward
     self.columns["rewards"] = rewards
     self.calls = (*self.calls, calls)
@@ -187,7 +188,7 @@ class Trajectory:
     self._turn_start = len(self.tokens)
 
   def finish(self, stopped: bool, figures: Mapping[str, float] | None = None) -> None:
-    """Finishes the trajectory; the environment's figures replace default ones, if not None."""
+    """Finishes the trajectory. The environment's figures override defaults of the same names."""
     self.finished, self.stopped = True, stopped
     if not isinstance(self.environment, SingleTurn):
       self.figures = self._default_figures(float(self.rewards.sum() > 0)) | dict(figures or {})
@@ -195,7 +196,8 @@ class Trajectory:
   def fail(self, failure: str) -> None:
     """Finishes the trajectory after a failure in or before the current turn.
 
-    A trajectory without any token loses its prompt, too, and becomes padding in a batch.
+    A trajectory without any token after the prompt also loses its prompt, and becomes padding in a
+    batch.
     """
     if len(self.tokens) > self._turn_start:
       self.end_turn(0.0)
@@ -206,8 +208,8 @@ class Trajectory:
   def cut(self, limit: int) -> None:
     """Truncates a trajectory of more than `limit` tokens after the prompt.
 
-    It becomes an unfinished trajectory, to be resumed: its last sampled token within the limit, and
-    all tokens after this one, are removed. So the resumed turn has at least one token to sample.
+    The trajectory becomes unfinished, to be resumed. Its last sampled token within the limit, and
+    all later tokens, are removed. So the resumed turn has at least one token to sample.
     """
     if len(self.tokens) <= limit:
       return
@@ -267,8 +269,8 @@ class Trajectory:
 
     Args:
       state: result of `get_state`.
-      environment: environment in its state after the past turns. None on hosts other than the
-        first, and if `conversations.resume` creates it later.
+      environment: environment in its state after the past turns. None if
+        `conversations.resume` creates it later, on the first host.
       tag: label for the caller.
     """
     state = dict(state)
@@ -300,7 +302,7 @@ def recorded_turn(
 
 
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
-  """Sums the rewards of each of U finished turns, float64 [U]."""
+  """Sums the rewards within each of the U finished turns, float64 [U]."""
   sampled_X = trajectory.turns >= 0
   return np.bincount(trajectory.turns[sampled_X], trajectory.rewards[sampled_X], trajectory.turn)
 
@@ -330,8 +332,8 @@ def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the mean of each figure over the trajectories with this figure.
 
   Args:
-    figures: `Trajectory.figures` of some trajectories. Of more than MOST_FIGURES different names,
-      only the most frequent ones are returned.
+    figures: `Trajectory.figures` of some trajectories. If these have more than MOST_FIGURES
+      different names, only the most frequent names are returned.
   """
   by_name: dict[str, list[float]] = {}
   for row in figures:
@@ -347,8 +349,8 @@ def assemble(
   """Assembles trajectories into batch rows of `length`: prompt, continuation, padding.
 
   Args:
-    trajectories: finished trajectories. Experts are recorded for all of them or for none; those
-      without sampled tokens may lack them.
+    trajectories: finished trajectories. Experts are recorded for all of these or for none.
+      Trajectories without sampled tokens may lack experts.
     length: number of positions of a batch row.
     pad_id: token id of padding.
     support: maximum number of tokens in a token's sampling distribution (sampling.top_k); 0 for no

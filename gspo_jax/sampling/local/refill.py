@@ -1,11 +1,12 @@
 """Refill of slots and allocation of cache pages on each device, before every decode step.
 
-A free slot starts the next response of a prefix in the queue (slots.py). With a paged cache, a slot
-takes a further page when its response reaches one. If no page is free, a prefix or a response has
-to give its pages back, and is *displaced*: first the prefixes in the queue, the newest first; then
-the response with the fewest sampled tokens. The host notices displaced responses by their missing
-ids, and submits them again (scheduler.py). At least one response always proceeds, since the pages
-of a device are enough for a response of the maximum length (`requests.sizes`).
+A free slot starts the next response of a prefix in the queue (slots.py). If the cache is paged, a
+slot takes another page when its response needs one. If no page is free, a prefix or a response has
+to give its pages back, and is *displaced*. Prefixes in the queue are displaced first, the newest
+before older prefixes. If there are none, the response with the fewest sampled tokens is displaced.
+The host notices displaced responses by their missing ids, and submits them again (scheduler.py). At
+least one response always proceeds, since the pages of a device are enough for a response of the
+maximum length (`requests.sizes`).
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ def refill(state: Any) -> Any:
 
 
 def _start_response(state):
-  """Starts a response in a free slot. It takes the prefix with the most waiting responses."""
+  """Starts a response in a free slot, from the prefix with the most waiting responses."""
   queue, waiting_R = state.queue, state.waiting_R
   slot, entry = jnp.argmin(state.slots.remaining_B), jnp.argmax(waiting_R)
   key = row_key(queue.seed_B[entry], queue.prompt_B[entry], queue.sample_B[entry])
@@ -53,7 +54,7 @@ def _can_start(state):
   """Whether a response can start in a free slot of a paged cache.
 
   A start takes one page. One more page is reserved for every active slot whose response may still
-  reach another page. If no slot is active, `_allocate_pages` has made sure of a free page.
+  reach another page. If no slot is active, `_allocate_pages` has already ensured a free page.
   """
   s, S = state.slots, state.cache.page
   growing_B = (s.position_B + s.remaining_B - 1) // S > s.position_B // S

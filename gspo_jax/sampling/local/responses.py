@@ -27,8 +27,8 @@ class LiveResponse:
   request: Request
   sample: int  # Sample number.
   shard: int  # Index of the part of slots and queue with the response.
-  # Experts of the prefix, in a list shared by all its responses; [] until fetched, or if not
-  # recorded.
+  # Experts of the prefix, in a list shared by all responses to the prefix; [] until the experts are
+  # fetched, or if they are not recorded.
   experts: list[np.ndarray]
   call: int = 0  # Index of the first `decode` call after the prefill.
   # Arrays from each `decode` call, as yielded by `split_by_response` after the id.
@@ -106,8 +106,8 @@ def split_by_response(out: Sampled) -> Iterator[tuple]:
 def restart_requests(lives: Iterable[LiveResponse]) -> Iterator[tuple[Request, list[LiveResponse]]]:
   """Yields new requests for displaced responses, each with its responses.
 
-  Responses without tokens to the same request share a new request. A response with tokens gets a
-  separate request, with its tokens in `prior`.
+  Responses to one request share a new request if they have no tokens yet. A response with tokens
+  has a separate request, with these tokens in `prior`.
   """
 
   def request_key(live: LiveResponse) -> tuple[int, int | None]:

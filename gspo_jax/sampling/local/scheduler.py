@@ -95,7 +95,7 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # Requests to prefill, each with responses that lost their cache pages (refill.py) or [].
+    # Requests to prefill, each with its displaced responses (refill.py); [] for a new request.
     self._requests: collections.deque[tuple[Request, list[LiveResponse]]] = collections.deque()
     self._live: dict[int, LiveResponse] = {}  # Prefilled, unfinished responses by id.
     self._ids = 0  # Next id.
@@ -109,7 +109,7 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    self._prefills = []  # Since the last call: experts, [(row, length, list for row's experts)].
+    self._prefills = []  # Since the last call: (experts, [(row, length, list for its experts)]).
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
       self._clock = time.perf_counter()
     self._fill_queue()
     self._dispatch()
-    if len(self._in_flight) == 1:  # The first call: there is no previous one to collect.
+    if len(self._in_flight) == 1:  # The first call: there is no previous call to collect.
       return []
     finished = self._collect()
     if not self.busy:
@@ -166,8 +166,8 @@ class Scheduler:
   def _fill_queue(self) -> None:
     """Prefills waiting requests in batches of one padded length.
 
-    While the queue still has responses for more than half of the slots, a batch is delayed until
-    there are enough free entries for a full one.
+    While the responses waiting in the queue outnumber half of the slots, a prefill is delayed until
+    the queue has free entries for a full batch.
     """
     while self._requests:
       length = self._size.bucket(self._requests[0][0].prefix_length)
@@ -192,8 +192,9 @@ class Scheduler:
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[LiveResponse]]]:
     """Assigns requests to the least loaded shards, at most `rows` to each.
 
-    With `engine.cache_tokens`, a shard with unfinished responses takes a prefix only if a free page
-    per slot remains. Stops at the first request without a shard, so that requests keep their order.
+    If `engine.cache_tokens` is set, a shard with unfinished responses takes a prefix only if one
+    free page for each of its slots remains. Stops at the first request that fits no shard, so that
+    requests keep their order.
     """
     used, placed = [0] * self._shards, []
     for request, lives in fitting:
@@ -265,7 +266,7 @@ class Scheduler:
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
     self._cancelled = []
-    # A scalar from the state after the prefills. `_collect` waits for it, to measure their time.
+    # A scalar from the state after the prefills. `_collect` waits for it, to time the prefills.
     marker = self._state.waiting_R.sum() if self._prefills else None
     self._state, out = self._decode(self._params, self._state, _put_arrays(cancelled, P()))
     for x in jax.tree.leaves(out):
@@ -300,7 +301,7 @@ class Scheduler:
     for id_, *part in split_by_response(out):
       live = self._live.get(id_)
       if live is None:
-        continue  # Tokens after a stop string: its slot was not yet cancelled in this call.
+        continue  # Tokens after a stop string: this call had not yet cancelled the response.
       old_count = live.count
       live.parts.append(tuple(part))
       live.count += len(part[0])
@@ -309,7 +310,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # Calls in flight still decode it; the next one cancels it.
+          self._cancelled.append(id_)  # The next call cancels it; calls in flight do not.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.
@@ -331,7 +332,7 @@ class Scheduler:
   def _requeue_displaced(self, call: int, out: Sampled) -> None:
     """Queues displaced responses for a restart, before all other requests.
 
-    Displaced are unfinished responses that are neither in a slot nor waiting in the queue.
+    An unfinished response is displaced if it is neither in a slot nor waiting in the queue.
     """
     in_flight = set(out.live_W.tolist())
     for entry in self._queued.values():
@@ -353,7 +354,7 @@ class Scheduler:
 
 
 def _put_arrays(tree: Any, *spec: P) -> Any:
-  """Puts arrays on the mesh, if any. By default they are split over its batch axes."""
+  """Puts arrays on the mesh, if there is one. By default they are split over the batch axes."""
   if sharding.without_mesh():
     return tree
   return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)

@@ -35,8 +35,8 @@ from gspo_jax.sharding import BATCH, P
 class Rows:
   """State of B responses in slots, or of B prefixes in the queue.
 
-  The fields of a prefix are the initial ones of its next response. The last token of a prefix is
-  not in the cache, since decoding starts with this token as input.
+  A prefix has the initial field values of its next response. The last token of a prefix is not in
+  the cache, since decoding starts with this token as input.
   """
 
   token_B: Any  # Next input token, int32.
@@ -146,15 +146,15 @@ def prefill(
     tokens_rT: r prefixes without their last tokens, right-padded.
     rows: the prefixes' entries in the queue.
     waiting_r: number of responses to each prefix.
-    entry_r: index of each prefix's entry in the device's part of the queue. An index beyond its end
-      marks a padding row, without a prefix.
+    entry_r: index of each prefix's entry in the device's part of the queue. An index beyond the
+      end of this part marks a padding row, without a prefix.
     piece: maximum number of a prefix's tokens in one forward pass. Longer prefixes take several
       passes.
     record_routing: whether to return the chosen experts.
 
   Returns:
     The new state, and the experts [r, T, l, k] of `tokens_rT`, replicated on all hosts. The experts
-    are None without `record_routing`, and for a model without experts.
+    are None if `record_routing` is False, or if the model has no experts.
   """
   (r, T), layers = tokens_rT.shape, params.depths
   cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
@@ -200,7 +200,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the others again.
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the remaining ones again.
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
@@ -340,5 +340,8 @@ def specs(tree: Any) -> Any:
 
 
 def _on_each_device(f, *arguments, like):
-  """Applies `f` to each device's part. Results have the structure and layout of `like`."""
+  """Applies `f` to each device's part of the arguments.
+
+  Results have the structure and layout of `like`.
+  """
   return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)

@@ -6,7 +6,7 @@ for new weights, and `--logprobs-mode processed_logprobs` for log-probs (docs/en
 A *call* requests one continuation of some tokens; an answer is a `Part` of a response. `ServerPool`
 runs all requests in the event loop of one thread. The host loop submits calls and takes their
 answers from a queue. After three failures in a row a server is excluded: it receives no calls until
-the next *publication*, which loads new weights on all servers and samples a probe.
+the next *publication*. A publication loads weights on all servers, and samples a probe on each.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-IDLE_S = 2.0  # Servers close idle connections after 5 s; a request sent at that moment is lost.
+IDLE_S = 2.0  # Time to close an idle connection. Servers close it after 5 s, and drop its requests.
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
@@ -47,11 +47,11 @@ class Server:
 
   url: str
   usable: bool = False  # Whether it may receive calls.
-  reason: str = "no weights were published to it yet"  # Why it is not usable; "" if it is.
+  reason: str = "no weights were published to it yet"  # Why it is unusable; "" once usable.
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
   calls: set[str] = dataclasses.field(default_factory=set)  # Ids of calls in flight.
-  # Not set during a publication: from its start until the server is usable or excluded.
+  # Set while the server is usable or excluded; not set during a publication.
   verdict: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
@@ -61,7 +61,7 @@ class ServerPool:
   Attributes:
     servers: the servers, in the order of `urls`.
     answers: queue of (call id, URL, part or exception), in order of arrival.
-    failures: number of failures of each kind (`probe.KINDS`), since the start of the process.
+    failures: number of failures by kind (`probe.KINDS`), except those of publications.
     in_flight: maximum number of calls in flight at one server.
     version: newest version of published weights; -1 before the first publication.
 
@@ -85,7 +85,7 @@ class ServerPool:
       asyncio.run_coroutine_threadsafe(self._watch_health(server), self._loop)
 
   def _connect(self) -> None:
-    """Opens the HTTP client. The limit of open files limits its connections."""
+    """Opens the HTTP client. The limit of open files bounds the number of connections."""
     most, servers = self._config.in_flight, len(self.servers)
     token = os.environ.get(TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):  # The message must not show the token.
@@ -100,7 +100,7 @@ class ServerPool:
     self._hints = {401: refused, 403: refused, 404: missing}
     self._http = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
-      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits all its other steps.
+      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `request` limits its total time.
       limits=httpx2.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_S
       ),
@@ -150,7 +150,7 @@ class ServerPool:
       seconds: time limit; None means CONNECT_S.
 
     Raises:
-      Failed: there is no answer in time, or it is an error, or it is not JSON.
+      Failed: no answer arrives in time, or the answer is no JSON or reports an error.
     """
     seconds = seconds or CONNECT_S
     try:
@@ -177,10 +177,10 @@ class ServerPool:
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
     """Sends a call once, to the usable server with the fewest calls.
 
-    Returns at once; the call may wait for a server. Its answer or exception comes to `answers`.
+    Does not block: the call may wait for a server. Its answer or exception is put on `answers`.
 
     Args:
-      avoid: URLs of servers at which the response's last calls failed. They come last.
+      avoid: URLs of servers at which the response's last calls failed; chosen as a last resort.
     """
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
@@ -189,11 +189,11 @@ class ServerPool:
     answer: Part | Exception = Failed("", "its server was excluded, or the call was cancelled")
     server = None
     try:
-      async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` may set a time limit.
+      async with asyncio.timeout(None) as self._calls[call.id]:  # `_expire` cancels the call.
         server = await self._choose(avoid)
         server.calls.add(call.id)
         part = await self._generate(server, call, self._config.timeout_s)
-        await server.verdict.wait()  # An answer during a publication waits for its end.
+        await server.verdict.wait()  # During a publication, waits until it ends.
         if server.usable:
           answer, server.failures = part, 0
     except TimeoutError:
@@ -211,7 +211,7 @@ class ServerPool:
       self.answers.put((call.id, server.url if server else "", answer))
 
   async def _choose(self, avoid: Collection[str]) -> Server:
-    """Waits for a server with fewer than `in_flight` calls; returns the one with the fewest."""
+    """Waits for a server below `in_flight` calls; returns the server with the fewest calls."""
     while True:
       usable = self.usable
       preferred = [server for server in usable if server.url not in avoid] or usable
@@ -221,7 +221,7 @@ class ServerPool:
       await self._change.wait()
 
   async def _generate(self, server: Server, call: Call, seconds: float) -> Part:
-    oldest = server.version  # A publication during the call makes newer tokens valid, too.
+    oldest = server.version  # Newer tokens are valid if there was a publication.
     answer = await self.request(server.url, GENERATE, generate_body(call), seconds)
     return read_answer(answer, call, self._model, oldest, max(oldest, self.version))
 
@@ -313,7 +313,7 @@ class ServerPool:
     return parts
 
   async def end_publication(self, server: Server, reason: str) -> None:
-    """Ends a server's publication: excludes it for `reason`, or makes it usable if that is ""."""
+    """Ends a server's publication: excludes the server for `reason`; "" makes it usable."""
     if reason:
       self.exclude(server, reason)
       return
@@ -352,7 +352,7 @@ class ServerPool:
 
 
 def raise_descriptors(connections: int) -> int:
-  """Raises the limit of open files; returns how many of the connections it allows."""
+  """Raises the limit of open files; returns how many of the connections the limit allows."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   files = connections + SPARE_DESCRIPTORS
   files = files if hard == resource.RLIM_INFINITY else min(hard, files)

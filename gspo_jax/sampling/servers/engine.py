@@ -34,7 +34,8 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
-STOP_PIECE = 64  # Maximum tokens of a call with stop strings, which this process detects.
+# Maximum number of tokens of a call with stop strings, which the engine detects after each call.
+STOP_PIECE = 64
 MAX_FAILURES = 6  # Consecutive failed calls of a response before the response fails.
 ABORT_S = 20.0  # Maximum wait for the answers of aborted calls.
 RETRY_S = 5.0  # Pause between two attempts to find a usable server.
@@ -48,10 +49,10 @@ class ServerEngine:
     config: section `engine` of the configuration.
     compute: the trainer's compute settings; `config.dtype` overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None without one.
+    detokenize: function from token ids to text, for stop strings; None without stop strings.
     workdir: directory for published weights, unless `engine.server.directory` is set.
     window: maximum number of tokens of a prompt with its response.
-    temperature: temperature of training.
+    temperature: temperature of the run's sampling.
     routing: whether to record the chosen experts.
     tokenizer: directory of tokenizer files to publish with the weights; None for no files.
   """
@@ -130,7 +131,7 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Whether the run has one process. With more, two threads would broadcast out of order."""
+    """Whether the run has one process. In several, two threads would broadcast out of order."""
     return jax.process_count() == 1
 
   def revive(self) -> None:
@@ -226,7 +227,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished by then.
 
-    If no server is usable then, the loading thread publishes the weights again before it returns.
+    If no server is usable then, a call in the loading thread also publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -269,14 +270,14 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses with their requests' numbers; sends the next calls of others."""
+    """Returns finished responses with their requests' numbers; sends the next calls of the rest."""
     answers = []
     while True:
       try:
         id_, url, answer = self._pool.answers.get(timeout=seconds)
       except queue.Empty:
         return answers
-      seconds = 0.0  # Takes further answers only if they are already there.
+      seconds = 0.0  # Further answers are taken only if they have already arrived.
       if id_ not in self._pending:  # A call of an ended workload.
         continue
       pending = self._pending.pop(id_)
@@ -291,7 +292,7 @@ class ServerEngine:
         self._send(pending)
 
   def _close_responses(self, answers: list[tuple[int, Response]]) -> list[Response]:
-    """Returns broadcast responses with this host's requests, and counts them in `usage`."""
+    """Adds this host's requests to broadcast responses, and counts FLOPs in `usage`."""
     responses = []
     for number, response in answers:
       request, samples = self._requests[number]
@@ -329,7 +330,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # URLs of the failed calls since the last part.
+    self.failed_at: list[str] = []  # Servers' URLs of the failed calls since the last part.
     self.failure = ""  # Description, after too many failed calls in a row; "" before.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 
@@ -357,7 +358,7 @@ class Pending:
     return len(part.tokens[:end])
 
   def fail(self, url: str, answer: Part | Exception) -> None:
-    """Counts a failed call, or an aborted one without a token. Raises other exceptions: bugs."""
+    """Counts a call that failed, or was aborted without a token. Raises any other exception."""
     if not isinstance(answer, Part | Failed):
       raise answer
     self.failed_at.append(url)
@@ -366,7 +367,7 @@ class Pending:
       self.failure = f"{count} calls failed, the last at {url}: {reason}"
 
   def next_call(self, id_: str, workload: Workload, routing: bool) -> Call:
-    """Returns the next call. A hash of seed, prompt, sample number and position is its seed."""
+    """Returns the next call. Its seed is a hash of seed, prompt, sample number and position."""
     request, tokens = self.request, (*self.request.prefix, *self.tokens.tolist())
     count = min(self.remaining, workload.piece or self.remaining)
     count = min(count, STOP_PIECE) if request.stop_strings else count
@@ -378,7 +379,7 @@ class Pending:
   def response(self, untruncated: bool) -> Response:
     """Returns the response so far; `untruncated` means without top-k, top-p and min-p."""
     return Response(
-      None,  # The request's tag exists on each host, so `_close_responses` sets the request.
+      None,  # Not broadcast: on each host, `_close_responses` sets that host's request.
       self.sample,
       self.tokens,
       self.logp,

@@ -3,7 +3,7 @@
 Even after a successful publication, a server may serve garbage, use keys and values of old weights,
 or return log-probs of another distribution. So responses to fixed prompts, the *probe*, are sampled
 after every publication, and their log-probs are compared with the trainer's. The probe has two
-temperatures, since at temperature 1 a log-prob without the temperature would look right.
+temperatures, since at temperature 1 a server that ignores the temperature would look right.
 """
 
 import base64
@@ -32,13 +32,13 @@ from gspo_jax.system import hosts
 
 # Kinds of failures, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
-SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may exceed 0.
+SLACK = 1e-3  # Largest accepted log-prob in nats: rounding may bring it above 0.
 PUBLICATIONS = 2  # Publications kept on disk: a starting server may still read the previous one.
 PROMPTS = 8  # Number of the probe's prompts, half of them for each temperature.
-# Maximum number of tokens of a prompt with its response, a multiple of the block size of servers'
-# prefix caches (16 to 128).
+# Maximum number of tokens of a prompt with its response in the probe. It is a multiple of the block
+# sizes (16 to 128 tokens) in which servers cache prefixes.
 LONGEST = 256
-TOKENS = 32  # Maximum number of sampled tokens of a prompt.
+TOKENS = 32  # Maximum number of tokens of a response in the probe.
 COOLER = 0.7  # Second temperature, as a multiple of the first.
 
 
@@ -180,7 +180,7 @@ def _read_experts(
 def write_weights(
   target: Path, params: Any, model: ModelConfig, tokenizer: epath.Path | None = None
 ) -> Path:
-  """Writes a Hugging Face directory atomically; keeps the newest `PUBLICATIONS` of its siblings.
+  """Writes a Hugging Face directory atomically; keeps the newest `PUBLICATIONS` directories.
 
   Collective: call it on all hosts.
 
@@ -240,7 +240,7 @@ class Probe:
     compute: the sampler's compute settings.
     window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run.
-    routing: whether to request experts too, so that `read_answer` checks them.
+    routing: whether to request the chosen experts too, so that `read_answer` checks these.
   """
 
   def __init__(
@@ -264,7 +264,7 @@ class Probe:
     self._routing = routing
 
   def calls(self, name: str) -> list[Call]:
-    """Returns the calls of the probe, with ids that begin with `name` and without stop tokens."""
+    """Returns the probe's calls, without stop tokens. Their ids begin with `name`."""
     return [
       Call(
         f"{name}-probe-{i}",
