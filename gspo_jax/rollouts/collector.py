@@ -55,7 +55,7 @@ class Collected:
   groups: list[Group]
   rollout: Rollout  # `groups` as arrays.
   step: int  # Iteration of the updates on `groups`.
-  version: int  # Version of the weights at the start of sampling; some tokens may have others.
+  version: int  # Version of the weights at the start of sampling. Tokens may have other versions.
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # By token. None if equal for all tokens of a response.
   usage: Usage  # Tokens and time of this iteration's sampling, discarded groups included.
@@ -142,7 +142,7 @@ class Collector:
     Args:
       step: number of the iteration.
       stages: timer; `stages(name)` times the stages "sample" and "score".
-      version: version of the engine's weights at the start. None means `step`.
+      version: version of the engine's weights at the start of sampling. None means `step`.
 
     Raises:
       ValueError: a reward is not finite.
@@ -246,10 +246,10 @@ class Collector:
     group for each mini-batch.
 
     Surplus groups, finished in earlier iterations, are used first: at most max(1, N // 2) of them,
-    the oldest first. The remaining surplus groups wait for later iterations. F groups are finished
-    at the start. A new prompt starts only if at most G (N - F) responses are then in flight, where
-    G = `rl.group_size`. If all extra prompts started at once, more groups of short responses would
-    finish than needed, and these would become older while they wait.
+    the oldest first. The remaining surplus groups wait for later iterations. Let F groups be
+    finished at the start, and G = `rl.group_size`. A new prompt starts only if at most G (N - F)
+    responses are then in flight. If all extra prompts started at once, more groups of short
+    responses would finish than needed, and these would become older while they wait.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(

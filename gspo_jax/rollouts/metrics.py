@@ -136,7 +136,7 @@ def partial_metrics(
     chosen: the groups of `sampled` that are trained on.
     in_flight: groups carried over to the next iteration, finished or not.
     surplus: Python ids of groups finished in earlier iterations.
-    version: version of the sampling weights at the start of the iteration.
+    version: version of the sampling weights at the start of sampling.
   """
   versions = [trajectory.version[trajectory.turns >= 0] for trajectory in trajectories_of(chosen)]
   version_X = np.concatenate(versions)

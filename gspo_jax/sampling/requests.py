@@ -277,8 +277,8 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
-    # Sampling ends once `rl.token_budget` tokens have arrived. Servers send tokens in whole pieces,
-    # so small pieces keep the number of tokens near the budget.
+    # Sampling ends once `rl.token_budget` tokens have arrived. Servers send whole pieces. Small
+    # pieces keep the number of sampled tokens near the budget.
     piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 

@@ -310,7 +310,7 @@ class Scheduler:
       string_end = live.stopped_by(self._detokenize)
       if string_end is not None:
         if not ended:
-          self._cancelled.append(id_)  # The next call cancels it; calls in flight do not.
+          self._cancelled.append(id_)  # In the next call; calls in flight still decode it.
         count, stopped, ended = string_end, True, True
       self.usage.tokens += count - old_count
       # For FLOPs: number of decode steps, and number of positions up to the last input token.

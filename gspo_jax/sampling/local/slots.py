@@ -200,7 +200,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the remaining ones again.
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the remaining prefixes again.
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))

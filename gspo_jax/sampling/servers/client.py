@@ -47,7 +47,7 @@ class Server:
 
   url: str
   usable: bool = False  # Whether it may receive calls.
-  reason: str = "no weights were published to it yet"  # Why it is unusable; "" once usable.
+  reason: str = "no weights were published to it yet"  # Why it is unusable; "" if it is usable.
   version: int = -1  # Version of the server's weights.
   failures: int = 0  # Number of consecutive failures.
   calls: set[str] = dataclasses.field(default_factory=set)  # Ids of calls in flight.
@@ -221,7 +221,7 @@ class ServerPool:
       await self._change.wait()
 
   async def _generate(self, server: Server, call: Call, seconds: float) -> Part:
-    oldest = server.version  # Newer tokens are valid if there was a publication.
+    oldest = server.version  # A publication during the call makes newer versions valid.
     answer = await self.request(server.url, GENERATE, generate_body(call), seconds)
     return read_answer(answer, call, self._model, oldest, max(oldest, self.version))
 

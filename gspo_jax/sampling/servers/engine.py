@@ -330,7 +330,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
-    self.failed_at: list[str] = []  # Servers' URLs of the failed calls since the last part.
+    self.failed_at: list[str] = []  # URLs of servers that failed calls since the last part.
     self.failure = ""  # Description, after too many failed calls in a row; "" before.
     self._tail: list[int] | None = None  # State of the search for stop strings.
 
