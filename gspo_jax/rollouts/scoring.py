@@ -28,7 +28,7 @@ class Verdicts:
 
   reward: np.ndarray  # float32 [B]: shaped rewards.
   correct: np.ndarray  # float32 [B]: correctness before reward shaping.
-  unknown: Mapping[int, str]  # Reason by index of a response without a verdict.
+  unknown: Mapping[int, str]  # Reasons of missing verdicts, by index of the response.
   outcomes: Mapping[str, int]  # Number of responses by the verifier's outcome.
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # float32 [B] each
   # Rewards of each response's tokens. None if each response has one reward.

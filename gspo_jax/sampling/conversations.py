@@ -44,7 +44,7 @@ class Turn(NamedTuple):
   """A finished turn of the policy, and limits of the environment's answer."""
 
   tokens: list[int]
-  last: bool  # Whether no turn can follow: this one was truncated, or the last of `max_turns`.
+  last: bool  # Whether no turn can follow: this turn was truncated, or is turn `max_turns`.
   remaining: int  # Tokens up to the trajectory's limit. An observation must have fewer.
   vocab_size: int  # Exclusive upper bound on token ids.
   calls: int  # Number of tool calls in earlier turns.

@@ -26,7 +26,7 @@ class Engine(Protocol):
   loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
-    """Copies the trainer's parameters; samples from now on with them, as version `version`."""
+    """Loads a copy of the trainer's parameters. Later tokens have the version `version`."""
 
   def revive(self) -> None:
     """Restores lost samplers. The loading thread calls this while another thread is in `step`."""

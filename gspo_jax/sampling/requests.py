@@ -27,8 +27,8 @@ class Workload:
   several_turns: bool = False  # Whether observations and more turns may follow a turn.
   partial: bool = False  # Whether unfinished trajectories are resumed.
   record_routing: bool = False  # Whether to record the experts chosen in prefill and decoding.
-  # Maximum number of tokens of a recorded support, the tokens inside top-k, top-p and min-p; 0 to
-  # record no support.
+  # Maximum size of a recorded support. A support is the set of tokens inside top-k, top-p and
+  # min-p. 0 means that no support is recorded.
   support: int = 0
   # Exclusive upper bound on sampled token ids: the tokenizer's size; 0 for no bound. (A model may
   # have more embeddings than the tokenizer has tokens.)

@@ -15,7 +15,7 @@ from gspo_jax.settings.sampling import LOCAL_ENGINE, EngineConfig
 class LocalEngine:
   """Continuous batching on the devices of the current mesh (an `Engine`).
 
-  A slot is one row of the decoding batch, and takes a new response as soon as its last one ends.
+  A slot is one row of the decoding batch. Once its response ends, the slot takes a new response.
 
   Args:
     model: configuration of the model.

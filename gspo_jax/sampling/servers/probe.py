@@ -69,7 +69,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Answer to a call: a continuation of its tokens, as a whole response or a part of one."""
+  """Answer to a call: a whole response, or a part of a response."""
 
   tokens: np.ndarray  # New tokens, the stop token included, int32 [n].
   logp: np.ndarray  # Log-probs after temperature and truncation, float32 [n].
