@@ -93,7 +93,7 @@ class Evaluator:
       key: result of `self.key` for these weights. An interrupted evaluation with this key is
         resumed.
       step: step of the weights, for the names of result files.
-      alone: whether the job is this evaluation alone. If so, progress mentions the compilation.
+      alone: whether the process only evaluates. If so, progress mentions the compilation.
 
     Returns:
       Metrics by name; and a record of each sampled response, without those of greedy decoding.
@@ -224,8 +224,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Problems already in the log have groups too. If two problems have the same prompt, the second
-    # group's sample numbers continue those of the first, and random numbers depend on them.
+    # Problems already in the log have groups too. Equal prompts share one numbering of samples, and
+    # a sample's random numbers depend on its number.
     groups = new_groups(
       problems,
       sampling_round.samples,

@@ -91,12 +91,12 @@ def token_logp(
   A support S is the tokens left by the sampler's top-k, top-p and min-p. With a support, both
   results describe the distribution over its tokens alone, renormalised:
 
-  log π(y | S) = z_y − log Σ_{v∈S} exp z_v.
+  log π(y | S) = z_y − log Σ_{v∈S} exp z_v, with z = logits / temperature.
 
   Only the logits of S and y have a gradient then. If y is outside of S, the result is no
   log-probability, and may be positive.
 
-  Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
+  To save memory, logits are held for `compute.logits_chunk` time steps at once. The target's
   logit is a masked sum over V, so a V split over the mesh is not gathered. The head's gradient is
   summed over chunks on each device, in float32, and then once over devices.
 
@@ -198,8 +198,8 @@ def _over_support(
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. Without this
-  # mask its exponential would overflow, and infinity times the mask's 0 is a gradient of NaN.
+  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. It is set to
+  # 0: else exp may overflow, and infinity times the 0 of `over_support` is a gradient of NaN.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
@@ -211,8 +211,8 @@ def _over_support(
 def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Array:
   """Computes float32 logits [B, t, V].
 
-  The head's gradient is returned as that of `sink_DV`, a float32 copy whose values are not read. So
-  the gradient is summed in float32.
+  The backward pass gives the head's gradient to `sink_DV`, a float32 array whose values are not
+  read. A gradient has the dtype of its input, so this gradient is summed in float32.
   """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 

@@ -1,9 +1,9 @@
 """Excludes prompts whose responses are always right or always wrong, since these teach nothing.
 
 `Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
-rewards: with a bonus for short answers, these differ even if all responses of a group are right. A
-group is *all-right* if each response is right. It is *all-wrong* if no response is right and all
-scores are equal.
+rewards: with a bonus for short answers, rewards differ even if all responses of a group are right.
+A group is *all-right* if each response is right. It is *all-wrong* if no response is right and no
+two of them differ (`Group.mixed`).
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class PromptFilter:
     self.config = config
     self._counts = counts or config.drop_after > 0
     # By prompt id, a list: number of groups, number of responses, number of right responses, streak
-    # and `Prompt.content`. A streak n > 0 means that the last n groups were all-right, and a streak
-    # -n that the last n were all-wrong. It is 0 after any other group.
+    # and `Prompt.content`. A streak n > 0 means that the last n complete groups were all-right, and
+    # a streak -n that the last n were all-wrong. See `update` for groups with missing verdicts.
     self._tried: dict[str, list[Any]] = {}
     self._dropped: dict[str, int] = {}  # Iteration in which a prompt was dropped, by prompt id.
 
@@ -56,8 +56,8 @@ class PromptFilter:
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`; drops or readmits their prompts.
 
-    A dropped prompt may have a further group that was in flight. If this ends the streak, the
-    prompt is readmitted.
+    A dropped prompt may have a further group that was in flight. If the streak is then shorter than
+    `drop_after`, the prompt is readmitted.
 
     Responses without a verdict are not counted. A group with one of these never extends a streak.
     It ends a streak if its other responses have another outcome.

@@ -3,8 +3,9 @@
 The host state is a dict with keys `position` (in the data), `pending` and `rows`; see `Phase.save`.
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
 whole checkpoint or none.
-Orbax does not detect a flipped bit in an array. So the host state is stored with checksums of all
-arrays (integrity.py), and with a checksum of this JSON (`system.files.seal`).
+Orbax does not detect a flipped bit in an array. So checksums of all arrays (integrity.py) are
+stored in one JSON with the host state, and this JSON has a checksum of its own
+(`system.files.seal`).
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class Checkpointer:
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Opens the directory. Raises WriteError, or DamagedError for unreadable metadata."""
     self.directory, self.config = config.phase_directory(workdir, phase), config
-    # The best checkpoint has the largest value of this metric times the sign.
+    # The best checkpoint has the largest `_sign` times metric `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._last = time.monotonic()  # Time of the last save; at first, of the opening.
     self._mirror = Mirror(workdir, config.directory)
@@ -75,7 +76,7 @@ class Checkpointer:
       cleanup_tmp_directories=True,
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._complete,
-        # Asynchronous creation would wait twenty minutes for an impossible directory.
+        # Otherwise a directory that cannot be created is reported after twenty minutes only.
         create_directories_asynchronously=False,
       ),
     )
@@ -116,7 +117,7 @@ class Checkpointer:
       like: returns the abstract state, for the layout of the restored arrays.
 
     Raises:
-      ValueError: all checkpoints are damaged, or one has other arrays; the message says what to do.
+      ValueError: all checkpoints are damaged, or the arrays of one do not match `like`.
       DamagedError: one of several hosts cannot read its shards.
     """
     damaged: list[epath.Path] = []
@@ -149,7 +150,7 @@ class Checkpointer:
     Args:
       step: number of finished steps.
       state: training state.
-      host: host state, as JSON.
+      host: host state, a dict that JSON can represent.
       metrics: metrics row with the metric named by `checkpoint.best`; None if it was not measured.
 
     Raises:
@@ -177,7 +178,7 @@ class Checkpointer:
 
     Raises:
       DamagedError: the checkpoint cannot be read, or differs from its checksums.
-      ValueError: arrays differ from `like`; the message names one array, with both shapes.
+      ValueError: arrays differ from `like`; the message names one array.
     """
     path = self.directory / str(step)
     host_of(path)  # Rejects a checkpoint of another phase, whose arrays may differ.
@@ -306,7 +307,7 @@ def reason(error: BaseException) -> str:
   """Shortens the message of an Orbax or TensorStore error."""
   if isinstance(error, OSError) and error.strerror:
     return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-  # Example: `...: File too large [tensorstore_spec='...'] [os_error_code='27']`, in either order.
+  # Example: `...: File too large [tensorstore_spec='...'] [os_error_code='27']`.
   system_error = re.search(r': ([^:"[]+) \[\w+=', str(error))
   lines = str(error).splitlines() or [""]
   return system_error[1] if system_error else f"{type(error).__name__}: {lines[0][:300]}"
@@ -342,7 +343,7 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readable(path: epath.Path) -> Iterator[None]:
-  """Converts errors in the block, except lack of memory, to DamagedError."""
+  """Converts errors in the block to DamagedError, except MemoryError and errors of JAX."""
   try:
     yield
   except (MemoryError, jax.errors.JaxRuntimeError):

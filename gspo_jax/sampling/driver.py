@@ -69,7 +69,7 @@ class Driver:
     """Submits a group's unfinished trajectories.
 
     A new group with one common prompt is submitted as one request, so the prompt is prefilled only
-    once. `run` also yields the trajectories that failed before their first turn.
+    once. `run` also yields the trajectories that failed before the end of a turn.
     """
     prompt = group[0].prompt
     same_prompt = all(x.prompt is prompt or x.prompt == prompt for x in group)
@@ -83,6 +83,8 @@ class Driver:
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
+
+    After `enough()` it submits nothing more, and yields what running steps of environments finish.
 
     If an environment or a response fails, its trajectory finishes with `failure` set. A driver runs
     once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new
@@ -188,7 +190,7 @@ class Driver:
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # `done()` is called once per call: its value may change.
+    for turn in self._environment_calls:  # Only one `done()` each: it may change.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]
