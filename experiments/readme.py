@@ -10,7 +10,6 @@ from experiments.report import OPEN, Report, Results, Verdict, markdown
 from experiments.results import SETTLED, Store
 
 NOTHING = Verdict(OPEN, "no run has been made yet")
-TITLES = {"eval/final": "final held-out accuracy"}  # Column of results.csv -> its name in texts.
 
 
 def assess(
@@ -162,9 +161,6 @@ def _seeds(e: Experiment) -> str:
   seeds = ", ".join(map(str, e.seeds))
   if not e.tuning:
     return seeds
-  keys = {key.split(".")[-1] for changes in e.tuning.grid.values() for key in changes}
-  settings = " and ".join(f"{key.replace('_', ' ')}s" for key in sorted(keys))
-  tuned = "seed " if len(e.tuning.seeds) == 1 else "seeds "
-  tuned += " and ".join(map(str, e.tuning.seeds))
-  statistic = TITLES.get(e.tuning.statistic, e.tuning.statistic)
-  return f"{seeds}; {settings} are chosen on {tuned} by {statistic}"
+  tuned = ", ".join(map(str, e.tuning.seeds))
+  statistic = e.tuning.statistic.replace("eval/final", "final held-out accuracy")
+  return f"{seeds}; settings are chosen by {statistic} on other seeds ({tuned})"

@@ -4,7 +4,7 @@
 without compiling them. `needed` estimates the HBM traffic that a program cannot avoid, to compare
 with the traffic of the compiled program. A device's traffic for each program:
 
-  train    Reads and writes the weights of policy and critic, the policy's optimizer state, and all
+  train    Reads and writes the weights and the optimizer state of policy and critic, and all
            gradients. Each micro-batch reads the weights twice, for the forward and the backward
            pass. It writes and reads the activations saved by `compute.remat`. If the mesh has
            `fsdp`, it writes and reads the gradients of gathered weights before their scatter.

@@ -88,16 +88,16 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """
   if not (prompts := inputs.data.main_prompts):
     return []
-  first, trial = prompts[0], inputs.trial
+  first, names = prompts[0], inputs.tokenizer.token_bytes()
+  prompt, answers = inputs.trial or (first.tokens, ())
 
   def quoted(tokens: Sequence[int]) -> list[str]:
-    names = inputs.tokenizer.token_bytes()
     decoded = b"".join(names[i] for i in tokens).decode(errors="replace")
     return [f"  | {visible(line)}" for line in decoded.split("\n")]
 
   text = [
-    f"first problem, {first.id}, a prompt of {len(trial.tokens):,} tokens:",
-    *quoted(trial.tokens),
+    f"first problem, {first.id}, a prompt of {len(prompt):,} tokens:",
+    *quoted(prompt),
     f"  its answer: {visible(first.answer):.200}",
   ]
   if rewards:
@@ -110,7 +110,7 @@ def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
       f"  reward of this answer as the response: {gold}; of an empty response: {empty}"
       f"{remark if own_function and gold == empty else ''}"
     )
-  for turn, answer in zip(("this answer as a turn", "an empty turn"), trial.answers):
+  for turn, answer in zip(("this answer as a turn", "an empty turn"), answers):
     if answer.failure:
       text.append(f"  the environment fails on {turn}: it {answer.failure}")
     else:

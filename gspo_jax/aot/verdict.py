@@ -6,6 +6,7 @@ from typing import Any
 
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.search import Search, settings
+from gspo_jax.system.accelerators import GPU_FRACTION
 
 # Printed names of the resources in `row["binds"]`.
 BOUNDS = dict(compute="compute", hbm="HBM", interconnect="ICI", network="the network")
@@ -60,9 +61,10 @@ def search_lines(searches: Sequence[Search], topology: str, arguments: Sequence[
     )
     return [text, "next: take a larger topology"]
   rows = [search.rows[search.ranked()[0]] | dict(program=search.program) for search in searches]
-  arguments = [x for x in arguments if x.lstrip("-").partition("=")[0] not in ("search", "slots")]
+  dropped = "search", "slots"
+  flags = [x for x in _with_values(arguments) if x.lstrip("-").partition("=")[0] not in dropped]
   changes = [flag for search in searches for flag in _changes(search)]
-  return [*_fit_lines(rows, topology), f"next: {_command(arguments, *changes)}"]
+  return [*_fit_lines(rows, topology), f"next: {_command(flags, *changes)}"]
 
 
 def _fit_lines(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
@@ -108,6 +110,18 @@ def _command(arguments: Sequence[str], *changes: str) -> str:
 
 
 def _run_command(arguments: Sequence[str]) -> str:
-  """Returns the command of the run itself, with the same configuration."""
-  flags = [x for x in arguments if x.lstrip("-").startswith("config")]
-  return shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
+  """Returns the command of the run itself on GPUs, with the same configuration and memory."""
+  flags = [x for x in _with_values(arguments) if x.lstrip("-").startswith("config")]
+  command = shlex.join(["python", "-m", "gspo_jax.main", *flags, "--workdir=DIR"])
+  return f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_FRACTION:g} {command}"
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+  """Joins each flag with a value after it: --slots 64 becomes --slots=64."""
+  joined: list[str] = []
+  for x in arguments:
+    if x.startswith("-"):
+      joined.append(x)
+    else:
+      joined[-1] += f"={x}"
+  return joined

@@ -114,7 +114,7 @@ class Trial(NamedTuple):
   """Begin of a problem's conversation, and its environment's answers to two first turns."""
 
   tokens: tuple[int, ...]  # The prompt as the model reads it.
-  answers: tuple[Answer, ...] = ()  # To the gold answer and to an empty turn; () for single turns.
+  answers: tuple[Answer, ...]  # To the gold answer and to an empty turn.
 
 
 def try_environment(
@@ -137,8 +137,8 @@ def try_environment(
 
   longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
   (trials,) = new_groups([prompt], 2, 0, longest, environment, render, None, tok.vocab_size)
-  for failure in [trial.failure for trial in trials if trial.failure]:
-    raise ValueError(failure)
+  if failures := [trial.failure for trial in trials if trial.failure]:
+    raise ValueError(failures[0])
   end = list(tok.stop_ids[:1])
   turns = [[*tok.encode_text(prompt.answer), *end], end]
   gold, empty = hosts.run_on_first_host(

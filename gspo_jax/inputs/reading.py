@@ -44,7 +44,7 @@ class Inputs:
   environment: environments.Make | None  # None for single turns.
   rewards: Mapping[str, RewardConfig]  # Reward settings, by name of the verifier.
   data: Data
-  trial: Trial | None  # Of the first problem; None without problems.
+  trial: Trial | None  # With the first problem; None for single turns, or without problems.
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
@@ -144,10 +144,8 @@ def read_parts(
   environment = environments.find(config.environment.name, tok)
   data = read_data(config, tok)
   trial = None
-  if prompts := data.main_prompts:
-    trial = Trial(prompts[0].tokens)
-    if environment is not None:
-      trial = try_environment(config, environment, tok, prompts[0])
+  if environment is not None and (prompts := data.main_prompts):
+    trial = try_environment(config, environment, tok, prompts[0])
   meshes = make_meshes(config, devices)
   check_devices(config, sharding.batch_shards(meshes.trainer))
   check_engine(config, tok, meshes.sampler, data.evaluations)

@@ -124,9 +124,10 @@ def kind_of(key: str) -> Any:
 def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
-  If TRL or verl has a key of this name, the message suggests the key with its meaning. Else it
-  suggests a similar key or section within `path`, or else keys of this name in other sections of
-  the top level.
+  If TRL or verl has a key of this name, the message suggests the nearest key here. Else it suggests
+  a similar key or section within `path`, or keys of this name in other sections. For a key of an
+  unknown section, keys of this name come first at the top level, and are not suggested within
+  `path`.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.

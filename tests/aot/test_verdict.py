@@ -36,6 +36,7 @@ def test_programs_that_fit_have_room_bounds_and_a_search():
   *_, bound, after = verdict_of(row("train", 13.0))  # A GPU's times are unknown.
   assert bound.startswith("bound: unknown")
   assert after.endswith("python -m gspo_jax.main '--config=own file.py' --workdir=DIR")
+  assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python" in after
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,8 @@ def test_a_search_ends_with_a_verdict_on_its_best_settings():
   ]
   best = search_of("train", ({}, fast))
   assert verdict.search_lines([best], "v5e:2x2", options)[-1] == command
+  apart = ["--search", "--slots", "64", "--tries", "3", *ARGUMENTS]
+  assert verdict.search_lines([best], "v5e:2x2", apart)[-1] == command
   large = search_of("decode", ({}, dict(fits=False, error="too large")))
   assert verdict.search_lines([best, large], "v5e:2x2", options) == [
     "verdict: v5e:2x2 is too small for decode, with any settings of the search",

@@ -348,7 +348,7 @@ def test_a_dry_run_remarks_on_a_function_with_one_reward_for_all(name, remark):
   inputs = types.SimpleNamespace(
     config=types.SimpleNamespace(reward=types.SimpleNamespace(name=name)),
     data=types.SimpleNamespace(main_prompts=[prompt]),
-    trial=types.SimpleNamespace(tokens=[65], answers=()),
+    trial=None,
     tokenizer=types.SimpleNamespace(token_bytes=lambda: {65: b"A"}),
   )
   assert ("alike" in plan.first_problem(inputs, [7.0, 7.0])[-1]) == remark
