@@ -1,5 +1,6 @@
 """Parts of a Transformer layer, shared by the families of models: norms, attention, SwiGLU."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,14 @@ from gspo_jax.models.attention import attention, pages, positions
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.attention.attention import Paths, Scores, Tree
 from gspo_jax.models.int8 import Int8, is_int8, project
-from gspo_jax.models.weights import Attention, Dense, ExtendedMoe, InStack, Weight
+from gspo_jax.models.weights import (
+  Attention,
+  Dense,
+  ExtendedMoe,
+  GatedAttention,
+  InStack,
+  Weight,
+)
 from gspo_jax.settings.model import ComputeConfig, Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -121,7 +129,8 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
       return w
     gathered = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
     # Gradients of norms, biases and routers are small: a plain reshard sums them in one step.
-    gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
+    split = weight.fan_in and "D" in weight.letters
+    gathers = split and (not weight.wide or sharding.is_per_replica(w))
     return (sharding.gather if gathers else sharding.reshard)(w, gathered)
 
   return jax.tree.map(prepare, table, block)
@@ -178,23 +187,29 @@ def attend(
   sink_N = getattr(w, "sink", None)
   sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
   y_BTNH, kv = run(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths)
-  # Heads are merged into one axis for the product. Otherwise XLA may transpose the weight at every
-  # step.
-  B, T, N, H = y_BTNH.shape
-  y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
-  o_XD = _merge_heads(w.o)
-  y_BTD = project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH))
+  if isinstance(w, GatedAttention):
+    y_BTNH = y_BTNH * jax.nn.sigmoid(project("BTD,DNH->BTNH", x_BTD, w.gate, heads))
+  y_BTD = project_heads(y_BTNH, w.o)
   if (o_bias := getattr(w, "o_bias", None)) is not None:
     y_BTD = with_each_token(jnp.add, y_BTD, o_bias[None, None])
   return y_BTD, kv
 
 
+def project_heads(y_BTNH: jax.Array, o_NHD: jax.Array | Int8) -> jax.Array:
+  """Projects outputs of all heads to [B, T, D]. An output may have more axes than N and H."""
+  # Heads are merged into one axis for the product. Otherwise XLA may transpose the weight at every
+  # step.
+  B, T, *heads = y_BTNH.shape
+  y_BTX = sharding.reshape(y_BTNH, (B, T, math.prod(heads)), P(BATCH, None, "tensor"))
+  return project("BTX,XD->BTD", y_BTX, _merge_heads(o_NHD), P(BATCH))
+
+
 def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
-  """Merges the input axes N and H of the output projection."""
+  """Merges the input axes of the output projection."""
   if is_int8(o_NHD):
     return o_NHD.replace(values=_merge_heads(o_NHD.values), inputs=(-2,))
-  N, H, D = o_NHD.shape
-  return sharding.reshape(o_NHD, (N * H, D), P("tensor"))
+  *heads, D = o_NHD.shape
+  return sharding.reshape(o_NHD, (math.prod(heads), D), P("tensor"))
 
 
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import head, layers, lora, remat, weights
+from gspo_jax.models import gated_delta, head, layers, lora, remat, weights
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.attention.cache import Cache
@@ -34,7 +34,7 @@ def table(config: ModelConfig) -> Params:
   """Declares every weight of the model once."""
   w = weights.weight_factory(config)
   block_table = family(config).block_table
-  blocks = tuple(block_table(config, kind.moe, number) for kind, number in config.runs())
+  blocks = tuple(block_table(config, kind, number) for kind, number in config.runs())
   return Params(
     embed=w("VD", fan_in="D"),
     blocks=blocks,
@@ -64,7 +64,7 @@ def check_attention(config: ModelConfig, compute: ComputeConfig, shared_prompts:
       f"{sharding.platform()!r}: set it to auto"
     )
   name, dtype = compute.attention, compute.dtype
-  for kind, _ in config.runs():
+  for kind in {kind for kind, _ in config.runs() if not kind.linear}:
     scores = layers.scores_of(config, kind.local)
     attention.choose(name, 1, dtype, scores, shared_prompts, config.head_dim)
 
@@ -244,13 +244,13 @@ def _apply_block(
   if policy != "none" and kv is None:
     layer = jax.checkpoint(layer, policy=remat.POLICIES[policy], prevent_cse=False)
   if kv is not None:
-    block, layer = _experts_in_stack(block_table(config, kind.moe, 1), block, layer)
+    block, layer = _experts_in_stack(block_table(config, kind, 1), block, layer)
   # The scan carries the cache, and so updates it in place. As an input and an output of the scan
   # the cache would exist twice.
   carry, inputs = (x_BTD, kv), (np.arange(depth), block, replayed_experts_lBTk)
   if compute.prefetch and kv is None and depth > 1 and kind.moe:
-    declared = block_table(config, True, 1)
-    stack, other_weights = _experts_of(config, block), _without_experts(declared, block)
+    declared = block_table(config, kind, 1)
+    stack, other_weights = _experts_of(config, kind, block), _without_experts(declared, block)
     layer, gathered, next_experts = _prefetch_experts(layer, stack, compute)
     carry, inputs = (
       (*carry, gathered),
@@ -283,9 +283,9 @@ def _without_experts(table, block):
   return jax.tree.map(lambda w, x: None if w.is_expert else x, table, block)
 
 
-def _experts_of(config: ModelConfig, block) -> ExpertWeights:
+def _experts_of(config: ModelConfig, kind: Kind, block) -> ExpertWeights:
   """Returns the experts' weights of a block, stacked over its layers."""
-  weights, whole = jax.tree.flatten(family(config).block_table(config, True, 1))
+  weights, whole = jax.tree.flatten(family(config).block_table(config, kind, 1))
   pairs = zip(weights, whole.flatten_up_to(block), strict=True)
   experts = (x for w, x in pairs if w.is_expert)
   return ExpertWeights(*experts, activation=family(config).activation)
@@ -373,12 +373,18 @@ def _layer(
     return y_BTD, experts_BTk, stats
 
   attend = functools.partial(
-    layers.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
+    gated_delta.attend if kind.linear else layers.attend,
+    kv=kv,
+    layer=index,
+    config=config,
+    compute=compute,
+    kind=kind,
+    **placement,
   )
   # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
-  declared = family(config).block_table(config, kind.moe, 1)
+  declared = family(config).block_table(config, kind, 1)
   block = layers.gather(declared, lora.dithered(block), x_BTD.dtype)
   x_BTD, kv, experts_BTk, stats = family(config).layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (experts_BTk, stats)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
@@ -60,6 +61,35 @@ class ExtendedAttention(Attention):
 
   o_bias: Any  # l D
   sink: Any  # l N, a further logit in each head's softmax; with `scores.sinks`
+
+
+@flax.struct.dataclass
+class GatedAttention(Attention):
+  """Attention whose outputs are multiplied by a sigmoid gate (Qwen3-Next)."""
+
+  gate: Any  # l D N H
+
+
+@flax.struct.dataclass
+class GatedDelta:
+  """Weights of a layer of linear attention (models/gated_delta.py).
+
+  K key heads have R value heads each. Queries and keys have width H, values width J.
+  """
+
+  q: Any  # l D K H
+  k: Any  # l D K H
+  v: Any  # l D K R J
+  z: Any  # l D K R J, gate of the output
+  b: Any  # l D K R, from which the write strength is computed
+  a: Any  # l D K R, from which the decay is computed
+  q_conv: Any  # l K H C, a causal convolution of each channel over C positions
+  k_conv: Any  # l K H C
+  v_conv: Any  # l K R J C
+  log_decay: Any  # l K R, log of the decay's factor
+  decay_bias: Any  # l K R
+  norm: Any  # l J, scale of the norm of each value head
+  o: Any  # l K R J D
 
 
 @flax.struct.dataclass
@@ -127,7 +157,7 @@ class Weight:
   letters: axes, one letter each, such as "lDNH".
   sizes: size of each letter's axis.
   fan_in: letters of the input axes. "" for a weight initialised to `constant`.
-  constant: initial value, such as 1 for a norm's scale.
+  constant: initial value, such as 1 for a norm's scale, or an array that is broadcast.
   wide: whether computations use the weight in float32 for any compute dtype; for small, sensitive
     weights.
   whole: whether a mesh may split the axis D alone.
@@ -139,7 +169,7 @@ class Weight:
     letters: str,
     sizes: dict[str, int],
     fan_in: str = "",
-    constant: float = 0.0,
+    constant: float | np.ndarray = 0.0,
     wide: bool = False,
     whole: bool = False,
     dtype: Any = None,
@@ -163,7 +193,7 @@ class Weight:
   def is_matrix(self) -> bool:
     """Whether the weight is a matrix of attention, feed-forward layers or experts."""
     in_layer = self.letters.startswith("l") and not self.letters.endswith("O")  # O: one output.
-    return bool(self.fan_in) and not self.wide and in_layer
+    return bool(self.fan_in) and not self.wide and in_layer and self.dtype is None
 
   def init(self, key: jax.Array, dtype: Any) -> jax.Array:
     """Draws normal values of standard deviation fan_in^(-1/2), or fills in the constant."""
@@ -187,7 +217,12 @@ def weight_factory(c: ModelConfig, **further: int) -> functools.partial:
 
 
 def attention_table(
-  c: ModelConfig, w: functools.partial, norm: Mapping[str, Any], norm_heads: bool, o_bias: bool
+  c: ModelConfig,
+  w: functools.partial,
+  norm: Mapping[str, Any],
+  norm_heads: bool,
+  o_bias: bool,
+  gate: bool,
 ) -> Attention:
   """Declares the weights of grouped-query attention.
 
@@ -195,15 +230,20 @@ def attention_table(
   norm: options of `Weight` for the scales of the norms of queries and keys.
   norm_heads: whether one norm is over all heads together, instead of one over each head.
   o_bias: whether the output projection has a bias.
+  gate: whether outputs are multiplied by a gate; excludes `o_bias` and sinks.
   """
 
   def scale(heads: str) -> Weight | None:
     return w(f"l{heads}H" if norm_heads else "lH", **norm) if c.qk_norm else None
 
-  extended = o_bias or c.scores.sinks
-  further = dict(o_bias=w("lD") if o_bias else None, sink=w("lN") if c.scores.sinks else None)
-  return (ExtendedAttention if extended else Attention)(
-    **further if extended else {},
+  kind, further = Attention, {}
+  if gate:
+    kind, further = GatedAttention, dict(gate=w("lDNH", fan_in="D"))
+  elif o_bias or c.scores.sinks:
+    kind = ExtendedAttention
+    further = dict(o_bias=w("lD") if o_bias else None, sink=w("lN") if c.scores.sinks else None)
+  return kind(
+    **further,
     q=w("lDNH", fan_in="D"),
     k=w("lDKH", fan_in="D"),
     v=w("lDKH", fan_in="D"),
@@ -213,6 +253,34 @@ def attention_table(
     q_bias=w("lNH") if c.attention_bias else None,
     k_bias=w("lKH") if c.attention_bias else None,
     v_bias=w("lKH") if c.attention_bias else None,
+  )
+
+
+def gated_delta_table(c: ModelConfig, number: int) -> GatedDelta:
+  """Declares the weights of linear attention in `number` stacked layers.
+
+  Convolutions, decays and write strengths are computed in float32. The first decays per position
+  are spread from exp(-0.001) to exp(-0.1) over the heads, as in Mamba 2 (arXiv:2405.21060).
+  """
+  s = c.linear
+  K, R = s.key_heads, s.value_heads // s.key_heads
+  w = weight_factory(c, l=number, K=K, R=R, H=s.key_dim, J=s.value_dim, C=s.kernel)
+  rates_KR = np.geomspace(1e-3, 1e-1, K * R).reshape(K, R)
+  single = dict(dtype=jnp.float32)
+  return GatedDelta(
+    q=w("lDKH", fan_in="D"),
+    k=w("lDKH", fan_in="D"),
+    v=w("lDKRJ", fan_in="D"),
+    z=w("lDKRJ", fan_in="D"),
+    b=w("lDKR", fan_in="D", **single),
+    a=w("lDKR", fan_in="D", **single),
+    q_conv=w("lKHC", fan_in="C", **single),
+    k_conv=w("lKHC", fan_in="C", **single),
+    v_conv=w("lKRJC", fan_in="C", **single),
+    log_decay=w("lKR", **single),
+    decay_bias=w("lKR", constant=np.log(np.expm1(rates_KR)), **single),
+    norm=w("lJ", constant=1.0, **single),
+    o=w("lKRJD", fan_in="KRJ"),
   )
 
 

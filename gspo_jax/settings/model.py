@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.model_groups import (
+  LinearConfig,
   MultipliersConfig,
   RopeConfig,
   RouterConfig,
@@ -31,6 +32,7 @@ class Kind(NamedTuple):
   moe: bool  # Experts instead of a dense feed-forward layer.
   local: bool  # Attention with a sliding window.
   rotary: bool  # Rotary positions.
+  linear: bool  # Linear attention with a recurrent state, instead of a softmax over positions.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class ModelConfig:
     "glm4_moe",
     "minimax_m2",
     "gpt_oss",
+    "qwen3_5",
+    "qwen3_next",
   ] = required("file of gspo_jax/models/families")
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "number of tokens; tokenizer=bytes: 256 and 3 special ones, rounded up to a multiple of 8"
@@ -89,6 +93,7 @@ class ModelConfig:
   router: RouterConfig = RouterConfig()
   scores: ScoresConfig = ScoresConfig()
   multipliers: MultipliersConfig = MultipliersConfig()
+  linear: LinearConfig = LinearConfig()
 
   def __post_init__(self):
     ranges.check(self, "model")
@@ -97,6 +102,10 @@ class ModelConfig:
     wrong = [
       (self.num_heads % self.num_kv_heads, "{num_heads} is not a multiple of {num_kv_heads}"),
       (self.head_dim % 2, "{head_dim} must be even: RoPE rotates pairs"),
+      (
+        self.linear.pattern > self.num_layers,
+        "{linear.pattern}, {num_layers}: no layer has full attention",
+      ),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
         by_pattern and (self.sliding_window > 0) != (self.sliding_window_pattern > 1),
@@ -137,10 +146,17 @@ class ModelConfig:
       return self.sliding_window > 0 and layer in self.scores.local_layers
     return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
 
+  def is_linear(self, layer: int) -> bool:
+    """Whether a layer has linear attention."""
+    return (layer + 1) % self.linear.pattern != 0
+
   def kind(self, layer: int) -> Kind:
     """Returns the kind of a layer."""
+    moe, linear = self.is_moe(layer), self.is_linear(layer)
+    if linear:
+      return Kind(moe, local=False, rotary=False, linear=True)
     rotary = layer not in self.rope.layers_without
-    return Kind(self.is_moe(layer), self.is_local(layer), rotary)
+    return Kind(moe, self.is_local(layer), rotary, linear=False)
 
   def runs(self) -> list[tuple[Kind, int]]:
     """Returns (kind, number) of consecutive layers of one kind. Each run of layers is one scan."""

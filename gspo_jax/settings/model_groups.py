@@ -96,6 +96,34 @@ class ScoresConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+  """Layers of linear attention, a gated delta rule (models/gated_delta.py)."""
+
+  pattern: PositiveInt = key(1, "every n-th layer has full attention, the others linear attention")
+  key_heads: NonNegativeInt = key(0, "K, heads of queries and keys in linear layers")
+  value_heads: NonNegativeInt = key(0, "heads of values in linear layers; a multiple of key_heads")
+  key_dim: NonNegativeInt = key(0, "H, width of a query and key in linear layers")
+  value_dim: NonNegativeInt = key(0, "J, width of a value in linear layers")
+  kernel: Annotated[int, Range(2, 64)] = key(4, "C, positions that a causal convolution reads")
+
+  def __post_init__(self):
+    ranges.check(self, "model.linear")
+    sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+    wrong = [
+      (
+        self.pattern > 1 and not all(sizes),
+        "{pattern}, {key_heads}, {value_heads}, {key_dim}, {value_dim}: set the sizes of linear "
+        "layers",
+      ),
+      (
+        self.key_heads and self.value_heads % self.key_heads,
+        "{value_heads} is not a multiple of {key_heads}",
+      ),
+    ]
+    ranges.refuse(self, "model.linear", wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MultipliersConfig:
   """Factors on activations (Granite)."""
 

@@ -1,9 +1,10 @@
-"""Dense key/value cache: a row for each sequence, with a slot for each position.
+"""Dense cache: a row for each sequence, with keys and values in a slot for each position.
 
-The alternative is the paged cache of `pages`.
+The alternative is the paged cache of `pages`. Layers of linear attention have `States` in both.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.model import Kind, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 
@@ -22,8 +23,8 @@ def spec(x: Any) -> P:
 
 
 @flax.struct.dataclass
-class Cache:
-  """Keys and values by position; tuples have an entry for each block of the parameters.
+class Block:
+  """Keys and values by position, of one block of layers with full attention.
 
   Slot s of a row holds position s. No lengths are stored: a query at position p reads slots 0..p,
   and decode steps overwrite the padding of a prefill before a query can read it.
@@ -33,33 +34,48 @@ class Cache:
   bfloat16 array to float32 and back for each partial write.
   """
 
-  k_lBKHS: tuple[jax.Array, ...]
-  v_lBKSH: tuple[jax.Array, ...]
-  scale_lBK2S: tuple[jax.Array, ...] = ()  # Scales of int8 keys and values; () for other dtypes.
+  k_lBKHS: jax.Array
+  v_lBKSH: jax.Array
+  scale_lBK2S: jax.Array | None = None  # Scales of int8 keys and values; None for other dtypes.
+
+
+@flax.struct.dataclass
+class States:
+  """Recurrent states of one block of layers with linear attention, float32.
+
+  Letters: `delta_rule`. C - 1 is the number of earlier inputs that a convolution reads.
+  """
+
+  state_lBKRHJ: jax.Array
+  q_lBKCH: jax.Array
+  k_lBKCH: jax.Array
+  v_lBKCRJ: jax.Array
+
+
+@flax.struct.dataclass
+class Cache:
+  """Dense cache of all layers."""
+
+  blocks: tuple[Block | States, ...]  # An entry for each block of the parameters.
+
+  @property
+  def positions(self) -> Block:
+    """Returns the first block with keys and values."""
+    return next(block for block in self.blocks if isinstance(block, Block))
 
   @property
   def dtype(self) -> Any:
     """Returns the dtype of keys and values, bfloat16 if stored as bits."""
-    stored = self.v_lBKSH[0].dtype
+    stored = self.positions.v_lBKSH.dtype
     return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 
-  def block(self, i: int) -> "Block":
+  def block(self, i: int) -> Block | States:
     """Returns the cache of block i of the parameters."""
-    return Block(self.k_lBKHS[i], self.v_lBKSH[i], *self.scale_lBK2S[i : i + 1])
+    return self.blocks[i]
 
-  def with_blocks(self, blocks: Sequence["Block"]) -> "Cache":
-    """Combines the blocks to a cache."""
-    scales = tuple(block.scale_lBK2S for block in blocks if block.scale_lBK2S is not None)
-    return Cache(tuple(b.k_lBKHS for b in blocks), tuple(b.v_lBKSH for b in blocks), scales)
-
-
-@flax.struct.dataclass
-class Block:
-  """Keys and values of one block of layers; the scales are None unless the cache is int8."""
-
-  k_lBKHS: jax.Array
-  v_lBKSH: jax.Array
-  scale_lBK2S: jax.Array | None = None
+  def with_blocks(self, blocks: Sequence[Block | States]) -> "Cache":
+    """Replaces all blocks."""
+    return Cache(tuple(blocks))
 
 
 def allocate(
@@ -69,20 +85,47 @@ def allocate(
 
   layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
-  layers = [count for _, count in config.runs()] if layers is None else layers
   K, H = config.num_kv_heads, config.head_dim
   bits = jnp.dtype(dtype) == jnp.bfloat16 and sharding.platform() == "cpu"
-
-  def zeros(*shape: int, dtype: Any = jnp.uint16 if bits else dtype) -> jax.Array:
-    x = jnp.zeros(shape, dtype)
-    return sharding.reshard(x, spec(x))
-
-  scales = layers if jnp.dtype(dtype) == jnp.int8 else ()
+  scales = jnp.dtype(dtype) == jnp.int8
+  dtype = jnp.uint16 if bits else dtype
   return Cache(
-    tuple(zeros(l, batch, K, H, length) for l in layers),
-    tuple(zeros(l, batch, K, length, H) for l in layers),
-    tuple(zeros(l, batch, K, 2, length, dtype=jnp.float32) for l in scales),
+    tuple(
+      allocate_states(config, l, batch)
+      if kind.linear
+      else Block(
+        zeros(dtype, l, batch, K, H, length),
+        zeros(dtype, l, batch, K, length, H),
+        zeros(jnp.float32, l, batch, K, 2, length) if scales else None,
+      )
+      for kind, l in blocks(config, layers)
+    )
   )
+
+
+def blocks(config: ModelConfig, layers: Sequence[int] | None) -> list[tuple[Kind, int]]:
+  """Returns (kind, number of layers) of each block of the parameters.
+
+  layers: number of layers in each block. None means as in `transformer.table`.
+  """
+  if layers is None:
+    return config.runs()
+  starts = itertools.accumulate(layers, initial=0)
+  return [(config.kind(start), count) for start, count in zip(starts, layers)]
+
+
+def allocate_states(config: ModelConfig, layers: int, batch: int) -> States:
+  """Allocates states of zeros for one block of layers, and `batch` rows."""
+  c = config.linear
+  K, R, H, J, C = c.key_heads, c.value_heads // c.key_heads, c.key_dim, c.value_dim, c.kernel - 1
+  shapes = (K, R, H, J), (K, C, H), (K, C, H), (K, C, R, J)
+  return States(*(zeros(jnp.float32, layers, batch, *shape) for shape in shapes))
+
+
+def zeros(dtype: Any, *shape: int) -> jax.Array:
+  """Returns an array of zeros with the layout of a cache."""
+  x = jnp.zeros(shape, dtype)
+  return sharding.reshard(x, spec(x))
 
 
 def write(
@@ -161,42 +204,37 @@ def tile(dtype: Any) -> int:
   return max(16, 32 // jnp.dtype(dtype).itemsize)
 
 
-def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
+def insert(cache: Any, rows: Any, index_r: jax.Array) -> Any:
   """Writes row j of `rows` to row `index_r[j]` of the cache.
 
-  Rows with an index out of range are dropped. `rows` may have fewer slots than the cache. For use
-  inside `shard_map`.
+  Rows with an index out of range are dropped. `rows` may have fewer slots than the cache: later
+  slots are unchanged. `cache` may also be a tree of `States`. For use inside `shard_map`.
   """
-  T = rows.v_lBKSH[0].shape[3]
 
-  def insert_last(x, new):  # For arrays whose last axis is S.
-    return x.at[:, index_r, :, :, :T].set(new, mode="drop")
+  def write_rows(x: jax.Array, new: jax.Array) -> jax.Array:
+    first_slots = tuple(map(slice, new.shape[2:]))
+    return x.at[:, index_r, *first_slots].set(new, mode="drop")
 
-  return Cache(
-    tuple(map(insert_last, cache.k_lBKHS, rows.k_lBKHS)),
-    tuple(
-      x.at[:, index_r, :, :T].set(new, mode="drop") for x, new in zip(cache.v_lBKSH, rows.v_lBKSH)
-    ),
-    tuple(map(insert_last, cache.scale_lBK2S, rows.scale_lBK2S)),
-  )
+  return jax.tree.map(write_rows, cache, rows)
 
 
-def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array) -> Cache:
+def copy_row(cache: Any, row: jax.Array, source: Any, source_row: jax.Array) -> Any:
   """Copies a row of `source` to the first slots of row `row`.
 
-  `source` may have fewer slots; later slots of the row are unchanged. For use inside `shard_map`.
+  `source` may have fewer slots; later slots of the row are unchanged. Both may also be trees of
+  `States`. For use inside `shard_map`.
   """
 
   def copy(x, s):
     part = jax.lax.dynamic_slice_in_dim(s, source_row, 1, axis=1)
-    return jax.lax.dynamic_update_slice(x, part, (0, row, 0, 0, 0))
+    return jax.lax.dynamic_update_slice(x, part, (0, row, *[0] * (x.ndim - 2)))
 
   return jax.tree.map(copy, cache, source)
 
 
-def decoded(cache: Cache) -> Cache:
+def decoded(block: Block) -> Block:
   """Converts bits in uint16 to bfloat16; other dtypes are unchanged."""
-  return jax.tree.map(_decoded, cache)
+  return jax.tree.map(_decoded, block)
 
 
 def _decoded(x: jax.Array) -> jax.Array:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.attention import attention
+from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.attention.blocks import Scores
-from gspo_jax.models.attention.cache import Cache, decode, decoded, encode, spec, tile
+from gspo_jax.models.attention.cache import Cache, States, decode, decoded, encode, tile
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -27,47 +28,72 @@ NONE = -1  # No page.
 
 
 @flax.struct.dataclass
-class Pages:
-  """Keys and values by page; tuples have an entry for each block of the parameters.
+class Block:
+  """Keys and values by page, of one block of layers with full attention.
 
   Position s of a row is in the row's page s // S, at s % S.
   """
 
-  kv_lpK2SH: tuple[jax.Array, ...]  # p pages of S positions; axis 2 is key, value.
-  table_Bn: jax.Array  # int32: page numbers of a row, in order of positions; NONE for no page.
-  scale_lpK2S: tuple[jax.Array, ...] = ()  # Scales of int8 keys and values; () for other dtypes.
-
-  @property
-  def dtype(self) -> Any:
-    return self.kv_lpK2SH[0].dtype
-
-  @property
-  def page(self) -> int:
-    """Returns the number of positions of a page."""
-    return self.kv_lpK2SH[0].shape[4]
-
-  def block(self, i: int) -> "Block":
-    """Returns the pages of block i of the parameters."""
-    return Block(self.kv_lpK2SH[i], self.table_Bn, *self.scale_lpK2S[i : i + 1])
-
-  def with_blocks(self, blocks: Sequence["Block"]) -> "Pages":
-    """Replaces keys, values and scales of all blocks; the table is unchanged."""
-    scales = tuple(block.scale_lpK2S for block in blocks if block.scale_lpK2S is not None)
-    return self.replace(kv_lpK2SH=tuple(b.kv_lpK2SH for b in blocks), scale_lpK2S=scales)
-
-
-@flax.struct.dataclass
-class Block:
-  """Pages of one block of layers."""
-
-  kv_lpK2SH: jax.Array
-  table_Bn: jax.Array
-  scale_lpK2S: jax.Array | None = None
+  kv_lpK2SH: jax.Array  # p pages of S positions; axis 2 is key, value.
+  scale_lpK2S: jax.Array | None = None  # Scales of int8 keys and values; None for other dtypes.
+  table_Bn: jax.Array | None = None  # As in `Pages`, which stores it once for all blocks.
 
   @property
   def arrays(self) -> list[jax.Array]:
     """Returns keys and values, and for int8 also their scales."""
     return [self.kv_lpK2SH] if self.scale_lpK2S is None else [self.kv_lpK2SH, self.scale_lpK2S]
+
+
+@flax.struct.dataclass
+class Pages:
+  """Paged cache of all layers."""
+
+  blocks: tuple[Block | States, ...]  # An entry for each block of the parameters.
+  table_Bn: jax.Array  # int32: page numbers of a row, in order of positions; NONE for no page.
+
+  @property
+  def _first(self) -> jax.Array:
+    return next(block.kv_lpK2SH for block in self.blocks if isinstance(block, Block))
+
+  @property
+  def dtype(self) -> Any:
+    return self._first.dtype
+
+  @property
+  def page(self) -> int:
+    """Returns the number of positions of a page."""
+    return self._first.shape[4]
+
+  @property
+  def pages(self) -> int:
+    """Returns the number of pages."""
+    return self._first.shape[1]
+
+  @property
+  def states(self) -> tuple[States, ...]:
+    """Returns the blocks of linear attention."""
+    return states_of(self.blocks)
+
+  def with_states(self, states: Sequence[States]) -> "Pages":
+    """Replaces the blocks of linear attention."""
+    new = iter(states)
+    blocks = (next(new) if isinstance(block, States) else block for block in self.blocks)
+    return self.replace(blocks=tuple(blocks))
+
+  def block(self, i: int) -> Block | States:
+    """Returns the cache of block i of the parameters."""
+    block = self.blocks[i]
+    return block if isinstance(block, States) else block.replace(table_Bn=self.table_Bn)
+
+  def with_blocks(self, blocks: Sequence[Block | States]) -> "Pages":
+    """Replaces all blocks; the table is unchanged."""
+    blocks = (b if isinstance(b, States) else b.replace(table_Bn=None) for b in blocks)
+    return self.replace(blocks=tuple(blocks))
+
+
+def states_of(blocks: Sequence[Any]) -> tuple[States, ...]:
+  """Returns the blocks of linear attention."""
+  return tuple(block for block in blocks if isinstance(block, States))
 
 
 def allocate(
@@ -87,17 +113,19 @@ def allocate(
   dtype: dtype of keys and values; int8 also allocates scales.
   layers: number of layers in each block of the parameters. None means as in `transformer.table`.
   """
-  layers = [count for _, count in config.runs()] if layers is None else layers
-  K, H = config.num_kv_heads, config.head_dim
-
-  def zeros(dtype: Any, count: int, *width: int) -> jax.Array:
-    x = jnp.zeros((count, pages, K, 2, page, *width), dtype)
-    return sharding.reshard(x, spec(x))
-
+  shape, H = (pages, config.num_kv_heads, 2, page), config.head_dim
+  scales = jnp.dtype(dtype) == jnp.int8
   return Pages(
-    tuple(zeros(dtype, count, H) for count in layers),
+    tuple(
+      kv_cache.allocate_states(config, count, batch)
+      if kind.linear
+      else Block(
+        kv_cache.zeros(dtype, count, *shape, H),
+        kv_cache.zeros(jnp.float32, count, *shape) if scales else None,
+      )
+      for kind, count in kv_cache.blocks(config, layers)
+    ),
     no_pages(batch, -(-length // page)),
-    tuple(zeros(jnp.float32, count) for count in layers if jnp.dtype(dtype) == jnp.int8),
   )
 
 
@@ -109,7 +137,7 @@ def no_pages(rows: int, width: int) -> jax.Array:
 def free(cache: Pages, *tables: jax.Array) -> jax.Array:
   """Finds pages in no table of the cache or `tables`, bool [p]."""
   used = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
-  page_p = jnp.arange(cache.kv_lpK2SH[0].shape[1])
+  page_p = jnp.arange(cache.pages)
   return ~(used[:, None] == page_p[None]).any(0)
 
 
@@ -126,11 +154,11 @@ def insert(
     tables: further tables; their pages are in use.
 
   Returns:
-    The cache, with its table unchanged; a table of the new pages, int32 [r, n]; whether there were
+    The cache, with its table and states unchanged; a table of the new pages, int32 [r, n]; whether there were
     enough pages for each row, bool [r].
   """
-  free_p, rows = free(cache, *tables), decoded(rows)
-  S, n = cache.page, -(-rows.v_lBKSH[0].shape[3] // cache.page)
+  free_p, S = free(cache, *tables), cache.page
+  n = -(-rows.positions.v_lBKSH.shape[3] // S)
   count_r = -(-length_r // S)
   end_r = jnp.cumsum(count_r)
   fits_r = end_r <= free_p.sum()
@@ -148,19 +176,24 @@ def insert(
       jnp.moveaxis(new_lrK2nSY, 4, 2).astype(pages.dtype), mode="drop"
     )
 
-  def write_keys(kv_lpK2SH, k_lrKHT, v_lrKTH):
-    return write(kv_lpK2SH, jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3))
+  def write_block(block: Block | States, new: kv_cache.Block | States) -> Block | States:
+    if isinstance(block, States):
+      return block
+    new = decoded(new)
+    kv = jnp.stack([jnp.swapaxes(new.k_lBKHS, 3, 4), new.v_lBKSH], axis=3)
+    scale = block.scale_lpK2S
+    scale = None if scale is None else write(scale, new.scale_lBK2S)
+    return Block(write(block.kv_lpK2SH, kv), scale)
 
-  kv = tuple(map(write_keys, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
-  scale = tuple(map(write, cache.scale_lpK2S, rows.scale_lBK2S))
-  return cache.replace(kv_lpK2SH=kv, scale_lpK2S=scale), table_rn, fits_r
+  return cache.replace(blocks=tuple(map(write_block, cache.blocks, rows.blocks))), table_rn, fits_r
 
 
 def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
   """Starts a row after a prefix, such as a prompt.
 
   The row shares the prefix's full pages. Its next tokens are written to the free page `page`, which
-  begins as a copy of the prefix's last, partly filled page. Returns the cache.
+  begins as a copy of the prefix's last, partly filled page. Returns the cache, with its states
+  unchanged.
 
   Args:
     row: index of the row.
@@ -179,11 +212,8 @@ def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array
     part = jax.lax.dynamic_slice_in_dim(kv, source, 1, axis=1)
     return jax.lax.dynamic_update_slice_in_dim(kv, part, page, axis=1)
 
-  return Pages(
-    tuple(map(copy, cache.kv_lpK2SH)),
-    cache.table_Bn.at[row].set(pages_n),
-    tuple(map(copy, cache.scale_lpK2S)),
-  )
+  blocks = (b if isinstance(b, States) else jax.tree.map(copy, b) for b in cache.blocks)
+  return Pages(tuple(blocks), cache.table_Bn.at[row].set(pages_n))
 
 
 def attend(
@@ -229,7 +259,7 @@ def attend(
       scores,
       interpret=sharding.platform() != "tpu",
     )
-    return y_BNH[:, None], Block(kv, table_Bn, *scale)
+    return y_BNH[:, None], Block(kv, *scale or [None], table_Bn)
   place = layer, jnp.where(page_B == NONE, p, page_B), slice(None), slice(None), position_B % S
   kv, *scale = (x.at[place].set(values, mode="drop") for x, values in zip(arrays, new))
   read = layer, jnp.maximum(table_Bn, 0)
@@ -238,7 +268,7 @@ def attend(
   k_BKHX = jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2))
   v_BKXH = jnp.swapaxes(rows_K2BXH[:, 1], 0, 1)
   y_BTNH = attention.attend_cache(q_BTNH, k_BKHX, v_BKXH, position_BT, scores)
-  return y_BTNH, Block(kv, table_Bn, *scale)
+  return y_BTNH, Block(kv, *scale or [None], table_Bn)
 
 
 def choose(cache: Block, implementation: str) -> str:

@@ -11,8 +11,8 @@ import jax
 from gspo_jax.models import layers, weights
 from gspo_jax.models.experts.blocks import Activation, swiglu
 from gspo_jax.models.layers import Norm, rms_norm
-from gspo_jax.models.weights import Attention, Dense, Moe
-from gspo_jax.settings.model import ModelConfig
+from gspo_jax.models.weights import Attention, Dense, GatedDelta, Moe
+from gspo_jax.settings.model import Kind, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Block:
   """Weights of a layer with norms before attention and feed-forward layer."""
 
   attention_norm: Any  # l D
-  attention: Attention
+  attention: Attention | GatedDelta
   ffn_norm: Any  # l D
   ffn: Dense | Moe
 
@@ -69,6 +69,7 @@ class Family:
   norm_scale: options of `Weight` for the scales of these norms.
   norm_heads: whether q/k norms are over all heads together.
   biases: whether experts have biases. If so, `attention_bias` includes the output projection.
+  attention_gate: whether outputs of full attention are multiplied by a gate.
   experts: layers that may have experts: "any", "none" or "all".
   dense_activation: activation of dense layers, a function of x gate.
   activation: activation of experts, a function of x gate and x up.
@@ -82,6 +83,7 @@ class Family:
   norm_scale: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(constant=1.0))
   norm_heads: bool = False
   biases: bool = False
+  attention_gate: bool = False
   experts: str = "any"
   dense_activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
   activation: Activation = swiglu
@@ -91,25 +93,30 @@ class Family:
     """Declares the scale of the last norm."""
     return w("D", **self.norm_scale)
 
-  def block_table(self, c: ModelConfig, is_moe: bool, number: int) -> Any:
+  def block_table(self, c: ModelConfig, kind: Kind, number: int) -> Any:
     """Declares the weights of `number` consecutive layers of one kind, stacked on l.
 
     Raises ValueError if the family has no layers of this kind.
     """
-    if is_moe and self.experts == "none":
+    if kind.moe and self.experts == "none":
       raise ValueError(
         f"model.num_experts={c.num_experts}: model.family={c.family!r} has no experts"
       )
-    if not is_moe and self.experts == "all":
+    if not kind.moe and self.experts == "all":
       raise ValueError(f"model.family={c.family!r} has experts in every layer")
-    width = c.moe_intermediate_size if is_moe else c.intermediate_size
+    width = c.moe_intermediate_size if kind.moe else c.intermediate_size
     w = weights.weight_factory(c, l=number, F=width)
     names = [field.name for field in dataclasses.fields(self.block)]
+    o_bias = self.biases and c.attention_bias
+    options = (self.norm_scale, self.norm_heads, o_bias, self.attention_gate)
+    attention = (
+      weights.gated_delta_table(c, number)
+      if kind.linear
+      else weights.attention_table(c, w, *options)
+    )
     return self.block(
-      attention=weights.attention_table(
-        c, w, self.norm_scale, self.norm_heads, self.biases and c.attention_bias
-      ),
-      ffn=weights.moe_table(c, w, number, self.biases) if is_moe else weights.dense_table(w),
+      attention=attention,
+      ffn=weights.moe_table(c, w, number, self.biases) if kind.moe else weights.dense_table(w),
       **{name: w("lD", **self.norm_scale) for name in names if name.endswith("norm")},
     )
 

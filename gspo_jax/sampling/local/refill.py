@@ -39,6 +39,7 @@ def _start_response(state):
   if isinstance(state.cache, pages.Pages):
     page = jnp.argmax(pages.free(state.cache, state.staged)).astype(jnp.int32)
     cache = pages.begin(state.cache, slot, state.staged[entry], queue.position_B[entry], page)
+    cache = cache.with_states(kv_cache.copy_row(cache.states, slot, state.staged_states, entry))
   else:
     cache = kv_cache.copy_row(state.cache, slot, state.staged, entry)
   return state.replace(

@@ -362,4 +362,8 @@ def _put_arrays(tree: Any, *spec: P) -> Any:
 
 def _cache_bytes(state: Any) -> int:
   """Returns the size of keys and values in bytes, over all devices."""
-  return sum(x.nbytes for x in jax.tree.leaves((state.cache, state.staged)) if x.ndim > 4)
+  return sum(
+    x.nbytes
+    for x in jax.tree.leaves((state.cache, state.staged, state.staged_states))
+    if x.ndim > 4
+  )

@@ -65,7 +65,8 @@ class State:
   key_W2: Any  # Key data of the responses' PRNG keys, uint32.
   cache: Cache | Pages  # Keys and values of W windows.
   queue: Rows  # R prefixes; `sample_B` and `id_B` belong to the next response.
-  staged: Any  # Dense cache: keys and values of R prefixes. Paged cache: the prefixes' page table.
+  staged: Any  # Dense cache: that of R prefixes. Paged cache: the prefixes' page table.
+  staged_states: Any  # States of R prefixes in linear layers, if the cache is paged; else ().
   waiting_R: Any  # Number of each prefix's responses still to start, int32; 0 for a free entry.
 
 
@@ -111,15 +112,18 @@ def new_state(
     pool = size.pages * size.shards
     cache = pages.allocate(model, slots, size.window, pool, size.page, dtype, layers)
     staged = pages.no_pages(queue, -(-size.prefix // size.page))
+    blocks = kv_cache.blocks(model, layers)
+    states = tuple(kv_cache.allocate_states(model, l, queue) for kind, l in blocks if kind.linear)
   else:
     cache = kv_cache.allocate(model, slots, size.window, dtype, layers)
-    staged = kv_cache.allocate(model, queue, size.prefix, dtype, layers)
+    staged, states = kv_cache.allocate(model, queue, size.prefix, dtype, layers), ()
   return State(
     slots=split(Rows.zeros(slots, stop_ids, jnp)),
     key_W2=split(jnp.zeros((slots, 2), jnp.uint32)),
     cache=cache,
     queue=split(Rows.zeros(queue, stop_ids, jnp)),
     staged=staged,
+    staged_states=states,
     waiting_R=split(jnp.zeros(queue, jnp.int32)),
   )
 
@@ -201,7 +205,8 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
     waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the remaining prefixes again.
-    state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn))
+    states = kv_cache.insert(state.staged_states, pages.states_of(cache.blocks), entry_r)
+    state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn), staged_states=states)
   else:
     state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
   return state.replace(
@@ -335,7 +340,7 @@ def _report(state: State) -> dict[str, Any]:
 
 
 def specs(tree: Any) -> Any:
-  """Returns PartitionSpecs of arrays. Only keys and values have more than four axes."""
+  """Returns PartitionSpecs of arrays. Only those of a cache have more than four axes."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 
