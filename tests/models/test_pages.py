@@ -28,7 +28,8 @@ def filled(dtype):
     jnp.asarray(RNG.normal(size=(LAYERS, POOL, K, 2, slots, H))), jnp.dtype(dtype)
   )
   table = jnp.asarray(RNG.permutation(POOL)[: B * WIDTH].reshape(B, WIDTH), jnp.int32)
-  return pages.Block(arrays[0], table.at[1].set(pages.NONE), *arrays[1:])
+  table = table.at[1].set(pages.NONE)
+  return pages.Block(arrays[0], *arrays[1:] or [None], table)
 
 
 def new(dtype):
@@ -101,8 +102,8 @@ def test_a_model_decodes_with_the_kernel_as_without_a_cache():
 
 def small(rows=2, width=4, pool=8):
   cache = pages.allocate(DENSE, rows, 4 * width, pool, 4, jnp.float32)
-  numbers = jnp.asarray(RNG.normal(size=cache.kv_lpK2SH[0].shape), jnp.float32)
-  return cache.replace(kv_lpK2SH=(numbers,))
+  numbers = jnp.asarray(RNG.normal(size=cache.blocks[0].kv_lpK2SH.shape), jnp.float32)
+  return cache.replace(blocks=(pages.Block(numbers),))
 
 
 def test_a_page_that_no_table_names_is_free():
@@ -117,18 +118,19 @@ def test_a_page_that_no_table_names_is_free():
 def test_rows_get_pages_in_turn_until_there_are_none():
   cache = small().replace(table_Bn=jnp.array([[0, 2, 4, -1], [-1] * 4]))
   rows = kv_cache.allocate(DENSE, 3, 10, jnp.float32)
-  values = tuple(jnp.asarray(RNG.normal(size=x.shape), jnp.float32) for x in jax.tree.leaves(rows))
-  rows = kv_cache.Cache(values[:1], values[1:])
+  rows = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), rows)
   length = jnp.array([9, 0, 10])
   got, table, fits = pages.insert(cache, rows, length)
   np.testing.assert_array_equal(table, [[1, 3, 5], [-1] * 3, [-1] * 3])  # five pages were free
   np.testing.assert_array_equal(fits, [True, True, False])
+  kv_lpK2SH, block = got.blocks[0].kv_lpK2SH, rows.blocks[0]
   for position in range(9):
-    page = got.kv_lpK2SH[0][:, table[0, position // 4], :, :, position % 4]
-    np.testing.assert_array_equal(page[:, :, 0], rows.k_lBKHS[0][:, 0, :, :, position])
-    np.testing.assert_array_equal(page[:, :, 1], rows.v_lBKSH[0][:, 0, :, position])
+    page = kv_lpK2SH[:, table[0, position // 4], :, :, position % 4]
+    np.testing.assert_array_equal(page[:, :, 0], block.k_lBKHS[:, 0, :, :, position])
+    np.testing.assert_array_equal(page[:, :, 1], block.v_lBKSH[:, 0, :, position])
   rows_kept = np.array([0, 2, 4])
-  np.testing.assert_array_equal(got.kv_lpK2SH[0][:, rows_kept], cache.kv_lpK2SH[0][:, rows_kept])
+  before_lpK2SH = cache.blocks[0].kv_lpK2SH
+  np.testing.assert_array_equal(kv_lpK2SH[:, rows_kept], before_lpK2SH[:, rows_kept])
 
 
 @pytest.mark.parametrize("position, shared, copied", [(9, 2, True), (8, 2, False), (0, 0, False)])
@@ -140,7 +142,8 @@ def test_a_row_shares_whole_pages_and_copies_the_last(position, shared, copied):
   np.testing.assert_array_equal(got.table_Bn[1, : shared + 1], table)
   assert (got.table_Bn[1, shared + 1 :] == pages.NONE).all()
   source = 7 if copied else 2
-  np.testing.assert_array_equal(got.kv_lpK2SH[0][:, 2], cache.kv_lpK2SH[0][:, source])
+  before, after = (x.blocks[0].kv_lpK2SH for x in (cache, got))
+  np.testing.assert_array_equal(after[:, 2], before[:, source])
 
 
 def test_pages_take_one_token_at_a_time():

@@ -329,7 +329,7 @@ def test_there_are_no_more_slots_than_trajectories():
 def test_the_longest_prefix_is_not_padded_beyond_itself():
   sampling = dataclasses.replace(PLAIN, max_new_tokens=5)
   s = scheduler(sampling=sampling, prompt_length=45)
-  lengths = [c.v_lBKSH[0].shape[3] for c in (s._state.cache, s._state.staged)]
+  lengths = [c.positions.v_lBKSH.shape[3] for c in (s._state.cache, s._state.staged)]
   assert lengths == [50, 44]
 
 

@@ -154,8 +154,8 @@ def insert(
     tables: further tables; their pages are in use.
 
   Returns:
-    The cache, with its table and states unchanged; a table of the new pages, int32 [r, n]; whether there were
-    enough pages for each row, bool [r].
+    The cache, with its table and states unchanged; a table of the new pages, int32 [r, n]; whether
+    there were enough pages for each row, bool [r].
   """
   free_p, S = free(cache, *tables), cache.page
   n = -(-rows.positions.v_lBKSH.shape[3] // S)
