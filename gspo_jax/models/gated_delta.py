@@ -55,7 +55,8 @@ def attend(
     segments_BT: segment numbers, 0 for padding. A state begins anew with each segment, and padding
       does not change it.
     tree: layout of sequences that share prefixes. None for plain rows.
-    norm, compute, kind, positions_BT, from_start: unused; order alone gives positions.
+    from_start: whether `kv` has no earlier tokens, so that it is written and not read.
+    norm, compute, kind, positions_BT: unused; order alone gives positions.
   """
   q, k = (project("BTD,DKH->BTKH", x_BTD, matrix, HEADS) for matrix in (w.q, w.k))
   v, z = (project("BTD,DKRJ->BTKRJ", x_BTD, matrix, HEADS) for matrix in (w.v, w.z))
@@ -65,7 +66,7 @@ def attend(
   tree, paths = (None, tree) if isinstance(tree, Paths) else (tree, None)
   state_specs = jax.tree.map(lambda _: P(None, BATCH, "tensor"), kv)
   run = sharding.shard_map(
-    functools.partial(_mix, tree=tree),
+    functools.partial(_mix, tree=tree, from_start=from_start),
     in_specs=(HEADS, P("tensor"), state_specs, P(), P(BATCH), P(BATCH)),
     out_specs=(HEADS, state_specs),
   )
@@ -107,8 +108,16 @@ class Carry:
 
 
 def _mix(
-  x: Projections, w: Weights, kv, layer, segments_BT, paths: Paths | None, tree: Tree | None
-):
+  x: Projections,
+  w: Weights,
+  kv: States | None,
+  layer: Any,
+  segments_BT: jax.Array,
+  paths: Paths | None,
+  *,
+  tree: Tree | None,
+  from_start: bool,
+) -> tuple[jax.Array, States | None]:
   """Mixes positions on one device: all rows and key heads of the device."""
   dtype = x.v_BTKRJ.dtype
   if paths is not None:
@@ -123,7 +132,7 @@ def _mix(
     carry = jax.tree.map(lambda part: jnp.repeat(part, tree.branches, axis=0), carry)
     y_BU, _ = _run(branches, w, segments_BU, carry)
     return tree.join(y_RS, y_BU).astype(dtype), kv
-  carry = _zeros(x, w) if kv is None else _read(kv, layer)
+  carry = _zeros(x, w) if kv is None or from_start else _read(kv, layer)
   y_BTKRJ, carry = _run(x, w, segments_BT, carry)
   return y_BTKRJ.astype(dtype), None if kv is None else _write(kv, layer, carry)
 
@@ -146,7 +155,8 @@ def _run(
     q_BTKH=delta_rule.normalise(q) * H**-0.5,
     k_BTKH=delta_rule.normalise(k),
     v_BTKRJ=v,
-    g_BTKR=-jnp.exp(w.log_decay_KR) * jax.nn.softplus(x.a_BTKR + w.decay_bias_KR),
+    g_BTKR=-jnp.exp(w.log_decay_KR)[None, None]
+    * jax.nn.softplus(x.a_BTKR + w.decay_bias_KR[None, None]),
     beta_BTKR=jax.nn.sigmoid(x.b_BTKR),
   )
   if segments_BT.shape[1] == 1:

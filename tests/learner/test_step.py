@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 from support.sampling import sample
-from support.small_models import MOE, SHALLOW, SMALLER_DENSE, SMALLER_MOE, forward, initial
+from support.small_models import (
+  HYBRID_MOE,
+  MOE,
+  SHALLOW,
+  SMALLER_DENSE,
+  SMALLER_MOE,
+  forward,
+  initial,
+)
 from support.small_updates import (
   GSPO,
   SGD,
@@ -254,19 +262,21 @@ def test_kl_penalty_pulls_towards_the_reference():
   assert after < before
 
 
-@pytest.mark.parametrize(
-  "shape", [pytest.param((2, 2, 2, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
-)
-def test_sharded_update_equals_that_of_one_device(shape):
-  params = initial(MOE)
-  batch = rollout_batch()
-  expected, row = updated(params, batch, learner(MOE), tx=TX)
+@pytest.mark.parametrize("model, shape", [
+  pytest.param(MOE, (2, 2, 2, 1), marks=pytest.mark.long),
+  (MOE, (1, 2, 2, 2)),
+  pytest.param(HYBRID_MOE, (2, 1, 2, 2), marks=pytest.mark.long),
+])  # fmt: skip
+def test_sharded_update_equals_that_of_one_device(model, shape):
+  params = initial(model)
+  batch = rollout_batch(model)
+  expected, row = updated(params, batch, learner(model), tx=TX)
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    sharded = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
+    sharded = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
     state = new_state(sharded, TX)
     types = jax.tree.map(jax.typeof, state)
-    step = rl_step(learner(MOE, microbatches=2), GSPO, TX)
+    step = rl_step(learner(model, microbatches=2), GSPO, TX)
     state, metrics = step(state, sharding.put_batch(batch, mesh))
     chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), types)
     got = scalars(metrics)

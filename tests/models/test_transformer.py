@@ -33,12 +33,17 @@ GEMMA = dataclasses.replace(  # Layers local, global, local; rows are longer tha
   attn_logit_softcapping=2.0,
   final_logit_softcapping=1.5,
 )
+HYBRID, HYBRID_MOE = (
+  dataclasses.replace(config, num_heads=4)
+  for config in (small_models.HYBRID, small_models.HYBRID_MOE)
+)
 CONFIGS = pytest.mark.parametrize(
-  "config", [MOE, MIXED, DENSE, GEMMA], ids=["moe", "mixed", "dense", "gemma"]
+  "config", [MOE, MIXED, DENSE, GEMMA, HYBRID], ids=["moe", "mixed", "dense", "gemma", "hybrid"]
 )
 MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
-LAYOUTS = [(config, MESHES[0]) for config in (MIXED, DENSE, GEMMA)]
+LAYOUTS = [(config, MESHES[0]) for config in (MIXED, DENSE, GEMMA, HYBRID_MOE)]
 LAYOUTS += [pytest.param(MOE, mesh, marks=pytest.mark.long) for mesh in MESHES]
+LAYOUTS += [pytest.param(HYBRID, mesh, marks=pytest.mark.long) for mesh in MESHES]
 
 
 def tokens_of(config, batch=8, length=10):
@@ -84,7 +89,7 @@ def test_prefill_and_decode_equal_one_forward(config):
   np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+@pytest.mark.parametrize("config", [MOE, GEMMA, HYBRID], ids=["moe", "gemma", "hybrid"])
 def test_packed_segments_equal_separate_rows(config):
   params, tokens = initial(config), tokens_of(config)
   first, second = tokens[:, :4], tokens[:, 4:]
@@ -114,7 +119,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
 
 
-@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+@pytest.mark.parametrize("config", [MOE, GEMMA, HYBRID_MOE], ids=["moe", "gemma", "hybrid"])
 @pytest.mark.long
 def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
   """Few layers are unrolled on CPU; a pod runs the loop."""
@@ -213,10 +218,11 @@ def test_token_logp_is_log_softmax(config):
   np.testing.assert_allclose(entropy, -(jnp.exp(reference) * reference).sum(-1), atol=1e-5)
 
 
-def test_bfloat16_stays_near_float32():
-  params, tokens = initial(MOE), tokens_of(MOE)
-  exact = loss(params, MOE, tokens)
-  rough = loss(params, MOE, tokens, dataclasses.replace(REFERENCE, dtype="bfloat16"))
+@pytest.mark.parametrize("config", [MOE, HYBRID], ids=["moe", "hybrid"])
+def test_bfloat16_stays_near_float32(config):
+  params, tokens = initial(config), tokens_of(config)
+  exact = loss(params, config, tokens)
+  rough = loss(params, config, tokens, dataclasses.replace(REFERENCE, dtype="bfloat16"))
   assert 0 < abs(float(exact - rough)) < 0.03 * float(exact)
 
 
@@ -259,22 +265,23 @@ def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
   "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
 )
-def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
+@pytest.mark.parametrize("config", [GEMMA, HYBRID], ids=["gemma", "hybrid"])
+def test_greedy_tokens_do_not_depend_on_how_prompts_are_prefilled(config, shape, monkeypatch):
   """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
   one of a forward pass over the whole row."""
   monkeypatch.setattr(attention, "PLAIN", 4)
-  params = initial(GEMMA)
-  prompts = [tokens_of(GEMMA, 1, n)[0].tolist() for n in (27, 3, 40)]
+  params = initial(config)
+  prompts = [tokens_of(config, 1, n)[0].tolist() for n in (27, 3, 40)]
   engine = dataclasses.replace(LOCAL_ENGINE, prefill_tokens=16)
   options = dict(group_size=1, max_new_tokens=6, temperature=0, engine=engine)
   if shape is None:
-    rollout = generate(params, GEMMA, prompts, **options)
+    rollout = generate(params, config, prompts, **options)
   else:
     mesh = sharding.make_mesh(MeshConfig(*shape))
     with jax.set_mesh(mesh):
-      placed = jax.device_put(params, transformer.shardings(GEMMA, sharding.ROLLOUT, mesh))
-      rollout = generate(placed, GEMMA, prompts, **options)
-  logits_BTV = logits(params, GEMMA, rollout.tokens)
+      placed = jax.device_put(params, transformer.shardings(config, sharding.ROLLOUT, mesh))
+      rollout = generate(placed, config, prompts, **options)
+  logits_BTV = logits(params, config, rollout.tokens)
   for row, prompt in enumerate(prompts):
     response = rollout.response(row)
     logits_TV = logits_BTV[row, len(prompt) - 1 : len(prompt) + len(response)]

@@ -8,7 +8,7 @@ import pytest
 from support import sampling as support
 from support.sampling import LONGER as PROMPTS
 from support.sampling import by_sample, left_of, responses, same
-from support.small_models import GEMMA, MOE, initial
+from support.small_models import GEMMA, HYBRID, MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
@@ -51,6 +51,22 @@ def test_pages_change_nothing(expected):
 
 def test_nor_do_windows_and_bounds():
   same(run(scheduler(GEMMA, **PAGES)), run(scheduler(GEMMA, cache="dense")))
+
+
+@pytest.mark.parametrize(
+  "engine",
+  [
+    dict(),
+    pytest.param(dict(prefill_tokens=16, steps=1, cache_dtype="int8"), marks=pytest.mark.long),
+  ],
+  ids=str,
+)
+def test_states_of_linear_layers_are_put_aside_and_built_again(engine):
+  """Each prompt's state is copied to each of its responses."""
+  dense = dict(cache="dense") | {key: x for key, x in engine.items() if key == "cache_dtype"}
+  s = scheduler(HYBRID, **PAGES | dict(cache_tokens=LEAST) | engine)
+  same(run(s), run(scheduler(HYBRID, slots=18, **dense)))
+  assert s.usage.put_aside > 0
 
 
 OTHER_ENGINES = dict(slots=3, steps=1), dict(steps=64), dict(prefill_tokens=16)

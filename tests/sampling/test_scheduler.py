@@ -1,6 +1,7 @@
 """Continuous batching: slots are never left idle, and nothing of it shows in what is sampled."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from support import sampling as support
 from support.sampling import LONGER as PROMPTS
 from support.sampling import by_sample, left_of, responses, run, same, sample
-from support.small_models import MOE, SHALLOW_MOE, initial, logits
+from support.small_models import HYBRID, MOE, SHALLOW_MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
@@ -62,6 +63,29 @@ def test_slots_and_pieces_change_nothing(expected, changes):
   same(run(scheduler(**changes), requests()), expected)
 
 
+@functools.cache
+def hybrid(**changes):
+  """Responses of a model with linear attention, and to greedy requests if the temperature is 0."""
+  temperature = changes.pop("temperature", 1.0)
+  sampling = dataclasses.replace(PLAIN, temperature=temperature)
+  return run(scheduler(initial(HYBRID), sampling, HYBRID, **dict(slots=18) | changes), requests())
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(slots=1, steps=1, prefill_tokens=16),
+    dict(partial=True, cache_dtype="bfloat16"),
+    pytest.param(dict(cache="paged", page_tokens=8, group_size=1), marks=pytest.mark.long),
+    pytest.param(dict(slots=5, steps=64, cache_dtype="int8"), marks=pytest.mark.long),
+  ],
+  ids=str,
+)
+def test_neither_do_slots_and_pieces_with_linear_layers(changes):
+  dtype = {key: x for key, x in changes.items() if key == "cache_dtype"}
+  same(hybrid(**changes), hybrid(**dtype))
+
+
 def test_neither_order_nor_company_matter(expected):
   same(run(scheduler(), requests()[::-1]), expected)
   alone = run(scheduler(), [requests()[3]])
@@ -74,13 +98,15 @@ OTHER_MESHES = (8, 1, 1, 1), (1, 1, 4, 2)
 MESHES = [(1, 2, 2, 2), *(pytest.param(m, marks=pytest.mark.long) for m in OTHER_MESHES)]
 
 
+@pytest.mark.parametrize("model", [MODEL, pytest.param(HYBRID, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_nor_does_the_mesh(expected, shape):
+def test_nor_does_the_mesh(expected, model, shape):
+  expected = expected if model is MODEL else hybrid()
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    rules = sharding.rollout_rules(MeshConfig(*shape), mesh, MODEL.num_experts)
-    params = jax.device_put(PARAMS, transformer.shardings(MODEL, rules, mesh))
-    result = run(scheduler(params, slots=5, prefill_tokens=16), requests())
+    rules = sharding.rollout_rules(MeshConfig(*shape), mesh, model.num_experts)
+    params = jax.device_put(initial(model), transformer.shardings(model, rules, mesh))
+    result = run(scheduler(params, model=model, slots=5, prefill_tokens=16), requests())
   same(result, expected)
 
 
@@ -167,6 +193,9 @@ def test_a_stop_string_ends_a_response(steps):
   assert s.usage.tokens == sum(len(r.tokens) for r in result.values())
 
 
+TRUNCATIONS = dict(temperature=0.7), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1)
+
+
 def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
   """The log-probability of every sampled token in one pass of the trainer, and what was found."""
   tokens = np.zeros((len(found), 64), np.int32)
@@ -179,11 +208,16 @@ def trainers(found, temperature=1.0, params=PARAMS, model=MODEL):
 
 
 @pytest.mark.parametrize(
-  "changes", [dict(temperature=0.7), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1)], ids=str
+  "model, changes",
+  [
+    *((MOE, changes) for changes in TRUNCATIONS),  # Two layers: each one has a cache.
+    (HYBRID, dict(temperature=0.7)),
+  ],
+  ids=lambda x: str(x) if isinstance(x, dict) else x.family,
 )
-def test_log_probs_are_the_trainers(changes):
+def test_log_probs_are_the_trainers(model, changes):
   sampling = dataclasses.replace(PLAIN, **changes)
-  layers = dict(params=initial(MOE), model=MOE)  # Two: each one has a cache.
+  layers = dict(params=initial(model), model=model)
   result = run(scheduler(sampling=sampling, **layers), requests())
   more = 0
   for expected, response in trainers(result, sampling.temperature, **layers):
@@ -204,10 +238,20 @@ PAGED = dict(cache="paged", page_tokens=8)
 
 
 @pytest.mark.parametrize(
-  "changes", [{}, dict(cache_dtype="int8"), PAGED | dict(cache_dtype="int8")]
+  "changes",
+  [
+    {},
+    dict(cache_dtype="int8"),
+    PAGED | dict(cache_dtype="int8"),
+    dict(model=HYBRID),
+    pytest.param(PAGED | dict(model=HYBRID), marks=pytest.mark.long),
+  ],
+  ids=str,
 )
 def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected, expected_int8, changes):
   expected = expected_int8 if "cache_dtype" in changes else expected
+  if "model" in changes:
+    expected, changes = hybrid(), changes | dict(params=initial(HYBRID))
   s = scheduler(**changes)
   for request in requests():
     s.submit(request)

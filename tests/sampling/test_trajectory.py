@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import environments
 from support.sampling import PROMPTS, run, sample, scheduler
-from support.small_models import MOE, SHALLOW_MOE, forward, initial, next_logp
+from support.small_models import HYBRID_MOE, MOE, SHALLOW_MOE, forward, initial, next_logp
 
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling import Request, Usage, generate
@@ -91,10 +91,11 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
     )
 
 
-@pytest.fixture(scope="module")
-def deep():
-  """Conversations of a model of two layers."""
-  return talk(temperature=0.6, params=initial(MOE), model=MOE)[0]
+@pytest.fixture(scope="module", params=[MOE, HYBRID_MOE], ids=["moe", "hybrid"])
+def deep(request):
+  """A model of several layers, and its conversations."""
+  model = request.param
+  return model, talk(temperature=0.6, params=initial(model), model=model)[0]
 
 
 def assert_trainers_logp(out, params, model, temperature):
@@ -103,14 +104,15 @@ def assert_trainers_logp(out, params, model, temperature):
 
 
 def test_logp_is_the_trainers_on_the_whole_conversation(base, deep):
-  """At two temperatures, and with one and two layers."""
+  """At two temperatures, and with one and several layers."""
   assert_trainers_logp(base[0], PARAMS, MODEL, 1.0)
-  assert_trainers_logp(deep, initial(MOE), MOE, 0.6)
+  model, out = deep
+  assert_trainers_logp(out, initial(model), model, 0.6)
 
 
 def test_routes_are_on_record_for_every_token_that_was_fed(deep):
-  out = deep
-  counts = forward(initial(MOE), MOE, out.tokens).routing_lBTk
+  model, out = deep
+  counts = forward(initial(model), model, out.tokens).routing_lBTk
   taken_BLlk = np.moveaxis(np.asarray(counts), 0, 2)
   for row, end in enumerate(out.ends):
     assert (out.routing[row, end - 1 :] == routing.NO_EXPERT).all()

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 from gspo_jax.models import transformer
 from gspo_jax.models.experts.blocks import ExpertWeights
-from gspo_jax.settings.model import ModelConfig, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.settings.model import (
+  LinearConfig,
+  ModelConfig,
+  RopeConfig,
+  tiny_dense,
+  tiny_gemma,
+  tiny_moe,
+)
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
 DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)
@@ -19,6 +26,15 @@ GEMMA = dataclasses.replace(
 )
 MOE = dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL)
 SHALLOW_MOE = dataclasses.replace(MOE, num_layers=1)
+# Two layers of linear attention in one stack, then one of full attention.
+LINEAR = dict(
+  family="qwen3_5",
+  num_layers=3,
+  linear=LinearConfig(pattern=3, key_heads=2, value_heads=4, key_dim=8, value_dim=12),
+  rope=RopeConfig(share=0.25),
+)
+HYBRID = dataclasses.replace(DENSE, **LINEAR)
+HYBRID_MOE = dataclasses.replace(MOE, **LINEAR)
 MODELS = dict(dense=DENSE, gemma=GEMMA, moe=MOE)
 
 SMALLER = dict(hidden_size=16, head_dim=8)

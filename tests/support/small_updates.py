@@ -24,7 +24,7 @@ from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
-from support.small_models import GEMMA, MOE, SHALLOW, SHALLOW_MOE, initial
+from support.small_models import GEMMA, HYBRID, HYBRID_MOE, MOE, SHALLOW, SHALLOW_MOE, initial
 
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
 LENGTHS = (5, 20, 3, 0, 9, 4, 12, 6, 4, 3, 7, 5, 10, 3, 4, 6)  # 101 tokens: 6 rows, 2 micro-batches
@@ -35,6 +35,7 @@ ALL_TERMS = dataclasses.replace(
 PER_MICRO_BATCH = ("router/load_balance", "router/busiest_expert", "padding")
 SGD = optax.sgd(1.0)
 MODELS = dict(dense=SHALLOW, gemma=GEMMA, moe=MOE, shallow_moe=SHALLOW_MOE)
+MODELS |= dict(hybrid=HYBRID, hybrid_moe=HYBRID_MOE)
 
 
 def learner(model, **changes) -> passes.Learner:

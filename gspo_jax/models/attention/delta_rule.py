@@ -94,17 +94,17 @@ def _chunk(carry, part):
   """Computes the positions of one chunk.
 
   Within a chunk, all u_i solve (I + A) U = B, with A_ij = β_i e^(G_i - G_j) k_iᵀ k_j for j < i, and
-  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g.
+  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g in i's segment.
 
   carry: states before the chunk, and the segments to which they belong.
   """
   state_BKRHJ, owner_B = carry
   *inputs, segment_Bi = part
   q_BiKH, k_BiKH, v_BiKRJ, g_BiKR, beta_BiKR = (x.astype(jnp.float32) for x in inputs)
-  i = jnp.arange(segment_Bi.shape[1])
   last_B = _last_segment(segment_Bi, owner_B)
-  visible_Bij = (segment_Bi[:, :, None] == segment_Bi[:, None, :]) & (i[:, None] >= i[None])
-  total_BiKR = jnp.cumsum(g_BiKR, axis=1)
+  visible_Bij = jnp.tril(segment_Bi[:, :, None] == segment_Bi[:, None, :])
+  # A sum over all segments would round a segment's decays by those of earlier segments.
+  total_BiKR = _sums(visible_Bij, g_BiKR)
   total_BKRi = jnp.moveaxis(total_BiKR, 1, 3)
   between_BKRij = jnp.where(
     visible_Bij[:, None, None], total_BKRi[..., :, None] - total_BKRi[..., None, :], -jnp.inf
@@ -116,8 +116,7 @@ def _chunk(carry, part):
   seen_BiKR = jnp.exp(total_BiKR) * (segment_Bi == owner_B[:, None])[:, :, None, None]
   recalled_BiKRJ = jnp.einsum("BiKH,BKRHJ->BiKRJ", k_BiKH, state_BKRHJ) * seen_BiKR[..., None]
   kk_BKij = jnp.einsum("BiKH,BjKH->BKij", k_BiKH, k_BiKH)
-  a_BKRij = beta_BKRi[..., None] * kk_BKij[:, :, None] * decay_BKRij
-  a_BKRij = jnp.where(i[:, None] > i[None], a_BKRij, 0)
+  a_BKRij = jnp.tril(beta_BKRi[..., None] * kk_BKij[:, :, None] * decay_BKRij, -1)
   b_BiKRJ = beta_BiKR[..., None] * (v_BiKRJ - recalled_BiKRJ)
   u_BiKRJ = jnp.einsum("BKRij,BjKRJ->BiKRJ", inverse(a_BKRij), b_BiKRJ)
 
@@ -125,14 +124,19 @@ def _chunk(carry, part):
   y_BiKRJ = jnp.einsum("BKRij,BjKRJ->BiKRJ", qk_BKRij, u_BiKRJ)
   y_BiKRJ += jnp.einsum("BiKH,BKRHJ->BiKRJ", q_BiKH, state_BKRHJ) * seen_BiKR[..., None]
 
-  end_BKR = total_BiKR[:, -1]
-  kept_BKR = jnp.exp(end_BKR) * (owner_B == last_B)[:, None, None]
-  # Positions of earlier segments have a larger exponent, so it is masked before `exp`.
-  rest_BiKR = jnp.where(
-    (segment_Bi == last_B[:, None])[:, :, None, None], end_BKR[:, None] - total_BiKR, -jnp.inf
-  )
+  in_last_Bi = segment_Bi == last_B[:, None]
+  end_B1KR = _sums(in_last_Bi[:, None], g_BiKR)
+  kept_BKR = jnp.exp(end_B1KR[:, 0]) * (owner_B == last_B)[:, None, None]
+  # Positions of other segments may have a positive exponent, so it is masked before `exp`.
+  rest_BiKR = jnp.where(in_last_Bi[:, :, None, None], end_B1KR - total_BiKR, -jnp.inf)
   written_BKRHJ = jnp.einsum("BiKH,BiKRJ->BKRHJ", k_BiKH, u_BiKRJ * jnp.exp(rest_BiKR)[..., None])
   return (state_BKRHJ * kept_BKR[..., None, None] + written_BKRHJ, last_B), y_BiKRJ
+
+
+def _sums(summed_Bij: jax.Array, x_BjKR: jax.Array) -> jax.Array:
+  """Sums x_j over the positions j that are marked for i, [B, i, K, R]."""
+  ones_Bij = summed_Bij.astype(x_BjKR.dtype)
+  return jnp.einsum("Bij,BjKR->BiKR", ones_Bij, x_BjKR, precision=jax.lax.Precision.HIGHEST)
 
 
 def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
@@ -158,9 +162,9 @@ def inverse(a_ij: jax.Array) -> jax.Array:
   while size < len(index):
     block = index // size
     below = (block[:, None] % 2 == 1) & (block[:, None] == block[None] + 1)
-    part_ij = jnp.where(below, a_ij, 0)
+    part_ij = jnp.where(np.broadcast_to(below, a_ij.shape), a_ij, 0)
     if x_ij is None:
-      x_ij = jnp.eye(len(index), dtype=a_ij.dtype) - part_ij
+      x_ij = np.broadcast_to(np.eye(len(index), dtype=a_ij.dtype), a_ij.shape) - part_ij
     else:
       x_ij = x_ij - product(product(x_ij, part_ij), x_ij)
     size *= 2
@@ -192,7 +196,8 @@ def convolve(
     tail_BCY: the C - 1 inputs before the first position, of the first position's segment.
 
   Returns:
-    Outputs in float32, and the tail after the last input that is not padding.
+    Outputs in float32, and the tail after the last input that is not padding. The tail is undefined
+    if padding lies before this input.
   """
   T, C = x_BTY.shape[1], w_YC.shape[-1]
   x_BXY = jnp.concatenate([tail_BCY, x_BTY.astype(tail_BCY.dtype)], axis=1)
@@ -201,13 +206,14 @@ def convolve(
   y_BTY = jnp.zeros((), jnp.float32)
   for c in range(C):
     same_BT = segment_BX[:, c : c + T] == segment_BT
-    same_BTY = same_BT.reshape(same_BT.shape + (1,) * (x_BTY.ndim - 2))
+    same_BTY = jnp.expand_dims(same_BT, range(2, x_BTY.ndim))
     y_BTY += jnp.where(same_BTY, x_BXY[:, c : c + T], 0) * w_YC[None, None, ..., c]
-  count_B = (segment_BT > 0).sum(1)
-  index_BC = count_B[:, None] + jnp.arange(C - 1)[None]
-  tail_BCY = jnp.take_along_axis(
-    x_BXY, index_BC.reshape(index_BC.shape + (1,) * (x_BTY.ndim - 2)), axis=1
-  )
+  real_BT, channels = segment_BT > 0, range(2, x_BTY.ndim)
+  if T == 1:  # Without a gather at every decode step.
+    tail_BCY = jnp.where(jnp.expand_dims(real_BT, channels), x_BXY[:, 1:], x_BXY[:, :-1])
+  else:
+    index_BC = real_BT.sum(1)[:, None] + jnp.arange(C - 1)[None]
+    tail_BCY = jnp.take_along_axis(x_BXY, jnp.expand_dims(index_BC, channels), axis=1)
   return jax.nn.silu(y_BTY), tail_BCY
 
 
