@@ -5,7 +5,8 @@ Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with each of 20 seeds (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 
-configs/tiny.py:gemma trains a small Gemma 3 instead.
+configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5 with linear
+attention.
 """
 
 from gspo_jax.configs import common
@@ -14,7 +15,10 @@ from gspo_jax.settings import model as sizes
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
-  if common.variant(arg, "gemma"):
+  variant = common.variant(arg, "gemma", "hybrid")
+  if variant == "hybrid":
+    config.update(model=common.model(sizes.tiny_hybrid(vocab_size=264)))
+  if variant == "gemma":
     config.update(model=common.model(sizes.tiny_gemma(vocab_size=264)))
     config.model.local_rope_theta = 10.0  # as rope_theta below
   config.update(

@@ -397,3 +397,14 @@ def tiny_gemma(vocab_size: int) -> ModelConfig:
     sliding_window=32,
     sliding_window_pattern=3,
   )
+
+
+def tiny_hybrid(vocab_size: int) -> ModelConfig:
+  """Qwen3.5-MoE at laptop size: three layers of linear attention, one of gated full attention."""
+  return dataclasses.replace(
+    tiny_moe(vocab_size),
+    family="qwen3_5",
+    rope=RopeConfig(share=0.25),
+    router=RouterConfig(shared_width=64, shared_gate=True),
+    linear=LinearConfig(pattern=4, key_heads=4, value_heads=8, key_dim=32, value_dim=32),
+  )
