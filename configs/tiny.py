@@ -5,8 +5,7 @@ Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with each of 20 seeds (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 
-configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5 with linear
-attention.
+configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a small Qwen3.5.
 """
 
 from gspo_jax.configs import common

@@ -140,7 +140,9 @@ def _scale_routers(updates: Any, factor: Any) -> Any:
 
 
 def decayed(params: Any) -> Any:
-  """Marks the parameters with weight decay: all but norms and biases."""
-  return jax.tree.map_with_path(
-    lambda path, _: not path[-1].name.endswith(("norm", "bias")), params
-  )
+  """Marks the parameters with weight decay.
+
+  These are all but norms, biases, and the convolutions and decays of linear attention.
+  """
+  without = ("norm", "bias", "conv", "log_decay")
+  return jax.tree.map_with_path(lambda path, _: not path[-1].name.endswith(without), params)

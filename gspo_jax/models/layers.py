@@ -188,7 +188,7 @@ def attend(
   sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
   y_BTNH, kv = run(q, k, v, sink_N, kv, layer, positions_BT, segments_BT, paths)
   if isinstance(w, GatedAttention):
-    y_BTNH = y_BTNH * jax.nn.sigmoid(project("BTD,DNH->BTNH", x_BTD, w.gate, heads))
+    y_BTNH = y_BTNH * jax.nn.sigmoid(project("BTD,DNH->BTNH", x_BTD, w.q_gate, heads))
   y_BTD = project_heads(y_BTNH, w.o)
   if (o_bias := getattr(w, "o_bias", None)) is not None:
     y_BTD = with_each_token(jnp.add, y_BTD, o_bias[None, None])

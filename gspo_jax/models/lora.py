@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from gspo_jax.models.weights import Params, Weight
 from gspo_jax.settings.training import LoraConfig
 
-_STEPS = (53_685, 43_977, 36_025)  # Odd numbers near 2^16 / g, 2^16 / g², 2^16 / g³; g⁴ = g + 1.
+# Odd numbers near 2^16 / g, 2^16 / g², 2^16 / g³, where g⁴ = g + 1, and near 2^16 (√2 - 1).
+_STEPS = (53_685, 43_977, 36_025, 27_145)
+
+_WITH = dict(q_gate="q", z="q")  # Gates of attention: files of Qwen3-Next have them in q's matrix.
 
 
 @flax.struct.dataclass
@@ -38,7 +41,8 @@ def table(plain: Params, config: LoraConfig) -> Params:
     return plain
 
   def with_adapter(path: tuple[Any, ...], w: Weight) -> Weight | Adapted:
-    if f"{path[-1].name}_proj" not in config.matrices:
+    name = path[-1].name
+    if f"{_WITH.get(name, name)}_proj" not in config.matrices:
       return w
     sizes = dict(zip(w.letters, w.shape)) | dict(r=config.rank)
     stacked, outputs = w.letters.split(w.inputs)
@@ -88,8 +92,9 @@ def dithered(params: Any) -> Any:
   f >= 1 - u, else to a. The numbers u are evenly distributed, so the mean of many weights is right.
   A sum equal to a number of bfloat16 is unchanged.
 
-  u is the fractional part of 0.819 i + 0.671 j (+ 0.550 k) for the weight [i, j(, k)] of a layer
-  (the sequence R3 of M. Roberts), evenly distributed along each axis. All updates have the same u.
+  u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n for the weight [i, j, k, n] of a
+  layer (the sequence R3 of M. Roberts, and √2 - 1 for a fourth axis), evenly distributed along each
+  axis. Indices of missing axes are 0. All updates have the same u.
   The gradient is that of the exact sum.
   """
 

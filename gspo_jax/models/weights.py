@@ -67,7 +67,7 @@ class ExtendedAttention(Attention):
 class GatedAttention(Attention):
   """Attention whose outputs are multiplied by a sigmoid gate (Qwen3-Next)."""
 
-  gate: Any  # l D N H
+  q_gate: Any  # l D N H
 
 
 @flax.struct.dataclass
@@ -238,7 +238,7 @@ def attention_table(
 
   kind, further = Attention, {}
   if gate:
-    kind, further = GatedAttention, dict(gate=w("lDNH", fan_in="D"))
+    kind, further = GatedAttention, dict(q_gate=w("lDNH", fan_in="D"))
   elif o_bias or c.scores.sinks:
     kind = ExtendedAttention
     further = dict(o_bias=w("lD") if o_bias else None, sink=w("lN") if c.scores.sinks else None)
