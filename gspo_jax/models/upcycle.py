@@ -28,8 +28,8 @@ def upcycle(
   weights. If there is noise, each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:
-    params, config: a dense model. Its layers normalise the inputs of attention and feed-forward
-      layer, but not their outputs, as in Llama, Qwen2 and Qwen3.
+    params, config: a dense model with full attention in all layers. They normalise the inputs of
+      attention and feed-forward layer, but not their outputs, as in Llama, Qwen2 and Qwen3.
     key: random key of the router and the noise.
     experts, per_token: E and k.
     noise: relative standard deviation of the noise.
@@ -38,12 +38,12 @@ def upcycle(
     Parameters and configuration of the new model.
 
   Raises:
-    ValueError: the model has experts already, or normalises outputs.
+    ValueError: the model has experts already, normalises outputs, or has linear attention.
   """
-  if config.num_experts or family(config).block is not Block:
+  if config.num_experts or family(config).block is not Block or config.linear.pattern > 1:
     raise ValueError(
       f"model.num_experts={config.num_experts}, model.family={config.family!r}: only a dense model "
-      "with norms of inputs alone, such as Llama or Qwen3, can be upcycled"
+      "with full attention and norms of inputs alone, such as Llama or Qwen3, can be upcycled"
     )
   sparse = dataclasses.replace(
     config,

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.configs import config_of
-from support.small_models import SHALLOW, SHALLOW_MOE, initial
+from support.small_models import HYBRID_MOE, SHALLOW, SHALLOW_MOE, initial
 
 from configs import tiny_ppo
 from gspo_jax.learner.critic import optimizers
@@ -107,6 +107,14 @@ def test_update_equals_optax(changes):
 def optimizer_tree(seed, model=SHALLOW):
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(model))
+
+
+def test_norms_biases_convolutions_and_decays_have_no_weight_decay():
+  paths = jax.tree.leaves_with_path(decayed(initial(HYBRID_MOE)))
+  without = {path[-1].name for path, has_decay in paths if not has_decay}
+  convolutions, norms = {"q_conv", "k_conv", "v_conv"}, {"attention_norm", "ffn_norm", "final_norm"}
+  norms |= {"norm", "q_norm", "k_norm"}
+  assert without == convolutions | norms | {"log_decay", "decay_bias"}
 
 
 @pytest.mark.parametrize("factor", [0.0, 10.0])

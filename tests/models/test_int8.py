@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_models import DENSE, MOE, initial, next_logp
+from support.small_models import DENSE, HYBRID_MOE, MOE, initial, next_logp
 
 from gspo_jax import sharding
 from gspo_jax.models import publication, transformer, weights
@@ -19,7 +19,7 @@ from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import PUBLISHED
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
-MODELS = dict(dense=DENSE, moe=MOE)
+MODELS = dict(dense=DENSE, moe=MOE, hybrid=HYBRID_MOE)
 
 
 def plain(params):
@@ -95,6 +95,13 @@ def test_sampled_log_probs_are_the_scores_of_the_rounded(name):
   narrow = plain(publication.in_eight_bits(params, model))
   scores = jnp.pad(next_logp(narrow, model, rollout.tokens), ((0, 0), (1, 0)))
   np.testing.assert_allclose(rollout.logp, np.where(rollout.mask, scores, 0), atol=2e-5)
+
+
+def test_projections_of_linear_attention_are_rounded_and_decays_are_not():
+  attention = transformer.sampler_table(HYBRID_MOE, "int8").blocks[0].attention
+  fields = {name: is_int8(getattr(attention, name)) for name in vars(attention)}
+  assert {name for name, rounded in fields.items() if rounded} == {"q", "k", "v", "z", "o"}
+  assert {"a", "b", "q_conv", "log_decay", "norm"} <= fields.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
-from support.small_models import MODELS, SMALLER_DENSE, initial, logits
+from support.small_models import HYBRID_MOE, MODELS, SMALLER_DENSE, initial, logits
 from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
 
 from gspo_jax import sharding
@@ -21,6 +21,7 @@ from gspo_jax.runs import checkpoint, weight_source
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig, LoraConfig
 
+ALL = MODELS | dict(hybrid=HYBRID_MOE)
 RANK = 3
 LORA = LoraConfig(rank=RANK)
 CHECKPOINTS = CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
@@ -38,7 +39,7 @@ def adapted(model, mesh, dtype="float32"):
 @functools.cache
 def two_updates(name, shape):
   """Parameters before and after two updates, on the host, and the norm of the last gradient."""
-  model, mesh = MODELS[name], make_mesh(shape)
+  model, mesh = ALL[name], make_mesh(shape)
   with jax.set_mesh(mesh):
     params = adapted(model, mesh)
     before = jax.device_get(params)
@@ -58,17 +59,18 @@ def make_mesh(shape):
   return sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.long
 def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
   before, after, _ = two_updates(name, ONE)
-  plain, model = initial(MODELS[name]), MODELS[name]
+  plain, model = initial(ALL[name]), ALL[name]
   np.testing.assert_array_equal(logits(before, model, TOKENS), logits(plain, model, TOKENS))
   trained, frozen = lora.split(after)
   jax.tree.map(np.testing.assert_array_equal, frozen, lora.split(before)[1])
   changed = jax.tree.map(lambda x, y: (x != y).any(), trained, lora.split(before)[0])
   assert all(jax.tree.leaves(changed))
-  assert len(jax.tree.leaves(changed)) == 2 * 7 * len(plain.blocks)
+  # Both layers of the hybrid have the matrix of a gate too.
+  assert len(jax.tree.leaves(changed)) == 2 * (7 + (name == "hybrid")) * len(plain.blocks)
   assert np.abs(logits(after, model, TOKENS) - logits(plain, model, TOKENS)).max() > 1e-3
 
 
@@ -155,7 +157,7 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
 @functools.cache
 def small_change(name):
   """Frozen weights in bfloat16, with products of some hundredths of its resolution."""
-  model, mesh = MODELS[name], make_mesh(ONE)
+  model, mesh = ALL[name], make_mesh(ONE)
   with jax.set_mesh(mesh):
     trained, frozen = lora.split(adapted(model, mesh, "bfloat16"))
   random = np.random.default_rng(0)
@@ -167,7 +169,7 @@ def each_matrix(params):
   return [x for x in jax.tree.leaves(params, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_in_bfloat16_a_small_change_arrives_in_the_mean(name):
   matrices = each_matrix(small_change(name))
 
@@ -228,6 +230,16 @@ def test_adapters_are_of_the_matrices_and_the_scale_that_are_asked_for():
   assert [lora.is_adapted(x) for x in (block.attention.q, block.attention.k)] == [False, True]
   assert [lora.is_adapted(x) for x in (block.ffn.router, block.ffn.down)] == [False, True]
   assert block.ffn.down.scale == 3
+
+
+def test_gates_of_attention_are_adapted_with_queries_and_the_rest_of_linear_layers_is_frozen():
+  attention, experts = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj",)
+  adapted_fields = []
+  for matrices in (attention, experts):
+    table = lora.table(transformer.table(HYBRID_MOE), LoraConfig(rank=2, matrices=matrices))
+    paths = jax.tree.leaves_with_path(table, is_leaf=lora.is_adapted)
+    adapted_fields.append({path[-1].name for path, w in paths if lora.is_adapted(w)})
+  assert adapted_fields == [{"q", "k", "v", "o", "z", "q_gate"}, {"gate"}]
 
 
 def test_saved_weights_are_merged(tmp_path):

@@ -4,7 +4,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from support.small_models import DENSE, GEMMA, MOE, initial, logits
+from support.small_models import DENSE, GEMMA, HYBRID, MOE, initial, logits
 
 from gspo_jax.models import transformer
 from gspo_jax.models.upcycle import upcycle
@@ -36,7 +36,7 @@ def test_noise_is_relative_and_differs_between_experts_and_matrices():
     assert np.abs(np.corrcoef(noise_lE[0].reshape(4, -1))[~np.eye(4, dtype=bool)]).max() < 0.2
 
 
-@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+@pytest.mark.parametrize("config", [MOE, GEMMA, HYBRID], ids=["moe", "gemma", "hybrid"])
 def test_other_models_are_refused(config):
-  with pytest.raises(ValueError, match="only a dense model with norms of inputs alone"):
+  with pytest.raises(ValueError, match="only a dense model with full attention and norms of inputs alone"):
     upcycle(initial(config), config, jax.random.key(0))
