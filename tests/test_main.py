@@ -286,7 +286,7 @@ COMMANDS = {
   "--workdir=RUN": r"--config must be given",
   "--config=configs/tiny.py --workdir=RUN eval": r"'eval' is no flag",
   "--config=nowhere.py --workdir=RUN": r"--config=nowhere.py: there is no file",
-  "--config=configs/tiny.py:small --workdir=RUN": r"variant 'small' is not one of: gemma",
+  "--config=configs/tiny.py:small --workdir=RUN": r"variant 'small' is not one of: gemma, hybrid",
   "--config=HERE/empty.py --workdir=RUN": r"empty.py: .*get_config",
   "--config=HERE/none.py --workdir=RUN": r"none.py: .*get_config",
   "--config=HERE/syntax.py --workdir=RUN": r"SyntaxError: .*syntax.py, line 1",

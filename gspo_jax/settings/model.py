@@ -106,6 +106,11 @@ class ModelConfig:
         self.linear.pattern > self.num_layers,
         "{linear.pattern}, {num_layers}: no layer has full attention",
       ),
+      (
+        self.linear.pattern > 1 and self.sliding_window,
+        "{sliding_window}, {linear.pattern}: linear attention has no cache and no window, set one of "
+        "them to 0 or 1",
+      ),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
         by_pattern and (self.sliding_window > 0) != (self.sliding_window_pattern > 1),

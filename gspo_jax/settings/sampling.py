@@ -95,7 +95,8 @@ class EngineConfig:
   steps: PositiveInt = key(16, "decoding steps between two host transfers")
   prefill_tokens: Prefill = key(4096, "prompt tokens of a device at once; longer prompts are split")
   cache_dtype: Literal["float32", "bfloat16", "int8"] = key(
-    "float32", "dtype of cached keys and values; int8: with a scale per position and head"
+    "float32",
+    "dtype of cached keys and values, not of states; int8: with a scale per position and head",
   )
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",

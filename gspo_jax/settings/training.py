@@ -159,7 +159,8 @@ class LoraConfig:
   rank: Annotated[int, Range(0, 65_536)] = key(0, "rank r of adapters; 0: none")
   alpha: PositiveFloat = key(32.0, "adapters are scaled by alpha / rank")
   matrices: tuple[Matrix, ...] = key(
-    typing.get_args(Matrix), "matrices with adapters, in layers and experts, by PEFT's names"
+    typing.get_args(Matrix),
+    "matrices with adapters, in layers and experts, by PEFT's names; q_proj includes gates",
   )
   adapter: str = key(
     "", 'initial adapters: PEFT directory, local or gs://..., or OWNER/NAME@COMMIT; "": new ones'

@@ -38,5 +38,7 @@ def test_noise_is_relative_and_differs_between_experts_and_matrices():
 
 @pytest.mark.parametrize("config", [MOE, GEMMA, HYBRID], ids=["moe", "gemma", "hybrid"])
 def test_other_models_are_refused(config):
-  with pytest.raises(ValueError, match="only a dense model with full attention and norms of inputs alone"):
+  with pytest.raises(
+    ValueError, match="only a dense model with full attention and norms of inputs alone"
+  ):
     upcycle(initial(config), config, jax.random.key(0))

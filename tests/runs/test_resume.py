@@ -115,6 +115,16 @@ CASES = {
     kills=(("sft", 4, signal.SIGKILL), ("rl", 3, signal.SIGINT), ("rl", 5, signal.SIGKILL))
   ),
   "adapters": Case("lora.rank=2 rl_optimizer.learning_rate=1e-2", check=check_adapters),
+  "linear attention": Case(
+    "model.linear.pattern=2 objective.replay=R3 rl.packed=True engine.cache=paged",
+    config="configs/tiny.py:hybrid",
+    kills=(("sft", 4, signal.SIGKILL), ("rl", 3, signal.SIGKILL)),
+  ),
+  "adapters of linear attention": Case(
+    "model.linear.pattern=2 lora.rank=2 rl_optimizer.learning_rate=1e-2 job=rl",
+    config="configs/tiny.py:hybrid",
+    check=check_adapters,
+  ),
   "critic": Case(
     """
     objective.name=ppo_clip critic.name=model critic.warmup_iterations=2 critic.kl_coef=0.01

@@ -11,6 +11,7 @@ from gspo_jax.models import transformer
 from gspo_jax.sampling import generate
 from gspo_jax.settings.model import PUBLISHED, ModelConfig
 from gspo_jax.settings.model_groups import (
+  LinearConfig,
   MultipliersConfig,
   RopeConfig,
   RouterConfig,
@@ -122,6 +123,7 @@ CONFIG = ModelConfig(
   sliding_window_pattern=2,
   local_rope_theta=1e4,
 )
+LINEAR = LinearConfig(pattern=2, key_heads=2, value_heads=4, key_dim=8, value_dim=8)
 CHANGED = dict(
   vocab_size=33,
   hidden_size=18,
@@ -151,6 +153,7 @@ CHANGED = dict(
   router=RouterConfig(scores="sigmoid"),
   scores=ScoresConfig(scale=0.7),
   multipliers=MultipliersConfig(residual=0.5),
+  linear=LINEAR,
 )
 
 
@@ -189,11 +192,22 @@ def test_every_field_has_an_effect(field, params):
     with pytest.raises(ValueError, match=r"model\.family='gemma' has no experts"):
       shapes(dataclasses.replace(CONFIG, family="gemma"))
     return
-  changed = dataclasses.replace(CONFIG, **{field: CHANGED[field]})
+  no_window = dict(sliding_window=0, sliding_window_pattern=1) if field == "linear" else {}
+  changed = dataclasses.replace(CONFIG, **{field: CHANGED[field]}, **no_window)
   if shapes(changed) != shapes(CONFIG):
     return
   before, after = logits(params, CONFIG), logits(params, changed)
   assert np.abs(before - after).max() > 1e-3 * np.abs(before).max()
+
+
+def test_sizes_of_linear_attention_are_refused_by_name():
+  for changes, message in [
+    (dict(value_heads=3), r"linear\.value_heads=3 is not a multiple of model\.linear\.key_heads=2"),
+    (dict(key_dim=0), r"linear\.pattern=2, .*model\.linear\.key_dim=0,.*: set the sizes"),
+    (dict(kernel=1), r"model\.linear\.kernel=1 must be"),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      dataclasses.replace(LINEAR, **changes)
 
 
 def test_inconsistent_sizes_are_refused_by_name():
@@ -205,6 +219,8 @@ def test_inconsistent_sizes_are_refused_by_name():
     (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be at least 1"),
     (dict(sliding_window_pattern=1), "sliding_window=5, model.sliding_window_pattern=1: with"),
     (dict(sliding_window=0), "sliding_window=0, model.sliding_window_pattern=2"),
+    (dict(linear=LINEAR), r"sliding_window=5, model\.linear\.pattern=2: linear attention has no"),
+    (dict(linear=dataclasses.replace(LINEAR, pattern=9)), "pattern=9.*no layer has full attention"),
   ]:
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(CONFIG, **changes)

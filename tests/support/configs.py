@@ -19,7 +19,7 @@ SMALL = ("tiny", "smollm2")  # Files without a variant `tiny`.
 # Every file of configs/ with each of its variants.
 VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
 VARIANTS = [(file, arg) for file, arg in VARIANTS if arg is None or not file.startswith(SMALL)]
-VARIANTS += [("smollm2", "svamp")] + [("gsm8k", arg) for arg in gsm8k.VARIANTS]
+VARIANTS += [("tiny", "hybrid"), ("smollm2", "svamp")] + [("gsm8k", arg) for arg in gsm8k.VARIANTS]
 
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:
