@@ -129,12 +129,8 @@ def _plan(
   """
   config = load_config(name)
   files = hf_files.Files(name)
-  fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = architectures.names(config)
-  if fused and "{E}" in names["Moe.gate"][0]:
-    names = names | architectures.FUSED
   other_model = nested.Other(name, files)
-  names = other_model.rename(names)
+  names = other_model.rename(architectures.names(config))
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
   if config.tie_word_embeddings and head in files.file_of:
     if embed in files.file_of:
