@@ -146,8 +146,7 @@ def _run(
     q_BTKH=delta_rule.normalise(q) * H**-0.5,
     k_BTKH=delta_rule.normalise(k),
     v_BTKRJ=v,
-    g_BTKR=-jnp.exp(w.log_decay_KR[None, None])
-    * jax.nn.softplus(x.a_BTKR + w.decay_bias_KR[None, None]),
+    g_BTKR=-jnp.exp(w.log_decay_KR) * jax.nn.softplus(x.a_BTKR + w.decay_bias_KR),
     beta_BTKR=jax.nn.sigmoid(x.b_BTKR),
   )
   if segments_BT.shape[1] == 1:
