@@ -4,6 +4,7 @@ A row is a tiny model that stresses its family: one key/value head, windows shor
 rows beyond the original context. `pytest -m families` has the rest: meshes, packing, replay.
 """
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -67,6 +68,13 @@ MULTIPLIERS = dict(
 )
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2)
 LOCAL_EXPERTS = dict(num_local_experts=6, num_experts_per_tok=2)
+# More value heads than key heads, values wider than keys, a convolution of 3.
+LINEAR = dict(
+  num_hidden_layers=4, num_attention_heads=4, head_dim=16, linear_num_key_heads=2,
+  linear_num_value_heads=6, linear_key_head_dim=8, linear_value_head_dim=12,
+  linear_conv_kernel_dim=3,
+)  # fmt: skip
+SHARED_EXPERT = dict(moe_intermediate_size=24, shared_expert_intermediate_size=40)
 CASES = {  # Name: (model_type, keys)
   "llama3": ("llama", LLAMA3 | dict(tie_word_embeddings=True)),
   "linear": ("llama", rope("linear", factor=2.5) | dict(num_key_value_heads=2)),
@@ -94,6 +102,9 @@ CASES = {  # Name: (model_type, keys)
   ),
   "gpt_oss": ("gpt_oss", WIDE | LOCAL_EXPERTS | TYPES | rope("yarn", **LONGER, truncate=False)),
   "minimax_m2": ("minimax_m2", WIDE | LOCAL_EXPERTS | rope("default", partial_rotary_factor=0.5)),
+  "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | SHARED_EXPERT | dict(mlp_only_layers=[1])),
+  "qwen3_5": ("qwen3_5_text", LINEAR | dict(tie_word_embeddings=True)),
+  "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | EXPERTS | SHARED_EXPERT),
   "olmo2": ("olmo2", dict(num_key_value_heads=2)),
   "olmo3": (
     "olmo3",
@@ -130,25 +141,39 @@ def case(request, tmp_path_factory):
 def response_logp(logits, tokens, log_softmax):
   """Sum of the response's log-probabilities."""
   logp = log_softmax(logits[:, PROMPT - 1 : -1])
-  rows, places = np.arange(len(tokens))[:, None], np.arange(LENGTH - PROMPT)[None]
+  rows, places = np.arange(len(tokens))[:, None], np.arange(tokens.shape[1] - PROMPT)[None]
   return logp[rows, places, tokens[:, PROMPT:]].sum()
 
 
 def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
+  compare(case, case.tokens, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], indirect=True)
+def test_rows_of_several_chunks(case, tmp_path):
+  """A row ends within the third chunk of 64."""
+  tokens = np.random.default_rng(3).integers(1, BASE["vocab_size"], (1, 150))
+  compare(case, tokens, tmp_path)
+
+
+def compare(case, tokens, tmp_path):
+  """Compares logits, and the gradient of each tensor."""
+
   def loss(params):
-    logits = transformer.logits(params, case.config, jnp.asarray(case.tokens))
-    return response_logp(logits, case.tokens, jax.nn.log_softmax), logits
+    logits = transformer.logits(params, case.config, jnp.asarray(tokens))
+    return response_logp(logits, tokens, jax.nn.log_softmax), logits
 
   (_, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(case.params)
-  expected = case.model(torch.tensor(case.tokens)).logits
-  response_logp(expected, case.tokens, lambda x: torch.log_softmax(x, -1)).backward()
+  model = copy.deepcopy(case.model)
+  expected = model(torch.tensor(tokens)).logits
+  response_logp(expected, tokens, lambda x: torch.log_softmax(x, -1)).backward()
   expected = expected.detach().numpy()
   assert np.abs(expected).max() > 1  # Else the tolerance would say nothing.
   assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
   # Their gradients in a directory have the names of their weights, and are read as these.
-  for p in case.model.parameters():
+  for p in model.parameters():
     p.data, p.grad = p.grad, None
-  case.model.save_pretrained(tmp_path)
+  model.save_pretrained(tmp_path)
   theirs, _ = hf.load(tmp_path)
 
   def assert_close(path, ours, theirs):
@@ -162,11 +187,13 @@ def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
 
 
 def test_greedy_text_of_pages_is_that_of_transformers(case):
-  """Three responses in two slots."""
+  """Responses in two slots."""
   model = transformers.AutoModelForCausalLM.from_pretrained(
     case.directory, attn_implementation="eager"
   )
   prompts = [case.tokens[0, :PROMPT].tolist(), case.tokens[1, :5].tolist(), [7, 9, 3]]
+  if case.config.linear.pattern > 1:  # Shorter than the convolution.
+    prompts += [[5, 2], [8]]
   engine = EngineConfig(slots=2, cache="paged", page_tokens=8)
   options = dict(group_size=1, max_new_tokens=NEW, temperature=0)
   rollout = generate(case.params, case.config, prompts, engine=engine, **options)

@@ -6,6 +6,9 @@ import transformers
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 
 
+ADDING_ONE = ("gemma", "qwen3_next", "qwen3_5")  # Their norms multiply by 1 + weight.
+
+
 def random_model(hf_config, seed=4, kind=transformers.AutoModelForCausalLM):
   """A random transformers model with all weights in effect and activations near 1.
 
@@ -19,7 +22,10 @@ def random_model(hf_config, seed=4, kind=transformers.AutoModelForCausalLM):
   for name, p in model.named_parameters():
     noise = torch.randn(p.shape, generator=generator)
     if name.endswith("norm.weight"):
-      p.data = 0.3 * noise + (0 if "gemma" in hf_config.model_type else 1)  # theirs adds 1 itself
+      adds_one = hf_config.model_type.startswith(ADDING_ONE) and "linear_attn" not in name
+      p.data = 0.3 * noise + (0 if adds_one else 1)
+    elif name.endswith("A_log"):
+      p.data = 2 * noise - 1  # Decays of a step from near 0 to near 1.
     elif name.endswith(("bias", "sinks")):
       p.data = 0.5 * noise
     elif name.endswith("embed_tokens.weight"):

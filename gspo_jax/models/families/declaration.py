@@ -194,8 +194,8 @@ def shared_names(module: str) -> dict[str, tuple[str, str]]:
 
 # Parameter -> (name of its tensor in the files, axes of the tensor). The letters are those of
 # `models/weights.py`. NH is one axis with the dimensions of all heads. A letter in braces is a
-# number in the name: {E} means one tensor per expert. 2F is one axis with all of gate, then all of
-# up. F2 is one axis on which gate and up alternate.
+# number in the name: {E} means one tensor per expert. A "+" means that several parameters share the
+# tensor (hf/leaves.py): on +F come all of gate, then all of up; on F+ gate and up alternate.
 NAMES = {
   "embed": ("model.embed_tokens.weight", "V D"),
   "attention_norm": (LAYER + "input_layernorm.weight", "D"),

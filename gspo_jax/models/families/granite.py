@@ -30,8 +30,8 @@ FAMILY = base.Family(
   ),
   {
     "Moe.router": (EXPERTS + "router.layer.weight", "E D"),
-    "Moe.gate": (EXPERTS + "input_linear.weight", "E 2F D"),
-    "Moe.up": (EXPERTS + "input_linear.weight", "E 2F D"),
+    "Moe.gate": (EXPERTS + "input_linear.weight", "E +F D"),
+    "Moe.up": (EXPERTS + "input_linear.weight", "E +F D"),
     "Moe.down": (EXPERTS + "output_linear.weight", "E D F"),
   },
 )

@@ -21,6 +21,7 @@ FIXED = dict(
   use_sliding_window=False,
   use_bidirectional_attention=False,
   use_mrope=False,
+  output_gate_type="swish",  # Of linear attention.
   mlp_bias=False,
   partial_rotary_factor=1.0,
   quantization_config=None,
@@ -29,7 +30,7 @@ FIXED = dict(
 WITHOUT_EFFECT = frozenset(
   """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id dtype
   eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
-  model_type output_attentions output_hidden_states output_router_logits
+  full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings model_type output_attentions output_hidden_states output_router_logits
   pad_token_id pretraining_tp problem_type return_dict rope_parameters rope_scaling
   router_aux_loss_coef chunk_size_feed_forward torch_dtype transformers_version use_cache
   _sliding_window_pattern""".split()
@@ -47,12 +48,12 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
   return dict(model_type=OUTER[raw["model_type"]]) | text | shared
 
 
-# Names and axes of fused experts: one tensor for all experts of a layer, with gate and up as the
-# halves "2" of one axis. transformers 5 has them in memory, and writes them to files on request
+# Names and axes of fused experts: one tensor for all experts of a layer, with gate, then up,
+# on one axis. transformers 5 has them in memory, and writes them to files on request
 # (save_original_format=False).
 FUSED = {
   "Moe.router": NAMES["Moe.router"],  # Beside fused experts, Mixtral's router has this name, too.
-  "Moe.gate": (LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
-  "Moe.up": (LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
+  "Moe.gate": (LAYER + "mlp.experts.gate_up_proj", "E +F D"),
+  "Moe.up": (LAYER + "mlp.experts.gate_up_proj", "E +F D"),
   "Moe.down": (LAYER + "mlp.experts.down_proj", "E D F"),
 }

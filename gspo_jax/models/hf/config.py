@@ -115,7 +115,9 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
       values[field] = _take(raw, key, TYPES[field])
   if architecture.ropes_by_kind:
     values["local_rope_theta"] = raw["rope_local_base_freq"]
-  values |= _windows(raw, architecture, _take(raw, "num_hidden_layers", int))
+  layers = _take(raw, "num_hidden_layers", int)
+  if "linear.kernel" not in architecture.fields:  # Otherwise, `read` reads layer_types.
+    values |= _windows(raw, architecture, layers)
   return _grouped(values | architecture.read(raw))
 
 
@@ -168,7 +170,7 @@ def _grouped(values: dict[str, Any]) -> ModelConfig:
 
 # Fields that `_windows` and `ropes.read` read.
 _ELSEWHERE = ("sliding_window", "sliding_window_pattern", "rope.query_beta")
-_GROUPS = ("rope", "router", "scores", "multipliers")
+_GROUPS = ("rope", "router", "scores", "multipliers", "linear")
 
 
 def _windows(raw: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:

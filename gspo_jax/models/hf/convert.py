@@ -129,12 +129,8 @@ def _plan(
   """
   config = load_config(name)
   files = hf_files.Files(name)
-  fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = architectures.names(config)
-  if fused and "{E}" in names["Moe.gate"][0]:
-    names = names | architectures.FUSED
   other_model = nested.Other(name, files)
-  names = other_model.rename(names)
+  names = other_model.rename(architectures.names(config))
   twin, (embed, head) = None, (names[key][0] for key in ("embed", "head"))
   if config.tie_word_embeddings and head in files.file_of:
     if embed in files.file_of:
@@ -191,7 +187,7 @@ def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
   the same shard.
   """
   parts, remaining = {}, mesh.devices.size
-  for letter in (*leaf.stacked, leaf.axes[0][0]):
+  for letter in (*leaf.stacked, leaf.parts[0].outer[0]):
     parts[letter] = math.gcd(leaf.sizes[letter], remaining)
     remaining //= parts[letter]
   devices = mesh.devices.reshape(*parts.values(), remaining)
@@ -204,8 +200,8 @@ def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int
   """Counts the elements for this process to read, by tensor."""
   needed: dict[str, int] = collections.Counter()
   for leaf, target in zip(leaves, layout):
-    first = leaf.axes[0][0]
-    row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
+    first = leaf.parts[0].outer[0]
+    row = leaf.size(leaf.letters[len(leaf.stacked) :]) // leaf.sizes[first]
     boxes = [whole(leaf)] if target is None else [box for box, _ in _boxes(leaf, target)]
     for box in boxes:
       for position in leaf.positions(box):
@@ -228,7 +224,7 @@ def read(
   transfer: counts the bytes read. None counts nothing.
   """
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
-  first = leaf.axes[0][0]
+  first = leaf.parts[0].outer[0]
   row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
   step = max(1, _READ // row)
 
@@ -237,7 +233,7 @@ def read(
     index = tuple(p - box[x].start for x, p in zip(leaf.stacked, position))
     target, name = out[index].transpose(leaf.order), leaf.tensor(position)
     rows = box[first][start : start + step]
-    part = box | {first: rows, "2": range(1, 2) if leaf.is_second else range(1)}
+    part = box | {first: rows}
     data = _slice(files, leaf, name, part)
     if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
       raise CheckpointError(
@@ -254,19 +250,19 @@ def read(
 
 
 def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range]) -> np.ndarray:
-  """Reads a box of one tensor, with merged axes split.
-
-  part: the box; its axis "2" is the half of a shared tensor.
-  """
-  outer, inner, shape = [], [], []
-  for first, *merged in leaf.axes:
-    sizes = [leaf.sizes[x] for x in merged]
-    width = math.prod(sizes)
-    outer.append(slice(part[first].start * width, part[first].stop * width))
-    shape += [len(part[first]), *sizes]
-    inner += [0 if first == "2" else slice(None)]
-    inner += [part[x].start if x == "2" else slice(part[x].start, part[x].stop) for x in merged]
-  return files.read(name, tuple(outer)).reshape(shape)[tuple(inner)]
+  """Reads a box of one parameter from its tensor, with merged axes split."""
+  rows, shape, outer_box, split, inner_box = [], [], [], [], []
+  for outer, inner, offset, start, total in leaf.parts:
+    first, merged = part.get(outer[:1], range(1)), outer[1:]
+    width = leaf.size(merged) * total
+    rows.append(slice(offset + first.start * width, offset + first.stop * width))
+    box = [slice(part[x].start, part[x].stop) for x in merged]
+    shape += [len(first), *(leaf.sizes[x] for x in merged), total]
+    outer_box += [slice(None), *box, slice(start, start + leaf.size(inner))]
+    split += [len(part[x]) for x in outer] + [leaf.sizes[x] for x in inner]
+    inner_box += [slice(None)] * len(outer) + [slice(part[x].start, part[x].stop) for x in inner]
+  data = files.read(name, tuple(rows)).reshape(shape)[tuple(outer_box)]
+  return data.reshape(split)[tuple(inner_box)]
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

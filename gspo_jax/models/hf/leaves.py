@@ -4,11 +4,12 @@ A leaf is an array of the parameter tree, such as the query projections [l, D, N
 layers. Files have a tensor [N·H, D] for each layer, and for each expert.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,30 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.models import finite
 from gspo_jax.models.hf.config import CheckpointError
-from gspo_jax.models.weights import Dense, Params
+from gspo_jax.models.weights import Dense, GatedDelta, Params
+
+
+class Part(NamedTuple):
+  """One parameter's part of one axis of a tensor, by letters.
+
+  The part begins at `offset`. It has `total` elements for each index of the outer letters. The
+  inner letters are those from element `start` on.
+  """
+
+  outer: str
+  inner: str
+  offset: int
+  start: int
+  total: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
   """One parameter and its tensors in the files.
 
-  A letter "2" of an axis means that the tensor has two parameters as halves, gate and up.
+  Several parameters of a block may share a tensor, such as gate and up. One axis then has a "+". For
+  each index of the letters before it, the axis has the letters after it of every parameter, one
+  parameter after the other. The axes of a parameter may have an O of size 1 that it lacks.
   """
 
   key: str  # Key of `architectures.names`, such as "attention.q".
@@ -33,6 +50,8 @@ class Leaf:
   name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
   first_layer: int  # First layer of the block; -1 for the embedding, l for final norm and head.
+  start: int = 0  # Start of the parameter behind the "+" of a shared axis.
+  total: int = 1  # Elements of all parameters behind the "+".
 
   @property
   def stacked(self) -> str:
@@ -46,37 +65,47 @@ class Leaf:
   def order(self) -> list[int]:
     """Indices of the unstacked axes, in the tensor's order."""
     inner = self.letters[len(self.stacked) :]
-    return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
+    return [inner.index(x) for axis in self.axes for x in axis if x in inner]
 
   @property
   def sizes(self) -> dict[str, int]:
     """Sizes of the axes by letter."""
-    return dict(zip(self.letters, self.shape)) | {"2": 2}
+    return dict(zip(self.letters, self.shape))
+
+  def size(self, letters: str) -> int:
+    """Returns the number of elements of merged axes; 1 for axes that the parameter lacks."""
+    return math.prod(self.sizes.get(x, 1) for x in letters)
 
   @property
-  def is_half(self) -> bool:
-    """Whether the leaf is a gate in the same tensors as the next leaf."""
-    return self.key.startswith("Moe.gate") and any("2" in axis for axis in self.axes)
+  def width(self) -> int:
+    """Number of the parameter's elements behind the "+" of a shared axis."""
+    return math.prod(self.size(axis.partition("+")[2]) for axis in self.axes)
 
   @property
-  def is_second(self) -> bool:
-    """Whether the leaf is an up in the same tensors as the previous leaf."""
-    return self.key.startswith("Moe.up") and any("2" in axis for axis in self.axes)
+  def parts(self) -> list[Part]:
+    """Parts of the tensor's axes; a part without outer letters has its letters as outer ones."""
+    parts = []
+    for axis in self.axes:
+      outer, plus, inner = axis.partition("+")
+      outer, inner = ("".join(x for x in y if x in self.letters) for y in (outer, inner))
+      if plus and outer:
+        parts.append(Part(outer, inner, 0, self.start, self.total))
+      else:
+        parts.append(Part(outer or inner, "", self.start if plus else 0, 0, 1))
+    return parts
 
-  def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Arranges a slice of the parameter as its tensor.
-
-    values: one slice without the stacked axes, or the two halves of a shared tensor.
-    """
-    values, letters = [x.transpose(self.order) for x in values], "".join(self.axes)
-    if "2" in letters:
-      values = [np.stack(values, axis=letters.index("2"))]
-    return values[0].reshape(self.tensor_shape)
+  def arranged(self, values: np.ndarray) -> np.ndarray:
+    """Arranges a slice without the stacked axes as in the tensor, with a split at the "+"."""
+    axes = " ".join(self.axes).replace("+", " ").split(" ")
+    return values.transpose(self.order).reshape([self.size(axis) for axis in axes])
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
     """Shape of each tensor."""
-    return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
+    axes = (axis.partition("+") for axis in self.axes)
+    return tuple(
+      self.size(outer) * (self.total if plus else self.size(inner)) for outer, plus, inner in axes
+    )
 
   def tensor(self, position: tuple[int, ...]) -> str:
     """Returns the tensor's name at a position on the stacked axes."""
@@ -106,22 +135,51 @@ def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
     if keys[0].name == "ffn":
       dense = isinstance(table.blocks[path[1].idx].ffn, Dense)
       key = ("Dense" if dense else "Moe") + key.removeprefix("ffn")
+    elif keys[0].name == "attention":
+      linear = isinstance(table.blocks[path[1].idx].attention, GatedDelta)
+      key = ("GatedDelta" if linear else "attention") + key.removeprefix("attention")
     name, axes = names[key]
     leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
-  return leaves
+  groups = sharing(leaves)
+  widths = [[leaves[j].width for j in group] for group in groups]
+  starts = [sum(w[: group.index(i)]) for i, (group, w) in enumerate(zip(groups, widths))]
+  return [
+    dataclasses.replace(leaf, start=start, total=sum(w))
+    for leaf, start, w in zip(leaves, starts, widths)
+  ]
+
+
+def sharing(leaves: Sequence[Leaf]) -> list[list[int]]:
+  """Returns for each leaf the indices of all leaves with its tensors, in order."""
+  groups = collections.defaultdict(list)
+  for i, leaf in enumerate(leaves):
+    groups[leaf.first_layer, leaf.name].append(i)
+  return [groups[leaf.first_layer, leaf.name] for leaf in leaves]
+
+
+def joined(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> np.ndarray:
+  """Joins the parameters of a tensor.
+
+  values: one slice of each parameter, without the stacked axes.
+  """
+  parts = [leaf.arranged(x) for leaf, x in zip(leaves, values)]
+  before, plus, _ = " ".join(leaves[0].axes).partition("+")
+  whole = np.concatenate(parts, axis=before.count(" ") + 1) if plus else parts[0]
+  return whole.reshape(leaves[0].tensor_shape)
 
 
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  With this order, the tensors of a layer are in one file or in neighbouring files. A tensor of two
-  halves is listed once, for the first half.
+  With this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor is
+  listed once, for its first parameter.
   """
+  groups = sharing(leaves)
   return sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
     for i, leaf in enumerate(leaves)
     for position in leaf.positions(whole(leaf))
-    if not (i and leaves[i - 1].is_half)
+    if groups[i][0] == i
   )
 
 
@@ -144,7 +202,7 @@ def require_finite(
     kinds: dtypes of the written tensors. None means the arrays' own.
   """
   counts = finite.nonfinite(arrays, kinds)
-  counts = [n + (counts[i + 1] if leaves[i].is_half else 0) for i, n in enumerate(counts)]
+  counts = [sum(counts[i] for i in group) for group in sharing(leaves)]
   plan = [(layer, i, position) for layer, i, position in by_layer(leaves) if counts[i]]
   for (_, i, position), tensor in zip(plan, tensors_of(leaves, arrays, plan)):
     kind = jnp.dtype(arrays[i].dtype if kinds is None else kinds[i])
@@ -158,15 +216,15 @@ def require_finite(
 def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """Yields the tensors of `plan`.
 
-  One layer of one parameter, or of gate and up, is on the host at a time.
+  One layer of the parameters of one tensor is on the host at a time.
 
   plan: entries of `by_layer`.
   """
-  current, host = None, []
+  groups, current, host = sharing(leaves), None, []
   for layer, i, position in plan:
     leaf = leaves[i]
     if (layer, i) != current:
       current, host = (layer, i), []  # Frees the old arrays before fetching.
-      parts = arrays[i : i + 1 + leaf.is_half]
+      parts = [arrays[j] for j in groups[i]]
       host = [np.asarray(sharding.fetch(x[position[0]] if leaf.stacked else x)) for x in parts]
-    yield leaf.joined([x[position[1:]] for x in host])
+    yield joined([leaves[j] for j in groups[i]], [x[position[1:]] for x in host])

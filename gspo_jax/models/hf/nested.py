@@ -1,8 +1,9 @@
 """Directories with more than a language model.
 
-The language model may be inside an outer model with a vision encoder, as in Gemma 3 from 4B on and
-Mistral 3. GLM-4.5 has layers for multi-token prediction after its last layer. `load` ignores the
-tensors of these other parts, and `save` copies them (`convert`).
+The language model may be inside an outer model with a vision encoder, as in Gemma 3 from 4B on,
+Mistral 3 and Qwen3.5. GLM-4.5 has layers for multi-token prediction after its last layer;
+Qwen3-Next and Qwen3.5 have them under other names. `load` ignores the tensors of these other parts,
+and `save` copies them (`convert`).
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.models.hf.architectures import OUTER
+from gspo_jax.models.hf.architectures import FAMILY_OF, FUSED, OUTER
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.models.hf.files import Entry, Files
 from gspo_jax.system import hub
@@ -21,6 +22,10 @@ PREFIXES = {"model.language_model.": "", "language_model.model.": "language_mode
 _INSIDE = ("lm_head.", "language_model.", "model.language_model.")
 
 _FURTHER = "num_nextn_predict_layers"  # Key of config.json: number of further layers.
+# Keys of config.json for further layers.
+_KEYS = (_FURTHER, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+_PREDICTION = "mtp."  # First part of the names of further layers, in `_PREDICTING` families.
+_PREDICTING = ("qwen3_next", "qwen3_5")
 
 Names = dict[str, tuple[str, str]]
 
@@ -38,23 +43,28 @@ class Other:
     self.raw: dict[str, Any] = {}  # config.json of the outer model, if there is one.
     self.keys: dict[str, Any] = {}  # Keys of config.json for further layers.
     self.names: list[str] = []  # Names of the tensors outside the language model.
+    self._files = files
     path = hub.directory(directory) / "config.json" if directory else None
     raw = read_json(path) if path and path.is_file() else {}
-    if further := raw.get(_FURTHER):
-      self._files, self.keys = files or Files(directory), {_FURTHER: further}
+    further = raw.get(_FURTHER) or 0
+    if further or FAMILY_OF.get(raw.get("model_type")) in _PREDICTING:
+      self._files = files or Files(directory)
+      self.keys = {key: raw[key] for key in _KEYS if key in raw}
       layers = range(raw["num_hidden_layers"], raw["num_hidden_layers"] + further)
-      starts = tuple(f"model.layers.{layer}." for layer in layers)
+      starts = _PREDICTION, *(f"model.layers.{layer}." for layer in layers)
       self.names = sorted(x for x in self._files.file_of if x.startswith(starts))
-    if raw.get("model_type") not in OUTER:
-      return
-    self.raw, self._files = raw, files or Files(directory)
-    self.names = sorted(x for x in self._files.file_of if not x.startswith(_INSIDE))
+    elif raw.get("model_type") in OUTER:
+      self.raw, self._files = raw, files or Files(directory)
+      self.names = sorted(x for x in self._files.file_of if not x.startswith(_INSIDE))
 
   def rename(self, names: Names) -> Names:
     """Renames the language model's tensors as in the directory."""
+    tensors = set(self._files.file_of if self._files else ()) - {*self.names}
+    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+    if fused and "{E}" in names["Moe.gate"][0]:
+      names = names | FUSED
     if not self.raw:
       return names
-    tensors = self._files.file_of
     for prefix, outer in PREFIXES.items():
       if any(tensor.startswith(prefix) for tensor in tensors):
         starts = {"model.": prefix, "lm_head.": f"{outer}lm_head."}

@@ -125,12 +125,16 @@ def check_readable(model: ModelConfig, config: LoraConfig) -> None:
   """Raises ValueError for adapters unreadable to PEFT.
 
   PEFT adapts modules by name. In transformers 5 the matrices of a dense layer are modules. The
-  experts of a layer are parameters instead, with gate and up in one tensor.
+  experts of a layer are parameters instead, with gate and up in one tensor. In Qwen3-Next and
+  Qwen3.5, queries share a tensor with other projections.
   """
+  shared = {leaf.name for leaf, _ in _adapted(model, config) if "+" in "".join(leaf.axes)}
   dense = {f"{name}_proj" for name in ("gate", "up", "down")} & set(config.matrices)
   layers = {model.is_moe(layer) for layer in range(model.num_layers)}
   wrong = ""
-  if dense and len(layers) > 1:
+  if shared:
+    wrong = f"adapts {min(shared)} as a whole, not one of its matrices"
+  elif dense and len(layers) > 1:
     wrong = "ignores adapters of dense layers in a model that also has layers with experts"
   elif True in layers and len(dense - {"down_proj"}) == 1:
     wrong = f"needs gate_proj and up_proj of experts together, not {min(dense - {'down_proj'})}"
@@ -189,12 +193,13 @@ def _entries(leaves: list[hf_leaves.Leaf]) -> tuple[list[files.Entry], list]:
 def _leaves(model: ModelConfig, config: LoraConfig) -> list[hf_leaves.Leaf]:
   """Returns the leaves of every A and B.
 
-  Their order is that of the flattened parameters. Raises ValueError for fused experts.
+  Their order is that of the flattened parameters. Raises ValueError for tensors of several
+  matrices, such as fused experts.
   """
   leaves = []
   for leaf, w in _adapted(model, config):
-    if len(leaf.axes) != 2:
-      raise ValueError(f"{leaf.name} has all experts of a layer, and PEFT cannot adapt it")
+    if len(leaf.axes) != 2 or "+" in "".join(leaf.axes):
+      raise ValueError(f"{leaf.name} has several matrices, and PEFT cannot adapt one of them")
     stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
     for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):
       name = f"base_model.model.{stem}.lora_{side}.weight"

@@ -18,8 +18,9 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
 # Keys with other names than their fields in RopeConfig.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
-# Keys of every rule.
-_SHARED = "rope_type type rope_theta partial_rotary_factor max_position_embeddings".split()
+# Keys of every rule. Those of mrope are without effect for text: its positions have one dimension.
+_SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
+  mrope_section mrope_interleaved""".split()
 # For each rule, its required fields of RopeConfig, and its optional ones.
 RULES = dict(
   default=("", ""),
