@@ -192,8 +192,8 @@ class OptimizerConfig:
   )
   weight_decay: NonNegativeFloat = key(
     0.0,
-    "decoupled weight decay, except for norms, biases, convolutions and decays; small changes by RL "
-    "need none",
+    "decoupled weight decay, except for norms, biases, convolutions and decays; small changes by "
+    "RL need none",
   )
   clip_norm: NonNegativeFloat = key(1.0, "largest global gradient norm; 0: no bound")
   router_rate: NonNegativeFloat = key(
