@@ -116,12 +116,14 @@ CASES = {
   ),
   "adapters": Case("lora.rank=2 rl_optimizer.learning_rate=1e-2", check=check_adapters),
   "linear attention": Case(
-    "model.linear.pattern=2 objective.replay=R3 rl.packed=True rl.microbatches=2 engine.cache=paged",
+    "model.linear.pattern=2 objective.replay=R3 rl.packed=True rl.microbatches=2",
     config="configs/tiny.py:hybrid",
     kills=(("sft", 4, signal.SIGKILL), ("rl", 3, signal.SIGKILL)),
   ),
   "adapters of linear attention": Case(
-    "model.linear.pattern=2 lora.rank=2 rl_optimizer.learning_rate=1e-2 job=rl",
+    """
+    model.linear.pattern=2 lora.rank=2 rl_optimizer.learning_rate=1e-2 job=rl engine.cache=paged
+    """,
     config="configs/tiny.py:hybrid",
     check=check_adapters,
   ),
