@@ -108,8 +108,8 @@ class ModelConfig:
       ),
       (
         self.linear.pattern > 1 and self.sliding_window,
-        "{sliding_window}, {linear.pattern}: linear attention has no window, set the first to 0 or the "
-        "second to 1",
+        "{sliding_window}, {linear.pattern}: linear attention has no window, set the first to 0 or "
+        "the second to 1",
       ),
       (dense >= self.num_layers, f"model.mlp_only_layers={dense} must be below {{num_layers}}"),
       (
