@@ -19,9 +19,11 @@ from gspo_jax.models import hf, lora, publication, transformer, weights
 from gspo_jax.models.params import with_adapters
 from gspo_jax.runs import checkpoint, weight_source
 from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.model import RouterConfig
 from gspo_jax.settings.training import CheckpointConfig, LoraConfig
 
-ALL = MODELS | dict(hybrid=HYBRID_MOE)
+SHARED = RouterConfig(shared_width=8, shared_gate=True)
+ALL = MODELS | dict(hybrid=dataclasses.replace(HYBRID_MOE, router=SHARED))
 RANK = 3
 LORA = LoraConfig(rank=RANK)
 CHECKPOINTS = CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
@@ -69,8 +71,8 @@ def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
   jax.tree.map(np.testing.assert_array_equal, frozen, lora.split(before)[1])
   changed = jax.tree.map(lambda x, y: (x != y).any(), trained, lora.split(before)[0])
   assert all(jax.tree.leaves(changed))
-  # Both layers of the hybrid have the matrix of a gate too.
-  assert len(jax.tree.leaves(changed)) == 2 * (7 + (name == "hybrid")) * len(plain.blocks)
+  # Layers of the hybrid also have a gate of attention, and three matrices of shared experts.
+  assert len(jax.tree.leaves(changed)) == 2 * (7 + 4 * (name == "hybrid")) * len(plain.blocks)
   assert np.abs(logits(after, model, TOKENS) - logits(plain, model, TOKENS)).max() > 1e-3
 
 
@@ -263,10 +265,10 @@ def assert_equal(a, b):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.astype("f4"), y.astype("f4")), a, b)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_others_read_the_sum_that_was_trained(name, tmp_path):
   """Rounded to the nearest it would be nearly the frozen weights."""
-  model, params = MODELS[name], small_change(name)
+  model, params = ALL[name], small_change(name)
   trained = lora.dithered(params)
   assert_equal(lora.materialize(params, jnp.dtype("bfloat16")), trained)
   wide = jax.tree.map(lambda x: x.astype("float32"), params)  # Published in bfloat16.

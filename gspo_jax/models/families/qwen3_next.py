@@ -35,9 +35,7 @@ def read_pattern(raw: Mapping[str, Any]) -> dict[str, Any]:
 def write_pattern(config: ModelConfig) -> dict[str, Any]:
   """Returns the keys of `read_pattern`."""
   pattern = config.linear.pattern
-  return dict(
-    layer_types=layer_types(config.num_layers, pattern), full_attention_interval=pattern
-  )
+  return dict(layer_types=layer_types(config.num_layers, pattern), full_attention_interval=pattern)
 
 
 FIELDS = base.FIELDS | {
@@ -67,7 +65,7 @@ QUERY_AND_GATE = (base.LAYER + "self_attn.q_proj.weight", "N+H D")
 NAMES = base.shared_names("shared_expert") | {
   "Moe.shared_gate": (base.LAYER + "mlp.shared_expert_gate.weight", "O D"),
   "attention.q": QUERY_AND_GATE,
-  "attention.gate": QUERY_AND_GATE,
+  "attention.q_gate": QUERY_AND_GATE,
   "GatedDelta.q_conv": (CONVOLUTION, "+KH O C"),
   "GatedDelta.k_conv": (CONVOLUTION, "+KH O C"),
   "GatedDelta.v_conv": (CONVOLUTION, "+KRJ O C"),
