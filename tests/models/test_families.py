@@ -152,7 +152,7 @@ def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], indirect=True)
 def test_rows_of_several_chunks(case, tmp_path):
   """A row ends within the third chunk of 64."""
-  tokens = np.random.default_rng(3).integers(1, BASE["vocab_size"], (1, 150))
+  tokens = np.random.default_rng(5).integers(1, BASE["vocab_size"], (1, 150))
   compare(case, tokens, tmp_path)
 
 
