@@ -65,7 +65,7 @@ QUERY_AND_GATE = (base.LAYER + "self_attn.q_proj.weight", "N+H D")
 NAMES = base.shared_names("shared_expert") | {
   "Moe.shared_gate": (base.LAYER + "mlp.shared_expert_gate.weight", "O D"),
   "attention.q": QUERY_AND_GATE,
-  "attention.gate": QUERY_AND_GATE,
+  "attention.q_gate": QUERY_AND_GATE,
   "GatedDelta.q_conv": (CONVOLUTION, "+KH O C"),
   "GatedDelta.k_conv": (CONVOLUTION, "+KH O C"),
   "GatedDelta.v_conv": (CONVOLUTION, "+KRJ O C"),
