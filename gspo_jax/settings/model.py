@@ -274,6 +274,20 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
   )  # fmt: skip
 
 
+def _hybrid(*sizes: int, value_heads: int, tied: bool = False, **more) -> ModelConfig:
+  """Configuration with the defaults of Qwen3.5. The last of `sizes` is unused with experts."""
+  linear = LinearConfig(
+    pattern=4, key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, kernel=4
+  )
+  shared = dict(
+    family="qwen3_5", vocab_size=248_320, head_dim=256, rope_theta=1e7, linear=linear,
+    max_position_embeddings=262_144, rope=RopeConfig(share=0.25), tie_word_embeddings=tied,
+  )  # fmt: skip
+  if "num_experts" in more:  # Their shared expert has the width of the others.
+    shared["router"] = RouterConfig(shared_width=more["moe_intermediate_size"], shared_gate=True)
+  return _model(*sizes, **(shared | more))
+
+
 _BIASED = dict(scores="sigmoid", choice_bias="frozen")
 _QWEN3 = {
   "Qwen3-0.6B": _model(1024, 28, 16, 8, 3072, **_TIED),
@@ -333,6 +347,16 @@ _OTHERS = {
     rope=RopeConfig(share=0.5), router=RouterConfig(**_BIASED, shared_width=1408),
     **_experts(128, 8, 1408),
   ),
+  "Qwen3.5-0.8B": _hybrid(1024, 24, 8, 2, 3584, value_heads=16, tied=True),
+  "Qwen3.5-2B": _hybrid(2048, 24, 8, 2, 6144, value_heads=16, tied=True),
+  "Qwen3.5-4B": _hybrid(2560, 32, 16, 4, 9216, value_heads=32, tied=True),
+  "Qwen3.5-9B": _hybrid(4096, 32, 16, 4, 12_288, value_heads=32),
+  "Qwen3.5-27B": _hybrid(5120, 64, 24, 4, 17_408, value_heads=48),
+  "Qwen3.5-35B-A3B": _hybrid(2048, 40, 16, 2, 512, value_heads=32, **_experts(256, 8, 512)),
+  "Qwen3-Next-80B-A3B-Instruct": _hybrid(
+    2048, 48, 16, 2, 5120, value_heads=32, family="qwen3_next", vocab_size=151_936,
+    **_experts(512, 10, 512),
+  ),
   "gpt-oss-20b": _gpt_oss(24, 32),
   "gpt-oss-120b": _gpt_oss(36, 128),
   "MiniMax-M2": _model(
@@ -347,7 +371,7 @@ def _published() -> dict[str, ModelConfig]:
   """Published models by name, from https://huggingface.co/OWNER/NAME/blob/main/config.json.
 
   Owners: meta-llama, Qwen, mistralai, HuggingFaceTB, google, allenai, ibm-granite, zai-org, openai,
-  MiniMaxAI.
+  MiniMaxAI. The sizes of Qwen3.5 and Qwen3-Next are also in their model cards, "Model Overview".
 
   Qwen3 models of April 2025 have the shape and rope_theta, 1e6, of their Base models. Those of July
   2025 ("2507") have a larger rope_theta, which depends on the model, and an eightfold context.

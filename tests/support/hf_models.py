@@ -25,7 +25,7 @@ def random_model(hf_config, seed=4, kind=transformers.AutoModelForCausalLM):
       adds_one = hf_config.model_type.startswith(ADDING_ONE) and "linear_attn" not in name
       p.data = 0.3 * noise + (0 if adds_one else 1)
     elif name.endswith("A_log"):
-      p.data = 2 * noise - 1  # Decays of a step from near 0 to near 1.
+      p.data = noise - 3  # Decays of a step mostly near 1.
     elif name.endswith(("bias", "sinks")):
       p.data = 0.5 * noise
     elif name.endswith("embed_tokens.weight"):

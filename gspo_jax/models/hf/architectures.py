@@ -30,7 +30,8 @@ FIXED = dict(
 WITHOUT_EFFECT = frozenset(
   """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id dtype
   eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
-  full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings model_type output_attentions output_hidden_states output_router_logits
+  full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings
+  model_type output_attentions output_hidden_states output_router_logits
   pad_token_id pretraining_tp problem_type return_dict rope_parameters rope_scaling
   router_aux_loss_coef chunk_size_feed_forward torch_dtype transformers_version use_cache
   _sliding_window_pattern""".split()

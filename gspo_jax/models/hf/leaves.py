@@ -39,9 +39,9 @@ class Part(NamedTuple):
 class Leaf:
   """One parameter and its tensors in the files.
 
-  Several parameters of a block may share a tensor, such as gate and up. One axis then has a "+". For
-  each index of the letters before it, the axis has the letters after it of every parameter, one
-  parameter after the other. The axes of a parameter may have an O of size 1 that it lacks.
+  Several parameters of a block may share a tensor, such as gate and up. One axis then has a "+":
+  for each index of the letters before it, the axis has the letters after it of every parameter, one
+  parameter after the other. A tensor may have an axis O of size 1 that the parameter lacks.
   """
 
   key: str  # Key of `architectures.names`, such as "attention.q".
@@ -171,8 +171,8 @@ def joined(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> np.ndarray:
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  With this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor is
-  listed once, for its first parameter.
+  With this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor
+  is listed once, for its first parameter.
   """
   groups = sharing(leaves)
   return sorted(
