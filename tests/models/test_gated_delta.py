@@ -325,3 +325,16 @@ def test_a_row_that_begins_forgets_the_states_before_it():
   stale = jax.tree.map(lambda x: x + 1, empty(2))
   expected = cached_layer(x_BTD, empty(2), segments_BT)
   chex.assert_trees_all_equal(cached_layer(x_BTD, stale, segments_BT, from_start=True), expected)
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_row_does_not_depend_on_its_neighbours(size):
+  x_BTD, segments_BT = samples()[:4, 10 : 10 + size], np.ones((4, size), np.int32)
+  _, kv = cached_layer(samples()[:4, :10], empty(4), np.ones((4, 10), np.int32))
+  other_kv = jax.tree.map(lambda x: x.at[:, 1:].multiply(3), kv)
+  other_x = np.concatenate([x_BTD[:1], 7 - x_BTD[1:]])
+  y, after = cached_layer(x_BTD, kv, segments_BT)
+  other_y, other_after = cached_layer(other_x, other_kv, real((size, 0, size, 1), size))
+  np.testing.assert_array_equal(y[0], other_y[0])
+  for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(other_after)):
+    np.testing.assert_array_equal(a[:, 0], b[:, 0])
