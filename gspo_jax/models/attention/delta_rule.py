@@ -46,8 +46,8 @@ def step(inputs: Inputs, state_BKRHJ: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes one position, T = 1; returns outputs [B, 1, K, R, J] and states."""
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
   decay_BKRJ = jnp.exp(g_BKR)[..., None]
-  # Sums of products: a matrix product would round its inputs on TPU, and gain nothing. Both sums are
-  # over the old state, S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, so that one pass reads it for both.
+  # Sums of products: a matrix product would round its inputs on TPU, and gain nothing. Both sums
+  # are over the old state, S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, so that one pass reads it for both.
   k_BKRHJ, q_BKRHJ = k_BKH[:, :, None, :, None], q_BKH[:, :, None, :, None]
   recalled_BKRJ, y_BKRJ = (jnp.sum(state_BKRHJ * x, axis=3) for x in (k_BKRHJ, q_BKRHJ))
   u_BKRJ = beta_BKR[..., None] * (v_BKRJ - decay_BKRJ * recalled_BKRJ)
