@@ -137,7 +137,7 @@ def _chunk(carry, part):
 
 
 def _sums(summed_Bij: jax.Array, x_BjKR: jax.Array) -> jax.Array:
-  """Sums x_j over the positions j that are marked for i, [B, i, K, R]."""
+  """Sums x_j over the marked positions j of each i, [B, i, K, R]."""
   ones_Bij = summed_Bij.astype(x_BjKR.dtype)
   return jnp.einsum("Bij,BjKR->BiKR", ones_Bij, x_BjKR, precision=jax.lax.Precision.HIGHEST)
 
