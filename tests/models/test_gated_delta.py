@@ -32,8 +32,8 @@ def inputs_of(length, seed=0):
 
 
 def by_steps(inputs, state):
-  def step(state, one):
-    y, state = delta_rule.step(jax.tree.map(lambda x: x[:, None], one), state)
+  def step(state, current):
+    y, state = delta_rule.step(jax.tree.map(lambda x: x[:, None], current), state)
     return state, y[:, 0]
 
   state, y = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
@@ -193,8 +193,8 @@ def naive(x_BTD, w):
   decay = jnp.exp(-jnp.exp(w.log_decay) * jax.nn.softplus(a + w.decay_bias))
   beta, scale = jax.nn.sigmoid(b), q.shape[-1] ** -0.5
 
-  def step(state, one):
-    q, k, v, decay, beta = one
+  def step(state, current):
+    q, k, v, decay, beta = current
     state = state * decay[..., None, None]
     u = beta[..., None] * (v - jnp.einsum("BKRHJ,BKH->BKRJ", state, k))
     state = state + jnp.einsum("BKH,BKRJ->BKRHJ", k, u)
@@ -311,13 +311,14 @@ def test_states_do_not_see_padding():
     assert_close(y_BTD[row, :length], whole[row, :length])
   position = lengths.copy()
   for turn in (0, 0, 1, 2, 0, 1):  # One row goes on at a time.
-    one = np.arange(4)[:, None] == turn
-    y, after = cached_layer(x_BTD[np.arange(4), position % 12][:, None], kv, one.astype(np.int32))
+    current = np.arange(4)[:, None] == turn
+    x_B1D = x_BTD[np.arange(4), position % 12][:, None]
+    y, after = cached_layer(x_B1D, kv, current.astype(np.int32))
     assert_close(y[turn, 0], whole[turn, position[turn]])
     for old, new in zip(jax.tree.leaves(kv), jax.tree.leaves(after)):
-      np.testing.assert_array_equal(old[:, ~one[:, 0]], new[:, ~one[:, 0]])
+      np.testing.assert_array_equal(old[:, ~current[:, 0]], new[:, ~current[:, 0]])
       assert (old[:, turn] != new[:, turn]).any()
-    kv, position = after, position + one[:, 0]
+    kv, position = after, position + current[:, 0]
 
 
 def test_a_row_that_begins_forgets_the_states_before_it():
@@ -325,3 +326,16 @@ def test_a_row_that_begins_forgets_the_states_before_it():
   stale = jax.tree.map(lambda x: x + 1, empty(2))
   expected = cached_layer(x_BTD, empty(2), segments_BT)
   chex.assert_trees_all_equal(cached_layer(x_BTD, stale, segments_BT, from_start=True), expected)
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_row_does_not_depend_on_its_neighbours(size):
+  x_BTD, segments_BT = samples()[:4, 10 : 10 + size], np.ones((4, size), np.int32)
+  _, kv = cached_layer(samples()[:4, :10], empty(4), np.ones((4, 10), np.int32))
+  other_kv = jax.tree.map(lambda x: x.at[:, 1:].multiply(3), kv)
+  other_x = np.concatenate([x_BTD[:1], 7 - x_BTD[1:]])
+  y, after = cached_layer(x_BTD, kv, segments_BT)
+  other_y, other_after = cached_layer(other_x, other_kv, real((size, 0, size, 1), size))
+  np.testing.assert_array_equal(y[0], other_y[0])
+  for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(other_after)):
+    np.testing.assert_array_equal(a[:, 0], b[:, 0])

@@ -50,13 +50,13 @@ def left_of(response):
   )
 
 
-def same(actual, expected):
+def same(actual, expected, atol=1e-5):
   """Asserts that two dicts of responses are equal, likelihoods but for round-off."""
   assert actual.keys() == expected.keys()
   for key, response in actual.items():
     np.testing.assert_array_equal(response.tokens, expected[key].tokens)
     for name in ("logp", "full_logp"):
-      np.testing.assert_allclose(getattr(response, name), getattr(expected[key], name), atol=1e-5)
+      np.testing.assert_allclose(getattr(response, name), getattr(expected[key], name), atol=atol)
     assert response.stopped == expected[key].stopped and response.finished
     if expected[key].experts is not None:
       np.testing.assert_array_equal(response.experts, expected[key].experts)

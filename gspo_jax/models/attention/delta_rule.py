@@ -45,12 +45,15 @@ class Inputs(NamedTuple):
 def step(inputs: Inputs, state_BKRHJ: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes one position, T = 1; returns outputs [B, 1, K, R, J] and states."""
   q_BKH, k_BKH, v_BKRJ, g_BKR, beta_BKR = (x[:, 0].astype(jnp.float32) for x in inputs)
-  state_BKRHJ = state_BKRHJ * jnp.exp(g_BKR)[..., None, None]
-  # Sums of products: a matrix product would round its inputs on TPU, and gain nothing.
+  decay_BKRJ = jnp.exp(g_BKR)[..., None]
+  # Sums of products: a matrix product would round its inputs on TPU, and gain nothing. Both sums
+  # are over the old state, S_tᵀ q = e^g S_{t-1}ᵀ q + (k · q) u, so that one pass reads it for both.
   k_BKRHJ, q_BKRHJ = k_BKH[:, :, None, :, None], q_BKH[:, :, None, :, None]
-  u_BKRJ = beta_BKR[..., None] * (v_BKRJ - jnp.sum(state_BKRHJ * k_BKRHJ, axis=3))
-  state_BKRHJ = state_BKRHJ + k_BKRHJ * u_BKRJ[:, :, :, None]
-  return jnp.sum(state_BKRHJ * q_BKRHJ, axis=3)[:, None], state_BKRHJ
+  recalled_BKRJ, y_BKRJ = (jnp.sum(state_BKRHJ * x, axis=3) for x in (k_BKRHJ, q_BKRHJ))
+  u_BKRJ = beta_BKR[..., None] * (v_BKRJ - decay_BKRJ * recalled_BKRJ)
+  y_BKRJ = decay_BKRJ * y_BKRJ + jnp.sum(k_BKH * q_BKH, axis=2)[..., None, None] * u_BKRJ
+  state_BKRHJ = state_BKRHJ * decay_BKRJ[:, :, :, None] + k_BKRHJ * u_BKRJ[:, :, :, None]
+  return y_BKRJ[:, None], state_BKRHJ
 
 
 def chunked(
@@ -134,7 +137,7 @@ def _chunk(carry, part):
 
 
 def _sums(summed_Bij: jax.Array, x_BjKR: jax.Array) -> jax.Array:
-  """Sums x_j over the positions j that are marked for i, [B, i, K, R]."""
+  """Sums x_j over the marked positions j of each i, [B, i, K, R]."""
   ones_Bij = summed_Bij.astype(x_BjKR.dtype)
   return jnp.einsum("Bij,BjKR->BiKR", ones_Bij, x_BjKR, precision=jax.lax.Precision.HIGHEST)
 
