@@ -103,8 +103,7 @@ def _group(carry, part):
   """Computes the positions of a group of chunks; all but the states in parallel.
 
   Within a chunk, all u_i solve (I + A) U = B, with A_ij = β_i e^(G_i - G_j) k_iᵀ k_j for j < i, and
-  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g in i's segment. So
-  U = V - W S, where (I + A)⁻¹ is a factor of V and of W.
+  the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g in i's segment.
 
   carry: states before the group, and the segments to which they belong.
   """
@@ -128,22 +127,22 @@ def _group(carry, part):
   kk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", k_cBKiH, k_cBKiH)
   a_cBKRij = beta_cBKRi[..., None] * kk_cBKij[:, :, :, None] * decay_cBKRij
   x_cBKRij = inverse(jnp.tril(a_cBKRij, -1)) * beta_cBKRi[..., None, :]
-  v_cBKRiJ = jnp.einsum("cBKRij,cBKRjJ->cBKRiJ", x_cBKRij, v_cBKRiJ)
-  w_cBKRiH = jnp.einsum("cBKRij,cBKjH->cBKRiH", x_cBKRij * seen_cBKRi[..., None, :], k_cBKiH)
 
   in_last_cBi = segment_cBi == last_cB[..., None]
-  end_cBKR = _sums(in_last_cBi[:, :, None], g_cBKRi)
-  kept_cBKR = jnp.exp(end_cBKR[..., 0]) * (owner_cB == last_cB)[:, :, None, None]
-  # Positions of other segments may have a positive exponent, so it is masked before `exp`.
-  rest_cBKRi = jnp.where(in_last_cBi[:, :, None, None], end_cBKR - total_cBKRi, -jnp.inf)
+  all_cBKR1 = _sums(in_last_cBi[:, :, None], g_cBKRi)
+  kept_cBKR = jnp.exp(all_cBKR1[..., 0]) * (owner_cB == last_cB)[:, :, None, None]
+  # Decays after a position. The difference of two long sums would round them.
+  later_cBKRi = _sums(jnp.triu(same_cBij, 1), g_cBKRi)
+  left_cBKRi = jnp.exp(later_cBKRi) * in_last_cBi[:, :, None, None]
 
   def advance(state_BKRHJ, chunk):
-    v_BKRiJ, w_BKRiH, k_BKiH, kept_BKR, left_BKRi = chunk
-    u_BKRiJ = v_BKRiJ - jnp.einsum("BKRiH,BKRHJ->BKRiJ", w_BKRiH, state_BKRHJ)
+    k_BKiH, v_BKRiJ, x_BKRij, seen_BKRi, left_BKRi, kept_BKR = chunk
+    recalled_BKRiJ = jnp.einsum("BKiH,BKRHJ->BKRiJ", k_BKiH, state_BKRHJ) * seen_BKRi[..., None]
+    u_BKRiJ = jnp.einsum("BKRij,BKRjJ->BKRiJ", x_BKRij, v_BKRiJ - recalled_BKRiJ)
     written_BKRHJ = jnp.einsum("BKiH,BKRiJ->BKRHJ", k_BKiH, u_BKRiJ * left_BKRi[..., None])
     return state_BKRHJ * kept_BKR[..., None, None] + written_BKRHJ, (state_BKRHJ, u_BKRiJ)
 
-  chunk = v_cBKRiJ, w_cBKRiH, k_cBKiH, kept_cBKR, jnp.exp(rest_cBKRi)
+  chunk = k_cBKiH, v_cBKRiJ, x_cBKRij, seen_cBKRi, left_cBKRi, kept_cBKR
   state_BKRHJ, (state_cBKRHJ, u_cBKRiJ) = jax.lax.scan(advance, state_BKRHJ, chunk)
   qk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", q_cBKiH, k_cBKiH)
   y_cBKRiJ = jnp.einsum("cBKRij,cBKRjJ->cBKRiJ", qk_cBKij[:, :, :, None] * decay_cBKRij, u_cBKRiJ)
