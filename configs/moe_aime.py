@@ -17,29 +17,6 @@ sums instead of AIME. It takes a minute on two CPU cores.
 """
 
 from gspo_jax.configs import common
-from gspo_jax.settings.model import ModelConfig
-from gspo_jax.settings.model_groups import LinearConfig, RopeConfig, RouterConfig
-
-QWEN3_5 = ModelConfig(
-  family="qwen3_5",
-  vocab_size=248_320,
-  hidden_size=2048,
-  num_layers=40,
-  num_heads=16,
-  num_kv_heads=2,
-  head_dim=256,
-  intermediate_size=512,
-  rope_theta=1e7,
-  rms_norm_eps=1e-6,
-  qk_norm=True,
-  max_position_embeddings=262_144,
-  num_experts=256,
-  experts_per_token=8,
-  moe_intermediate_size=512,
-  rope=RopeConfig(share=0.25),
-  router=RouterConfig(shared_width=512, shared_gate=True),
-  linear=LinearConfig(pattern=4, key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-)
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
@@ -74,7 +51,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       distributed=True,
       weights="",  # Required: a model fine-tuned from Qwen3-30B-A3B-Base, the cold start (§5.1).
-      model=common.model(QWEN3_5 if arg else common.size("Qwen3-30B-A3B-Base")),
+      model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # Each position has 151,936 logits, or 248,320.
       engine=dict(slots=1024),  # Recommended by `aot --search`, for 8,192 tokens per response.
       # 64 chips: sides 4x4 and 4 of the torus. With the sampler's experts split over 16 chips

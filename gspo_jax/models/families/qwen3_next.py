@@ -35,9 +35,7 @@ def read_pattern(raw: Mapping[str, Any]) -> dict[str, Any]:
 def write_pattern(config: ModelConfig) -> dict[str, Any]:
   """Returns the keys of `read_pattern`."""
   pattern = config.linear.pattern
-  return dict(
-    layer_types=layer_types(config.num_layers, pattern), full_attention_interval=pattern
-  )
+  return dict(layer_types=layer_types(config.num_layers, pattern), full_attention_interval=pattern)
 
 
 FIELDS = base.FIELDS | {
