@@ -9,8 +9,8 @@ Expected:  not run by us at this size
 Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper gives no
 learning rate, batch size, group size or response length; these values are our choices.
 
-configs/moe_aime.py:qwen3_5 is the same job with Qwen3.5-35B-A3B, whose layers are a hybrid of linear
-and full attention.
+configs/moe_aime.py:qwen3_5 is the same job with Qwen3.5-35B-A3B, a hybrid of linear and full
+attention.
 
 configs/moe_aime.py:tiny has the same code paths with a small random model, the byte tokenizer, and
 sums instead of AIME. It takes a minute on two CPU cores.
