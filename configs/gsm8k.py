@@ -17,8 +17,9 @@ tokenizer. It needs only the two data files, and its reward stays near 0.
 from gspo_jax.configs import common, dense_math
 
 # Rows of a micro-batch; compute.remat; engine.slots, the responses decoded at once;
-# engine.cache_tokens, the positions of all their caches (112 KiB each; 144 KiB for 4B and 8B; Qwen3.5: 12
-# KiB, 32 KiB for 4B, and 19 MiB of states per slot, 50 MiB for 4B); lora.rank.
+# engine.cache_tokens, the positions of all their caches (112 KiB each; 144 KiB for 4B and 8B);
+# lora.rank. Qwen3.5 needs 12 KiB for a position and 19 MiB for the states of a slot, its 4B model
+# 32 KiB and 50 MiB.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),

@@ -26,10 +26,10 @@ def test_linear_layers_have_states_and_chunks_instead_of_pairs():
   windows = dict(sliding_window=0, sliding_window_pattern=1)
   full = dataclasses.replace(tiny_gemma(64), num_layers=4, **windows)
   hybrid = dataclasses.replace(full, linear=LinearConfig(pattern=2, **sizes))
-  of_full, of_hybrid = (flops.work(c, 3, 200, 200) for c in (full, hybrid))
-  assert of_full.linear == 0 and of_hybrid.attention == of_full.attention / 2
+  full_work, hybrid_work = (flops.work(c, 3, 200, 200) for c in (full, hybrid))
+  assert full_work.linear == 0 and hybrid_work.attention == full_work.attention / 2
   states, chunk = 3 * 6 * 16 * 8, 64 * (2 * 2 * 16 + 2 * 6 * 8)
-  assert of_hybrid.linear == 2 * 2 * 3 * 200 * (states + chunk)
+  assert hybrid_work.linear == 2 * 2 * 3 * 200 * (states + chunk)
   assert flops.work(hybrid, 3, 16, 200).linear == 2 * 2 * 3 * 16 * (states + chunk / 4)
   decoding = flops.work(hybrid, 3, 16, 200, decoding=True)
   assert decoding.linear == 2 * 2 * 3 * 16 * states

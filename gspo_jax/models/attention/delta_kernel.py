@@ -86,9 +86,9 @@ def step_tpu(
           qk_k1[i : i + 1],
         )
 
-  of_keys = pl.BlockSpec((1, k, H), lambda b, i, _: (b, i, 0))
-  of_values = pl.BlockSpec((1, k, R, J), lambda b, i, _: (b, i, 0, 0))
-  of_states = pl.BlockSpec((1, 1, k, R, H, J), lambda b, i, layer: (layer[0], b, i, 0, 0, 0))
+  key_spec = pl.BlockSpec((1, k, H), lambda b, i, _: (b, i, 0))
+  value_spec = pl.BlockSpec((1, k, R, J), lambda b, i, _: (b, i, 0, 0))
+  state_spec = pl.BlockSpec((1, 1, k, R, H, J), lambda b, i, layer: (layer[0], b, i, 0, 0, 0))
   arrays = _arrays(inputs, J)
   number = B * K * R * H * J
   return pl.pallas_call(
@@ -96,8 +96,8 @@ def step_tpu(
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(B, K // k),
-      in_specs=[of_keys, of_keys, of_values, of_values, of_values, of_states],
-      out_specs=[of_values, of_states],
+      in_specs=[key_spec, key_spec, value_spec, value_spec, value_spec, state_spec],
+      out_specs=[value_spec, state_spec],
     ),
     out_shape=[
       jax.ShapeDtypeStruct((B, K, R, J), jnp.float32),

@@ -122,8 +122,8 @@ def _group(carry, part):
   decay_cBKRij = jnp.exp(jnp.where(visible_cBij[:, :, None, None], between, -jnp.inf))
 
   # State of earlier chunks, as each position of its segment sees it.
-  of_owner_cBi = segment_cBi == owner_cB[..., None]
-  seen_cBKRi = jnp.exp(total_cBKRi) * of_owner_cBi[:, :, None, None]
+  owned_cBi = segment_cBi == owner_cB[..., None]
+  seen_cBKRi = jnp.exp(total_cBKRi) * owned_cBi[:, :, None, None]
   kk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", k_cBKiH, k_cBKiH)
   a_cBKRij = beta_cBKRi[..., None] * kk_cBKij[:, :, :, None] * decay_cBKRij
   x_cBKRij = inverse(jnp.tril(a_cBKRij, -1)) * beta_cBKRi[..., None, :]
@@ -152,7 +152,7 @@ def _group(carry, part):
 
 
 def _owners(segment_cBi: jax.Array, before_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the segments to which the states before and after each chunk belong, [c, B].
+  """Returns the segments of the states before and after each chunk, [c, B].
 
   Padding changes neither: the last segment before it remains.
   """
@@ -165,7 +165,7 @@ def _owners(segment_cBi: jax.Array, before_B: jax.Array) -> tuple[jax.Array, jax
 
 
 def _sums(summed_cBij: jax.Array, g_cBKRj: jax.Array) -> jax.Array:
-  """Sums g_j over the positions j that are marked for i, [c, B, K, R, i]."""
+  """Sums g_j over the marked positions j of each i, [c, B, K, R, i]."""
   ones_cBij = summed_cBij.astype(g_cBKRj.dtype)
   exact = jax.lax.Precision.HIGHEST
   return jnp.einsum("cBij,cBKRj->cBKRi", ones_cBij, g_cBKRj, precision=exact)
@@ -206,7 +206,7 @@ def inverse(a_ij: jax.Array) -> jax.Array:
 
 
 def _invert_blocks(a_ij: jax.Array, rows: int) -> jax.Array:
-  """(I + A)⁻¹ of each diagonal block of `rows` rows, and 0 elsewhere.
+  """Inverts I + A in each diagonal block of `rows` rows; other elements are 0.
 
   Substitutes row by row in all blocks together. Matrix units would be mostly idle for such blocks.
   """
