@@ -6,7 +6,8 @@ Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=
 Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB), named after the colon
 Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler
 
-The variants are 0.6B or 1.7B on v5e, v6e or h100, 4B-h100, 8B-h100 and 0.6B-t4. If optimizer
+The variants are 0.6B or 1.7B on v5e, v6e or h100, 4B-h100, 8B-h100 and 0.6B-t4. Those of Qwen3.5
+are Qwen3.5-0.8B on v5e, v6e or h100, Qwen3.5-2B on v6e or h100, and Qwen3.5-4B-h100. If optimizer
 moments of all parameters do not fit, adapters are trained instead (lora.rank).
 
 configs/gsm8k.py:tiny is a test of the set-up, with a small random model, adapters and the byte
@@ -17,7 +18,8 @@ from gspo_jax.configs import common, dense_math
 
 # Rows of a micro-batch; compute.remat; engine.slots, the responses decoded at once;
 # engine.cache_tokens, the positions of all their caches (112 KiB each; 144 KiB for 4B and 8B);
-# lora.rank.
+# lora.rank. Qwen3.5 needs 12 KiB for a position and 19 MiB for the states of a slot, its 4B model
+# 32 KiB and 50 MiB.
 VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
@@ -28,6 +30,12 @@ VARIANTS = {
   "1.7B-h100": (2, "dots", 256, 0, 0),
   "4B-h100": (2, "dots", 192, 0, 32),
   "8B-h100": (2, "dots", 128, 0, 32),
+  "Qwen3.5-0.8B-v5e": (2, "dots", 64, 40_960, 32),
+  "Qwen3.5-0.8B-v6e": (4, "dots", 128, 81_920, 0),
+  "Qwen3.5-0.8B-h100": (4, "dots", 256, 0, 0),
+  "Qwen3.5-2B-v6e": (2, "dots", 128, 81_920, 32),
+  "Qwen3.5-2B-h100": (2, "dots", 256, 0, 0),
+  "Qwen3.5-4B-h100": (2, "dots", 128, 0, 32),
 }
 
 
@@ -38,7 +46,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     rank = 4
   else:
     rows, remat, slots, positions, rank = VARIANTS[name]
-    config = dense_math.get_config(f"Qwen3-{name.partition('-')[0]}-Base")
+    size, _, _ = name.rpartition("-")
+    config = dense_math.get_config(size if size.startswith("Qwen") else f"Qwen3-{size}-Base")
     config.update(
       compute=dict(remat=remat, logits_chunk=128),
       data=dict(max_prompt_tokens=384),  # The longest question has 991 bytes.

@@ -9,6 +9,9 @@ Expected:  not run by us at this size
 Model, clip ranges, the four mini-batches and the evaluation are the paper's. The paper gives no
 learning rate, batch size, group size or response length; these values are our choices.
 
+configs/moe_aime.py:qwen3_5 is the same job with Qwen3.5-35B-A3B, a hybrid of linear and full
+attention.
+
 configs/moe_aime.py:tiny has the same code paths with a small random model, the byte tokenizer, and
 sums instead of AIME. It takes a minute on two CPU cores.
 """
@@ -33,7 +36,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     eval=dict(samples=32, greedy=False, batch=8, benchmarks=common.paper_benchmarks()),
     checkpoint=dict(keep=3, best="eval/accuracy"),
   )
-  if common.variant(arg, "tiny"):
+  if common.variant(arg, "tiny", "qwen3_5") == "tiny":
     config.update(
       compute=dict(logits_chunk=16),
       engine=dict(cache="paged", page_tokens=16),  # A paged cache, as on TPU.
@@ -48,8 +51,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       distributed=True,
       weights="",  # Required: a model fine-tuned from Qwen3-30B-A3B-Base, the cold start (§5.1).
-      model=common.model(common.size("Qwen3-30B-A3B-Base")),
-      compute=dict(logits_chunk=2048),  # Each position has 151,936 logits.
+      model=common.model(common.size("Qwen3.5-35B-A3B" if arg else "Qwen3-30B-A3B-Base")),
+      compute=dict(logits_chunk=2048),  # Each position has 151,936 logits, or 248,320.
       engine=dict(slots=1024),  # Recommended by `aot --search`, for 8,192 tokens per response.
       # 64 chips: sides 4x4 and 4 of the torus. With the sampler's experts split over 16 chips
       # instead of all 64, tokens travel less far: by `aot` sampling takes 321 s per iteration

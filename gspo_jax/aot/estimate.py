@@ -10,10 +10,11 @@ with the traffic of the compiled program. A device's traffic for each program:
            `fsdp`, it writes and reads the gradients of gathered weights before their scatter.
   score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
   publish  Reads the trainer's weights and writes the sampler's.
-  prefill  Reads the layers' weights and writes the prompts' keys and values.
+  prefill  Reads the layers' weights and writes the prompts' keys and values, and their states.
   decode   Reads the weights of the layers and the head. Of the experts, reads only those that some
            token chooses; the number of these experts is an expectation, as if all experts were
            equally likely. Reads the filled part of the cache and writes one position per slot.
+           Reads and writes each slot's states of linear attention.
 
 Weights sharded over `fsdp` are read locally, written when gathered, and read again by the matrix
 products. A pass looks up only a few rows of the embedding table, so the table counts only if it is
@@ -205,8 +206,9 @@ def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  tokens = size.at_once(size.prompt) * size.prompt
-  return device_bytes(sampler_params(case, mesh).blocks) + tokens * position_bytes(case, mesh)
+  prompts = size.at_once(size.prompt)
+  cached = prompts * (size.prompt * position_bytes(case, mesh) + state_bytes(case, mesh))
+  return device_bytes(sampler_params(case, mesh).blocks) + cached
 
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -224,11 +226,12 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
     # Probability that none of these tokens chooses an expert.
     idle = (1 - model.experts_per_token / model.num_experts) ** tokens
     weights -= experts * idle
-  return weights + slots * position_bytes(case, mesh) + filled_cache(case, mesh)
+  cached = slots * (position_bytes(case, mesh) + 2 * state_bytes(case, mesh))
+  return weights + cached + filled_cache(case, mesh)
 
 
 def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of cache read by a decode step, per device."""
+  """Bytes of keys and values read by a decode step, per device."""
   return _slots(case, mesh) * case.filled * position_bytes(case, mesh)
 
 
@@ -261,10 +264,20 @@ def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding
 
 
 def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
-  """Bytes of one cache position's keys and values in all layers, per device."""
+  """Bytes of one position's keys and values in all layers of full attention, per device."""
   model, dtype = case.model, jnp.dtype(case.config.engine.cache_dtype)
   vector = model.head_dim * dtype.itemsize + 4 * (dtype == jnp.int8)  # int8 has float32 scales.
-  return model.num_layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
+  layers = sum(not model.is_linear(layer) for layer in range(model.num_layers))
+  return layers * 2 * model.num_kv_heads * vector / mesh.shape["tensor"]
+
+
+def state_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes of one sequence's states in all layers of linear attention, per device."""
+  model, c = case.model, case.model.linear
+  states = c.value_heads * c.key_dim * c.value_dim
+  inputs = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim  # Of convolutions.
+  layers = sum(model.is_linear(layer) for layer in range(model.num_layers))
+  return 4 * layers * (states + (c.kernel - 1) * inputs) / mesh.shape["tensor"]
 
 
 def _trainer_params(case: Case, mesh: jax.sharding.Mesh) -> Params:

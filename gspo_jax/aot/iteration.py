@@ -15,7 +15,14 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.estimate import LowerBounds, device_bytes, filled_cache, needed, position_bytes
+from gspo_jax.aot.estimate import (
+  LowerBounds,
+  device_bytes,
+  filled_cache,
+  needed,
+  position_bytes,
+  state_bytes,
+)
 from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
@@ -130,7 +137,8 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   positions = size.pages * size.page or size.slots // shards * size.window
   memory = device_bytes(state_of(case, mesh)) + device_bytes(sampler_params(case, mesh))
   memory += positions * position_bytes(case, mesh)
-  work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
+  memory += (size.slots // shards + size.entries) * state_bytes(case, mesh)  # Also of the queue.
+  work = flops.work(case.model, size.slots, 1, round(case.filled), decoding=True).forward()
   moved = steps * needed("decode", case, mesh)
   if size.pages:  # Idle slots read no pages.
     moved -= (steps - sum(lengths) / size.slots) * filled_cache(case, mesh)

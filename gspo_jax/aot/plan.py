@@ -158,7 +158,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     if c.has_iterations:
       if c.engine.name == "local":
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
-        sampling["keys and values, queue and slots"] = device_bytes(slots)
+        sampling["cache, queue and slots"] = device_bytes(slots)
       if c.rollout_mesh.enabled:
         copies = max(1, c.rl.lag)  # Up to this many newer weights arrive while the old ones sample.
         sampling[f"the next weights for it, up to {copies} times"] = copies * device_bytes(sampler)

@@ -300,7 +300,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
       width=workload.support,
       **options,
     )
-    work = flops.work(case.model, size.slots, engine.steps, size.window)
+    work = flops.work(case.model, size.slots, engine.steps, size.window, decoding=True)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
     # Slots of a device that take a new prefix in a step. A slot takes one prefix per response.
     refills = size.slots / shards / case.lengths.mean

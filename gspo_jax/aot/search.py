@@ -259,7 +259,7 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
     shards = devices // tensor
-    heads = case.model.num_kv_heads % tensor
+    heads = case.model.num_kv_heads % tensor or case.model.linear.key_heads % tensor
     if heads or devices % (slices * tensor * expert) or experts % expert or case.sequences % shards:
       continue
     rows, mesh = case.sequences // shards, dict(data=slices, fsdp=shards // expert // slices)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gspo_jax.models import transformer
+from gspo_jax.models.attention import delta_rule
 from gspo_jax.settings import passes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
@@ -24,11 +25,12 @@ class Work:
   dense: float  # Products with projections, dense and shared feed-forwards, and routers.
   experts: float  # Products of tokens with their chosen experts.
   attention: float  # Scores, and weighted sums of values.
+  linear: float  # The gated delta rule: `_rule_products`.
   head: float  # Logits.
 
   def forward(self) -> float:
     """Returns the sum over the parts."""
-    return self.dense + self.experts + self.attention + self.head
+    return self.dense + self.experts + self.attention + self.linear + self.head
 
   def training(self) -> float:
     """Returns the FLOPs of forward and backward pass, as counted for MFU.
@@ -42,20 +44,30 @@ class Work:
 
     The head recomputes its logits. Products of experts with gate and up count as recomputed,
     although `apply_triton` may save them. Attention has two products in the forward pass and five
-    in the backward pass, together 3.5 times the forward pass.
+    in the backward pass, together 3.5 times the forward pass. Linear attention recomputes each
+    chunk in the backward pass, and a layer that is recomputed also computes its states again.
 
     remat: rematerialisation policy.
     """
     again = 0 if remat in ("none", "dots", "both") else 1
     scores = 0 if remat in ("none", "attention", "both") else 1
-    dense, attention = 3 + again, 3.5 + scores
-    return dense * self.dense + 11 / 3 * self.experts + attention * self.attention + 4 * self.head
+    dense, attention, linear = 3 + again, 3.5 + scores, 4 + (remat != "none")
+    layers = dense * self.dense + 11 / 3 * self.experts
+    return layers + attention * self.attention + linear * self.linear + 4 * self.head
 
 
-def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: int = 0) -> Work:
+def work(
+  config: ModelConfig,
+  sequences: int,
+  queries: int,
+  keys: int,
+  heads: int = 0,
+  decoding: bool = False,
+) -> Work:
   """Returns the work of the last `queries` of `keys` tokens in each sequence.
 
   heads: number of positions with logits, over all sequences. 0 means all queries.
+  decoding: whether each query is a pass of its own, so that linear attention has no chunks.
   """
   tokens = sequences * queries
   _, active = transformer.count(config)
@@ -65,15 +77,35 @@ def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: in
   vocabulary = config.vocab_size * config.hidden_size
   dense = active - experts - vocabulary * (1 if config.tie_word_embeddings else 2)
   local = sum(config.is_local(layer) for layer in range(config.num_layers))
-  pairs = (config.num_layers - local) * _pairs(queries, keys)
+  linear = sum(config.is_linear(layer) for layer in range(config.num_layers))
+  pairs = (config.num_layers - local - linear) * _pairs(queries, keys)
   if local:
     pairs = pairs + local * _pairs(queries, keys, config.sliding_window)
   return Work(
     dense=2 * tokens * dense,
     experts=2 * tokens * experts,
     attention=sequences * 4 * config.num_heads * config.head_dim * pairs,
+    linear=2 * tokens * linear * _rule_products(config, 0 if decoding else queries),
     head=2 * (heads or tokens) * vocabulary,
   )
+
+
+def _rule_products(config: ModelConfig, queries):
+  """Counts products of the gated delta rule per position of a layer, in chunks of L positions.
+
+  products = N (3 H J + 2 L J) + 2 K L H
+
+  for N value heads and K key heads. A position reads a head's state for its key and for its query,
+  and writes to it. Within a chunk the products are k kᵀ and q kᵀ of each key head, and for each
+  value head (I + A)⁻¹ B and the sum of values with weights q kᵀ. The inverse itself does not
+  count.
+
+  queries: maximum L; 0 if positions are computed one by one.
+  """
+  c = config.linear
+  size = np.minimum(queries, delta_rule.CHUNK)
+  states = 3 * c.value_heads * c.key_dim * c.value_dim
+  return states + 2 * size * (c.value_heads * c.value_dim + c.key_heads * c.key_dim)
 
 
 def _pairs(queries, keys, window: int | None = None):

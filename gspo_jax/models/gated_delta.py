@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
-from gspo_jax.models.attention import delta_rule
+from gspo_jax.models.attention import delta_kernel, delta_rule
 from gspo_jax.models.attention.attention import Paths, Tree
 from gspo_jax.models.attention.blocks import RESIDUAL
 from gspo_jax.models.attention.cache import States
@@ -69,6 +69,8 @@ def attend(
     functools.partial(_mix, tree=tree, from_start=from_start),
     in_specs=(HEADS, P("tensor"), state_specs, P(), P(BATCH), P(BATCH)),
     out_specs=(HEADS, state_specs),
+    # Pallas kernels do not support this check.
+    check=kv is None or sharding.platform() == "cpu",
   )
   y_BTKRJ, kv = run(Projections(q, k, v, a, b), weights, kv, layer, segments_BT, paths)
   y_BTKRJ = checkpoint_name(y_BTKRJ, RESIDUAL)
@@ -132,6 +134,9 @@ def _mix(
     carry = jax.tree.map(lambda part: jnp.repeat(part, tree.branches, axis=0), carry)
     y_BU, _ = _run(branches, w, segments_BU, carry)
     return tree.join(y_RS, y_BU).astype(dtype), kv
+  if kv is not None and not from_start and segments_BT.shape[1] == 1:
+    y_BTKRJ, kv = _step(x, w, segments_BT, kv, layer)
+    return y_BTKRJ.astype(dtype), kv
   carry = _zeros(x, w) if kv is None or from_start else _read(kv, layer)
   y_BTKRJ, carry = _run(x, w, segments_BT, carry)
   return y_BTKRJ.astype(dtype), None if kv is None else _write(kv, layer, carry)
@@ -146,6 +151,24 @@ def _run(
   x: Projections, w: Weights, segments_BT: jax.Array, carry: Carry
 ) -> tuple[jax.Array, Carry]:
   """Runs convolutions and the rule over rows, from the states before them."""
+  inputs, tails = _convolve(x, w, segments_BT, carry)
+  y, state = delta_rule.chunked(inputs, segments_BT, carry.state_BKRHJ)
+  return y, Carry(state, *tails)
+
+
+def _step(x: Projections, w: Weights, segments_BT: jax.Array, kv: States, layer: Any):
+  """Computes one position, and updates the states of one layer in place."""
+  carry = _read(kv, layer)
+  inputs, tails = _convolve(x, w, segments_BT, carry)
+  y, state_lBKRHJ = delta_kernel.step(inputs.masked(segments_BT > 0), kv.state_lBKRHJ, layer)
+  kv = _write(kv.replace(state_lBKRHJ=None), layer, Carry(None, *tails))
+  return y, kv.replace(state_lBKRHJ=state_lBKRHJ)
+
+
+def _convolve(
+  x: Projections, w: Weights, segments_BT: jax.Array, carry: Carry
+) -> tuple[Inputs, tuple[jax.Array, ...]]:
+  """Computes the rule's inputs, and the tails of the convolutions."""
   q, q_tail = delta_rule.convolve(x.q_BTKH, w.q_KHC, segments_BT, carry.q_BCKH)
   k, k_tail = delta_rule.convolve(x.k_BTKH, w.k_KHC, segments_BT, carry.k_BCKH)
   v, v_tail = delta_rule.convolve(x.v_BTKRJ, w.v_KRJC, segments_BT, carry.v_BCKRJ)
@@ -159,11 +182,7 @@ def _run(
     * jax.nn.softplus(x.a_BTKR + w.decay_bias_KR[None, None]),
     beta_BTKR=jax.nn.sigmoid(x.b_BTKR),
   )
-  if segments_BT.shape[1] == 1:
-    y, state = delta_rule.step(inputs.masked(segments_BT > 0), carry.state_BKRHJ)
-  else:
-    y, state = delta_rule.chunked(inputs, segments_BT, carry.state_BKRHJ)
-  return y, Carry(state, q_tail, k_tail, v_tail)
+  return inputs, (q_tail, k_tail, v_tail)
 
 
 def _zeros(x: Projections, w: Weights) -> Carry:
@@ -184,9 +203,6 @@ def _read(kv: States, layer: Any) -> Carry:
 
 def _write(kv: States, layer: Any, carry: Carry) -> States:
   """Writes the states of one layer."""
-  new = (
-    carry.state_BKRHJ,
-    *(jnp.moveaxis(x, 1, 2) for x in (carry.q_BCKH, carry.k_BCKH, carry.v_BCKRJ)),
-  )
-  old = kv.state_lBKRHJ, kv.q_lBKCH, kv.k_lBKCH, kv.v_lBKCRJ
-  return States(*(x.at[layer].set(y.astype(x.dtype)) for x, y in zip(old, new)))
+  tails = (jnp.moveaxis(x, 1, 2) for x in (carry.q_BCKH, carry.k_BCKH, carry.v_BCKRJ))
+  new = States(carry.state_BKRHJ, *tails)
+  return jax.tree.map(lambda x, y: x.at[layer].set(y.astype(x.dtype)), kv, new)

@@ -80,13 +80,21 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
   """
   heads = config.num_heads * config.head_dim  # Numbers of a token's queries.
   keys_values = 2 * config.num_kv_heads * config.head_dim
+  gate = heads if config.linear.pattern > 1 else 0  # Families with linear layers gate the others.
+  linear_layers = sum(config.is_linear(layer) for layer in range(config.num_layers))
+  full_layers = config.num_layers - linear_layers
+  c = config.linear
+  values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim  # Of linear layers.
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
   bytes_ = 0.0
   if policy in ("attention", "both"):
     copies = 2 if sharding.platform() == "gpu" else 1  # One per branch of `attend_cudnn`.
-    bytes_ += copies * config.num_layers * (heads * itemsize + config.num_heads * 4)
+    bytes_ += copies * full_layers * (heads * itemsize + config.num_heads * 4)
+    bytes_ += linear_layers * values * itemsize
   if policy in ("dots", "both"):
-    bytes_ += config.num_layers * (heads + keys_values) * itemsize
+    bytes_ += full_layers * (heads + keys_values + gate) * itemsize
+    # Queries, keys, values and gates; write strengths and decays in float32.
+    bytes_ += linear_layers * (2 * (keys + values) * itemsize + 2 * c.value_heads * 4)
     widths = (config.num_layers - moe_layers) * config.intermediate_size
     bytes_ += 2 * (widths + moe_layers * config.router.shared_width) * itemsize
     if sharding.platform() == "gpu":  # Gate and up for the rows of a piece in `apply_triton`.

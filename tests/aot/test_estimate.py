@@ -9,7 +9,11 @@ import pytest
 from configs import moe_aime
 from gspo_jax import sharding
 from gspo_jax.aot import estimate, programs
+from gspo_jax.configs import common
+from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.model_groups import LinearConfig
 from gspo_jax.settings.reading import from_dict
 
 EXPERTS = 48 * 3 * 128 * 2048 * 768
@@ -90,3 +94,44 @@ def test_the_sampler_has_a_dtype_of_its_own(dtype, mesh):
   written = kind.itemsize * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
   assert estimate.needed("publish", spec, mesh) == pytest.approx(read + written, rel=0.004)
+
+
+HYBRID = ModelConfig(
+  family="qwen3_5",
+  vocab_size=1024,
+  hidden_size=64,
+  num_layers=8,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=32,
+  intermediate_size=128,
+  rope_theta=1e6,
+  rms_norm_eps=1e-6,
+  qk_norm=True,
+  max_position_embeddings=32_768,
+  linear=LinearConfig(pattern=4, key_heads=2, value_heads=6, key_dim=16, value_dim=8, kernel=4),
+)
+
+
+def test_linear_layers_have_no_positions_but_a_state_that_a_step_reads_and_writes(mesh):
+  values = moe_aime.get_config("tiny")
+  values.model = common.model(HYBRID)
+  values.update(engine=dict(slots=64, cache_dtype="bfloat16"))
+  spec = programs.make_case(from_dict(values.to_dict()))
+  state = 6 * 4 * (6 * 16 * 8 + 3 * (2 * 2 * 16 + 6 * 8))
+  assert estimate.state_bytes(spec, mesh) == state
+  assert estimate.position_bytes(spec, mesh) == 2 * 2 * 2 * 32 * 2  # of two layers
+  blocks = jax.eval_shape(lambda: kv_cache.allocate(HYBRID, 3, 5, "bfloat16")).blocks
+  arrays = jax.tree.leaves([block for block in blocks if isinstance(block, kv_cache.States)])
+  assert sum(x.size * x.dtype.itemsize for x in arrays) == 3 * state
+
+  def moved(value_heads):
+    linear = dataclasses.replace(HYBRID.linear, value_heads=value_heads)
+    model = dataclasses.replace(HYBRID, linear=linear)
+    changed = dataclasses.replace(spec, config=dataclasses.replace(spec.config, model=model))
+    params = programs.sampler_params(changed, mesh)
+    weights = estimate.device_bytes((params.blocks, params.final_norm, params.head))
+    return estimate.needed("decode", changed, mesh) - weights
+
+  more = 6 * 4 * 2 * (16 * 8 + 3 * 8)  # Two value heads more.
+  assert moved(8) - moved(6) == pytest.approx(64 / 8 * 2 * more)

@@ -6,6 +6,7 @@ import numpy as np
 
 from gspo_jax.models import flops
 from gspo_jax.settings.model import tiny_gemma
+from gspo_jax.settings.model_groups import LinearConfig
 
 
 def test_local_layers_see_their_window_and_no_more():
@@ -18,3 +19,23 @@ def test_local_layers_see_their_window_and_no_more():
   # As utilisation asks: of many lengths at once.
   lengths = np.array([20, 3])
   assert flops.work(config, 1, lengths, lengths).attention[0] == products * pairs
+
+
+def test_linear_layers_have_states_and_chunks_instead_of_pairs():
+  sizes = dict(key_heads=2, value_heads=6, key_dim=16, value_dim=8)
+  windows = dict(sliding_window=0, sliding_window_pattern=1)
+  full = dataclasses.replace(tiny_gemma(64), num_layers=4, **windows)
+  hybrid = dataclasses.replace(full, linear=LinearConfig(pattern=2, **sizes))
+  full_work, hybrid_work = (flops.work(c, 3, 200, 200) for c in (full, hybrid))
+  assert full_work.linear == 0 and hybrid_work.attention == full_work.attention / 2
+  states, chunk = 3 * 6 * 16 * 8, 64 * (2 * 2 * 16 + 2 * 6 * 8)
+  assert hybrid_work.linear == 2 * 2 * 3 * 200 * (states + chunk)
+  assert flops.work(hybrid, 3, 16, 200).linear == 2 * 2 * 3 * 16 * (states + chunk / 4)
+  decoding = flops.work(hybrid, 3, 16, 200, decoding=True)
+  assert decoding.linear == 2 * 2 * 3 * 16 * states
+  assert decoding.forward() == decoding.dense + decoding.attention + decoding.linear + decoding.head
+  lengths = np.array([200, 16])
+  assert list(flops.work(hybrid, 1, lengths, lengths).linear) == [
+    4 * 200 * (states + chunk),
+    4 * 16 * (states + chunk / 4),
+  ]

@@ -16,6 +16,7 @@ from gspo_jax.models import remat as remat_policies
 from gspo_jax.models import transformer
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.model_groups import LinearConfig
 from gspo_jax.system import accelerators
 
 LAYERS, B, T, N, K, H, D, E = 2, 3, 12, 4, 2, 16, 32, 8
@@ -101,6 +102,31 @@ def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
     extra = saved_names(remat, "blockwise") - saved_names("full", "blockwise")
     numbers = sum(number * math.prod(shape) for shape, number in extra.items())
     assert numbers * 4 == B * T * remat_policies.saved_bytes(CONFIG, remat, 4)
+
+
+HYBRID = dataclasses.replace(
+  CONFIG,
+  family="qwen3_5",
+  num_layers=4,
+  linear=LinearConfig(pattern=2, key_heads=2, value_heads=6, key_dim=8, value_dim=24),
+)
+
+
+@pytest.mark.parametrize("remat", ["attention", "dots", "both"])
+def test_so_it_is_with_layers_of_linear_attention(remat):
+  tokens = transformer.example_tokens(HYBRID, B, T)
+  params = jax.eval_shape(lambda: transformer.init(HYBRID, jax.random.key(0)))
+
+  def saved(policy):
+    def hidden(params):
+      compute = dataclasses.replace(REFERENCE, remat=policy, attention="blockwise")
+      return transformer.forward(params, HYBRID, tokens, compute=compute).hidden_BTD
+
+    arrays = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(hidden, params)[1], params))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+  expected = B * T * remat_policies.saved_bytes(HYBRID, remat, 4)
+  assert saved(remat) - saved("full") == expected
 
 
 @pytest.mark.parametrize("memory, chosen", [(1.05, "both"), (0.95, "attention"), (0.1, "full")])

@@ -20,8 +20,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 CHUNK = 64  # Positions of a chunk: for H = J = 128, the products within and between chunks balance.
+GROUP = 16  # Maximum number of chunks that are computed in parallel, except for their states.
+ROWS = 16  # Rows of a block of a chunk's matrix that is inverted by substitution.
+INVERSE = "delta_inverse"  # Name of inverses, which the backward pass does not compute again.
 
 
 class Inputs(NamedTuple):
@@ -73,73 +77,101 @@ def chunked(
   """
   B, T = segment_BT.shape
   size = min(CHUNK, T)
+  chunks = -(-T // size)
+  group = -(-chunks // -(-chunks // GROUP))  # Chunks of a group.
   inputs = inputs.masked(segment_BT > 0)
 
   def split(x_BT: jax.Array) -> jax.Array:
-    """Splits axis 1 into padded chunks, [c, B, size, ...]."""
-    width = [(0, 0), (0, -T % size)] + [(0, 0)] * (x_BT.ndim - 2)
+    """Splits axis 1 into padded groups of chunks, [groups, c, B, i, ...]."""
+    width = [(0, 0), (0, -T % (group * size))] + [(0, 0)] * (x_BT.ndim - 2)
     x_BX = jnp.pad(x_BT, width)
-    return jnp.moveaxis(x_BX.reshape(B, -1, size, *x_BT.shape[2:]), 1, 0)
+    return jnp.moveaxis(x_BX.reshape(B, -1, group, size, *x_BT.shape[2:]), 0, 2)
 
   parts = *map(split, inputs), split(segment_BT)
-  # Each chunk is one remat region: only the states between chunks are saved.
-  body = jax.checkpoint(_chunk, prevent_cse=False)
+  # Each group is one remat region: only the states between groups and the inverses are saved.
+  policy = jax.checkpoint_policies.save_only_these_names(INVERSE)
+  body = jax.checkpoint(_group, prevent_cse=False, policy=policy)
   carry = state_BKRHJ, segment_BT[:, 0]
-  if T <= CHUNK:
+  if chunks == group:
     (state_BKRHJ, _), y = body(carry, tuple(x[0] for x in parts))
-    return y, state_BKRHJ
-  (state_BKRHJ, _), y_cBiKRJ = jax.lax.scan(body, carry, parts)
+    y_cBiKRJ = y
+  else:
+    (state_BKRHJ, _), y = jax.lax.scan(body, carry, parts)
+    y_cBiKRJ = y.reshape(-1, *y.shape[2:])
   y_BXKRJ = jnp.moveaxis(y_cBiKRJ, 0, 1).reshape(B, -1, *y_cBiKRJ.shape[3:])
   return y_BXKRJ[:, :T], state_BKRHJ
 
 
-def _chunk(carry, part):
-  """Computes the positions of one chunk.
+def _group(carry, part):
+  """Computes the positions of a group of chunks; all but the states in parallel.
 
   Within a chunk, all u_i solve (I + A) U = B, with A_ij = β_i e^(G_i - G_j) k_iᵀ k_j for j < i, and
   the row β_i (v_i - e^G_i Sᵀ k_i) of B. G is the cumulative sum of g in i's segment.
 
-  carry: states before the chunk, and the segments to which they belong.
+  carry: states before the group, and the segments to which they belong.
   """
-  state_BKRHJ, owner_B = carry
-  *inputs, segment_Bi = part
-  q_BiKH, k_BiKH, v_BiKRJ, g_BiKR, beta_BiKR = (x.astype(jnp.float32) for x in inputs)
-  last_B = _last_segment(segment_Bi, owner_B)
-  visible_Bij = jnp.tril(segment_Bi[:, :, None] == segment_Bi[:, None, :])
+  state_BKRHJ, before_B = carry
+  *inputs, segment_cBi = part
+  q_cBiKH, k_cBiKH, v_cBiKRJ, g_cBiKR, beta_cBiKR = (x.astype(jnp.float32) for x in inputs)
+  q_cBKiH, k_cBKiH = (jnp.moveaxis(x, 3, 2) for x in (q_cBiKH, k_cBiKH))
+  v_cBKRiJ = jnp.moveaxis(v_cBiKRJ, 2, 4)
+  g_cBKRi, beta_cBKRi = (jnp.moveaxis(x, 2, 4) for x in (g_cBiKR, beta_cBiKR))
+  owner_cB, last_cB = _owners(segment_cBi, before_B)
+  same_cBij = segment_cBi[..., :, None] == segment_cBi[..., None, :]
+  visible_cBij = jnp.tril(same_cBij)
   # A sum over all segments would round a segment's decays by those of earlier segments.
-  total_BiKR = _sums(visible_Bij, g_BiKR)
-  total_BKRi = jnp.moveaxis(total_BiKR, 1, 3)
-  between_BKRij = jnp.where(
-    visible_Bij[:, None, None], total_BKRi[..., :, None] - total_BKRi[..., None, :], -jnp.inf
-  )
-  decay_BKRij = jnp.exp(between_BKRij)
-  beta_BKRi = jnp.moveaxis(beta_BiKR, 1, 3)
+  total_cBKRi = _sums(visible_cBij, g_cBKRi)
+  between = total_cBKRi[..., :, None] - total_cBKRi[..., None, :]
+  decay_cBKRij = jnp.exp(jnp.where(visible_cBij[:, :, None, None], between, -jnp.inf))
 
   # State of earlier chunks, as each position of its segment sees it.
-  seen_BiKR = jnp.exp(total_BiKR) * (segment_Bi == owner_B[:, None])[:, :, None, None]
-  recalled_BiKRJ = jnp.einsum("BiKH,BKRHJ->BiKRJ", k_BiKH, state_BKRHJ) * seen_BiKR[..., None]
-  kk_BKij = jnp.einsum("BiKH,BjKH->BKij", k_BiKH, k_BiKH)
-  a_BKRij = jnp.tril(beta_BKRi[..., None] * kk_BKij[:, :, None] * decay_BKRij, -1)
-  b_BiKRJ = beta_BiKR[..., None] * (v_BiKRJ - recalled_BiKRJ)
-  u_BiKRJ = jnp.einsum("BKRij,BjKRJ->BiKRJ", inverse(a_BKRij), b_BiKRJ)
+  owned_cBi = segment_cBi == owner_cB[..., None]
+  seen_cBKRi = jnp.exp(total_cBKRi) * owned_cBi[:, :, None, None]
+  kk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", k_cBKiH, k_cBKiH)
+  a_cBKRij = beta_cBKRi[..., None] * kk_cBKij[:, :, :, None] * decay_cBKRij
+  x_cBKRij = inverse(jnp.tril(a_cBKRij, -1)) * beta_cBKRi[..., None, :]
 
-  qk_BKRij = jnp.einsum("BiKH,BjKH->BKij", q_BiKH, k_BiKH)[:, :, None] * decay_BKRij
-  y_BiKRJ = jnp.einsum("BKRij,BjKRJ->BiKRJ", qk_BKRij, u_BiKRJ)
-  y_BiKRJ += jnp.einsum("BiKH,BKRHJ->BiKRJ", q_BiKH, state_BKRHJ) * seen_BiKR[..., None]
+  in_last_cBi = segment_cBi == last_cB[..., None]
+  all_cBKR1 = _sums(in_last_cBi[:, :, None], g_cBKRi)
+  kept_cBKR = jnp.exp(all_cBKR1[..., 0]) * (owner_cB == last_cB)[:, :, None, None]
+  # Decays after a position. The difference of two long sums would round them.
+  later_cBKRi = _sums(jnp.triu(same_cBij, 1), g_cBKRi)
+  left_cBKRi = jnp.exp(later_cBKRi) * in_last_cBi[:, :, None, None]
 
-  in_last_Bi = segment_Bi == last_B[:, None]
-  end_B1KR = _sums(in_last_Bi[:, None], g_BiKR)
-  kept_BKR = jnp.exp(end_B1KR[:, 0]) * (owner_B == last_B)[:, None, None]
-  # Positions of other segments may have a positive exponent, so it is masked before `exp`.
-  rest_BiKR = jnp.where(in_last_Bi[:, :, None, None], end_B1KR - total_BiKR, -jnp.inf)
-  written_BKRHJ = jnp.einsum("BiKH,BiKRJ->BKRHJ", k_BiKH, u_BiKRJ * jnp.exp(rest_BiKR)[..., None])
-  return (state_BKRHJ * kept_BKR[..., None, None] + written_BKRHJ, last_B), y_BiKRJ
+  def advance(state_BKRHJ, chunk):
+    k_BKiH, v_BKRiJ, x_BKRij, seen_BKRi, left_BKRi, kept_BKR = chunk
+    recalled_BKRiJ = jnp.einsum("BKiH,BKRHJ->BKRiJ", k_BKiH, state_BKRHJ) * seen_BKRi[..., None]
+    u_BKRiJ = jnp.einsum("BKRij,BKRjJ->BKRiJ", x_BKRij, v_BKRiJ - recalled_BKRiJ)
+    written_BKRHJ = jnp.einsum("BKiH,BKRiJ->BKRHJ", k_BKiH, u_BKRiJ * left_BKRi[..., None])
+    return state_BKRHJ * kept_BKR[..., None, None] + written_BKRHJ, (state_BKRHJ, u_BKRiJ)
+
+  chunk = k_cBKiH, v_cBKRiJ, x_cBKRij, seen_cBKRi, left_cBKRi, kept_cBKR
+  state_BKRHJ, (state_cBKRHJ, u_cBKRiJ) = jax.lax.scan(advance, state_BKRHJ, chunk)
+  qk_cBKij = jnp.einsum("cBKiH,cBKjH->cBKij", q_cBKiH, k_cBKiH)
+  y_cBKRiJ = jnp.einsum("cBKRij,cBKRjJ->cBKRiJ", qk_cBKij[:, :, :, None] * decay_cBKRij, u_cBKRiJ)
+  read_cBKRiJ = jnp.einsum("cBKiH,cBKRHJ->cBKRiJ", q_cBKiH, state_cBKRHJ)
+  y_cBKRiJ += read_cBKRiJ * seen_cBKRi[..., None]
+  return (state_BKRHJ, last_cB[-1]), jnp.moveaxis(y_cBKRiJ, 4, 2)
 
 
-def _sums(summed_Bij: jax.Array, x_BjKR: jax.Array) -> jax.Array:
-  """Sums x_j over the marked positions j of each i, [B, i, K, R]."""
-  ones_Bij = summed_Bij.astype(x_BjKR.dtype)
-  return jnp.einsum("Bij,BjKR->BiKR", ones_Bij, x_BjKR, precision=jax.lax.Precision.HIGHEST)
+def _owners(segment_cBi: jax.Array, before_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the segments of the states before and after each chunk, [c, B].
+
+  Padding changes neither: the last segment before it remains.
+  """
+
+  def following(before_B, segment_Bi):
+    last_B = _last_segment(segment_Bi, before_B)
+    return last_B, (before_B, last_B)
+
+  return jax.lax.scan(following, before_B, segment_cBi)[1]
+
+
+def _sums(summed_cBij: jax.Array, g_cBKRj: jax.Array) -> jax.Array:
+  """Sums g_j over the marked positions j of each i, [c, B, K, R, i]."""
+  ones_cBij = summed_cBij.astype(g_cBKRj.dtype)
+  exact = jax.lax.Precision.HIGHEST
+  return jnp.einsum("cBij,cBKRj->cBKRi", ones_cBij, g_cBKRj, precision=exact)
 
 
 def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
@@ -155,27 +187,50 @@ def _last_segment(segment_BT: jax.Array, before_B: jax.Array) -> jax.Array:
 def inverse(a_ij: jax.Array) -> jax.Array:
   """(I + A)⁻¹ for strictly lower triangular matrices A [..., i, j].
 
-  Inverts diagonal blocks of 1, 2, 4, ... rows: a block of twice the size with halves X and Y and
-  the part A' below its diagonal has the inverse [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers
-  of A would need fewer products, but its terms grow exponentially for equal keys.
+  Inverts diagonal blocks of `ROWS` rows, and then of 2, 4, ... times as many: a block of twice the
+  size with halves X and Y and the part A' below its diagonal has the inverse
+  [[X⁻¹, 0], [-Y⁻¹ A' X⁻¹, Y⁻¹]]. The sum of powers of A would need fewer products, but its terms
+  grow exponentially for equal keys.
   """
-  index = np.arange(a_ij.shape[-1])
-  product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-  x_ij, size = None, 1
-  while size < len(index):
-    block = index // size
+  size = a_ij.shape[-1]
+  padding = -size % min(ROWS, size)
+  a_ij = jnp.pad(a_ij, [(0, 0)] * (a_ij.ndim - 2) + [(0, padding)] * 2)
+  # On TPU rounds to 16 bits: far less than the rule's other products.
+  product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)
+  index, rows = np.arange(size + padding), min(ROWS, size)
+  x_ij = _invert_blocks(a_ij, rows)
+  while rows < size:
+    block = index // rows
     below = (block[:, None] % 2 == 1) & (block[:, None] == block[None] + 1)
     part_ij = jnp.where(np.broadcast_to(below, a_ij.shape), a_ij, 0)
-    if x_ij is None:
-      x_ij = np.broadcast_to(np.eye(len(index), dtype=a_ij.dtype), a_ij.shape) - part_ij
-    else:
-      x_ij = x_ij - product(product(x_ij, part_ij), x_ij)
-    size *= 2
-  return jnp.ones_like(a_ij) if x_ij is None else x_ij
+    x_ij = x_ij - product(product(x_ij, part_ij), x_ij)
+    rows *= 2
+  return x_ij[..., :size, :size]
+
+
+def _invert_blocks(a_ij: jax.Array, rows: int) -> jax.Array:
+  """Inverts I + A in each diagonal block of `rows` rows; other elements are 0.
+
+  Substitutes row by row in all blocks together. Matrix units would be mostly idle for such blocks.
+  """
+  *batch, size, _ = a_ij.shape
+  number = size // rows
+  blocks = a_ij.reshape(*batch, number, rows, number, rows)
+  blocks_brs = jnp.stack([blocks[..., b, :, b, :] for b in range(number)])
+  a_rsX = jnp.moveaxis(blocks_brs, (-2, -1), (0, 1)).reshape(rows, rows, -1)
+  eye = np.broadcast_to(np.eye(rows, dtype=a_ij.dtype)[..., None], a_rsX.shape)
+  x_rsX = jnp.asarray(eye[:1])
+  for r in range(1, rows):
+    below_1sX = jnp.sum(a_rsX[r, :r, None] * x_rsX, axis=0, keepdims=True)
+    x_rsX = jnp.concatenate([x_rsX, eye[r : r + 1] - below_1sX])
+  x_brs = jnp.moveaxis(x_rsX.reshape(rows, rows, number, *batch), (2, 0, 1), (-3, -2, -1))
+  diagonal = np.eye(number, dtype=bool)[:, None, :, None]
+  x_brbs = jnp.where(np.broadcast_to(diagonal, blocks.shape), x_brs[..., None, :], 0)
+  return x_brbs.reshape(a_ij.shape)
 
 
 def _inverse_forward(a_ij):
-  x_ij = inverse(a_ij)
+  x_ij = checkpoint_name(inverse(a_ij), INVERSE)
   return x_ij, x_ij
 
 
