@@ -1,7 +1,7 @@
 """A small Qwen3-MoE learns to add: cold start from an unreliable teacher, then GSPO.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
-Hardware:  any machine with two CPU cores; two to four minutes
+Hardware:  any machine with two CPU cores; two to five minutes
 Expected:  eval/accuracy 0.4 -> 0.98; 0.91 or more with each of 20 seeds (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 

@@ -121,7 +121,16 @@ def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
 
 
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % interval of the mean, from resampled problems."""
+  """Returns the 95 % interval of the mean, from resampled problems.
+
+  If all values are 0, or all are 1, samples would all be equal. The end of the interval is then the
+  exact bound of Clopper and Pearson, 1 - 0.025^(1/P), or its mirror image.
+  """
+  bound = 1 - 0.025 ** (1 / len(value_P))
+  if not value_P.any():
+    return 0.0, bound
+  if (value_P == 1).all():
+    return 1 - bound, 1.0
   low, high = np.percentile(value_P[_resamples(len(value_P))].mean(1), [2.5, 97.5])
   return float(low), float(high)
 

@@ -205,7 +205,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   idle_state = "bad" if idle > 2 else "open"
   skipped_state = "bad" if all(skipped[-3:]) else "open"
   problems = [
-    ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
+    ("bad", recent, f"{_count(len(recent), 'alarm')} at the end, listed below"),
     ("bad", dropped, f"experts dropped {_count(dropped, 'token')}"),
     (idle_state, idle, f"no learning: the gradient was 0 in all {idle} rows"),
     ("bad", broken, f"loss or gradient was NaN in {_count(len(broken), 'row')}"),

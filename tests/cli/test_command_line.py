@@ -47,7 +47,7 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
   assert done.returncode == 0 and not done.stderr
   for name in FILES:
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
-  assert "Hardware: any machine with two CPU cores; two to four minutes" in done.stdout
+  assert "Hardware: any machine with two CPU cores; two to five minutes" in done.stdout
   assert "Also: tiny:gemma, tiny:hybrid\n" in done.stdout
   assert "rl.group_size=8               G, responses per prompt" in done.stdout
   assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
@@ -130,7 +130,7 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
     "\n", 1
   )
   assert start.startswith("gspo_jax: tiny in /x; loading JAX")
-  assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; two to four minutes\n"
+  assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; two to five minutes\n"
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
     assert before_jax.greeting(lacking) == ""
   (tmp_path / "a(.py").write_text("def get_config(: not Python\n")

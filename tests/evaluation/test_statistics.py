@@ -21,7 +21,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 def test_bootstrap_interval_shrinks_with_problems():
   few, many = (np.ptp(bootstrap(np.arange(n) % 2)) for n in (40, 400))
   assert many < few > 0.2
-  assert bootstrap(np.ones(10)) == (1.0, 1.0)
+  assert bootstrap(np.zeros(10)) == (0.0, pytest.approx(0.3085, abs=1e-4))  # Clopper-Pearson.
+  assert bootstrap(np.ones(10)) == (pytest.approx(0.6915, abs=1e-4), 1.0)
 
 
 def test_an_accuracy_is_printed_with_its_interval():

@@ -207,6 +207,31 @@ def test_greedy_text_of_pages_is_that_of_transformers(case):
   assert len(sampled) > 8  # Else the text would say little.
 
 
+@pytest.mark.families
+def test_equal_experts_tie(case, tmp_path):
+  """Experts 0 and 1 are equal: their scores tie, and either choice gives the same logits."""
+  E = case.config.num_experts
+  if not E:
+    pytest.skip("a dense model")
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    case.directory, attn_implementation="eager"
+  )
+  with torch.no_grad():
+    for name, p in model.state_dict(keep_vars=True).items():
+      if ".layers." in name and len(p) == E:
+        p[1] = p[0]
+  model.save_pretrained(tmp_path)
+  params, config = hf.load(tmp_path)
+  tokens = jnp.asarray(case.tokens)
+  out = jax.jit(lambda params: transformer.forward(params, config, tokens))(params)
+  chosen = np.sort(out.routing_lBTk, axis=-1)
+  assert (np.diff(chosen) > 0).all()  # No expert is chosen twice.
+  assert ((chosen == 0).any(-1) & (chosen == 1).any(-1)).any()
+  logits = transformer.head_logits(params, config, out.hidden_BTD)
+  expected = model(torch.tensor(case.tokens)).logits.detach().numpy()
+  assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize(
   "size", [(16, 1e4, 64, 4.0), (64, 5e5, 8192, 8.0), (128, 1e6, 32_768, 2.5)]
 )

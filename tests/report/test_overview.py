@@ -63,7 +63,7 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
     return healthy["state"], healthy["because"]
 
   assert state()[0] == "good"
-  assert state((30, {"warning/entropy": 1.0})) == ("bad", "alarms at the end: entropy")
+  assert state((30, {"warning/entropy": 1.0})) == ("bad", "1 alarm at the end, listed below")
   assert state((5, {"warning/entropy": 1.0})) == ("open", "1 alarm earlier, none at the end")
   idle = [(i, {"grad_norm": 0.0}) for i in range(1, 31)]
   assert state(*idle) == ("bad", "no learning: the gradient was 0 in all 30 rows")
