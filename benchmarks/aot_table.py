@@ -36,8 +36,8 @@ from gspo_jax.aot import chips, search
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
 from gspo_jax.models.families.lookup import FAMILIES
-from gspo_jax.settings.model import PUBLISHED
 from gspo_jax.settings.reading import from_dict
+from gspo_jax.settings.sizes import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 8192

@@ -19,8 +19,9 @@ from gspo_jax.models.attention.attention import attend_self
 from gspo_jax.models.experts import moe
 from gspo_jax.models.experts.blocks import ExpertWeights
 from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
-from gspo_jax.settings.model import REFERENCE, ModelConfig, tiny_moe
+from gspo_jax.settings.model import REFERENCE, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
+from gspo_jax.settings.sizes import tiny_moe
 from gspo_jax.structs import ModelInputs
 
 LIMITS = dict(float32=1e-3, bfloat16=3e-2)

@@ -27,8 +27,9 @@ from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED, REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
+from gspo_jax.settings.sizes import PUBLISHED
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.system import accelerators
 

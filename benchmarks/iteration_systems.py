@@ -117,7 +117,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import tokenizers
 
   from gspo_jax.models import flops, hf, transformer
-  from gspo_jax.settings import model as sizes
+  from gspo_jax.settings import sizes
 
   work = WORK[spec["model"]]
   if spec["model"] in MODELS:

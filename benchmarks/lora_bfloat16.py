@@ -29,8 +29,9 @@ from gspo_jax.models import lora, transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.params import with_adapters
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED, REFERENCE
+from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.reading import from_dict
+from gspo_jax.settings.sizes import PUBLISHED
 
 BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
 FLOAT32 = dataclasses.replace(REFERENCE, remat="full")

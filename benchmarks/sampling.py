@@ -33,8 +33,9 @@ from machine import busy_seconds, environment
 
 from gspo_jax.models import hf, transformer
 from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
-from gspo_jax.settings.model import ModelConfig, tiny_moe
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import LOCAL_ENGINE, SamplingConfig
+from gspo_jax.settings.sizes import tiny_moe
 
 SLOTS, GROUP, PROMPT, NEW, VOCABULARY = 32, 8, 32, 128, 512
 STOP_IDS = tuple(range(9))  # logits are nearly uniform: each token ends a response with 9/512

@@ -25,9 +25,10 @@ from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
+from gspo_jax.settings.sizes import tiny_moe
 from gspo_jax.settings.training import OptimizerConfig
 from gspo_jax.structs import ModelInputs, TrainBatch
 

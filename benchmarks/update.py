@@ -24,7 +24,8 @@ from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs.metrics import compute as computed
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED, ComputeConfig
+from gspo_jax.settings.model import ComputeConfig
+from gspo_jax.settings.sizes import PUBLISHED
 from gspo_jax.structs import ModelInputs, TrainBatch
 
 SMOLLM2 = PUBLISHED["SmolLM2-135M"]

@@ -11,8 +11,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-from gspo_jax.settings import model as sizes
-from gspo_jax.settings import ranges
+from gspo_jax.settings import ranges, sizes
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import CostSignal, RewardSignal

@@ -7,7 +7,7 @@ Hardware:  a TPU v5p or v6e host of 4 or 8 chips
 Expected:  not run by us at this size
 
 The weights determine the model. Without weights, for `aot`, configs/dense_math.py:NAME names the
-model: a name in settings.model.PUBLISHED, a directory, or a repository such as
+model: a name in settings.sizes.PUBLISHED, a directory, or a repository such as
 google/gemma-3-1b-pt.
 
 configs/dense_math.py:tiny is a test of the set-up, with a small random model and the byte
@@ -15,7 +15,7 @@ tokenizer. It needs only the two data files, and its reward stays near 0.
 """
 
 from gspo_jax.configs import common
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

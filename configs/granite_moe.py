@@ -18,7 +18,7 @@ tokenizer. It needs only the two data files, and its reward stays near 0.
 import dataclasses
 
 from gspo_jax.configs import common, dense_math
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 from gspo_jax.settings.model_groups import MultipliersConfig, ScoresConfig
 
 

@@ -14,7 +14,7 @@ needs only the two data files, and its reward stays near 0.
 import dataclasses
 
 from gspo_jax.configs import common, dense_math
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -14,7 +14,7 @@ configs/smollm2.py:svamp trains on problems of SVAMP instead, from a file that y
 """
 
 from gspo_jax.configs import common
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -9,7 +9,7 @@ configs/tiny.py:gemma trains a small Gemma 3 instead, configs/tiny.py:hybrid a s
 """
 
 from gspo_jax.configs import common
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -13,7 +13,7 @@ Source:    K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025
 """
 
 from gspo_jax.configs import common, tiny
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -28,7 +28,7 @@ from gspo_jax.runs import provenance
 from gspo_jax.runs.weight_source import WeightSource
 from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import tiny_moe
+from gspo_jax.settings.sizes import tiny_moe
 
 SMALL = dict(
   job="rl", model__num_layers=1, sampling__max_new_tokens=4, rl__packed=False,

@@ -36,7 +36,7 @@ from gspo_jax.models import flops, hf, transformer
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.mirror import Mirror
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.system.files import unseal
 

@@ -101,7 +101,7 @@ class Weights(NamedTuple):
 
 @flax.struct.dataclass
 class Carry:
-  """State of each row of one layer: that of the rule, and the inputs that convolutions read."""
+  """States of one layer, with the last inputs of its convolutions."""
 
   state_BKRHJ: jax.Array
   q_BCKH: jax.Array

@@ -372,14 +372,9 @@ def _layer(
       y_BTD = y_BTD + moe.output_biases(gate_BTk, experts_BTk, down_bias).astype(y_BTD.dtype)
     return y_BTD, experts_BTk, stats
 
+  module = gated_delta if kind.linear else layers
   attend = functools.partial(
-    gated_delta.attend if kind.linear else layers.attend,
-    kv=kv,
-    layer=index,
-    config=config,
-    compute=compute,
-    kind=kind,
-    **placement,
+    module.attend, kv=kv, layer=index, config=config, compute=compute, kind=kind, **placement
   )
   # Without the barrier, XLA casts the weights of all layers before the loop and keeps the copies.
   if kv is None:

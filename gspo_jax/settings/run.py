@@ -11,11 +11,12 @@ from gspo_jax.settings.data import DataConfig, OfflineConfig
 from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
 from gspo_jax.settings.losses import find_estimator
 from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
-from gspo_jax.settings.model import ComputeConfig, ModelConfig, tiny_moe
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.ranges import key
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
+from gspo_jax.settings.sizes import tiny_moe
 from gspo_jax.settings.training import (
   AlarmConfig,
   CheckpointConfig,

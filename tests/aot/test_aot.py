@@ -8,7 +8,7 @@ from support.aot import SMALL, compiled, needs_libtpu, run
 
 from gspo_jax.aot import chips, hlo_costs
 from gspo_jax.models import flops, transformer
-from gspo_jax.settings.model import PUBLISHED, tiny_moe
+from gspo_jax.settings.sizes import PUBLISHED, tiny_moe
 
 PROGRAM = """HloModule jit_f
 

@@ -15,7 +15,8 @@ from gspo_jax.aot.programs import Program
 from gspo_jax.models import remat
 from gspo_jax.models.attention import attention
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED, ComputeConfig
+from gspo_jax.settings.model import ComputeConfig
+from gspo_jax.settings.sizes import PUBLISHED
 from gspo_jax.sharding import AXES
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GPUS

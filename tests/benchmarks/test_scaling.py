@@ -25,7 +25,7 @@ import scaling_points
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
-from gspo_jax.settings.model import tiny_moe
+from gspo_jax.settings.sizes import tiny_moe
 
 
 def test_scaling_measures_prints_and_draws(tmp_path, capsys):

@@ -26,7 +26,7 @@ from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
 from gspo_jax.inputs import read_inputs
 from gspo_jax.models import hf, transformer
-from gspo_jax.settings.model import tiny_moe
+from gspo_jax.settings.sizes import tiny_moe
 
 
 def run_module(*arguments, module="gspo_jax.main", **more):

@@ -16,7 +16,8 @@ from gspo_jax.models.attention import attention, positions
 from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import REFERENCE, tiny_dense
+from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.sizes import tiny_dense
 from gspo_jax.system import accelerators
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_jax.models.attention import attention, cache, triton
 from gspo_jax.models.attention.blocks import Scores
-from gspo_jax.settings.model import tiny_moe
+from gspo_jax.settings.sizes import tiny_moe
 
 l, B, K, H, S = 2, 4, 2, 8, 24
 MODEL = dataclasses.replace(tiny_moe(32), num_layers=l, num_kv_heads=K, head_dim=H)

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from gspo_jax.models import flops
-from gspo_jax.settings.model import tiny_gemma
 from gspo_jax.settings.model_groups import LinearConfig
+from gspo_jax.settings.sizes import tiny_gemma
 
 
 def test_local_layers_see_their_window_and_no_more():

@@ -16,7 +16,7 @@ from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.int8 import as_array, is_int8, quantise
 from gspo_jax.sampling import EngineConfig, generate
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import PUBLISHED
+from gspo_jax.settings.sizes import PUBLISHED
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
 MODELS = dict(dense=DENSE, moe=MOE, hybrid=HYBRID_MOE)

@@ -11,8 +11,8 @@ import pytest
 from gspo_jax.sampling.servers import client, probe
 from gspo_jax.sampling.servers.client import ServerPool
 from gspo_jax.sampling.servers.probe import Call, Failed, read_answer
-from gspo_jax.settings.model import tiny_moe
 from gspo_jax.settings.sampling import SamplingConfig, ServerConfig
+from gspo_jax.settings.sizes import tiny_moe
 
 CALL = Call("a1", (5, 6, 7), 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
 # Eight experts, of which a token takes two, in the last two of three layers.

@@ -27,8 +27,9 @@ from gspo_jax.models import hf, transformer
 from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.servers.engine import ServerEngine
-from gspo_jax.settings.model import REFERENCE, tiny_dense, tiny_moe
+from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig, ServerConfig
+from gspo_jax.settings.sizes import tiny_dense, tiny_moe
 from gspo_jax.structs import Prompt
 
 PYTHON = os.environ.get("GSPO_VLLM_PYTHON", "")

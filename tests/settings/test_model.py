@@ -9,7 +9,7 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.sampling import generate
-from gspo_jax.settings.model import PUBLISHED, ModelConfig
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.model_groups import (
   LinearConfig,
   MultipliersConfig,
@@ -17,6 +17,7 @@ from gspo_jax.settings.model_groups import (
   RouterConfig,
   ScoresConfig,
 )
+from gspo_jax.settings.sizes import PUBLISHED
 
 # Model: parameters, active ones, without embedding and head. The exact totals are those of the
 # published files; the rounded figures (in billions) those of the papers and model cards.

@@ -8,14 +8,8 @@ import jax.numpy as jnp
 
 from gspo_jax.models import transformer
 from gspo_jax.models.experts.blocks import ExpertWeights
-from gspo_jax.settings.model import (
-  LinearConfig,
-  ModelConfig,
-  RopeConfig,
-  tiny_dense,
-  tiny_gemma,
-  tiny_moe,
-)
+from gspo_jax.settings.model import LinearConfig, ModelConfig, RopeConfig
+from gspo_jax.settings.sizes import tiny_dense, tiny_gemma, tiny_moe
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
 DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)

@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 
 TEMPLATE = """
 {%- for message in messages %}

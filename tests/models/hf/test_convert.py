@@ -17,7 +17,7 @@ from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import convert
 from gspo_jax.models.hf import files as hf_files
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = dict(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=24)

@@ -16,7 +16,7 @@ from support.command_line import on_two_processes
 from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import architectures, convert
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 from gspo_jax.settings.mesh import MeshConfig
 
 ID = "org/model"

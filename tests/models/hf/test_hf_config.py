@@ -12,7 +12,7 @@ from gspo_jax.models import hf
 from gspo_jax.models.hf import architectures as hf_architectures
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf.architectures import ARCHITECTURES
-from gspo_jax.settings import model as sizes
+from gspo_jax.settings import sizes
 from gspo_jax.settings.model_groups import MultipliersConfig, ScoresConfig
 from gspo_jax.settings.reading import from_dict
 

@@ -17,7 +17,7 @@ from gspo_jax.models import hf  # noqa: E402
 from gspo_jax.models.hf import config as hf_config  # noqa: E402
 from gspo_jax.models.hf import convert, peft  # noqa: E402
 from gspo_jax.settings.mesh import MeshConfig  # noqa: E402
-from gspo_jax.settings.model import PUBLISHED  # noqa: E402
+from gspo_jax.settings.sizes import PUBLISHED  # noqa: E402
 from gspo_jax.settings.training import LoraConfig  # noqa: E402
 
 TEXT = dict(
