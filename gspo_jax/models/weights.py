@@ -65,7 +65,7 @@ class ExtendedAttention(Attention):
 
 @flax.struct.dataclass
 class GatedAttention(Attention):
-  """Attention whose outputs are multiplied by a sigmoid gate (Qwen3-Next)."""
+  """Attention with a sigmoid gate on its outputs (Qwen3-Next)."""
 
   q_gate: Any  # l D N H
 

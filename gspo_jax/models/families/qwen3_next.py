@@ -19,7 +19,7 @@ def layer_types(layers: int, pattern: int) -> list[str]:
 
 
 def read_pattern(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads which layers have linear attention. `layer_types` takes precedence."""
+  """Reads the pattern of linear layers. `layer_types` takes precedence."""
   types, layers = raw.get("layer_types"), raw["num_hidden_layers"]
   pattern = raw.get("full_attention_interval", 4)
   if types is not None:

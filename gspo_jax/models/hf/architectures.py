@@ -49,8 +49,8 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
   return dict(model_type=OUTER[raw["model_type"]]) | text | shared
 
 
-# Names and axes of fused experts: one tensor for all experts of a layer, with gate, then up,
-# on one axis. transformers 5 has them in memory, and writes them to files on request
+# Names and axes of fused experts: one tensor for all experts of a layer, with gate and then up on
+# one axis. transformers 5 has them in memory, and writes them to files on request
 # (save_original_format=False).
 FUSED = {
   "Moe.router": NAMES["Moe.router"],  # Beside fused experts, Mixtral's router has this name, too.

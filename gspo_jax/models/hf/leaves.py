@@ -73,7 +73,7 @@ class Leaf:
     return dict(zip(self.letters, self.shape))
 
   def size(self, letters: str) -> int:
-    """Returns the number of elements of merged axes; 1 for axes that the parameter lacks."""
+    """Counts elements of merged axes; an axis absent from the parameter counts 1."""
     return math.prod(self.sizes.get(x, 1) for x in letters)
 
   @property
