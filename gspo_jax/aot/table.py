@@ -88,14 +88,14 @@ def _print_tpu_row(row: dict[str, Any], header: bool) -> None:
     network = f"{'DCN GB':>9}{'DCN':>9}" if several else ""
     print_line(
       f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}"
-      f"{'HBM GB':>9}{'needed':>9}{'ratio':>6}"
+      f"{'HBM GB':>9}{'needed':>9}{'ratio':>8}"
       f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>9}{'ICI':>9}{network}"
       f"  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
-  needed = f"{'':>15}"
+  needed = f"{'':>17}"
   if "needed_bytes" in row:
-    needed = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
+    needed = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>8.2f}"
   seconds = "".join(f"{row[f'{k}_s']:>9.3g}" for k in ("compute", "hbm", "interconnect"))
   network = f" {_gigabytes(row['network_bytes']):>8} {row['network_s']:>8.3g}" if several else ""
   print_line(

@@ -190,4 +190,6 @@ def _flag_error(error: Exception) -> str:
     return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
   while isinstance(error, BaseException) and error.args:
     error = error.args[0]  # ml_collections wraps its hint in two exceptions.
+  if str(error).startswith("Unknown command line flag"):
+    return f"{error}; a key of the configuration is set with --config.KEY=VALUE"
   return str(error)

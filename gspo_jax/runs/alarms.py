@@ -164,7 +164,8 @@ ALARMS = {
   ),
   "unknown": Alarm(
     "The verifier gives no verdict on many responses.",
-    "Read these responses and the reasons in the directory unknown/ of the run.",
+    "Read these responses and the reasons: those of training in the directory unknown/ of the run, "
+    "those of evaluations in rollouts/eval_*.jsonl.",
     "verifier/unknown",
     "docs/rewards.md#unknown-is-not-wrong",
   ),
@@ -189,7 +190,7 @@ ALARMS = {
     "docs/data.md#query-set",
   ),
   "all_masked": Alarm(
-    f"{_IDLE}all responses are truncated, and therefore masked.",
+    f"{_IDLE}nearly all responses are truncated, and therefore masked.",
     "Raise sampling.max_new_tokens, or set rl.mask_truncated=False.",
     "truncated_fraction",
     "docs/running.md#truncated-responses",
@@ -209,6 +210,7 @@ def advice(name: str) -> str:
 
 WINDOW = 10  # Number of iterations over which medians and means are computed.
 IDLE_ITERATIONS = 5  # Consecutive iterations with a gradient of 0 before a warning.
+MASKED = 0.9  # Share of truncated responses from which truncation explains a gradient of 0.
 TAIL = 0.1  # No warning up to this share of tokens with a ratio above 2 or below 1/2.
 OUTSIDE = 0.1  # No warning up to this share of responses outside the clip range.
 
@@ -306,8 +308,10 @@ def _zero_gradient_cause(row: Mapping[str, Any]) -> tuple[str, str]:
   """Returns the alarm's name, and the reason for a gradient of 0."""
   dropped = row.get("query_set/dropped")
   masked, recorded = row.get("masked_responses"), row.get("recorded/responses")
-  if masked and (row.get("truncated_fraction") == 1 or masked == recorded):
-    return "all_masked", "all responses were truncated, and rl.mask_truncated masks them"
+  truncated = 1.0 if masked == recorded else row.get("truncated_fraction") or 0.0
+  if masked and truncated >= MASKED:
+    share = f"{truncated:.0%} of the responses"
+    return "all_masked", f"{share} were truncated, and rl.mask_truncated masks them"
   if dropped and dropped == row.get("query_set/tried"):
     return "all_dropped", "data.query_set.drop_after has dropped all tried prompts"
   if row.get("dynamic_sampling/filled_groups"):

@@ -94,8 +94,9 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the time elapsed in compilation and the first step."""
-    text = f"compiling, then the first step; {clock_text(self._clock() - self._begin)} so far"
+    """Shows the time elapsed before the end of the first step."""
+    elapsed = clock_text(self._clock() - self._begin)
+    text = f"compilation, first evaluation and first step; {elapsed} so far"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
     else:

@@ -166,9 +166,17 @@ def fill(section: Any, path: str, message: str, /, **others: tuple[str, Any]) ->
     prefix, owner = others.get(first, (path, section))
     key = rest if first in others else match[1]
     value = look_up(owner, key) if key else owner
-    return str(value) if match[2] else f"{'.'.join(filter(None, (prefix, key)))}={value!r}"
+    return _listed(value) if match[2] else f"{'.'.join(filter(None, (prefix, key)))}={value!r}"
 
   return re.sub(r"\{([\w.]+)(:?)\}", text, message)
+
+
+def _listed(value: Any) -> str:
+  """Returns a value as text; a mapping as its entries, with floats as percentages."""
+  if not isinstance(value, Mapping):
+    return str(value)
+  shares = {key: f"{x:.0%}" if isinstance(x, float) else x for key, x in value.items()}
+  return ", ".join(f"{key}: {text}" for key, text in shares.items())
 
 
 def look_up(section: Any, key: str) -> Any:

@@ -19,6 +19,7 @@ FLOAT_MAX = sys.float_info.max
 OTHER_NAMES = dict(
   adv_estimator="objective.advantage",
   batch_size="rl.prompts",
+  bf16="compute.dtype engine.dtype",
   beta="objective.kl_coef",
   clip_ratio_high="objective.clip_high",
   clip_ratio_low="objective.clip_low",
@@ -26,12 +27,18 @@ OTHER_NAMES = dict(
   epsilon="objective.clip_low",
   epsilon_high="objective.clip_high",
   eval_steps="eval.every",
+  generation_batch_size="rl.prompts",
   gradient_accumulation_steps="rl.microbatches",
   gradient_checkpointing="compute.remat",
+  importance_sampling_level="objective.name",
   kl_loss_coef="objective.kl_coef",
   learning_rate="rl_optimizer.learning_rate sft_optimizer.learning_rate",
   logging_steps="sft.log_every",
   loss_agg_mode="objective.aggregate",
+  lora_alpha="lora.alpha",
+  lora_r="lora.rank",
+  lora_rank="lora.rank",
+  loss_mode="objective.name",
   loss_type="objective.name",
   lr="rl_optimizer.learning_rate sft_optimizer.learning_rate",
   lr_scheduler_type="rl_optimizer.schedule",
@@ -47,19 +54,25 @@ OTHER_NAMES = dict(
   num_iterations="rl.epochs",
   num_train_epochs="rl.iterations",
   per_device_train_batch_size="rl.prompts",
+  path="weights",
   ppo_epochs="rl.epochs",
   ppo_mini_batch_size="rl.minibatches",
+  report_to="wandb",
+  reward_funcs="reward.name",
   rollout_n="rl.group_size",
   save_freq="checkpoint.every",
   save_steps="checkpoint.every",
+  scale_rewards="objective.advantage",
   system_prompt="data.system",
   test_freq="eval.every",
   total_epochs="rl.iterations",
   total_training_steps="rl.iterations",
   train_batch_size="rl.prompts",
   train_files="data.train",
+  use_vllm="engine.name",
   val_files="data.eval",
   warmup_ratio="rl_optimizer.warmup_steps",
+  weight_decay="rl_optimizer.weight_decay sft_optimizer.weight_decay",
 )
 
 
@@ -136,7 +149,8 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """
   section, _, name = key.rpartition(".")
   elsewhere = [dotted for dotted in _dotted(RunConfig) if dotted.rpartition(".")[2] == name]
-  near = [path + match for match in difflib.get_close_matches(key.partition(".")[0], keys, n=1)]
+  first = key.partition(".")[0]
+  near = [path + match for match in difflib.get_close_matches(first, keys, n=1, cutoff=0.7)]
   if section:
     elsewhere = [] if path else elsewhere
     near = [key for key in elsewhere if key.rpartition(".")[0] in near] or elsewhere or near

@@ -18,8 +18,9 @@ def visible(text: str) -> str:
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
   """Returns a hint with the most similar word; "" if none is similar."""
-  near = difflib.get_close_matches(word, [*words], n=1)
-  return f"; did you mean {near[0]}?" if near else ""
+  by_lower = {choice.lower(): choice for choice in words}
+  near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+  return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def clock_text(seconds: float) -> str:
