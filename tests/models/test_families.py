@@ -333,6 +333,11 @@ def loss(params, config, tokens, **options):
   return -logp.mean()
 
 
+def rounding(config):
+  """Tolerance of two orders of summation; sums of decayed states round more."""
+  return 1e-4 if config.linear.pattern > 1 else 2e-5
+
+
 @pytest.mark.families
 def test_eight_devices_compute_what_one_does(case):
   config, tokens = case.config, np.tile(case.tokens, (4, 1))
@@ -346,7 +351,8 @@ def test_eight_devices_compute_what_one_does(case):
     value, sharded = step(jax.device_put(case.params, layout), sharding.put_batch(tokens, mesh))
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
-  chex.assert_trees_all_close(jax.device_get(sharded), gradient, atol=2e-5 * largest, rtol=0)
+  atol = rounding(config) * largest
+  chex.assert_trees_all_close(jax.device_get(sharded), gradient, atol=atol, rtol=0)
 
 
 @pytest.mark.families
@@ -362,7 +368,7 @@ def test_packed_segments_are_separate_rows(case):
     positions=jnp.asarray(positions),
   ).hidden_BTD  # fmt: skip
   apart = [forward(case.params, case.config, part).hidden_BTD for part in (first, second)]
-  np.testing.assert_allclose(packed, np.concatenate(apart, 1), atol=2e-5)
+  np.testing.assert_allclose(packed, np.concatenate(apart, 1), atol=rounding(case.config))
 
 
 @pytest.mark.families

@@ -114,7 +114,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
     value, got = step(sharded, batch)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
-  rounding = 4e-5 if config.linear.pattern > 1 else 2e-5  # Sums of decayed states round more.
+  rounding = 1e-4 if config.linear.pattern > 1 else 2e-5  # Sums of decayed states round more.
   chex.assert_trees_all_close(jax.device_get(got), gradient, atol=rounding * largest, rtol=0)
   # Sharding is in the type: a gradient laid out otherwise would be copied at every step.
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))

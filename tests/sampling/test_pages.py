@@ -65,7 +65,7 @@ def test_states_of_linear_layers_are_put_aside_and_built_again(engine):
   """Each prompt's state is copied to each of its responses."""
   dense = dict(cache="dense") | {key: x for key, x in engine.items() if key == "cache_dtype"}
   s = scheduler(HYBRID, **PAGES | dict(cache_tokens=LEAST) | engine)
-  same(run(s), run(scheduler(HYBRID, slots=18, **dense)), atol=5e-5)
+  same(run(s), run(scheduler(HYBRID, slots=18, **dense)), atol=2e-4)
   assert s.usage.put_aside > 0
 
 
