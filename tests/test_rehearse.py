@@ -89,7 +89,7 @@ REFUSED = {
   ),
   "answers that do not fit": (
     dict(sampling__max_new_tokens=2),
-    r"sampling\.max_new_tokens=2.*no answer of a source fits.*'data\.train': 0",
+    r"sampling\.max_new_tokens=2.*no answer of a source fits.*data\.train: 0%",
   ),
 }
 
