@@ -4,7 +4,8 @@ Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=
              --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
 Hardware:  v5e (16 GiB), v6e (32 GiB), h100 (80 GB) or t4 (16 GB), named after the colon
-Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler
+Expected:  not run by us at this size; docs/one_chip.md has the memory by the compiler, except for
+           Qwen3.5, which has not been compiled
 
 The variants are 0.6B or 1.7B on v5e, v6e or h100, 4B-h100, 8B-h100 and 0.6B-t4. Those of Qwen3.5
 are Qwen3.5-0.8B on v5e, v6e or h100, Qwen3.5-2B on v6e or h100, and Qwen3.5-4B-h100. If optimizer
