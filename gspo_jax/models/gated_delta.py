@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
-from gspo_jax.models.attention import delta_kernel, delta_rule
+from gspo_jax.models.attention import delta_rule
 from gspo_jax.models.attention.attention import Paths, Tree
-from gspo_jax.models.attention.blocks import RESIDUAL
+from gspo_jax.models.attention.blocks import RESIDUAL, gather
 from gspo_jax.models.attention.cache import States
 from gspo_jax.models.attention.delta_rule import Inputs
 from gspo_jax.models.int8 import project
@@ -142,11 +142,6 @@ def _mix(
   return y_BTKRJ.astype(dtype), None if kv is None else _write(kv, layer, carry)
 
 
-def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
-  """Gathers positions of rows by their index in the flattened rows; 0 beyond the end."""
-  return x_RX.reshape(-1, *x_RX.shape[2:]).at[index_RY].get(mode="fill", fill_value=0)
-
-
 def _run(
   x: Projections, w: Weights, segments_BT: jax.Array, carry: Carry
 ) -> tuple[jax.Array, Carry]:
@@ -158,6 +153,8 @@ def _run(
 
 def _step(x: Projections, w: Weights, segments_BT: jax.Array, kv: States, layer: Any):
   """Computes one position, and updates the states of one layer in place."""
+  from gspo_jax.models.attention import delta_kernel  # Slow import.
+
   carry = _read(kv, layer)
   inputs, tails = _convolve(x, w, segments_BT, carry)
   y, state_lBKRHJ = delta_kernel.step(inputs.masked(segments_BT > 0), kv.state_lBKRHJ, layer)

@@ -23,6 +23,7 @@ from gspo_jax.models.attention.blocks import (
   RESIDUAL,
   Scores,
   attend_blockwise,
+  gather,
   pad,
   softcap,
 )
@@ -227,10 +228,6 @@ def attend_paths(
   Each path is a segment for `attend_self`. A token of a shared prefix has equal results in all
   paths of the prefix; one of these results is returned.
   """
-
-  def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
-    x_Z = x_RX.reshape(-1, *x_RX.shape[2:])
-    return x_Z.at[index_RY].get(mode="fill", fill_value=0)
 
   inputs = (gather(x_RT, paths.read_RF) for x_RT in (q_RTNH, k_RTKH, v_RTKH))
   y_RFNH = attend_self(*inputs, paths.segment_RF, implementation, scores)

@@ -116,6 +116,11 @@ def _even(length: int, block: int) -> int:
   return length if parts <= 1 else -(-length // parts // 8) * 8
 
 
+def gather(x_RX: jax.Array, index_RY: jax.Array) -> jax.Array:
+  """Gathers positions of rows by their index in the flattened rows; 0 beyond the end."""
+  return x_RX.reshape(-1, *x_RX.shape[2:]).at[index_RY].get(mode="fill", fill_value=0)
+
+
 def pad(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
   """Pads axis 1 to a multiple of `size`."""
   width = [(0, 0), (0, -x_BT.shape[1] % size)] + [(0, 0)] * (x_BT.ndim - 2)

@@ -1,7 +1,7 @@
 """Pallas kernels: one position of the gated delta rule, with the states updated in place.
 
-A state is read and written once. XLA's own form reads it three times: to recall the value of a key,
-to add to the state, and to compute the output.
+A state is read and written once. XLA's own form reads it twice: for the sums over the old state,
+and to add to it.
 """
 
 import math

@@ -361,7 +361,7 @@ def _put_arrays(tree: Any, *spec: P) -> Any:
 
 
 def _cache_bytes(state: Any) -> int:
-  """Returns the size of keys and values in bytes, over all devices."""
+  """Returns the size of caches in bytes, over all devices."""
   return sum(
     x.nbytes
     for x in jax.tree.leaves((state.cache, state.staged, state.staged_states))
