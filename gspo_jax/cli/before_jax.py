@@ -1,8 +1,8 @@
 """Handles the command line before JAX and other libraries are imported, which takes seconds.
 
-The module needs only the standard library. So a greeting, and messages about a wrong command line
-or missing libraries, appear at once. For --help it also imports the declarations of keys, which
-need JAX.
+At first the module imports only the standard library and small modules of this package. So a
+greeting, and messages about a wrong command line or missing libraries, appear at once. Only --help
+imports the declarations of keys, which need JAX.
 """
 
 import ast
@@ -20,7 +20,7 @@ from gspo_jax.system.text import did_you_mean
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
-# Some packages of extras of setup.py. If one of them is missing, its extra is not installed.
+# Some packages of each extra in setup.py. If a package is missing, the extra is not installed.
 LIBRARIES = dict(
   train=TRAIN,
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),

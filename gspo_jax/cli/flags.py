@@ -1,4 +1,4 @@
-"""Parses the flags of all commands, above all --config, and reports errors in one line."""
+"""Parses a command's flags, above all --config, and reports errors in one line."""
 
 import dataclasses
 import os
@@ -29,8 +29,8 @@ def read_config(read_model: Callable[[RunConfig], ModelConfig]) -> RunConfig:
   """Returns the configuration, with changes by flags --config.KEY=VALUE.
 
   If a flag sets `weights`, or section `model` has its defaults, the model is read from the weights.
-  Flags may still change keys of the model. If --config names a variant (NAME:VARIANT), the model is
-  that of the file instead. An error ends the process with one line.
+  But if --config names a variant (NAME:VARIANT), the model is that of the file. In both cases,
+  flags may still change keys of the model. An error ends the process with one line.
 
   read_model: function from a configuration to the model of its weights.
   """

@@ -1,10 +1,10 @@
-"""Speeds and memory sizes of TPUs and NVIDIA GPUs, from their data sheets."""
+"""Speeds and memory sizes of TPUs and NVIDIA GPUs, mostly from data sheets."""
 
 import dataclasses
 
 GIB = 2**30
-# Share of a GPU's memory for arrays, the value of XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for
-# CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
+# Fraction of a GPU's memory for arrays, if the user sets XLA_PYTHON_CLIENT_MEM_FRACTION to it. The
+# rest is for CUDA, buffers of NCCL, and workspaces of cuDNN and cuBLAS.
 GPU_FRACTION = 0.92
 
 
@@ -15,8 +15,8 @@ class Cuda:
   capability: tuple[int, int]
   cores: int  # Streaming multiprocessors.
   lanes: int  # Float32 units of a core.
-  shared_memory: int  # Bytes of a core.
-  cache: int  # Bytes of L2.
+  shared_memory: int  # Bytes of shared memory of a core.
+  cache: int  # Bytes of the L2 cache.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Chip:
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, sum over links, both directions
-  network: float  # bytes per second each way to other slices, per chip
-  axes: int  # axes of the torus
+  network: float  # bytes per second each way to other slices (GPUs: hosts), per chip
+  axes: int  # axes of the torus; 1 for GPUs
   clock: float  # cycles per second
-  host: str  # value of TPU_ACCELERATOR_TYPE for one host
-  kinds: tuple[str, ...]  # JAX's names of a device
+  host: str  # value of TPU_ACCELERATOR_TYPE for one host; "" for GPUs
+  kinds: tuple[str, ...]  # values of JAX's `Device.device_kind`
   devices: int = 1  # JAX devices of one chip
   vector_memory: int = 16 * 2**20  # the compiler's default limit for a Pallas kernel, in bytes
   cuda: Cuda | None = None  # None for TPUs.
@@ -49,9 +49,9 @@ class Chip:
 
 _MORE = 32 * 2**20  # the limit of vector memory on later chips
 
-# Source: https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips, per chip.
+# Values per chip, from https://docs.cloud.google.com/tpu/docs/v5p and the pages of the other chips.
 # Speed of memory: versions of a page differ, 800 or 819 GB/s for v5e and 1600 or 1638 GB/s for v6e.
-# CHIPS has the larger values. For v6e, the tpu7x page has the larger value too. Capacities in GB
+# CHIPS has the larger values. The tpu7x page also has the larger value for v6e. Capacities in GB
 # are taken as GiB.
 # Links: the v4 page has no figure. Other sources quote 6 links of 50 GB/s each way from
 # arXiv:2304.01433 (its table was not checked). Measured speeds are lower: 45 GB/s per link of v4
@@ -80,7 +80,7 @@ _BLACKWELL = Cuda((10, 0), 148, 128, 228 * 1024, 126 * 2**20)
 # NVIDIA's data sheets of the SXM modules: dense bfloat16 without sparsity, NVLink as the sum of
 # both directions, and one network adapter per GPU of a DGX (200 Gbit/s of A100, else 400). NVLink
 # joins the GPUs of a host by switches: one axis, without neighbours. The memory is what CUDA
-# reports, a little less than the data sheet's GB.
+# reports: in GiB, a little less than the data sheet's number of GB.
 GPUS = {
   "a100": Chip(312e12, 79.2 * GIB, 2.039e12, 600e9, 25e9, 1, 1.41e9, "",
                ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), cuda=_AMPERE),
@@ -128,7 +128,7 @@ def memory(kind: str) -> float | None:
 
 
 def vector_memory(kind: str) -> int:
-  """Returns bytes of vector memory for a Pallas kernel on one device.
+  """Returns the vector memory that a Pallas kernel may use on one TPU device, in bytes.
 
   Returns 16 MiB, the smallest value, for an unknown `kind`.
   """

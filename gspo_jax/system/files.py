@@ -73,7 +73,7 @@ def check_writable(key: str, directory: str | os.PathLike) -> None:
 
 
 def _exists(path: Path) -> bool:
-  """Whether a path exists, broken links included. Raises OSError for an impossible path."""
+  """Whether a path exists, broken links included. Raises OSError, e.g. for too long a name."""
   try:
     path.lstat()
   except (FileNotFoundError, NotADirectoryError):

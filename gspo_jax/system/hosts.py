@@ -1,6 +1,7 @@
 """Communication between the processes of a run.
 
-The first process decides for all processes. All processes must call a collective function.
+The first process decides for all processes. All processes must call the functions with "Collective"
+in their docstring.
 """
 
 import contextlib

@@ -47,7 +47,7 @@ def pinned(name: str, file: str = "config.json") -> str:
   """Returns OWNER/NAME@COMMIT for a repository's name, and a path unchanged. Collective.
 
   The first process resolves the name. If there is no network, the cached commit of the revision is
-  used.
+  used. A name with a commit is returned unchanged and unchecked.
 
   Args:
     name: name of a repository, or a path.
@@ -144,7 +144,7 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """Names of files: those in the cache if they include weights or an index, else all."""
+    """Names of the cached files, if weights or their index are among them; else of all files."""
     from huggingface_hub import HfApi
 
     local = [path.name for path in self.directory.iterdir()]
@@ -190,12 +190,13 @@ class Repository:
 
 @dataclasses.dataclass
 class _Remote:
-  """A file of a repository, with its temporary URL and its path in the cache."""
+  """A file of a repository, at the hub and in the cache."""
 
   repository: Repository
   file: str
   url: str
-  location: str  # Signed URL of the storage behind the hub, valid for about an hour.
+  # Signed URL of the storage behind the hub, valid for about an hour; or a URL of the hub itself.
+  location: str
   size: int
   blob: Path  # Path of the whole file in the cache.
 
@@ -216,7 +217,7 @@ class _Remote:
 
   @property
   def bytes_in_cache(self) -> int:
-    """Number of the file's bytes in the cache, of a partial file too."""
+    """Size of the whole or partial file in the cache; 0 if there is none."""
     files = [path for path in (self.blob, self.partial) if path.exists()]
     return files[0].stat().st_size if files else 0
 

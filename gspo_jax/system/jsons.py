@@ -49,7 +49,7 @@ def read_object(path: Any) -> dict[str, Any]:
 
 
 def typed(key: str, value: Any, kind: type) -> Any:
-  """Converts a JSON value to type `kind`. Raises ValueError, naming `key`, for another type."""
+  """Returns a JSON value as type `kind`. Raises ValueError, naming `key`, for another type."""
   number = isinstance(value, int | float) and not isinstance(value, bool)
   in_json = list if kind is tuple else kind
   if not (number if kind is float else type(value) is in_json):

@@ -18,7 +18,7 @@ def abstract_mesh(device: Device, sizes: Sequence[int], axes: tuple[str, ...]) -
 
 
 def mesh_devices(mesh: jax.sharding.Mesh | AbstractMesh) -> list[Any]:
-  """Returns the devices of a mesh; descriptions for an abstract mesh."""
+  """Returns the devices of a mesh, or descriptions of an abstract mesh's devices."""
   if not isinstance(mesh, AbstractMesh):
     return list(mesh.devices.flat)
   device = mesh.abstract_device

@@ -1,9 +1,9 @@
 """Preemption: a run that receives a signal saves its state and ends.
 
 TPU VMs, Kubernetes, Slurm and most other platforms send SIGTERM, the *notice*, before they take a
-machine away. A run also saves and ends after Ctrl-C. The same command resumes the run. If there are
-several hosts, JAX passes the notice from one host to the rest, and all hosts stop at the same call
-of `check`.
+machine away. A run also saves and ends after Ctrl-C and SIGHUP. The same command resumes the run.
+If there are several hosts, JAX passes the notice from one host to the rest, and all hosts stop at
+the same call of `check`.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Preempted(Exception):
 
 
 def grace(seconds: float | None) -> float | None:
-  """Returns the grace period: `seconds`, or the platform's if `seconds` is None.
+  """Returns the grace period in seconds: `seconds`, or the platform's if `seconds` is None.
 
-  The grace period of an unknown platform is None: the process has no time limit.
+  Returns None for an unknown platform: saving then has no time limit.
   """
   if seconds is not None:
     return seconds
@@ -54,15 +54,15 @@ def grace(seconds: float | None) -> float | None:
 
 
 class _Watch:
-  """State of `watch` over this process's signals. At most one state exists at a time."""
+  """State of the outermost `watch`: the signals so far, and the times of checks."""
 
   def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
     self.describe: Callable[[], str] = lambda: "its files on disk"
-    self.first: int | None = None  # First signal.
+    self.first: int | None = None  # Number of the first signal; None before it.
     self.due = False  # Whether the next `check` raises Preempted.
     self.timer: threading.Timer | None = None  # Ends the process after the grace period.
-    # Time of the last `check`, and longest time between two checks, in seconds.
+    # Time of the last `check`, and longest time between two checks since `too_long`, in seconds.
     self.checked, self.longest = time.monotonic(), 0.0
 
   @property
@@ -106,7 +106,7 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_checks = itertools.count()  # Number of checks. All hosts stop at the check of the same number.
+_checks = itertools.count()  # Numbers the checks of a run on several hosts.
 _thread_check = threading.local()
 
 
@@ -114,11 +114,14 @@ _thread_check = threading.local()
 def watch(grace_s: float | None) -> Iterator[None]:
   """Makes signals raise `Preempted` at the next `check`.
 
-  If a signal comes after the last check, `Preempted` is raised at the end of the context. Ctrl-C
-  after an earlier signal ends the process at once. If the context has not ended `grace_s` seconds
-  after `watch` sees the notice, the process ends without saving. None means the platform's grace
-  period. A watch inside another watch has no effect. If `jax.distributed` is initialized, JAX
-  handles SIGTERM.
+  If no check follows a signal, the end of the context raises `Preempted`. Ctrl-C after an earlier
+  signal ends the process at once. The grace period begins with the notice. If the context has not
+  ended after the grace period, the process ends without saving.
+
+  If `jax.distributed` is initialized, JAX handles the notice. Only the `check` at which all hosts
+  stop starts the grace period. A watch inside another watch has no effect.
+
+  grace_s: grace period in seconds; None for the platform's.
   """
   global _watch
   if _watch is not None:
@@ -138,7 +141,10 @@ def watch(grace_s: float | None) -> Iterator[None]:
 
 
 def check() -> None:
-  """Raises `Preempted` after a signal. All hosts must call it equally often, to stop together."""
+  """Raises `Preempted` after a signal.
+
+  All hosts must call this function equally often, since they stop at the call of the same number.
+  """
   if thread_check := getattr(_thread_check, "check", None):
     return thread_check()
   stops.listen()
@@ -155,7 +161,7 @@ def check() -> None:
 
 
 def too_long() -> str:
-  """Returns a warning if checks were further apart than the grace period; else "".
+  """Returns a warning if two checks were further apart than the grace period; else "".
 
   Only the checks since the previous call of this function count.
   """
@@ -165,15 +171,15 @@ def too_long() -> str:
   if longest <= _watch.grace_s:
     return ""
   return (
-    f"warning: the run could not have stopped for {longest:.0f} s. A platform that ends it "
-    f"{_watch.grace_s:g} s after a notice (SIGTERM) would have lost all work since the last "
-    "checkpoint. Set checkpoint.every_minutes to an affordable loss, and checkpoint.grace_s to the "
-    "grace period of your platform (docs/running.md)"
+    f"warning: the run checks for a notice (SIGTERM) too rarely: {longest:.0f} s passed between "
+    f"two checks, but the grace period is {_watch.grace_s:g} s. A future notice may lose the work "
+    "since the last checkpoint. Set checkpoint.every_minutes to an affordable loss, and "
+    "checkpoint.grace_s to a little less than your platform's time (docs/running.md)"
   )
 
 
 def describe_resume(describe: Callable[[], str]) -> None:
-  """Sets the description of the resume point. A process ending without saving prints it."""
+  """Sets the description of the resume point, printed if the process ends without saving."""
   if _watch is not None:
     _watch.describe = describe
 
@@ -191,8 +197,8 @@ def check_alone() -> None:
 def checked_by(replacement: Callable[[], None]) -> Iterator[None]:
   """Replaces `check` in this thread within the context.
 
-  A thread whose work is needed to save the state must continue after a notice. `replacement` must
-  not raise `Preempted`, and the code that started the thread ends the thread.
+  A thread whose work is needed to save the state must continue after a notice. So `replacement`
+  ignores the notice. It may raise `Preempted` only to end the thread on behalf of its creator.
   """
   _thread_check.check = replacement
   try:

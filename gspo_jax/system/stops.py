@@ -78,7 +78,7 @@ def name(number: int) -> str:
 
 
 def end(number: int, text: str) -> NoReturn:
-  """Prints a line, and ends the process and its process groups at once."""
+  """Prints a line, and ends the process and its children's process groups at once."""
   say(f"{name(number)}: {text}")
   for group in list(process_groups):
     with contextlib.suppress(OSError):
@@ -100,7 +100,10 @@ def say(text: str) -> None:
 
 
 def _install(numbers: Sequence[int]) -> tuple[dict[int, object], int]:
-  """Directs these signals to the thread. Returns previous handlers and the wakeup descriptor."""
+  """Directs these signals to the thread.
+
+  Returns the replaced handlers, and the previous wakeup descriptor.
+  """
   global _pipe
   if _pipe is None:
     _pipe = os.pipe()

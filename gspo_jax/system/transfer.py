@@ -1,4 +1,4 @@
-"""Progress of a transfer of bytes, in one line."""
+"""Progress of a transfer of bytes, on a terminal or in a log."""
 
 import sys
 import threading
@@ -14,8 +14,8 @@ GB = 1e9
 class Transfer:
   """Counts bytes, and shows their number, speed and remaining time. Thread-safe.
 
-  A terminal has one line, which is overwritten. A log has a new line at most every `interval`
-  seconds. In the first second nothing is shown.
+  On a terminal, one line is overwritten. A log takes a new line at most every `interval` seconds.
+  Nothing is shown in the first second.
 
   Args:
     title: beginning of the line.

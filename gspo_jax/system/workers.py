@@ -4,7 +4,7 @@ A thread cannot be killed. If a call exceeds its limit, the call fails with TooL
 thread replaces the old thread. `GivenUp` is raised in the old thread as soon as this thread runs
 Python code again. This ends a loop, but neither a wait for a socket nor `time.sleep`. All threads
 are daemons, so running threads do not keep the process alive. If MOST_HANGING old threads are still
-running, further calls fail at once. A caller that waits for its calls also checks for preemption.
+running, further calls fail at once. `Workers.wait` also checks for preemption.
 """
 
 import concurrent.futures
@@ -59,8 +59,8 @@ class Workers:
   def __init__(self, count: int):
     self._missing = count  # Threads to start before the next call.
     self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    # A running call is removed either by its thread or by `expire`. The one of the two that removes
-    # the call sets its result.
+    # A running call is removed either by its thread or by `expire`. Whichever removes the call sets
+    # its result.
     self._running: dict[Call, threading.Thread] = {}
     self._hanging: list[threading.Thread] = []
 
@@ -90,7 +90,7 @@ class Workers:
     calls: Iterable[concurrent.futures.Future],
     return_when: str = concurrent.futures.ALL_COMPLETED,
   ) -> None:
-    """Waits for all calls, or for the first of them.
+    """Waits for all calls, or for the first of them if `return_when` is FIRST_COMPLETED.
 
     Raises:
       Preempted: the run was asked to stop; calls in the queue are cancelled.
