@@ -1,9 +1,10 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
-Compiles the jitted programs of a run for TPUs or GPUs, on a machine without them. Prints the
-memory and HBM traffic of each program, and for TPUs lower bounds on its time. Exits with an error
-if a program does not fit into memory. With --search it compiles other settings too, prints the
-fastest, and exits with an error if no settings fit. The compilers are extras:
+Compiles the jitted programs of a run for TPUs or GPUs, on a machine without these devices. Prints
+the memory and HBM traffic of each program, and for TPUs lower bounds on its time. Exits with an
+error if a program does not fit into memory. With --search the command compiles updates and
+sampling with several settings, and prints the fastest settings. It then exits with an error if no
+compiled program fits. The compilers are extras:
 `pip install -e '.[tpu]'` for TPUs, `pip install -e '.[aot-cuda]'` for GPUs (--topology=h100:8).
 """
 
@@ -94,7 +95,7 @@ _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 def main(argv: list[str]) -> None:
   """Compiles the programs, or searches for the fastest settings.
 
-  Exits with an error if any program does not fit, or with --search if no settings fit.
+  Exits with an error if any program does not fit, or with --search if no compiled program fits.
   """
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
@@ -160,7 +161,7 @@ def search(
   Args:
     case: configuration and batch to begin with.
     topology: chips to compile for, e.g. "v5p:4x4x4".
-    names: programs to search settings for; others than "train" and "decode" are ignored.
+    names: programs to search settings for; names except "train" and "decode" are ignored.
     tries: maximum number of compiled candidates per search.
     slices: number of TPU slices.
 

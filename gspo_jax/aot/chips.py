@@ -1,6 +1,7 @@
-"""Parses topologies of TPUs and GPUs; lower bounds on a program's time on their chips.
+"""Parses topologies of TPUs and GPUs, and computes lower bounds on a program's time.
 
-A topology is written as CHIP:AxBxC (the sides of a TPU slice, in chips), GPU:N or GPU:HOSTSxN.
+A topology is written as CHIP:AxB or CHIP:AxBxC (the sides of a TPU slice, in chips), or as GPU:N or
+GPU:HOSTSxN (N GPUs in each host).
 """
 
 import math
@@ -57,7 +58,7 @@ def seconds(
   ring_bytes: float = 0.0,
   network_bytes: float = 0.0,
 ) -> dict[str, float]:
-  """Returns the minimum seconds by resource, with arguments as in `bound`."""
+  """Returns the minimum seconds by resource. Arguments are as in `bound`."""
   return dict(
     compute=flops / chips / chip.flops,
     hbm=hbm_bytes / chip.hbm_speed,
@@ -79,11 +80,12 @@ def bound(
 ) -> dict[str, float | str]:
   """Returns lower bounds on a program's time, and the utilisation at the bound.
 
-  Each resource alone takes `compute_s`, `hbm_s`, `interconnect_s` or `network_s`, by the speeds of
-  the data sheet. `binds` is the slowest resource. `bound_s` is the time of the slowest resource, as
-  if all worked in parallel. `mfu` is `useful` divided by the operations that the chips could do in
-  `bound_s`. `serial_s` also adds the time of transfers that the compiler does not overlap with
-  other work (`exposed_s`).
+  Keys of the returned dict: the time of each resource alone is `compute_s`, `hbm_s`,
+  `interconnect_s` or `network_s`, by the speeds of the data sheet. `binds` is the slowest resource,
+  and `bound_s` its time, as if all resources worked in parallel. `mfu` is `useful` divided by the
+  operations that the chips could do in `bound_s`. `exposed_s` is the time of transfers that the
+  compiler does not overlap with other work. `serial_s` is the sum of `exposed_s` and the longest
+  time of computation, memory or overlapped transfers.
 
   Args:
     chip: kind of chip.
@@ -93,9 +95,9 @@ def bound(
     hbm_bytes: bytes that a chip reads from and writes to its memory.
     ring_bytes: bytes that a chip sends within its slice. Bytes over a single link of a torus axis
       count twice, since the speed is that of both links (`links`).
-    hidden_bytes: overlapped part of `ring_bytes`.
+    hidden_bytes: part of `ring_bytes` that overlaps other work.
     network_bytes: bytes that a chip sends to other slices.
-    hidden_network: overlapped part of `network_bytes`.
+    hidden_network: part of `network_bytes` that overlaps other work.
   """
   least = seconds(chip, chips, flops, hbm_bytes, ring_bytes, network_bytes)
   binds = max(least, key=least.get)

@@ -107,15 +107,15 @@ class Compiled:
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Compiles a program for the current mesh; returns memory, operations, traffic and times.
 
-  Operations in the row are of the whole batch. Memory and bytes are per chip, but `network_bytes`
-  is per host. If the program loops over steps, operations, traffic and times are of one step. Times
-  are lower bounds, for TPUs only; `compile_s` is the measured time of compilation. A program that
-  does not fit has `fits=False` and an `error`.
+  The results are in `Compiled.row`. Operations are those of the whole batch. Memory and bytes are
+  per chip, except `network_bytes` per host. Operations, traffic and times of a decode program are
+  those of one step. Times are lower bounds, for TPUs only; `compile_s` is the measured time of
+  compilation. If a program does not fit, its row has `fits=False` and an `error`.
 
   Args:
     program: program to compile.
     topology: chips to compile for, e.g. "v5p:4x4x4".
-    remat: `compute.remat` of the program, which decides the recomputed operations.
+    remat: `compute.remat` of the program, for the number of recomputed operations.
 
   Raises:
     ValueError: attention on a GPU needs cuDNN, which is not installed.
@@ -191,7 +191,8 @@ def _time_bounds(
 ) -> dict[str, Any]:
   """Returns lower bounds on the seconds of one step, as `chips.bound`.
 
-  `idle_s` is that of a decode step in which all slots are idle, and attention reads nothing.
+  For decode, `idle_s` is the `serial_s` of a step with idle slots alone: paged attention then reads
+  nothing.
 
   work: row with the result of `_traffic`.
   """

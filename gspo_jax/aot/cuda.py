@@ -93,9 +93,9 @@ def devices_of(topology: str, target: str = "") -> list:
 def tracing_for(chip: Chip) -> Iterator[None]:
   """Lets JAX trace cuDNN's attention for another chip than the local device.
 
-  The supported widths of heads depend on a GPU's compute capability. JAX 0.10 asks the local GPU
-  for it, whatever the program is compiled for. On a machine without GPUs it refuses heads wider
-  than 128. So this context replaces JAX's private check by the capability of `chip`.
+  The supported widths of heads depend on a GPU's compute capability. JAX 0.10 always checks the
+  capability of the local GPU. On a machine without GPUs, JAX refuses heads wider than 128. So this
+  context replaces JAX's private check by a check of the capability of `chip`.
   """
 
   def supports(capability: str) -> bool:

@@ -4,13 +4,14 @@
 without compiling them. `needed` estimates the HBM traffic that a program cannot avoid, to compare
 with the traffic of the compiled program. A device's traffic for each program:
 
-  train    Reads and writes the weights and the optimizer state of policy and critic, and all
-           gradients. Each micro-batch reads the weights twice, for the forward and the backward
-           pass. It writes and reads the activations saved by `compute.remat`. If the mesh has
-           `fsdp`, it writes and reads the gradients of gathered weights before their scatter.
+  train    Reads and writes the trained weights and the optimizer state of policy and critic, and
+           all gradients. Each micro-batch reads all weights twice, for the forward and the backward
+           pass. Each micro-batch writes and reads the activations saved by `compute.remat` and,
+           unless only adapters are trained, the gradients of weights gathered over `fsdp`.
   score    Reads the weights in each micro-batch. `teacher` reads the teacher's weights instead.
   publish  Reads the trainer's weights and writes the sampler's.
-  prefill  Reads the layers' weights and writes the prompts' keys and values, and their states.
+  prefill  Reads the layers' weights. Writes the prompts' keys, values and states of linear
+           attention.
   decode   Reads the weights of the layers and the head. Of the experts, reads only those that some
            token chooses; the number of these experts is an expectation, as if all experts were
            equally likely. Reads the filled part of the cache and writes one position per slot.
@@ -68,8 +69,9 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
     compute       products of the model, with recomputation
     hbm           the state read and written once, and the gradients written once; in each
-                  micro-batch the weights read twice, the saved activations written and read, and
-                  if there are several micro-batches, the sum of gradients read and written
+                  micro-batch the weights read twice (experts and head: twice per chunk), the saved
+                  activations written and read, and, if there are several micro-batches, the sum of
+                  gradients read and written
     interconnect  weights gathered over `fsdp` in each pass, their gradients scattered, and tokens
                   sent over `expert` and `tensor`, each at the speed of its axis (`links`)
     network       gradients, summed over slices once per update
@@ -96,8 +98,8 @@ def update_bound(case: Case, mesh: jax.sharding.Mesh, topology: str) -> LowerBou
 
   torus = links.torus_of(topology, mesh)
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
-  # A layer's weights are gathered in the forward pass, and again if it is recomputed. Their
-  # gradients are scattered, except with adapters.
+  # A layer's weights are gathered in the forward pass, and again if the layer is recomputed. The
+  # weights' gradients are scattered, unless only adapters are trained.
   transfers = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)
   with use_mesh(mesh):
     prefetched = remat.prefetched(model, c.compute)
@@ -137,7 +139,7 @@ def activation_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   """Bytes per device of weights in compute dtype, after gathering over `fsdp`.
 
-  The keys are "experts", "head" and "dense". The last are the layers' weights except experts.
+  Returns a dict with the keys "experts", "head" and "dense" (other weights, without the embedding).
   """
   c, model = case.config, case.model
   total = device_bytes(abstract_params(model, mesh, sharding.ROLLOUT, c.compute.dtype))
@@ -152,7 +154,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 
 def trained_params(state: TrainState) -> Any:
-  """Returns the parameters with gradients: the policy's or its adapters, and the critic's."""
+  """Returns the trained parameters of the policy (or its adapters), and of the critic."""
   return lora.split(state.params)[0], None if state.critic is None else state.critic.params
 
 
@@ -275,7 +277,8 @@ def state_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes of one sequence's states in all layers of linear attention, per device."""
   model, c = case.model, case.model.linear
   states = c.value_heads * c.key_dim * c.value_dim
-  inputs = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim  # Of convolutions.
+  # Inputs of the convolutions at one position.
+  inputs = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
   layers = sum(model.is_linear(layer) for layer in range(model.num_layers))
   return 4 * layers * (states + (c.kernel - 1) * inputs) / mesh.shape["tensor"]
 

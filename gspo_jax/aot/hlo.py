@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Bytes of an element; f8... types have 1, and all others 4.
+# Bytes of an element by its type. Of other types, f8... have 1, and the rest have 4 (`_array`).
 _BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, c64=8, c128=16)
 _BYTES |= dict(s4=0.5, u4=0.5, f4e2m1fn=0.5)
 _SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -26,7 +26,7 @@ class Array:
 
   dims: tuple[int, ...]
   bytes: float  # Size, including the padding to whole tiles in TPU layouts.
-  space: int  # Memory space: 0 for HBM, 1 for a TPU's vector memory, others for smaller memories.
+  space: int  # Memory space: 0 for HBM, 1 for a TPU's vector memory, above 1 for other memories.
 
   @property
   def elements(self) -> int:
@@ -48,13 +48,13 @@ class Instruction:
   shape: str  # Text of the result's shape: dtypes, dimensions and layouts.
   attributes: str  # Text after "op(": operands, attributes and metadata.
   root: bool  # Whether its result is the result of its computation.
-  # Instructions of the same computation by name, itself included.
+  # All instructions of the same computation, by name.
   siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)
   module: "Module" = dataclasses.field(repr=False)
 
   @functools.cached_property
   def arrays(self) -> tuple[Array, ...]:
-    """Arrays of the result, several for a tuple."""
+    """Arrays of the result: several if the result is a tuple."""
     return arrays(self.shape)
 
   @property
@@ -72,7 +72,7 @@ class Instruction:
 
   @functools.cached_property
   def inputs(self) -> list["Instruction"]:
-    """Instructions of the operands."""
+    """Operands as instructions."""
     return [self.siblings[name] for name in self.operands if name in self.siblings]
 
   def called(self, *keys: str) -> str:
@@ -86,14 +86,17 @@ class Instruction:
     return ""
 
   def body(self, *keys: str) -> list["Instruction"]:
-    """Returns the instructions of the computation named by `called`; [] for the name ""."""
+    """Returns the instructions of a called computation; [] if the instruction calls none.
+
+    keys: as in `called`.
+    """
     return [*self.module.computations.get(self.called(*keys), {}).values()]
 
   def branch(self) -> list["Instruction"]:
     """Returns the instructions of a conditional's expected branch.
 
-    It is the branch with cuDNN's attention. If no branch has it, it is the branch for a false
-    condition, which comes first.
+    This is a branch with cuDNN's attention or, if there is none, the branch for a false condition,
+    which comes first.
     """
     listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
@@ -103,7 +106,7 @@ class Instruction:
 
   @property
   def target(self) -> str:
-    """Implementation of a custom call; "" for other instructions."""
+    """Name of a custom call's implementation; "" for other instructions."""
     match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
     return match[1] if match else ""
 
@@ -127,9 +130,9 @@ class Instruction:
   def source(self) -> str:
     """FILE:LINE of the innermost call in this package, outside its module `sharding`.
 
-    Helpers of `sharding` have callers in many files, so their own line is of little use. If there
-    is no such call, FILE:LINE is that of the innermost call. Returns "" if the instruction has no
-    call stack.
+    Helpers of `sharding` have callers in many files, so a line of `sharding` explains little. If
+    all calls are in `sharding` or outside the package, FILE:LINE is that of the innermost call.
+    Returns "" if the instruction has no call stack.
     """
     innermost, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
     frame = int(stack_frame[1]) if stack_frame else 0  # 0 is no frame.
@@ -157,7 +160,14 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _array(dtype: str, dims: str, layout: str) -> Array:
-  """Parses e.g. "bf16", "8,128" and "1,0:T(8,128)S(1)": minor-to-major order, tile and space."""
+  """Parses an array's type, dimensions and layout.
+
+  Args:
+    dtype: e.g. "bf16".
+    dims: e.g. "8,128".
+    layout: dimensions from the fastest-varying to the slowest, tile and memory space; for example
+      "1,0:T(8,128)S(1)". Each part may be missing.
+  """
   sizes = [int(n) for n in dims.split(",") if n]
   itemsize = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
   order, _, tiling = layout.partition(":")
@@ -182,8 +192,8 @@ def parse(text: str) -> Module:
       if header:
         lines = computations.setdefault(header[2], [])
         entry = header[2] if header[1] else entry
-    # A computation ends with a line "}" or e.g. "}, execution_thread=...". In an attribute of
-    # several lines, "}" is neither alone nor followed by ", ".
+    # A computation ends with a line "}" or e.g. "}, execution_thread=...". An attribute may have
+    # several lines, but none of them is "}" or begins with "}, ".
     elif re.match(r"^\}(, |$)", line):
       lines = None
     elif _INSTRUCTION.match(line.strip()):
@@ -221,7 +231,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
   return {
     int(i): (
       *locations.get(number("file_location_id", row), ("", 0)),
-      number("parent_frame_id", row) - 1,  # The text has the caller's id plus 1.
+      number("parent_frame_id", row) - 1,  # The text has the calling frame's id plus 1.
     )
     for i, row in table("StackFrames")
   }

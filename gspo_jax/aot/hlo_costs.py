@@ -1,17 +1,17 @@
 """Counts a compiled program's bytes through HBM and through each kind of collective, per device.
 
-XLA's own cost analysis counts the body of a loop once. This one multiplies it by the loop's trip
-count. If the trip count depends on data, the body counts once. An example is the loop over chunks
-of expert rows, since usually a single chunk is needed.
+XLA's own cost analysis counts the body of a loop once. This module multiplies the body's bytes by
+the loop's trip count. If the trip count depends on data, the body counts once. An example is the
+loop over chunks of expert rows: usually a single chunk is needed.
 
-`rates` are assumptions about data, by name. If the name is that of a `jax.named_scope`, such as the
-sampler's `refill`, the rate is the trip count of the outermost loop in this scope. If the name is
-that of a kernel, such as attention to a partly filled cache, the rate is the fraction of the
-kernel's bytes that counts.
+`rates` are assumptions about data, by the name of a `jax.named_scope` or of a kernel. The rate of a
+scope, such as the sampler's `refill`, is the trip count of the outermost loop in this scope. The
+rate of a kernel, such as attention to a partly filled cache, is the counted fraction of the
+kernel's bytes.
 
-Of a conditional, the branch with cuDNN's attention counts. If no branch has it, the branch for a
-false condition counts: in this package a true condition is an exception, such as more expert rows
-than fit into one chunk.
+A conditional counts as its branch with cuDNN's attention or, if there is none, as its branch for a
+false condition. In this package a true condition is an exception, such as more expert rows than fit
+into one chunk.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ class Sent:
   """Traffic of one device for one execution of a collective."""
 
   kind: str  # One of `COLLECTIVES`.
-  bytes: float  # Size of an all-gather's result, of other collectives' operands.
+  bytes: float  # Size of the operands, or of an all-gather's result.
   wire: float  # Bytes sent within the slice or host.
-  ring: float  # `wire` divided by the share of the links' speed (`links`): 2 * wire if it is 1/2.
+  ring: float  # `wire` divided by the collective's share of the links' speed (see `links`).
   network: float = 0.0  # Bytes sent to GPUs of other hosts.
 
 
@@ -57,7 +57,7 @@ class Costs:
   # Executions of collectives and sum of `Sent.bytes`, by kind.
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-  # Sum of `Sent.wire`, and its part overlapped with other work.
+  # Sum of `Sent.wire`, and the part of this sum overlapped with other work.
   wire: float = 0.0
   hidden: float = 0.0
   # Sum of `Sent.ring`, and its overlapped part.
@@ -118,8 +118,8 @@ def executed(
   """Yields (instruction, number of executions, overlapped fraction) for a whole program.
 
   Loops, conditionals and calls are replaced by the instructions of their bodies. The fraction is 0
-  except for asynchronous collectives, and for instructions of calls that contain one. Arguments are
-  as in `costs`.
+  except for asynchronous collectives, and for instructions of an asynchronous call that contains a
+  collective. Arguments are as in `costs`.
   """
 
   def walk(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
@@ -169,7 +169,7 @@ def overlapped(
     torus: as in `costs`.
     chip: as in `costs`.
   """
-  time: dict[str, float] = {}  # Seconds by collective.
+  time: dict[str, float] = {}  # Seconds by collective; 1 if unknown.
   remaining: dict[str, float] = {}  # Seconds not yet overlapped, by collective.
   # Names of collectives between start and end, by starting instruction or by channel.
   pending: dict[str | None, str] = {}
@@ -239,7 +239,7 @@ def _called(instruction: Instruction) -> list[Instruction]:
 
 
 def _inside(instruction: Instruction) -> Iterator[Instruction]:
-  """Yields the instructions of a call, or any other instruction itself."""
+  """Yields all instructions within a call, or an instruction unchanged if it is no call."""
   if instruction.op not in ("call", *_CALLS):
     yield instruction
     return
@@ -311,14 +311,15 @@ def kind_of(instruction: Instruction) -> str:
   if inner := carried(instruction):
     kind = inner.op if instruction.name.startswith(START) else ""
   elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
-    kind = "reduce-scatter"  # The TPU compiler calls a fused one "all-reduce-scatter".
+    kind = "reduce-scatter"  # The TPU compiler's "all-reduce-scatter" is a fused reduce-scatter.
   return kind if kind in COLLECTIVES else ""
 
 
 def trips(loop: Instruction) -> int:
   """Returns a loop's trip count, or 1 if it depends on data.
 
-  XLA states the trip count. If not, it is the only positive constant of the loop's condition.
+  The trip count is the one that XLA states, or else the only positive constant of the loop's
+  condition.
   """
   if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
     return int(match[1])

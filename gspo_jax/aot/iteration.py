@@ -67,8 +67,8 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   """Estimates an iteration from the rows of its compiled programs.
 
   The compiled update has one mini-batch. The compiled scoring pass has one micro-batch, or one
-  packed mini-batch. Their times are multiplied by the positions of an iteration, padding included,
-  over the positions of the compiled batch.
+  packed mini-batch. The number of calls of either program in an epoch is the number of the epoch's
+  positions, padding included, divided by the number of positions of the compiled batch.
 
   Args:
     case: compiled configuration and batch.
@@ -112,9 +112,10 @@ def share(case: Case, mesh: Any) -> float:
 
 
 def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns decode steps, seconds and tokens per second of an iteration's sampling.
+  """Returns a dict of an iteration's sampling.
 
-  Call it under `jax.set_mesh(mesh)`. `speed` is per chip.
+  `steps` are the decode steps, `search_s` the seconds, and `speed` the tokens per second and chip.
+  Call this function under `jax.set_mesh(mesh)`.
 
   row: result of `compiler.examine` for the program "decode".
   """
@@ -128,8 +129,8 @@ def sampling_row(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -
 def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   """Returns lower bounds on memory and time of an iteration's sampling.
 
-  Nothing is compiled. Memory has the training state, the sampler's weights and the cache. Call it
-  under `jax.set_mesh(mesh)`.
+  Nothing is compiled. Memory has the training state, the sampler's weights and the cache. Call this
+  function under `jax.set_mesh(mesh)`.
   """
   chip, number = chips.mesh_chips(topology, mesh)
   shards, per_chip = sharding.batch_shards(mesh), chip.devices
@@ -137,7 +138,8 @@ def sampling_bound(case: Case, mesh: Any, topology: str) -> LowerBounds:
   positions = size.pages * size.page or size.slots // shards * size.window
   memory = device_bytes(state_of(case, mesh)) + device_bytes(sampler_params(case, mesh))
   memory += positions * position_bytes(case, mesh)
-  memory += (size.slots // shards + size.entries) * state_bytes(case, mesh)  # Also of the queue.
+  # Slots and entries of the queue have states of linear attention.
+  memory += (size.slots // shards + size.entries) * state_bytes(case, mesh)
   work = flops.work(case.model, size.slots, 1, round(case.filled), decoding=True).forward()
   moved = steps * needed("decode", case, mesh)
   if size.pages:  # Idle slots read no pages.
@@ -168,13 +170,13 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
   """Returns the seconds of decode steps, some of them with idle slots.
 
-  A step with all slots in use takes `serial_s`. If the row has `idle_s`, the time of a step with no
-  slot in use, time is linear in the number of slots in use: attention skips the cache of idle
-  slots. Otherwise every step takes `serial_s`.
+  A step with all slots in use takes `serial_s`. A step with no slot in use takes `idle_s`, since
+  attention skips the cache of idle slots. Between them, time is linear in the number of slots in
+  use. If the row has no `idle_s`, every step takes `serial_s`.
 
   Args:
     steps: number of steps.
-    full: sampled tokens divided by slots. The number of steps if all slots are always in use.
+    full: number of steps if all slots were always in use: sampled tokens divided by slots.
     row: result of `compiler.examine` for the program "decode".
   """
   idle = row.get("idle_s", row["serial_s"])

@@ -38,8 +38,8 @@ def _splash(instruction: Instruction) -> float | None:
   not read.
 
   Operands are the mask's scalars, q, k, v, segments of q and of k. The backward phases also take
-  the logsumexp, the output's gradient, and a sum for each query. If the mask needs them, positions
-  of queries follow. `times` has the number of reads of each operand after the scalars.
+  the logsumexp, the output's gradient, and a sum for each query. Some masks also need the queries'
+  positions, which come last. `times` has the number of reads of each operand after the scalars.
   """
   named = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", instruction.name)
   if not named:

@@ -47,8 +47,8 @@ class Lengths:
   def filled(self, prompt: float) -> float:
     """Mean filled cache positions of a slot over time.
 
-    A response of length L occupies a slot for L steps. In their mean it fills L/2 positions after
-    its prompt. So the mean over time is prompt + E[L²] / (2 E[L]), if no slot is idle.
+    A response of length L occupies a slot for L steps, and on average fills L/2 positions after its
+    prompt. So the mean over time is prompt + E[L²] / (2 E[L]), if no slot is idle.
 
     prompt: tokens of each prompt.
     """

@@ -10,8 +10,8 @@ is the fraction of an axis' speed that it uses:
 
 On v4, v5p and tpu7x all sides of a slice have wraparound links if each is a multiple of 4, else
 none has (https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D
-torus"). On v5e and v6e sides of 16 have them (https://jax-ml.github.io/scaling-book/tpus). Twisted
-tori count as plain ones.
+torus"). On v5e and v6e, sides of 16 chips have wraparound links
+(https://jax-ml.github.io/scaling-book/tpus). A twisted torus counts as a plain torus.
 
 The GPUs of a host are connected by switches, so their collectives have a share of 1. Between hosts,
 each GPU sends an equal part of a collective through its own network adapter.
@@ -146,11 +146,11 @@ def members(text: str) -> list[int]:
 
 
 def _order(shape: str, transposed: str | None) -> np.ndarray:
-  """Returns the partitions in the order of HLO's iota lists, e.g. [2,4]T(1,0).
+  """Returns the partitions listed by HLO in short form, e.g. [2,4]T(1,0).
 
   Args:
-    shape: "2,4", the shape of the partitions 0, 1, ...
-    transposed: "1,0", the order of axes to transpose to before flattening; None for no transpose.
+    shape: shape to which the partitions 0, 1, ... are reshaped, e.g. "2,4".
+    transposed: order of axes after a transpose, e.g. "1,0"; None for no transpose.
   """
   order = np.arange(math.prod(int(n) for n in shape.split(",")))
   if not transposed:

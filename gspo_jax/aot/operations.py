@@ -1,7 +1,7 @@
 """Counts the floating-point operations of a GPU program's matrix products in its compiled text.
 
-These are dots, fused or not, calls of cuBLAS, attention of cuDNN, and Pallas kernels. A kernel
-states its operations itself, by a `jax.named_scope("flops=N")` around its call.
+Products are dots, fused or not, calls of cuBLAS, attention of cuDNN, and Pallas kernels. The
+operations of a Pallas kernel are stated by a `jax.named_scope("flops=N")` around its call.
 """
 
 import math

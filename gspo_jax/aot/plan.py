@@ -82,9 +82,9 @@ def lines(inputs: Inputs, rewards: Sequence[float] = ()) -> list[str]:
 def first_problem(inputs: Inputs, rewards: Sequence[float]) -> list[str]:
   """Returns lines on the first problem: its prompt as text, answer and rewards.
 
-  Also returns the environment's answers on a trial. If the run has no training prompts, the problem
-  is the first held-out problem of its own verifier. If there is none either, returns []. Arguments
-  are as in `lines`.
+  The lines also have the environment's answers on a trial. If the run has no training prompts, the
+  problem is the first held-out problem that the run's own verifier scores. Returns [] if there is
+  no such problem. Arguments are as in `lines`.
   """
   if not (prompts := inputs.data.main_prompts):
     return []
@@ -183,7 +183,7 @@ def iteration(
 ) -> list[str]:
   """Returns lines on an iteration's tokens, operations and minimum time.
 
-  taught: None for a run without a teacher.
+  taught: the teacher; None for a run without a teacher.
   """
   c, rl = config, config.rl
   responses, prompt = rl.prompts * rl.group_size, c.data.max_prompt_tokens

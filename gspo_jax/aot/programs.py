@@ -128,13 +128,13 @@ class Case:
     return self.config.rl.packed and self.configured
 
   def pool(self, slots: int, shards: int) -> int:
-    """Returns a size of the paged cache, in positions over all devices.
+    """Returns an estimated size of the paged cache, in positions over all devices.
 
     The n slots of a device share its pages. The sum of their filled positions has the mean
-    n·`filled`. Its standard deviation is taken as √n·`filled`, since the standard deviation of an
-    exponential length equals the mean. The size is the mean plus two standard deviations, at least
-    one window, rounded up to whole pages. Returns 0, which means a full window per slot, if full
-    windows take no more pages.
+    n·`filled`. The sum's standard deviation is taken as √n·`filled`, since the standard deviation
+    of an exponential length equals the mean. The size is the mean plus two standard deviations, at
+    least one window, rounded up to whole pages. Returns 0, which means a full window per slot, if
+    full windows take no more pages.
 
     Args:
       slots: slots over all devices.
@@ -218,9 +218,9 @@ def frozen_params(
 ) -> dict[str, Params]:
   """Returns shapes and shardings of frozen models' weights, by name.
 
-  These are models that a pass reads and no update changes: a reference policy, a teacher.
+  A frozen model is read by a pass and changed by no update: a reference policy, or a teacher.
 
-  taught: None for a run without a teacher.
+  taught: the teacher; None for a run without a teacher.
   """
   c, layout = case.config, sharding.TRAIN
   models = passes.frozen_models(c, taught and taught.model)
@@ -331,8 +331,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """Returns the abstract batch of an update.
 
   The batch has the arrays that the run's passes fill, except those that are merged into the
-  advantages. In packed rows the sequences of a group may share their prompt (`packing.shares`),
-  which makes attention's rows longer.
+  advantages. The sequences of a group may share their prompt (`packing.shares`).
 
   rows: number of sequences.
   """

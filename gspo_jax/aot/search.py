@@ -63,7 +63,7 @@ class Search:
   def ranked(self) -> list[str]:
     """Returns the names of fitting candidates, fastest first.
 
-    Times that are equal in two digits are ordered by peak memory.
+    Times that are equal in their first two digits are ordered by peak memory.
     """
 
     def rank(name: str) -> tuple[float, float]:
@@ -151,7 +151,7 @@ def compile_best(
 def find_rejection(search: Search, name: str) -> str:
   """Returns the reason not to compile a candidate; "" to compile it.
 
-  Compares it with the chip's memory and with the candidates compiled so far.
+  Compares the candidate's lower bounds with the chip's memory and with compiled candidates.
   """
   case, least, best = search.cases[name], search.least[name], math.inf
   if least.memory > search.hbm:
@@ -164,7 +164,7 @@ def find_rejection(search: Search, name: str) -> str:
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
         return f"sends more over its tensor axis than {other}, which fits"
       # More micro-batches gather the weights more often. But a packed update skips empty
-      # micro-batches. Smaller micro-batches are empty more often, so they may still save time.
+      # micro-batches, and smaller micro-batches are empty more often. So they may save time.
       finer = case.microbatches > compiled.microbatches and not case.packed
       if finer and changed(case, compiled.microbatches) == compiled:
         return f"gathers weights more often than {other}, which fits"
@@ -254,7 +254,7 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 
   The axis `tensor` is 1, 2 or 4. Each slice has a full copy of the weights (data = slices). The
   mesh divides experts, key/value heads and sequences evenly. The number of micro-batches divides a
-  device's sequences.
+  device's sequences, and is at least 2 for packed updates.
   """
   experts = case.model.num_experts or 1
   for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
@@ -271,10 +271,11 @@ def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
 def sampling(case: Case, shards: int) -> Lists:
   """Returns lists of candidates for sampling.
 
-  The first list is the configuration itself, the second has layouts, and the third prefill sizes.
-  A layout is a number of slots, a cache size and, if the model has experts, a value of
-  mesh.rollout_experts. The number of slots doubles from one per device to at most one per response.
-  The cache has a full window per slot or, unless engine.cache is "dense", the size `Case.pool`.
+  The first list is the configuration itself, the second has layouts, and the third has values of
+  engine.prefill_tokens. A layout is a number of slots, a cache size and, if the model has experts,
+  a value of mesh.rollout_experts. The number of slots doubles from one per device to at most one
+  per response. The cache has a full window per slot or, unless engine.cache is "dense", the size
+  `Case.pool`.
 
   shards: devices over which the slots are split.
   """

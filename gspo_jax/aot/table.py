@@ -123,7 +123,7 @@ def print_search(rejected: dict[str, str], best: list[dict[str, Any]], most: int
 
   Args:
     rejected: reasons by name of the candidate.
-    best: rows, best first.
+    best: rows of the best candidates, fastest first.
     most: maximum number of printed reasons.
   """
   if rejected:

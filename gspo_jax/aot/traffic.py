@@ -5,8 +5,9 @@ Rules:
   - Operands are read once, and results written once. An array has the size of its layout, padding
     included. Only arrays in HBM count, so a copy between HBM and vector memory counts once.
   - A slice or gather reads as many bytes as its result has, also within a fusion.
-  - An update in place (dynamic-update-slice, scatter) writes the updated elements alone. If it adds
-    to them, it also reads them. If the compiler copies the array first, the copy counts separately.
+  - An update in place (dynamic-update-slice, scatter) writes the updated elements alone. An update
+    that adds also reads these elements. If the compiler copies the array first, the copy counts
+    separately.
   - A Pallas kernel counts as in `kernels`, usually by its `pl.CostEstimate(bytes_accessed=...)`.
 """
 
@@ -26,8 +27,8 @@ FREE = frozenset(
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-# Operations with one operand element per result element. If a slice of the result is used, only a
-# slice of the operand is read.
+# Operations with one operand element per result element. If only a slice of the result is used,
+# only the same number of operand elements is read.
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
 # Custom calls without traffic.
 _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
@@ -36,8 +37,8 @@ _MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sh
 def carried(instruction: Instruction) -> Instruction | None:
   """Returns the asynchronous collective in a fusion; None for other instructions.
 
-  The TPU compiler splits a collective over several fusions: one starts it, others compute
-  meanwhile and pass it on, the last one waits for it.
+  The TPU compiler splits a collective over several fusions. The first starts the collective, and
+  the last waits for its end. Fusions between them compute meanwhile.
   """
   if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
     return None
@@ -120,7 +121,7 @@ def _root(body: Sequence[Instruction]) -> Instruction:
 
 
 def _fusion(instruction: Instruction, results: Sequence[Array]) -> float:
-  """Bytes of a fusion. Of operands sliced or updated within it, only the slices count.
+  """Bytes of a fusion. If it slices or updates an operand, only the slice or update counts.
 
   results: arrays of the fusion's results.
   """

@@ -21,8 +21,8 @@ def lines(
 ) -> list[str]:
   """Returns the verdict on compiled programs, as lines.
 
-  The last line is the next step. If a program does not fit, it is a command that takes less memory,
-  or a larger topology. If all fit, it is a search on TPUs, or a run on GPUs.
+  The last line is the next step. If a program does not fit, the next step is a command that takes
+  less memory, or a larger topology. If all programs fit, it is a search on TPUs or a run on GPUs.
 
   Args:
     rows: results of `compiler.examine`, one per program.
@@ -77,7 +77,7 @@ def _fit_lines(rows: Sequence[Mapping[str, Any]], topology: str) -> list[str]:
 
 
 def _changes(search: Search) -> list[str]:
-  """Returns flags for the best settings, if different from the configuration's."""
+  """Returns flags for the best settings, except settings equal to the configuration's."""
   configured = next(iter(search.cases.values()))  # A search begins with the configuration itself.
   before, after = (settings(search.program, x) for x in (configured, search.best))
   return [
@@ -91,9 +91,9 @@ def _changes(search: Search) -> list[str]:
 def smaller(large: Sequence[str], case: Case, shards: int) -> str:
   """Returns a flag for less memory: fewer slots, more micro-batches, or full remat.
 
-  If a program of the sampler does not fit, the flag halves the slots. Else it doubles the
-  micro-batches, or if this is impossible, sets full remat. Returns "" if no such flag is possible.
-  Arguments are as in `lines`.
+  If a program of the sampler does not fit, the flag halves the slots. Otherwise it doubles the
+  micro-batches or, if their rows cannot be halved, sets full remat. Returns "" if the slots cannot
+  be halved, or full remat is set already. Other arguments are as in `lines`.
 
   large: names of programs that do not fit.
   """
