@@ -2,8 +2,8 @@
 
 `figures.py` declares the charts: a Section has Figures, and a Figure has Lines. This module builds
 a dict for each section, chart and curve. The dict of a section has `figures`, its charts. The dict
-of a chart has `series`, its curves. The dict of a curve has steps `x`, values `y`, and if it has a
-band, `low` and `high`.
+of a chart has `series`, its curves. The dict of a curve has steps `x` and values `y`. If the curve
+has a band, the dict also has the band's edges, `low` and `high`.
 """
 
 import itertools
@@ -25,20 +25,22 @@ from gspo_jax.runs.metrics import Row
 ByPhase = Mapping[str, Sequence[Row]]  # Rows of metrics by phase: {phase: [row, ...]}.
 Table = Mapping[str, Mapping[int, float | None]]  # Columns of metrics: {metric: {step: value}}.
 
-# With these limits the page opens quickly. More detail would not be visible.
+# With the next two limits the page opens quickly. More detail would not be visible. All runs of a
+# page share the limits.
 MAX_POINTS = 800  # Points per curve, in a chart with up to four curves.
 MAX_CELLS = 16_000  # Cells of a heat map.
 MIN_LOG_RATIO = 100  # Minimum ratio of large to small values for a logarithmic axis.
-CUT_RATIO = 2.5  # Bars above this multiple of the 90th percentile are cut off.
+CUT_RATIO = 2.5  # Values above this multiple of the 90th percentile are cut off in bars and cells.
 INTERVAL = re.compile(r"eval/.+/(low|high)")  # Metrics that bound an interval of another metric.
-SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")  # In percent.
+# Metrics of undeclared charts in percent.
+SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
 VALUES = ("y", "low", "high")  # Fields of a curve with values.
 # A metric counts as constant up to this relative difference, near float32's precision.
 SAME = 1e-6
 
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
-  """Returns the sections of the page with charts of all metrics.
+  """Returns the sections of the page with their charts.
 
   A metric without a declared chart has a chart at the end of the first section whose `rest` matches
   the metric, or in the section "Other metrics".
@@ -76,7 +78,7 @@ def _columns(rows: Sequence[Row]) -> Table:
 
 
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
-  """Returns a chart for each metric without a declared chart.
+  """Returns a chart for each metric without a declared chart, except alarms and UNDRAWN.
 
   drawn: phase and metric of each curve in a declared chart.
   """
@@ -119,7 +121,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
   common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    # A stack's axis has room for the sum of bars at each step. A heat map's colours are for cells.
+    # A stack's axis shows the sum of bars at each step, a heat map's colours show single values.
     if figure.kind == "heat":
       sizes = [y for s in series for y in s["y"] if y is not None]
     else:
@@ -157,9 +159,9 @@ def _usual_top(sizes: Sequence[float]) -> float:
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
   """Sets `constant` and `count` of constant curves.
 
-  The page prints a metric as a line of text if its values are equal within each run. Stacked bars
-  are constant only at 0, since other values add to a sum. In heat maps only metrics without values
-  are constant.
+  The page prints a metric as a line of text if its values are equal within each run. A metric of
+  stacked bars counts as constant only if it is 0, since other values add to a sum. A metric of a
+  heat map counts as constant only if it has no values.
 
   Args:
     series: curves of a chart, changed in place.
@@ -183,8 +185,9 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
 def wants_log(series: Sequence[Row]) -> bool:
   """Whether a linear axis would hide the smaller values of these curves.
 
-  This is so if no value is negative, at least five and four fifths of the values are positive, and
-  the largest value is at least MIN_LOG_RATIO times the fifth percentile of the positive values.
+  This is so if no value is negative, at least five values and at least four fifths of all values
+  are positive, and the largest value is at least MIN_LOG_RATIO times the fifth percentile of the
+  positive values.
   """
   values = sorted(v for s in series if "constant" not in s for v in _all_values(s))
   positive = [v for v in values if v > 0]
@@ -249,7 +252,7 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns pairs: a metric of a `Line.key`, and its text in place of the braces."""
+  """Returns pairs: a metric that matches a `Line.key`, and its text in place of the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")

@@ -1,7 +1,7 @@
 """Builds the content of a report except its responses, as JSON values.
 
-A report shows one run, or compares several runs in common charts. For each run it has answers
-(`overview`), warnings and settings. For several runs it also has the differences of their settings.
+A report shows one run, or compares several runs in common charts. For each run, the report has
+answers (`overview`), warnings and settings. A comparison also has the differences of the settings.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ def describe_run(run: Run, by_phase: ByPhase, places: Mapping[tuple[str, str], R
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
   """Yields a dict for each period of an alarm.
 
-  It has the first and the last step of the period, and the texts of the alarm.
+  The dict has the period's phase, first step and last step, and the alarm's name and texts.
   """
   for phase, rows in by_phase.items():
     spans = []

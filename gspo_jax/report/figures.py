@@ -14,8 +14,8 @@ class Line:
 
   key: str  # Name of the metric. `{i}` matches any number, `{name}` any word: a curve for each.
   label: str  # Printed name, which may have the same braces.
-  # A colour of static/style.css. For several curves `sequence` (shades of one colour), `cycle` (the
-  # colours in turn) or `stage` (the colours of STAGE_COLORS).
+  # A colour of static/style.css. If the key matches several metrics: `sequence` (shades of one
+  # colour), `cycle` (all colours in turn) or `stage` (the colours of STAGE_COLORS).
   color: str
   low: str = ""  # Metric of the band's lower edge; "" for no band.
   high: str = ""  # Metric of the band's upper edge.
@@ -48,7 +48,7 @@ class Section:
   title: str
   note: str  # Printed below the title.
   figures: tuple[Figure, ...]
-  # Regular expression of further metrics. Those without a chart get one each, at the end.
+  # Regular expression of further metrics. Each undeclared metric takes a chart at the end.
   rest: str = ""
 
 
@@ -67,7 +67,7 @@ STAGES = (
 )
 
 
-# A stage has the same colour in all charts. Neighbours in a bar have different ones.
+# A stage has the same colour in all charts. Successive stages have different colours.
 STAGE_COLORS = dict(
   compile="grey", wait_for_sampler="green", sample="pink", score="teal", logp="orange",
   update="violet", publish="green", evaluate="blue", save="teal", report="amber",
@@ -86,8 +86,8 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# Metrics without a chart: the volatility of each layer in each mini-batch, which are too many
-# curves, and the time of day.
+# Metrics without a chart: the time of day, and the volatility of each layer in each mini-batch,
+# which would be too many curves.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 

@@ -1,9 +1,9 @@
 """Answers at the top of a report: is the run learning, healthy and fast?
 
 An answer is a dict. Its `state` is "good", "bad", "open" (unknown yet) or "plain" (neutral). The
-other fields are the text `answer`, the reason `because`, and a list `facts`, which the page prints
-below. A fact is a dict with a `label` and a `value`: a number in its `unit`, or a text. A fact may
-also have an initial value, `before`, and a `note`.
+other fields are the `question`, the text `answer`, the reason `because`, and a list `facts`, which
+the page prints below. A fact is a dict with a `label` and a `value`: a number in its `unit`, or a
+text. A fact may also have an initial value, `before`, and a `note`.
 """
 
 import itertools
@@ -42,8 +42,8 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   """Answers by the accuracy of evaluations, else by the reward.
 
-  If the accuracy rose but the reward fell, the answer is "bad". A run of job=sft is answered by its
-  loss. For a run that only evaluates, the answer is neutral.
+  If the accuracy rose but the reward fell, the state is "bad". A run without iterations of RL is
+  answered by the loss of its cold start. The state of a run that only evaluates is "plain".
   """
   rows = by_phase["rl"]
   evaluated, facts = rows or by_phase["eval"], []
@@ -133,8 +133,8 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 
   The reward changed if its means over the first and the last tenth of the iterations (at least two)
   differ by more than SIGNIFICANT standard errors. The standard deviation of an iteration's reward
-  is the larger of two estimates. The first is from differences between successive iterations, which
-  a trend hardly affects. The second is from the variances within the two tenths, and is right for
+  is the larger of two estimates. The first uses differences between successive iterations, which a
+  trend hardly affects. The second uses the variances within the two tenths, and is right for
   correlated iterations too.
   """
   rewards = _finite(rows, "reward/mean")
@@ -155,9 +155,9 @@ def assess_reward(rows: Rows) -> tuple[str, str, str]:
 def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
   """Returns state, answer and reason of a cold start.
 
-  The loss is that on held-out demonstrations, or the training loss if the former is not measured.
-  It is assessed like a reward, with the opposite sign. The loss on held-out demonstrations is also
-  compared with `sft.target_loss`.
+  The loss on held-out demonstrations is assessed like a reward, with the opposite sign, and is
+  compared with `sft.target_loss`. If this loss is not measured, the training loss is assessed, and
+  not compared.
   """
   held_out = _finite(rows, "held_out_loss")
   name, values = ("held-out loss", held_out) if held_out else ("loss", _finite(rows, "loss"))
@@ -177,14 +177,19 @@ def assess_loss(rows: Rows, flat: Mapping[str, Any]) -> tuple[str, str, str]:
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   """Answers by alarms, skipped updates, dropped tokens and gradients.
 
-  The answer is "No" for an alarm in the last tenth of the rows, dropped tokens, a non-finite loss
-  or gradient in a row without skipped updates, a gradient of 0 in all rows if there are at least
-  three, and skipped updates in each of the last three rows.
+  The answer is "No" in any of these cases:
+
+    - an alarm in the last tenth of the rows
+    - dropped tokens
+    - a non-finite loss or gradient in a row without skipped updates
+    - a gradient of 0 in all rows, if there are at least three rows
+    - skipped updates in each of the last three rows
   """
   rows = by_phase["rl"]
   # Step 0 has an evaluation but no update.
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]
-  counts = [row.get("updates_skipped") or 0 for row in trained]  # Totals since start or resume.
+  # Skipped updates since the last start or resume.
+  counts = [row.get("updates_skipped") or 0 for row in trained]
   skipped = [b - a if b >= a else b for a, b in itertools.pairwise([0, *counts])]
   dropped = max(_finite(trained, "router/dropped_tokens"), default=0)
   # Steps with a non-finite loss or gradient that was not skipped.
@@ -233,7 +238,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 def _fast(by_phase: ByPhase) -> Row:
   """Answers with the seconds of an iteration, or of an SFT update.
 
-  These are medians over the second half of the rows, since the first iterations compile.
+  The seconds are medians over the second half of the rows, since the first iterations compile.
   """
   rows = by_phase["rl"] or by_phase["sft"]
   times = [(step, stages) for step, stages, _ in _stage_times(rows)]
@@ -286,7 +291,7 @@ def timeline(rows: Rows) -> list[Row]:
 
   The typical iteration has the median time of each stage over the second half of the run. The
   slowest iteration is omitted if it is also the last. Each iteration lists its stages in the order
-  of a step, and each stage the times of its parts.
+  of a step. Each stage lists the times of its parts.
   """
   timed = _stage_times(rows)
   timed = [times for times in timed if times[0] > 0] or timed  # Step 0 has an evaluation alone.
@@ -355,7 +360,7 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns [fact] with the last value; [] if there is none.
+  """Returns a list with one fact, the last value; [] if there is no value.
 
   If there are several values, `before` is the first.
   """
@@ -365,9 +370,9 @@ def _change(label: str, values: Sequence[float], unit: str = "number") -> list[R
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns [fact] with a metric's mean over its last tenth.
+  """Returns a list with one fact, a metric's mean over the last tenth of its rows.
 
-  `before` is the mean over the first tenth.
+  `before` is the mean over the first tenth. Returns [] if the metric has no values.
   """
   values = _finite(rows, key)
   count = max(1, len(values) // 10)

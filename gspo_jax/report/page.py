@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """Returns unique names of the directories, with as few parts as possible.
+  """Returns unique names of the directories, with as few parts of their paths as possible.
 
   Raises:
     ValueError: a directory is repeated.

@@ -1,8 +1,8 @@
 """Reads the logged responses of runs for a report, as JSON values.
 
 Responses are grouped by step and prompt, and long responses are shortened. The page colours a token
-by the log-ratio of the policy after the updates to the sampling policy. So a response with
-log-ratios also has its tokens.
+by its log-ratio: the log-probability after the updates minus that of the old policy. So a response
+with log-ratios also has its tokens.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOK
 
 
 def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
-  """Reads a run's responses. The newest responses have log-ratios, up to `max_tokens`.
+  """Reads a run's responses. Only the newest have log-ratios, up to `max_tokens` tokens.
 
   Returns a dict with the number of logged responses (`total`), the number of selected responses
   whose records have log-ratios (`known`), and the groups of selected responses (`groups`).
@@ -88,7 +88,7 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
-  """Groups the responses of a file by step and prompt.
+  """Groups the responses of a file by step, prompt, and whether the problem is held out.
 
   Raises:
     ValueError: a response lacks one of REQUIRED_FIELDS.
@@ -152,7 +152,8 @@ def _plain(record: Row) -> Row:
 def _turns(record: Row) -> list[Row]:
   """Returns the turns of a conversation; [] if missing or malformed.
 
-  `shown` is a turn's text for the page. In a long conversation it lacks the middle of a long turn.
+  `shown` is a turn's text for the page. In a long conversation, `shown` lacks the middle of a long
+  turn.
   """
   turns = record.get("turns")
   types = dict(role=str, text=str, length=int)
@@ -176,8 +177,9 @@ def _color(record: Row) -> Row:
   token's segment) with `segment_figures` (ratio and gradient of each segment). The environment's
   turns are inserted as tokens without log-ratio, at the indices `observations`.
 
-  If the tokens' texts joined are the text of the response or of its turns, this text is omitted.
-  They are not if a character is split into several tokens, or decoding drops a special token.
+  The response or its turns are omitted if the joined tokens equal the text of the response or of
+  the policy's turns. The texts differ if a character is split into several tokens, or decoding
+  drops a special token.
   """
   tokens, count = [visible(token) for token in record["tokens"]], len(record["tokens"])
   clipped = record.get("clipped_tokens")
@@ -222,7 +224,7 @@ def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
-  """Returns each token's segment number; a None for each if missing or malformed.
+  """Returns each token's segment number; a None per token if segments are missing or malformed.
 
   count: number of tokens.
   """
@@ -254,8 +256,9 @@ def _cut(tokens: list[str], *columns: list) -> list[list]:
 def _quantize(samples: Iterable[Row]) -> Row:
   """Replaces log-ratios by whole multiples of a `unit`, for a smaller page.
 
-  Returns the unit, the log-ratio with the strongest colour (`scale`), the number of responses with
-  log-ratios (`colored`), and whether any of these have `clipped` tokens or `segments`.
+  Returns a dict: the unit, the size of a log-ratio with the strongest colour (`scale`), the number
+  of responses with log-ratios (`colored`), and whether any response has `clipped` tokens or
+  `segments`.
   """
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
