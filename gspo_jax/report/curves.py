@@ -78,7 +78,9 @@ def _columns(rows: Sequence[Row]) -> Table:
 
 
 def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
-  """Returns a chart for each metric without a declared chart, except alarms and UNDRAWN.
+  """Returns a chart for each metric without a declared chart.
+
+  Excludes alarms, edges of bands, mini-batches of the cold start, and metrics that match UNDRAWN.
 
   drawn: phase and metric of each curve in a declared chart.
   """
@@ -252,7 +254,7 @@ def _round_values(curve: Row) -> Row:
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """Returns pairs: a metric that matches a `Line.key`, and its text in place of the braces."""
+  """Returns pairs: a metric of a `Line.key`, and its text in place of the braces."""
   if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # The name of a metric.
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")

@@ -86,8 +86,8 @@ OUTCOMES = {
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
   "crash": "crash orange",
 }  # fmt: skip
-# Metrics without a chart: the time of day, and the volatility of each layer in each mini-batch,
-# which would be too many curves.
+# Metrics without a chart: the time of day, and the volatility of each layer in each mini-batch.
+# The latter would be too many curves.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+|wall/clock")
 
 

@@ -360,9 +360,9 @@ def _fact(label: str, value: float | str, unit: str = "number", note: str = "") 
 
 
 def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
-  """Returns a list with one fact, the last value; [] if there is no value.
+  """Returns a list with one fact, the last value.
 
-  If there are several values, `before` is the first.
+  If there are several values, `before` is the first. Returns [] if there is no value.
   """
   if len(values) < 2:
     return [_fact(label, value, unit) for value in values]
@@ -370,7 +370,7 @@ def _change(label: str, values: Sequence[float], unit: str = "number") -> list[R
 
 
 def _trend(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
-  """Returns a list with one fact, a metric's mean over the last tenth of its rows.
+  """Returns a list with one fact, a metric's mean over its last tenth.
 
   `before` is the mean over the first tenth. Returns [] if the metric has no values.
   """

@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-  """Returns unique names of the directories, with as few parts of their paths as possible.
+  """Returns unique names of the directories: the shortest ends of their paths.
 
   Raises:
     ValueError: a directory is repeated.

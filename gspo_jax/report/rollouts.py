@@ -88,7 +88,7 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
-  """Groups the responses of a file by step, prompt, and whether the problem is held out.
+  """Groups the responses of a file by step, prompt and kind (training, held out).
 
   Raises:
     ValueError: a response lacks one of REQUIRED_FIELDS.
@@ -224,7 +224,9 @@ def _insert_observations(columns: Sequence[list], turns: Sequence[Row]) -> list[
 
 
 def _segments(record: Row, count: int) -> list[int | None]:
-  """Returns each token's segment number; a None per token if segments are missing or malformed.
+  """Returns each token's segment number.
+
+  Returns a None for each token if the segments are missing or malformed.
 
   count: number of tokens.
   """
