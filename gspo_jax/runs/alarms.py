@@ -2,8 +2,8 @@
 
 Runs of GRPO with long responses or experts fail slowly: the entropy vanishes, the ratio drifts from
 1, the gradient jumps, the reward falls and does not recover (arXiv:2507.18071, §3). Each alarm has
-a condition on metrics. Most conditions have a threshold in the section `alarms`. When the condition
-becomes true, a warning is printed. While the condition is true, the metric `warning/<name>` is 1.
+a condition on metrics. Most conditions have a threshold in the section `alarms`. A warning is
+printed when the condition becomes true. The metric `warning/<name>` is 1 while the condition holds.
 """
 
 import collections
@@ -83,7 +83,7 @@ class Alarms:
       yield "unknown", f"no verdict on {share:.2%} of the responses"
 
   def _reward_range(self, row: Mapping[str, Any]) -> float:
-    """Returns the largest minus the smallest reward so far; 1 if no row has had these metrics."""
+    """Returns the range of rewards so far; 1 if no row has had `reward/min` and `reward/max`."""
     low, high = (_finite(row.get(f"reward/{name}")) for name in ("min", "max"))
     if low is not None and high is not None:
       self._range = min(self._range[0], low), max(self._range[1], high)
@@ -293,9 +293,10 @@ _OUTSIDE_TEXT = (
 def _outside_range(row: Mapping[str, Any]) -> float | None:
   """Estimates the share of responses outside the clip range before any update.
 
-  The mean log-prob difference of a response is taken as normal with mean 0. Its standard deviation
-  follows from the row's mean of its absolute value, σ √(2/π). The result is None if the row lacks
-  this mean or the clip range, if old log-probs are recomputed, or if a correction masks responses.
+  A response has a mean log-prob difference between trainer and sampler. The estimate takes these
+  differences as normal with mean 0 and standard deviation σ. The row has the mean of their absolute
+  values, which is σ √(2/π). The result is None if the row lacks this mean or the clip range, if old
+  log-probs are recomputed, or if a correction masks responses.
   """
   distance, clip_range = _finite(row.get(_DISTANCE)), _finite(row.get("clip_range"))
   remedies = row.keys() & {"mismatch/recomputed", "correction/masked"}

@@ -1,10 +1,11 @@
 """Checkpoints with Orbax: the training state (arrays) and the host state (JSON).
 
-The host state is a dict with keys `position` (in the data), `pending` and `rows`; see `Phase.save`.
+The host state is a dict with three keys: `position`, such as the position in the data; `pending`, a
+metrics row still to be reported, or None; and `rows`, the number of rows in metrics.jsonl.
+
 Orbax writes to a temporary path, and renames it at the end. So a killed process leaves either a
-whole checkpoint or none.
-Orbax does not detect a flipped bit in an array. So checksums of all arrays (integrity.py) are
-stored in one JSON with the host state, and this JSON has a checksum of its own
+whole checkpoint or none. Orbax does not detect a flipped bit in an array. So one JSON has the host
+state and checksums of all arrays (integrity.py). This JSON has a checksum too
 (`system.files.seal`).
 """
 
@@ -57,7 +58,7 @@ class Checkpointer:
     self.directory, self.config = config.phase_directory(workdir, phase), config
     # The best checkpoint has the largest `_sign` times metric `_best`.
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
-    self._last = time.monotonic()  # Time of the last save; at first, of the opening.
+    self._last = time.monotonic()  # Time of the opening, and then of the last save.
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # Error of a failed save.
     rules = [policies.LatestN(config.keep)]
@@ -91,7 +92,7 @@ class Checkpointer:
     self._seconds: float | None = None
 
   def latest(self) -> int | None:
-    """Returns the step of the newest complete checkpoint; None if there is none."""
+    """Returns the step of the newest checkpoint, running saves included; None if there is none."""
     return self._manager.latest_step()
 
   def newest(self) -> str:
@@ -110,8 +111,8 @@ class Checkpointer:
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Restores (step, state, host_state) of the newest undamaged checkpoint.
 
-    Returns None if there is no checkpoint. If a newer checkpoint is damaged, it is renamed to
-    `damaged_<step>`.
+    Returns None if there is no checkpoint. All newer checkpoints are damaged, and are renamed
+    to `damaged_<step>`.
 
     Args:
       like: returns the abstract state, for the layout of the restored arrays.
@@ -198,7 +199,7 @@ class Checkpointer:
     return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
-    """Returns a metric, the seconds of a newly completed save; {} if there is no such save.
+    """Returns the metric `checkpoint/seconds` of a newly completed save; {} if there is none.
 
     Raises:
       WriteError: the checkpoint could not be written.
@@ -390,6 +391,6 @@ def save_state(directory: str | Path, state: Any) -> None:
 
 
 def restore_state(directory: str | Path, like: Any) -> Any:
-  """Reads the state of `save_state`. The layout is that of the abstract state `like`."""
+  """Reads a state written by `save_state`, in the layout of the abstract state `like`."""
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)

@@ -108,7 +108,7 @@ def _samples(path: epath.Path) -> list[bytes]:
 
 
 def _spans(size: int, blocks: int) -> list[tuple[int, int]]:
-  """Returns (start, stop) of evenly spaced blocks. One block has the first byte, one the last."""
+  """Returns (start, stop) of evenly spaced blocks, from the first byte to the last."""
   if size <= blocks * _BLOCK:
     return [(0, size)]
   starts = [i * (size - _BLOCK) // (blocks - 1) for i in range(blocks)]

@@ -1,4 +1,4 @@
-"""Goodput: the share of useful stages in a run's wall time, counted from its first start."""
+"""Goodput: the share of useful stages in the wall time since the run was first opened."""
 
 import collections
 import time
@@ -21,15 +21,15 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-  """Returns the seconds of compilation in this process, reads from its cache included."""
+  """Returns the seconds of compilation in this process, including reads of cached programs."""
   return _compiled
 
 
 class Goodput:
   """Computes shares of the wall time, from the seconds per stage of each step.
 
-  Two shares belong to no stage. `restart` is the time between the last metrics row of a process and
-  the start of the next process. `wait` is the rest of the wall time, such as reading data or
+  Two shares belong to no stage. `restart` is the time from the last metrics row of a process until
+  the next process has opened the run. `wait` is the rest of the wall time, such as reading data or
   waiting for a sampler on other devices.
   """
 

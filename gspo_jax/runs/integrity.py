@@ -1,7 +1,7 @@
 """Checksums of arrays, computed on the devices before writing and after reading.
 
-A checksum depends on dtype and values, not on the mesh. It costs one pass over the memory, and no
-file is read a second time.
+A checksum depends on dtype and values, not on the mesh. Computing it reads an array once in
+device memory, and no file a second time.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def sums(tree: Any) -> dict[str, str]:
 
 
 def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
-  """Describes arrays with a changed checksum; None without changes.
+  """Describes arrays with a changed checksum; None if there are none.
 
   At most three arrays are named. Arrays with a changed dtype are not compared.
   """
@@ -43,7 +43,7 @@ def _sums(tree: Any) -> dict[str, jax.Array]:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-  """Returns the sum modulo 2^32 of all values' bits after MurmurHash3's mixing."""
+  """Mixes the bits of each value as MurmurHash3 does, and sums them modulo 2^32."""
   bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
   bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
   bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)

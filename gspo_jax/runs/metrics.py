@@ -171,7 +171,8 @@ class Writer(contextlib.AbstractContextManager):
       row: `phase`, `step`, and numbers by name.
 
     Raises:
-      WriteError: the row cannot be written, or metrics.jsonl was removed during the run.
+      WriteError: the row cannot be written, or metrics.jsonl was removed or replaced during the
+        run.
     """
     if not self._active:
       return
@@ -279,7 +280,7 @@ class Writer(contextlib.AbstractContextManager):
       self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
   def _append(self, line: bytes) -> None:
-    """Hands a line to the operating system. It survives `kill -9`."""
+    """Hands a line to the operating system. The line then survives `kill -9`."""
     with writing(self._path):
       if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
         raise OSError(errno.ESTALE, "it was replaced during the run")
@@ -287,7 +288,7 @@ class Writer(contextlib.AbstractContextManager):
         line = line[self._file.write(line) :]
 
   def _board(self, phase: str) -> tracking.EventFile:
-    """Returns the event file of a phase, in its own directory: each phase has a purge step."""
+    """Returns a phase's event file. Each phase has a separate directory and purge step."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))

@@ -1,9 +1,9 @@
 """Copy of a workdir in `checkpoint.directory`.
 
 A preempted machine loses its disk and the workdir on the disk. So each save of a checkpoint also
-copies the workdir to `checkpoint.directory`, except the files in EXCLUDED. The checkpoint becomes
-complete only after this copy. If a run starts with the same `checkpoint.directory`, and its workdir
-has no config.json, it resumes from the copy.
+copies the workdir to `checkpoint.directory`, except the files and folders in EXCLUDED. The
+checkpoint becomes complete only after this copy. If the workdir has no config.json, a run with the
+same `checkpoint.directory` resumes from the copy.
 """
 
 import sys
@@ -59,7 +59,7 @@ class Mirror:
 
 
 def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
-  """Returns the directory with the run's config.json, and the directory's flag.
+  """Returns the directory with the run's config.json, and this directory's flag.
 
   The directory is the workdir, or the copy if `restore_workdir` will fill the workdir. Collective:
   call it on all hosts.
@@ -75,7 +75,7 @@ def find_record(workdir: Path, directory: str) -> tuple[Path | epath.Path, str]:
 
 
 def restore_workdir(workdir: Path, directory: str) -> None:
-  """Restores a workdir without a run from its copy, if one exists.
+  """Restores a workdir from its copy if `Mirror.can_fill`.
 
   Collective: call it on all hosts.
 

@@ -1,8 +1,8 @@
 """Detection of NaN and infinity in metrics: a dump of the failing step, and the end of the run.
 
-The dump `failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, has the training
-state, the mini-batches and the configuration. `python -m gspo_jax.replay DUMP` repeats the updates
-and locates the cause.
+The dump `failures/<phase>_<step>/` has the training state, the mini-batches and the configuration.
+It is in `checkpoint.directory` if this key is set, and else in the workdir. `python -m
+gspo_jax.replay DUMP` repeats the updates and locates the cause.
 """
 
 import collections
@@ -50,7 +50,7 @@ class Guard:
 
   Metrics arrive one step late (`Phase.report`), when further updates have been dispatched. So the
   update function itself skips an update with a non-finite loss or gradient (`learner.step`). If
-  `on_nonfinite` is "stop", it also skips all later updates. Then the state is still the one before
+  `on_nonfinite` is "stop", all later updates are skipped too, so the state remains the one before
   the offending mini-batch.
 
   Args:
@@ -131,7 +131,7 @@ class Guard:
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
       # The offending update and all later updates are skipped, so the number of skipped updates
-      # locates it. (`state.step` does not, since a batch without trained tokens is no step either.)
+      # locates the offending one. (`state.step` also excludes updates with a gradient of 0.)
       tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._batches).get(step, ())[index:]
@@ -187,8 +187,8 @@ def dump(
     config: the run's configuration, as JSON.
     row: metrics row of the failing step.
     why: description of the failure.
-    state: training state before the failing update.
-    batches: mini-batches from the failing update on.
+    state: training state. If the failing update was skipped, it is the state before this update.
+    batches: mini-batches to repeat. If the failing update was skipped, its mini-batch is the first.
   """
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)

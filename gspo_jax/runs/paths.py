@@ -1,4 +1,4 @@
-"""Checks of paths in a configuration: required, existing, outside the workdir."""
+"""Checks of a configuration's paths: are they set, found, writable and outside the workdir?"""
 
 from pathlib import Path
 

@@ -91,7 +91,7 @@ class Phase:
     rows = self._writer.rows("sft", "rl")
     self._goodput.resume(rows[-1] if rows else {})
     rows = [row for row in rows if row["phase"] == self._name]
-    # Only the first host has rows. All hosts check the next row, and so need the last count.
+    # Only the first host has rows. All hosts need the last row's count to check the next row.
     skips = hosts.broadcast(int(rows[-1].get("updates_skipped", 0)) if rows else 0)
     state = self._guard.start(state, reported=reported == step, step=step, checked_skips=skips)
     if self._alarm_config:
@@ -135,8 +135,8 @@ class Phase:
       step: number of finished steps.
       state: training state after `step`.
       position: returns JSON to continue from after `step`, such as the position in the data.
-      pending: metrics row of `step` before its evaluation is finished; else None. A resumed run
-        finishes the evaluation and reports this row.
+      pending: metrics row of `step`, if its evaluation is not finished yet; else None. A resumed
+        run finishes the evaluation and reports this row.
     """
     self._step, self._state, self._position, self._pending = step, state, position, pending
 

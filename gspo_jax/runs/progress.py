@@ -94,7 +94,7 @@ class Progress(contextlib.AbstractContextManager):
     threading.Thread(target=beats, daemon=True).start()
 
   def beat(self) -> None:
-    """Shows the time elapsed before the end of the first step."""
+    """Shows the elapsed time, during the first step."""
     elapsed = clock_text(self._clock() - self._begin)
     text = f"compilation, first evaluation and first step; {elapsed} so far"
     if self._bar is not None:

@@ -28,7 +28,7 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check_configuration(
   workdir: Path | epath.Path, config: Mapping[str, Any], flag: str = "--workdir"
 ) -> dict[str, Any]:
-  """Compares config.json with this configuration, and returns its content; {} for a new run.
+  """Compares config.json with `config`. Returns the content of config.json; {} for a new run.
 
   Collective: call it on all hosts. Only the first host's workdir is read.
 
@@ -75,7 +75,7 @@ def check_contents(workdir: Path, config: Mapping[str, Any], contents: Mapping[s
 
 
 def _changed_contents(recorded: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
-  """Returns lines `key: old -> new` for changed keys. Both arguments must describe the key."""
+  """Returns lines `key: old -> new` for changed keys. A key in one argument alone is ignored."""
   old = recorded.get("provenance", {}).get("contents", {})
   common = old.keys() & contents.keys()
   return difference({k: old[k] for k in common}, {k: contents[k] for k in common})
@@ -161,7 +161,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
 
 
 def provenance() -> dict[str, Any]:
-  """Returns the code's version and command line, serialisable as JSON.
+  """Returns commit, package versions and command line, serialisable as JSON.
 
   Keys: `commit` (None outside a git checkout), `dirty` (whether tracked files differ from the
   commit), `versions` of packages, and `command`.
@@ -209,12 +209,12 @@ def recorded_origins(
   A resumed run keeps these sources, even if a repository or another run has a newer version. The
   record is {} for a new run, and for a source whose configured name has changed.
   """
-  # The key of the teacher is in a section, `distillation.teacher`; the other keys are not.
+  # The teacher's key is in section `distillation`. The other keys are in no section.
   old, new = (values.get("distillation", {}) | values for values in (recorded, config))
   origins = {}
   for part, key in ORIGINS.items():
     about = recorded.get("provenance", {}).get(part, {}) if old.get(key) == new.get(key) else {}
-    # The tokenizer is recorded as its name alone.
+    # The record of the tokenizer is its name alone.
     origins[part] = dict(directory=about) if isinstance(about, str) else about
   return origins
 

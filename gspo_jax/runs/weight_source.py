@@ -210,8 +210,9 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    This is `configured` if the two agree, if the weights are random or unnamed, or if the
-    checkpoint's run recorded no model. Raises ValueError for a missing or invalid config.json.
+    The result is `configured` if the weights' model equals it, if the weights are random or
+    unnamed, or if the checkpoint's run recorded no model. Raises ValueError for a missing or
+    invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -351,7 +352,7 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
   Args:
     key: configuration key with the name.
     name: configured name.
-    recorded: JSON with key `directory`, the pinned name of the run's first start; {} for a new run.
+    recorded: dict whose `directory` is the name pinned at the run's first start; {} for a new run.
     file: a file that the repository must have.
 
   Raises:
@@ -372,7 +373,9 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
 
 
 def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
-  """Returns the tokenizer's name, with a hub repository's commit. Collective: call it on all hosts.
+  """Returns the tokenizer's name, with the commit of a hub repository.
+
+  Collective: call it on all hosts.
 
   Args:
     name: configured name; "" means the tokenizer of the weights, or "bytes" if they are random.
