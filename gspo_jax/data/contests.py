@@ -1,4 +1,4 @@
-"""Checks of programming contests' problems.
+"""Checks of problems from programming contests.
 
 A program's output is compared with one expected output. Therefore interactive problems, and
 problems with several right outputs, are bad rows.
@@ -42,8 +42,8 @@ def codeforces(row: Mapping[str, Any]) -> dict[str, Any]:
     use stdin and stdout.
 
   Raises:
-    BadRow: a comparison with the expected output would refuse right programs, or a test is
-      incomplete.
+    BadRow: a comparison with one expected output would refuse right programs, `executable` is
+      false, or a test is incomplete.
   """
   statement = _require_single_answer(row)
   for name, reason in {
@@ -108,6 +108,6 @@ def _text(value: Any) -> str:
 
 
 def _is_truncated(value: Any) -> bool:
-  """Whether a test ends with an ellipsis. If there are further dots, the test has grids of dots."""
+  """Whether a test was cut off, and so ends with an ellipsis. Grids of dots are excluded."""
   text = _text(value)
   return text.endswith("...") and "." not in re.sub(r"\d\.\d", "", text[:-3])

@@ -25,8 +25,8 @@ class Embedded:
     key: key of the configuration with the path, for messages.
 
   Raises:
-    DataError: the split or a size is invalid, or one of about 500 prompts (`probe`) is longer than
-      `data.max_prompt_tokens`.
+    DataError: the split or a size is invalid, or a prompt is longer than `data.max_prompt_tokens`.
+      Only the prompts of `probe` are checked.
   """
 
   skipped = 0  # An embedded task has no bad rows.
@@ -75,5 +75,5 @@ class Embedded:
 
 
 def probe(length: int) -> range:
-  """Returns evenly spread indices below `length`: 500 to 999, or all if there are fewer."""
+  """Returns 500 to 999 evenly spread indices below `length`; all if there are fewer than 500."""
   return range(0, length, max(1, length // 500))

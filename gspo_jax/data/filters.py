@@ -12,7 +12,7 @@ import numpy as np
 from gspo_jax.data.files import BadRow
 from gspo_jax.settings.data import DataError
 
-TOKENS = "prompt_tokens"  # Name of the prompt's number of tokens, in place of a field.
+TOKENS = "prompt_tokens"  # In a condition, the prompt's number of tokens instead of a field.
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "==": operator.eq,
   "!=": operator.ne,

@@ -72,7 +72,8 @@ FORMATS = {
   "aime": Format("problem", "answer"),
   "math": Format("problem", "solution", BOXED),
   "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
-  "deepscaler": Format("problem", "answer"),  # No demonstrations: `solution` is often empty.
+  # The answer is the demonstration too, since `solution` is often empty.
+  "deepscaler": Format("problem", "answer"),
   # The data set's prompts have instructions already, so the template adds none.
   "dapo_math": Format(
     "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
@@ -341,8 +342,8 @@ def _kind(value: Any) -> str:
 def named(config: DataConfig, name: str) -> Format:
   """Returns a format by name.
 
-  Names are those in FORMATS, and "" for the format of section `data`. If a format
-  has no template, `data.prompt_template` is used.
+  Names are those in FORMATS, and "" for the format of section `data`. If a format has no template,
+  `data.prompt_template` is used.
   """
   if not name:
     return config.form

@@ -19,7 +19,7 @@ from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
-Lengths = dict[str, list[int]]  # Number of bytes in use of each file, and their CRC-32.
+Lengths = dict[str, list[int]]  # By file: the number of bytes in use, and their CRC-32.
 
 
 def load(
@@ -129,7 +129,7 @@ class Growing:
   def _read(self, recorded: Lengths | None) -> tuple[Lengths, dict[str, bytes]]:
     """Reads lengths and texts of the files.
 
-    The texts are {} if no length has changed.
+    The dict of texts is empty if no file has new lines.
 
     Args:
       recorded: for each file, the part to read; None for all whole lines.

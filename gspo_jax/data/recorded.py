@@ -74,7 +74,7 @@ class Recordings:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of recorded rows. They are the same as those of sampled responses."""
+  """Limits of recorded rows, equal to the limits of sampled responses."""
 
   group_size: int  # Maximum number of responses in a group.
   prompt_tokens: int  # Maximum number of tokens of a prompt.

@@ -1,13 +1,14 @@
 """Continuations: texts that follow rendered prompts, as targets of training on given responses.
 
-A prompt and its continuation are the conversation as the chat template renders it, up to the end of
-the assistant's turn. Templates add different texts to a response. A prompt may end with an open
+The chat template renders a conversation. A prompt and its continuation are this text, up to the end
+of the assistant's turn. Templates add different texts to a response. A prompt may end with an open
 thought (`<think>`) or with an empty thought (`<think></think>`). The template may write an empty
 thought before an answer, and may trim white space.
 
-If the template drops part of the response, the continuation is the response itself. It is changed
-only after a prompt with an open thought: an opening tag at the response's beginning is removed, or
-a closing tag is added before a response without a thought.
+After a prompt with an empty thought, the response's thought is removed first. If the template drops
+part of the response, the continuation is the response itself. Its first tag is then removed if the
+prompt ends with this tag. Otherwise, if the prompt ends with an open thought and the response has
+no closing tag, a closing tag is added before the response.
 """
 
 import re

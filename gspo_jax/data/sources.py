@@ -1,7 +1,7 @@
 """Data sets of problems: checked once, then shuffled, mixed and resumed through Grain.
 
 A source is an embedded task (`arithmetic:train`), files, or a TFDS data set (`tfds:gsm8k/train`).
-A list of sources is a mixture. The text of such a list is a *spec* (docs/data.md):
+Several sources are a mixture. A *spec* is a text with one or several sources (docs/data.md):
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
@@ -121,7 +121,7 @@ def load_spec(
 def parts_of(spec: str, key: str) -> list[re.Match]:
   """Parses a spec into its sources.
 
-  A source is a match with the groups form, path, weight and where.
+  Each source is a regex match with the groups form, path, weight and where.
 
   Raises:
     DataError: the spec is empty, or has an empty source.

@@ -1,6 +1,6 @@
 """Special tokens of a checkpoint. Several files of the checkpoint may name such tokens.
 
-A special token, such as the end of a turn, is not text. A checkpoint's *config* is the content of
+A special token, such as the end of a turn, is not text. In this file, `config` is the content of
 tokenizer_config.json.
 """
 

@@ -12,7 +12,7 @@ from etils import epath
 
 from gspo_jax.data.special_tokens import TokenizerError
 
-# Arguments of every template. Templates test `tools is none`, which a missing argument fails.
+# Arguments of every template. Templates test `tools is none`; without the argument, this is False.
 UNSET = dict[str, Any](tools=None, documents=None)
 FOLDER = "additional_chat_templates"  # Folder of further templates, beside chat_template.jinja.
 
@@ -21,8 +21,8 @@ def read(directory: epath.Path, config: dict[str, Any]) -> str:
   """Returns a tokenizer's default chat template; "" if there is none.
 
   Args:
-    directory: directory of the tokenizer's files; files of templates come before `config`.
-    config: contents of tokenizer_config.json, whose `chat_template` may be one or several.
+    directory: directory of the tokenizer's files. Files of templates take precedence over `config`.
+    config: content of tokenizer_config.json. Its `chat_template` is a template or a list of them.
 
   Raises:
     TokenizerError: there are several templates, and none is named "default".

@@ -1,8 +1,8 @@
 """Tokenizers: raw bytes for the embedded tasks, Hugging Face files for real checkpoints.
 
 Both classes have `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `chat`.
-The padding token of a checkpoint may equal its stop token: padding is marked by masks everywhere,
-and never recognised by `pad_id`.
+The padding token of a checkpoint may equal its stop token. So masks mark the padding, and no code
+compares tokens with `pad_id`.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class HFTokenizer:
   special_tokens: dict[str, str]  # Texts by name: bos_token, eos_token, ...
   add_bos: bool  # Whether plain prompts begin with the bos token. (Chat templates write it.)
   pad_id: int
-  stop_ids: tuple[int, ...]  # The first ends demonstrations: end of turn, else eos.
+  stop_ids: tuple[int, ...]  # The first one, end of turn or else eos, ends demonstrations.
   vocab_size: int  # Largest id + 1.
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For `chat_template`.
   system: str = ""  # System prompt for messages without one.
@@ -94,7 +94,7 @@ class HFTokenizer:
     """Returns the token ids of `text`.
 
     Names of special tokens in `text` are encoded as these tokens. No token is added at either end.
-    If a plain prompt begins with the bos token, the rest is encoded like a whole text.
+    If a plain prompt begins with the bos token, the text after this token is encoded separately.
     """
     bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
@@ -219,8 +219,8 @@ FILES = (
   f"{templates.FOLDER}/*.jinja",
 )
 GENERATION = "generation_config.json"
-# Bytes of characters in byte-level vocabularies. A printable byte has its own character (Latin-1);
-# the others have characters from U+0100 on.
+# Bytes of characters in byte-level vocabularies. The character of a printable byte is that of
+# Latin-1. Other bytes have characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE}
