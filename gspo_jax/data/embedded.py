@@ -26,7 +26,7 @@ class Embedded:
 
   Raises:
     DataError: the split or a size is invalid, or a prompt is longer than `data.max_prompt_tokens`.
-      Only the prompts of `probe` are checked.
+      Only prompts at the indices of `probe` are checked.
   """
 
   skipped = 0  # An embedded task has no bad rows.
