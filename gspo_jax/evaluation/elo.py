@@ -67,7 +67,7 @@ def rating(score: np.ndarray, opponent: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-  """Human participants of a contest, n in any order."""
+  """The n human participants of a contest, in any order."""
 
   points: np.ndarray  # Points in the standings, [n].
   ratings: np.ndarray  # Ratings before the contest, [n].

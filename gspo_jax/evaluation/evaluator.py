@@ -1,4 +1,4 @@
-"""Evaluation on benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating, reward.
+"""Evaluation on benchmarks: mean accuracy of samples, pass@k, greedy accuracy, rating, reward.
 
 Problems are scored and logged in chunks of up to `eval.batch` problems, in order of completion. If
 an evaluation was interrupted, the next one with the same weights, problems, verifier and settings
@@ -78,7 +78,7 @@ class Evaluator:
   # Smallest total reward of a right conversation. None means that a conversation is right if its
   # metric `correct` (`Environment.figures`) is 1 or more.
   right_from: float | None = None
-  # Signals of section `constraints`, measured for single turns; None without any.
+  # Signals of section `constraints`, measured for single turns; None if there are no constraints.
   signals: Signals | None = None
 
   def __call__(
@@ -224,8 +224,8 @@ class Evaluator:
       workers=self.environment.workers if multi_turn else 0,
       time_limit_s=time_limit(environment),
     )
-    # Problems already in the log have groups too. Equal prompts share one numbering of samples, and
-    # a sample's random numbers depend on its number.
+    # Problems already in the log have groups too, so that numbers of samples do not change. Equal
+    # prompts share one numbering, and a sample's random numbers depend on its number.
     groups = new_groups(
       problems,
       sampling_round.samples,

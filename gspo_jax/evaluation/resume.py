@@ -1,4 +1,4 @@
-"""Log of an evaluation in progress, by which an interrupted one is resumed."""
+"""Log of an evaluation in progress. An interrupted evaluation resumes from its log."""
 
 import os
 import sys

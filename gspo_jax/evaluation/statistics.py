@@ -76,8 +76,8 @@ def _participations(
 ) -> tuple[list[np.ndarray], list[elo.Contest]]:
   """Returns the points of each contest's participations, [G], and the contests.
 
-  Participation g in a contest consists of sample g of each problem of the contest. The points of a
-  participation are the sum over the solved problems.
+  Participation g in a contest consists of sample g of each problem of the contest. A
+  participation has the points of all problems that its samples solve.
   """
   points: dict[str, np.ndarray] = {}
   for problem, right_G in zip(benchmark.problems, right_PG):
@@ -123,8 +123,9 @@ def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
 def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % interval of the mean, from resampled problems.
 
-  If all values are 0, or all are 1, samples would all be equal. The end of the interval is then the
-  exact bound of Clopper and Pearson, 1 - 0.025^(1/P), or its mirror image.
+  If all values are 0 or all are 1, resampling would give an interval of width 0. If all are 0, the
+  interval therefore ends at the exact bound b = 1 - 0.025^(1/P) of Clopper and Pearson. If all are
+  1, it begins at 1 - b.
   """
   bound = 1 - 0.025 ** (1 / len(value_P))
   if not value_P.any():

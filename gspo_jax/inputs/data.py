@@ -97,9 +97,9 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   sft: SftConfig, on_error: str, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects short demonstrations.
+  """Selects demonstrations that fit into `sft.max_tokens`.
 
-  Raises DataError if too few remain, or if one is too long and `on_error` is "raise".
+  Raises DataError if too few fit, or if one does not fit and `on_error` is "raise".
   """
   fitting = sources.fitting(prompts, tok, sft.max_tokens, on_error)
   if sft.target_loss and len(fitting) < 2:
@@ -111,16 +111,16 @@ def _read_demonstrations(
 
 
 class Trial(NamedTuple):
-  """Begin of a problem's conversation, and its environment's answers to two first turns."""
+  """A problem's prompt, and the environment's answers to two possible first turns."""
 
   tokens: tuple[int, ...]  # The prompt as the model reads it.
-  answers: tuple[Answer, ...]  # To the gold answer and to an empty turn.
+  answers: tuple[Answer, ...]  # Answers to the gold answer and to an empty turn.
 
 
 def try_environment(
   config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
 ) -> Trial:
-  """Tries an environment with two first turns.
+  """Tries the gold answer and an empty turn in an environment.
 
   Args:
     config: configuration of the run.
@@ -129,7 +129,7 @@ def try_environment(
     prompt: prompt of the trial.
 
   Raises:
-    ValueError: a conversation cannot begin, or both steps fail.
+    ValueError: a conversation cannot begin, or the environment fails on both turns.
   """
 
   def render(messages: Sequence[Mapping[str, str]]) -> list[int]:

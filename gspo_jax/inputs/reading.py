@@ -44,11 +44,11 @@ class Inputs:
   environment: environments.Make | None  # None for single turns.
   rewards: Mapping[str, RewardConfig]  # Reward settings, by name of the verifier.
   data: Data
-  trial: Trial | None  # With the first problem; None for single turns, or without problems.
+  trial: Trial | None  # With the first problem. None for single turns, or if there is no problem.
   meshes: Meshes
   teacher: Teacher | None  # None without distillation.
   date: datetime.datetime  # First start of the run.
-  contents: Mapping[str, str]  # Checksums by `contents.describe`.
+  contents: Mapping[str, str]  # Result of `contents.describe`.
 
   @property
   def origins(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def read_inputs(
   hosts.run_on_first_host(check_on_first_host)
   data, encode = inputs.data, inputs.tokenizer.encode
   data_facts = facts.describe(config, data, encode, inputs.source.has_tokenizer)
-  # With `devices`, a dry run for other devices, there is one process.
+  # If `devices` is set, this is a dry run for other devices, in a single process.
   single_host = config if devices is None else dataclasses.replace(config, distributed=False)
   lines = rules.warnings(single_host, data_facts)
   if hosts.is_first():
@@ -184,7 +184,7 @@ def read_model(config: RunConfig, recorded: Mapping[str, Any]) -> WeightSource:
 
 def _check_adapter(lora: LoraConfig, model: ModelConfig) -> None:
   """Raises ValueError if adapters do not fit the model, or come from no fixed commit."""
-  from gspo_jax.models.hf import peft  # Needs safetensors, which runs of random weights do not.
+  from gspo_jax.models.hf import peft  # Imported here: other runs do not need safetensors.
 
   adapter = lora.adapter
   if (pinned := weight_source.pin("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
