@@ -83,7 +83,7 @@ def export(
       params = checkpoint.load_with_adapters(model, mesh)
       peft.save(directory, params, model, checkpoint.adapters, _base(checkpoint, base))
     else:
-      # The largest float16 is 65504: `save` checks for larger values.
+      # Float32 can hold values above 65504, the largest float16, and `save` reports such values.
       loaded = checkpoint.load(model, mesh, "float32" if dtype == "float16" else dtype)
       hf.save(directory, loaded, model, dtype=dtype, more=ids, like=_published(checkpoint))
   generation = directory / "generation_config.json"
@@ -95,7 +95,7 @@ def export(
 
 
 def _base(checkpoint: RunCheckpoint, name: str = "") -> str:
-  """Returns the adapters' base model; "" for the run's own cold start."""
+  """Returns the name of the adapters' base model; "" if this model is not published."""
   if name or checkpoint.config["job"] != "sft+rl":
     return _absolute(name) or _published(checkpoint)
   return ""

@@ -148,8 +148,8 @@ def end_process(message: str) -> NoReturn:
 def collect_garbage_rarely() -> None:
   """Collects cyclic garbage less often.
 
-  Tracing creates millions of lasting objects, and scanning them again and again takes a tenth of a
-  warm start.
+  Tracing creates millions of lasting objects, and repeated scans of these objects take a tenth of
+  the time of a warm start.
   """
   gc.freeze()  # Objects of imported modules are never scanned.
   gc.set_threshold(100_000, 20, 20)

@@ -1,7 +1,8 @@
 """Repeats updates with NaN or infinity, and locates the cause.
 
 `python -m gspo_jax.replay RUN/failures/rl_000012` reads the dump of a failed run
-(runs/nonfinite.py). The exit code is 1 if a metric is NaN or infinite again, and 0 otherwise.
+(runs/nonfinite.py). The exit code is 1 if a metric is NaN or infinite again, and 0 if all metrics
+are finite.
 """
 
 import dataclasses
@@ -87,7 +88,8 @@ def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
 def _log_probs(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Returns log-probs [B, T] of three policies by name, and the mask.
 
-  The log-probs of "policy" are computed with `params`. All others are recorded in the batch.
+  The log-probs of "policy" are computed with `params`. Those of "old" and "sampler" are recorded in
+  the batch.
   """
   logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.old_experts_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT

@@ -1,4 +1,4 @@
-"""Opening of a run: all that can fail before training, with cheap checks first."""
+"""Opens a run: locks its workdir, and starts its scorers, engine, writer and evaluator."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,8 @@ from gspo_jax.system.meshes import use_mesh
 class Scoring:
   """Scorers of responses, and signals of `constraints`. Their processes run on the first host."""
 
-  scorers: Mapping[str, rewards.Scorer | None]  # By name of the verifier. None on other hosts.
+  # Scorers by name of the verifier. On other hosts each value is None.
+  scorers: Mapping[str, rewards.Scorer | None]
   signals: Signals | None = None  # None on other hosts, and if there are no constraints.
 
 

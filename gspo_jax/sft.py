@@ -132,7 +132,7 @@ def _reached_target(run: Run, loss: float | None) -> bool:
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
-  """Builds a padded batch of demonstrations, with 0 in all RL fields."""
+  """Builds a padded batch of demonstrations, with 0 in the required RL fields."""
   tokens_BT, mask_BT = sources.pack_demonstrations(prompts, tok, length)
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
@@ -171,7 +171,8 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
 
 def _has_checkpoints(run: Run, phase: str) -> bool:
   directory = run.config.checkpoint.phase_directory(run.workdir, phase)
-  # All hosts use the first host's result: it may create the directory before the others check.
+  # All hosts use the first host's result, since this host may create the directory before other
+  # hosts check.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:

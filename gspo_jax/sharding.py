@@ -5,7 +5,7 @@ Mesh axes: `data` (replicas, usually across slices), `fsdp` (parameters split ov
 (heads, feed-forward and vocabulary). The size of any axis may be 1. The mesh is in JAX's explicit
 mode: the sharding is part of an array's type, and a wrong sharding is an error while tracing.
 
-Every function also works without a mesh, so a model can be called on plain arrays.
+Functions on arrays also work if no mesh is set, so a model can be called on plain arrays.
 """
 
 import functools
@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, axis_sizes
 from gspo_jax.system import accelerators, meshes
 
-BATCH = ("data", "fsdp", "expert")  # Axes of sequences.
+BATCH = ("data", "fsdp", "expert")  # Mesh axes that split the sequences of a batch.
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # Name of products with weights, for rematerialisation policies.
 
-# Mesh axes of experts split over a whole slice. With `expert` first, a chip's experts in sampling
-# are among its experts in training, which are split over `expert` alone.
+# Mesh axes of experts split over a whole slice. Training splits experts over `expert` alone. Since
+# `expert` comes first here, a chip's experts in sampling are among its experts in training.
 SLICE = ("expert", "fsdp")
 
 Axes = str | tuple[str, ...]  # A mesh axis, or several.
@@ -38,7 +38,7 @@ TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V=
 # Weights are whole over D. Otherwise each decode step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
-ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Copies of the experts on the axis "expert".
+ROLLOUT_FSDP: Rules = dict(ROLLOUT, E="fsdp")  # Experts are copied over the axis "expert".
 
 
 def make_meshes(
@@ -81,8 +81,8 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Builds a mesh over `devices` (None: all). Only the axis `data` crosses slices.
 
-  For `accelerators.Device` the mesh is abstract. Raises ValueError if the product of the sizes is
-  not the number of devices, or if `data` is not a multiple of the number of slices.
+  If the devices are `accelerators.Device`s, the mesh is abstract. Raises ValueError if the product
+  of the sizes is not the number of devices, or if `data` is not a multiple of the number of slices.
   """
   devices = jax.devices() if devices is None else devices
   sizes, named = axis_sizes(config), _named(config, section)
@@ -124,7 +124,8 @@ def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> 
   """Returns the sampler's rules. Raises ValueError if "all" or "fsdp" cannot split the experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
-  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill: "expert".
+  # The axis "expert" must divide the experts too, since prefill splits them over it.
+  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])
   if name in ("all", "fsdp") and experts % chips:
     text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
     raise ValueError(f"{text}: set it to expert, or make the sampler's axes smaller")
@@ -168,14 +169,14 @@ def device_kind() -> str:
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  """Reshards `x` to `pspec`. Mesh axes over which its gradient is still to be summed are kept."""
+  """Reshards `x` to `pspec`. Keeps `reduced`, the axes over which gradients are still summed."""
   if without_mesh():
     return x
   return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
-  """Reshapes `x` to sharding `out`. JAX needs it if a split axis is merged with another."""
+  """Reshapes `x` to sharding `out`. JAX cannot infer `out` if a split axis is merged."""
   if without_mesh():
     return x.reshape(shape)
   reduced = jax.typeof(x).sharding.spec.reduced  # Not empty for a weight from `gather`.
@@ -235,7 +236,7 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _cotangent_spec(x: jax.Array) -> P:
-  """Returns the spec of a cotangent, before its sums over the axes `reduced` of `x`."""
+  """Returns a cotangent's spec, before the cotangent is summed over the axes `reduced` of `x`."""
   pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec.partitions, unreduced=pspec.reduced)
 

@@ -67,13 +67,13 @@ class Rollout:
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
   ends: np.ndarray  # int32 [B]: number of tokens before the padding
-  stopped: np.ndarray  # bool [B]: ended by a stop token, not truncated at max_new_tokens
+  stopped: np.ndarray  # bool [B]: ended by a stop token or stop string; False if truncated
   # int8 or int16 [B, L, l, k]: experts chosen by the sampler, -1 for a token without a forward pass
   # (padding and each row's last token). None if not recorded, or if the model has no experts
   routing: np.ndarray | None = None
   # int32 [B, L, X]: support of each sampled token, padded with -1: the X token ids or fewer within
-  # top-k, top-p and min-p. Only -1 if the support is the whole vocabulary, and at other positions.
-  # None if not recorded
+  # top-k, top-p and min-p. All X entries are -1 if the support is the whole vocabulary, or if no
+  # token was sampled at the position. None if not recorded
   support: np.ndarray | None = None
 
   def response(self, row: int) -> list[int]:
@@ -168,12 +168,12 @@ class TrainBatch:
   # int32: segment number of each token (sampling/parts.py). In objective "segment", each segment
   # has its own importance ratio. None for losses without segments
   unit_BT: Array | None = None
-  # bool: the KL penalty applies to the sequence, because an advantage of its group is not 0. None
-  # if the penalty applies to all sequences
+  # bool: whether the KL penalty applies to the sequence. It does if an advantage in the sequence's
+  # group is not 0. None if the penalty applies to all sequences
   mixed_B: Array | None = None
   # int8 or int16: experts of the old policy in the trainer, -1 for none. None if not needed
   old_experts_BTlk: Array | None = None
-  # bool: the mini-batch is the first of its iteration, before any update. None if unknown
+  # bool: whether the mini-batch is the first of its iteration, before any update. None if unknown
   first_B: Array | None = None
   critic_targets: CriticTargets = CriticTargets()
   advantage_inputs: AdvantageInputs = AdvantageInputs()

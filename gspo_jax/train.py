@@ -51,8 +51,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       KL penalty's reference policy.
 
   Raises:
-    Preempted: the machine is about to stop; a checkpoint has been saved.
-    NonFiniteError: NaN or infinity in an update; its batches and state have been saved.
+    Preempted: the run was asked to stop; the resume point is saved.
+    NonFiniteError: metrics have NaN or infinity; state and mini-batches are saved.
   """
   c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
@@ -107,7 +107,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 class Programs:
   """Programs of the trainer in an iteration."""
 
-  # From a rollout to segment numbers. None means a loss without segments.
+  # Function from a rollout to segment numbers. None for a loss without segments.
   segments: batches.Segments | None
   passes: Sequence[tuple[Pass, Callable]]  # Forward passes before the updates.
   advantages: advantages.Part  # Fills advantages on the devices, and returns their metrics.
@@ -193,7 +193,7 @@ def update(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  # If there is no lag, a batch restored or replayed from a run with a lag may still be older.
+  # Even if `rl.lag` is 0, a batch may be older: one restored or replayed from a run with a lag.
   if c.rl.lag or collected.version != collected.step:
     verdict_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & verdict_B)
@@ -261,7 +261,7 @@ def finish_iteration(
 
 
 def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
-  """Raises ValueError if the row should have the metric `checkpoint.best` but has not.
+  """Raises ValueError if the row should have the metric `checkpoint.best` and lacks it.
 
   Args:
     best: value of the key; "" for none.
