@@ -128,7 +128,7 @@ def hide_save_tracebacks() -> None:
   before = sys.unraisablehook
 
   def report(unraisable: Any) -> None:
-    # TensorStore may still be busy with files of the save.
+    # This error occurs if TensorStore is still busy with files of the save.
     if str(unraisable.exc_value) != "Event loop is closed":
       before(unraisable)
 

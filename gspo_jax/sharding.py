@@ -124,8 +124,7 @@ def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> 
   """Returns the sampler's rules. Raises ValueError if "all" or "fsdp" cannot split the experts."""
   name = config.rollout_experts
   rules = dict(fsdp=ROLLOUT_FSDP, expert=ROLLOUT).get(name, ROLLOUT_SLICE)
-  # The axis "expert" must divide the experts too, since prefill splits them over it.
-  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])
+  chips = math.lcm(parts(rules["E"], mesh.shape), mesh.shape["expert"])  # Prefill uses "expert".
   if name in ("all", "fsdp") and experts % chips:
     text = f"mesh.rollout_experts={name}: {experts} experts do not divide over {chips} chips"
     raise ValueError(f"{text}: set it to expert, or make the sampler's axes smaller")

@@ -97,7 +97,7 @@ def _read_recordings(config: RunConfig, tok: Tokenizer) -> recorded.Recordings:
 def _read_demonstrations(
   sft: SftConfig, on_error: str, tok: Tokenizer, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-  """Selects demonstrations that fit into `sft.max_tokens`.
+  """Selects demonstrations within `sft.max_tokens`.
 
   Raises DataError if too few fit, or if one does not fit and `on_error` is "raise".
   """
@@ -120,7 +120,9 @@ class Trial(NamedTuple):
 def try_environment(
   config: RunConfig, environment: environments.Make, tok: Tokenizer, prompt: Prompt
 ) -> Trial:
-  """Tries the gold answer and an empty turn in an environment.
+  """Tries two first turns in an environment.
+
+  One turn is the gold answer, and the other is empty.
 
   Args:
     config: configuration of the run.

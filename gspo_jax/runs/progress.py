@@ -21,7 +21,7 @@ class Progress(contextlib.AbstractContextManager):
     start: number of steps finished before this process.
     active: whether this process shows progress; True on one process only.
     interval: seconds between lines in a log.
-    delay: seconds before the bar or the first line appears.
+    delay: seconds before the bar, or the first line of `update`, appears.
     at_most: whether the phase may end before `total` steps.
     stream: output; None for standard error.
     clock: function for the time in seconds.

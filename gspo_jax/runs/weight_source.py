@@ -210,9 +210,8 @@ class WeightSource:
   def model(self, configured: ModelConfig) -> ModelConfig:
     """Returns the configuration of the weights' model.
 
-    The result is `configured` if the weights' model equals it, if the weights are random or
-    unnamed, or if the checkpoint's run recorded no model. Raises ValueError for a missing or
-    invalid config.json.
+    The result is `configured` if this is the weights' model, if the weights are random or unnamed,
+    or if the other run recorded no model. Raises ValueError for a missing or invalid config.json.
     """
     if self.name in ("", RANDOM) or (self.checkpoint and not self.checkpoint.model):
       return configured
@@ -373,9 +372,7 @@ def pin(key: str, name: str, recorded: Mapping[str, Any], file: str = "config.js
 
 
 def resolve_tokenizer(name: str, source: WeightSource, recorded: Mapping[str, Any]) -> str:
-  """Returns the tokenizer's name, with the commit of a hub repository.
-
-  Collective: call it on all hosts.
+  """Returns the tokenizer's name, with a hub repository's commit. Collective: call it on all hosts.
 
   Args:
     name: configured name; "" means the tokenizer of the weights, or "bytes" if they are random.
