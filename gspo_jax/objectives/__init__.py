@@ -4,8 +4,8 @@
   loss, metrics = O.gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
 
 An array's suffix names its axes: B responses of T tokens; P prompts with G responses each. mask_BT
-is 1 on the tokens that the policy sampled, and 0 on others. docs/objectives.md compares the losses,
-and says when to use which.
+is 1 on the tokens that the policy sampled, and 0 on all other tokens. docs/objectives.md compares
+the losses.
 """
 
 # In other projects, type checkers take a name as public only if it is imported with "as".
@@ -80,7 +80,7 @@ POLICY_LOSSES = dict(
   segment=segment_loss,
   luspo=luspo_loss,
   grpo=grpo_loss,
-  ppo_clip=ppo_loss,  # Without a critic, its advantages are relative to a group.
+  ppo_clip=ppo_loss,  # If there is no critic, advantages are relative to a group.
   dapo=dapo_loss,
   dr_grpo=dr_grpo_loss,
   cispo=cispo_loss,

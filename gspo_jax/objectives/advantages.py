@@ -1,4 +1,4 @@
-"""Advantages of responses from rewards. A loss multiplies its ratios by them.
+"""Advantages of responses and turns, computed from rewards.
 
 Advantages have no gradient. Arrays [P, G] have a value for each of the G responses of P groups.
 valid_PG is 1 on responses to compare, by default on all. The rewards of all other responses are
@@ -169,7 +169,7 @@ def turn_advantages(
   rewards and γ = 1, the first turn has the advantage that `group_advantages` computes for the
   response.
 
-  valid_PGU is 1 on existing turns. All other turns are excluded, and their advantage is 0.
+  valid_PGU is 1 on existing turns. Turns that do not exist have an advantage of 0.
 
   Shapes: [P,G,U] ×2 -> [P,G,U].
   Reference: an addition, similar to arXiv:2511.14846 (GTPO), which also normalises discounted
@@ -243,8 +243,9 @@ def soft_advantages(
   likely as under the reference policy.
 
   Reference: arXiv:2503.05453, where Q̂_0 is estimated from responses of the reference policy.
-  Differs: a better policy may have sampled the responses of a group. Then `soft_value` is too
-  large: right responses are raised too little, or not at all if all responses are right.
+  Differs: the responses of a group may come from a better policy than the reference. Then
+  `soft_value` is too large: the loss raises right responses too little. If all responses of the
+  group are right, it does not raise them at all.
 
   Example:
     >>> advantage_PG = soft_advantages(jnp.array([[1.0, 0.0, 0.0]]), beta=0.5)
@@ -269,18 +270,17 @@ def selection_weights(
 ) -> Array:
   """Weights w ≥ 0 of responses to imitate with `rft_loss`. [P,G] -> [P,G].
 
-  `select`: with "best", one response of each group has the weight 1: the first of those with the
-  largest reward. All other responses have 0. With "reward", the weight is the reward itself. So if
-  rewards are 0 and 1, all right responses are selected.
+  `select`: with "best", at most one response of each group has the weight 1: the first of those
+  with the largest reward. All other responses have 0. With "reward", the weight is the reward
+  itself. So if rewards are 0 and 1, all right responses are selected.
 
   Responses with rewards of 0 or less have the weight 0. If right responses may have such rewards,
   set `right_from` for "best": responses with at least this reward may be selected, too.
 
   Reference: arXiv:2304.06767 for the best of K; arXiv:2308.01825 and arXiv:2203.14465 for all right
   responses.
-  Differs: no response is selected if the best reward is not above 0, since the best of G wrong
-  answers is still wrong. With "reward", duplicates of a response are selected, too;
-  arXiv:2308.01825 removes them.
+  Differs: a group may have no selected response, since the best of G wrong answers is still wrong.
+  With "reward", duplicates of a response are selected, too; arXiv:2308.01825 removes them.
   Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
 
   Example:

@@ -1,8 +1,9 @@
 """Sums over the tokens of each response or segment, and aggregation to one loss.
 
 A unit is a whole response, or a segment of a response. Ids [B, T] give the unit of each token.
-Arrays [B, U] have one value per unit. Without ids, a row is one unit and U = 1. With ids, U = T,
-since there may be as many units as tokens. Absent units have the sum 0 and the maximum -inf.
+Arrays [B, U] have one value per unit. If there are no ids, each row is one unit and U = 1. If there
+are ids, U = T, since a row may have as many units as tokens. Absent units have the sum 0 and the
+maximum -inf.
 """
 
 from typing import NamedTuple
@@ -79,7 +80,7 @@ def aggregate_tokens(
 ) -> Mean:
   """Aggregates values of tokens to one `Mean`, with numerator and denominator still separate.
 
-  Kinds: "sequence" is the mean over responses of the mean over their tokens. "token" is the mean
+  `kind`: "sequence" is the mean over responses of the mean over their tokens. "token" is the mean
   over all tokens. "constant" is the sum over all tokens, divided by the number of responses times
   `max_length`. Empty responses are excluded.
   """

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from gspo_jax.objectives.reductions import Mean, is_reduction
 
-# A number, possibly traced. Clip ranges may also be arrays [B], one for each response.
+# A number, possibly traced. Clip ranges may also be arrays [B], with a value for each response.
 Number = float | Array
 
 
@@ -75,7 +75,7 @@ def constant(
   [B] becomes [B, 1]. Masked positions, and empty rows of [B, 1], are 0.
 
   Args:
-    letters: allowed shapes.
+    letters: names of the allowed shapes, "B" and "BT".
   """
   array = _array(value, name)
   shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}

@@ -140,10 +140,11 @@ def mismatch(
     mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
     mismatch/sequence/mean       mean over responses of the mean Δ of their tokens. It shows a bias;
                                  random errors cancel out
-    mismatch/sequence/abs/mean, /max    mean and maximum of the absolute value of this mean. If old
-                                 log-probs are the sampler's, it is GSPO's |log s| before updates
+    mismatch/sequence/abs/mean, /max    mean and maximum over responses of |mean Δ of their tokens|.
+                                 If old log-probs are the sampler's, this is GSPO's |log s| before
+                                 updates
     mismatch/ess/token, /sequence, /geometric    effective sample size of the weights at each level,
-                                 as a share of their number
+                                 divided by the number of weights
 
   Shapes: [B,T] ×3 -> dict of scalars; `.sums` returns reductions.
 

@@ -26,9 +26,9 @@ class Estimator:
   options: tuple[str, ...] = ()
   group: bool = False  # Compares the responses to a prompt, and needs at least two.
   relative: bool = False  # Groups of equal rewards have advantages of 0.
-  # Compares turns or lines. A group has advantages of 0 if its turns or lines have equal rewards.
+  # Compares equally numbered turns or lines. Those with equal returns have advantages of 0.
   parts: bool = False
-  across_groups: bool = False  # Uses statistics of the whole batch, without masked responses.
+  across_groups: bool = False  # Uses statistics of the whole batch, which exclude masked responses.
   # Required parts of a configuration: a "critic", a "teacher", a "reference" policy in the reward,
   # "signals" (several rewards, costs), and separate rewards of "turns" or "lines".
   needs: frozenset[str] = frozenset()
@@ -54,8 +54,8 @@ _WHOLE = frozenset({"turns"})
 
 _KINDS = ("std", "none", "leave_one_out")  # Estimators within a group, also for turns and lines.
 
-# By default, a configuration has the first estimator with nonempty `needs` that are all met. If
-# there is none, it has the estimator of the loss's publication (`policy_loss`).
+# By default, a configuration has the first estimator with nonempty `needs` that are all met. If no
+# needs are met, it has the estimator of the loss's publication (`policy_loss`).
 _ALL = (
   Estimator(
     "gae",

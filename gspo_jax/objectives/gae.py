@@ -81,10 +81,10 @@ def turn_gae(
 
   δ_u = r_u + γ V_{u+1} − V_u,  Â_u = δ_u + γλ Â_{u+1},  R_u = Â_u + V_u.
 
-  V_u is the value at the first token of turn u, and r_u the sum of the rewards of its tokens. γ and
-  λ apply once per turn, whatever its length. All tokens of a turn have its advantage Â_u and its
-  return R_u. `turn_BT` is the number of each token's turn, in [0, T). Consecutive turns must have
-  different numbers. `last_value_B` is that of `gae`.
+  V_u is the value at the first token of turn u, and r_u the sum of the rewards of the turn's
+  tokens. γ and λ apply once per turn, whatever its length. All tokens of turn u have the advantage
+  Â_u and the return R_u. `turn_BT` is the number of each token's turn, in [0, T). Consecutive turns
+  must have different numbers. `last_value_B` is that of `gae`.
 
   Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438 with turns as steps. It is the upper level of the "bi-level" GAE in

@@ -1,8 +1,8 @@
 """Estimates of a KL divergence from samples (J. Schulman, "Approximating KL Divergence", 2020).
 
 k1, k2 and k3 estimate KL(π‖π_ref) = E_{y~π}[log π/π_ref] per token, from tokens sampled by π. As
-terms of a loss they differ: their gradients are those of different divergences. "On policy" below
-means that π has sampled the tokens. `logp_BT` is differentiated, `ref_logp_BT` is a constant.
+terms of a loss they differ, since their gradients have different means. "On policy" below means
+that π has sampled the tokens. `logp_BT` is differentiated, `ref_logp_BT` is a constant.
 """
 
 import jax

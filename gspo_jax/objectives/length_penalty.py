@@ -14,8 +14,8 @@ from gspo_jax.objectives.checks import Number
 def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> Array:
   """Penalty of −1 from max_length tokens on, preceded by a linear ramp.
 
-  It is 0 up to max_length − buffer tokens, and decreases linearly to −1 at max_length. All lengths
-  are in tokens.
+  The penalty is 0 up to max_length − buffer tokens, and decreases linearly to −1 at max_length. All
+  lengths are in tokens.
 
   Shapes: any -> the same.
   Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).

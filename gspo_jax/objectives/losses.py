@@ -1,12 +1,12 @@
 """Clipped policy losses with an importance ratio for each token: GRPO, DAPO, Dr. GRPO and PPO.
 
-A loss is called as `loss, metrics = grpo_loss(...)`. Its function below computes the sums of the
-loss before they are divided, and the decorator `terms.policy_loss` adds the other forms. For all
-policy losses of this package:
+A loss is called as `loss, metrics = grpo_loss(...)`. The functions below return sums that are not
+yet divided, and the decorator `terms.policy_loss` adds the division. For all policy losses of this
+package:
 
 - The loss is the negative of the objective J, and is to be minimised. Equations have the symbols of
-  the publications: G responses y_i of one group, with advantages Â_i, or Â_it by token. The loss is
-  a mean over all responses of a batch, whatever their groups. sg(x) is x without gradient.
+  the publications: G responses y_i of one group, with advantages Â_i, or Â_it by token. The loss
+  includes all responses of a batch, whatever their groups. sg(x) is x without gradient.
 - logp_BT is differentiated. Old log-probs, advantages and weights are constants.
 - Values at masked positions are ignored. Responses without unmasked tokens are excluded from means.
 - `Options` (terms.py) lists further keyword arguments: weights, packed rows, KL, entropy.

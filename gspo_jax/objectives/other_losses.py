@@ -186,8 +186,8 @@ def dppo_loss(
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2602.04879, Eq. 11 to 14. The default thresholds are those of the authors' script
-  for "tv". For "kl", the script has 0.05. Its π_old has the sampler's log-probs, which are not
-  recomputed.
+  for "tv". For "kl", the script has 0.05. The script takes π_old from the sampler, without
+  recomputation.
   Differs: the authors' approximation by the K likeliest tokens is not included.
 
   Example:
@@ -237,7 +237,7 @@ def vespo_loss(
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
   Reference: arXiv:2602.10693v3, Eq. 20, with k and λ of §4.1, where they are called c_1 and c_2.
-  There, π_old has the sampler's log-probs, which are not recomputed.
+  The paper takes π_old from the sampler, without recomputation.
   Differs: Eq. 20 sums over the tokens of a response. The mean over all tokens of the batch is that
   of the authors' code.
 

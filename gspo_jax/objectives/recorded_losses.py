@@ -1,7 +1,7 @@
 """Losses that may learn from responses of any policy: Soft Policy Optimization and imitation.
 
-They have no ratio to the policy that sampled the responses, and no clipping. The module losses.py
-describes arguments and symbols that all losses have.
+These losses have no ratio to the policy that sampled the responses, and no clipping. The module
+losses.py describes arguments and symbols that all losses have.
 """
 
 from typing import Unpack
@@ -132,7 +132,8 @@ def rft_loss(
 
   This is supervised fine-tuning on responses selected by their rewards (`selection_weights`). With
   weights of 0 and 1, L is a mean over the tokens of selected responses. Other responses are
-  excluded from the denominator and from penalties, too. Only metrics use `old_logp_BT`.
+  excluded from the denominator and from penalties, too. L does not depend on `old_logp_BT`, but
+  metrics do.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all right responses),

@@ -117,8 +117,8 @@ class Std(NamedTuple):
 class Explained(NamedTuple):
   """Explained variance, 1 − Var(error)/Var(target).
 
-  It is 1 without errors, 0 if a constant would predict as well, and negative if a constant would
-  predict better. If all targets are equal, it is 0.
+  It is 1 if there are no errors, 0 if a constant would predict as well, and negative if a constant
+  would predict better. If all targets are equal, it is 0.
   """
 
   weight: Array  # Number of tokens. The next four fields are sums over tokens.
@@ -126,8 +126,8 @@ class Explained(NamedTuple):
   error_square: Array
   target: Array
   target_square: Array
-  # Smallest and largest target. They show that all targets are equal, even if rounding makes the
-  # variance differ from 0.
+  # Smallest and largest target, to detect equal targets. Because of rounding, the variance of equal
+  # targets may differ from 0.
   low: Array
   high: Array
 
@@ -141,7 +141,7 @@ class Explained(NamedTuple):
 class EffectiveSize(NamedTuple):
   """The effective sample size (Σw)² / Σw² of n weights, divided by n.
 
-  The fields are logarithms of sums, since weights of whole sequences may exceed float32.
+  The fields are logarithms of sums, since weights of whole sequences may be too large for float32.
   """
 
   number: Array  # n
@@ -204,7 +204,7 @@ class Reduced(Protocol[Arguments]):
 
 
 def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
-  """Wraps a function of reductions to return scalars."""
+  """Wraps a function that returns reductions, to return scalars."""
 
   @functools.wraps(sums)
   def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:

@@ -34,7 +34,7 @@ def gspo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """GSPO: one ratio per response weights and clips all its tokens.
+  """GSPO: one ratio per response. The tokens of a response are clipped together.
 
   J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
@@ -42,7 +42,7 @@ def gspo_loss(
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
   constant over each response.
   Reference: arXiv:2507.18071, Eq. 5 and 7. The default ranges are those of §5.1.
-  Differs: the exponents are additions. The sum in s_i is divided by |y_i|^α, where α is
+  Differs: two exponents are additions. The sum in s_i is divided by |y_i|^α, where α is
   `length_exponent`; with α = 0, s_i is the likelihood ratio of the whole response. The ranges are
   multiplied by (clip_length/|y_i|)^γ, where γ is `clip_exponent` (`length_factor`).
 
@@ -167,18 +167,19 @@ def segment_loss(
   s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log π_θ(y_it)/π_old(y_it) ).
 
   sg stops gradients. Response i has K_i segments z_ik, for example turns or lines. `segment_BT` has
-  the segment number of each token, an integer in [0, T). The segments of a row have different
-  numbers, also those of packed responses. If each response is one segment, the loss is GSPO-token;
-  if each token is one segment, it is GRPO. If all tokens of a segment have the same advantage,
-  value and gradient of a response's loss are those of -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+  the segment number of each token, an integer in [0, T). All segments of a row have different
+  numbers, even if the row has several responses. If each response is one segment, the loss is
+  GSPO-token; if each token is one segment, it is GRPO. If all tokens of a segment have the same
+  advantage Â_ik, the loss of response i has the value and the gradient of
+  -1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
 
   `aggregate`: "sequence" is the equation above, and "segment" the mean over all segments. "token"
   and "constant" are those of `grpo_loss`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
   Reference: an addition: arXiv:2507.18071, Eq. 7 and 14, with segments in the place of responses.
-  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence (its abstract). `length_exponent` and
-  `clip_exponent` are those of `gspo_loss`, for the length of a segment.
+  GSsPO (arXiv:2602.01202) also has a ratio per sub-sequence, according to its abstract.
+  `length_exponent` and `clip_exponent` are those of `gspo_loss`, for the length of a segment.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

@@ -26,7 +26,7 @@ _KL: dict[str, Callable[[Array, Array, Array], Array]] = {
 }
 
 # Levels of importance correction (corrections.py) for losses with a ratio per response, and for
-# losses with a ratio per token. The first is the default.
+# losses with a ratio per token. The first level is the default.
 BY_RESPONSE = ("geometric", "sequence")
 BY_TOKEN = ("token", "sequence", "geometric")
 
@@ -43,8 +43,8 @@ class Options(TypedDict, total=False):
   # Estimate of KL(π_θ‖π_ref) in the penalty (kl.py): "k1", "k2", "k3" (default) or "k3_weighted".
   kl: str
   kl_coef: float  # Factor of the KL penalty, by default 0.
-  kl_mask_BT: Array  # 1 on tokens with a KL penalty, by default all; others have a penalty of 0.
-  entropy_BT: Array  # Entropy of the policy before each token.
+  kl_mask_BT: Array  # 1 on tokens with a KL penalty, by default on all tokens.
+  entropy_BT: Array  # Entropy of the distribution of each token.
   entropy_coef: float  # Factor of the entropy bonus, by default 0.
 
 
@@ -56,8 +56,8 @@ class PolicyLoss(Protocol[Arguments]):
 
   __name__: str
   sums: Callable[Arguments, tuple[Mean, Metrics]]  # Loss and metrics, undivided (reductions.py).
-  # Returns the mask of clipped tokens, bool [B, T]. Clipped tokens have no gradient, except in
-  # `cispo_loss`, where their gradient is bounded.
+  # Returns the mask of clipped tokens, bool [B, T]. The objective has no gradient at clipped
+  # tokens, except in `cispo_loss`, where the gradient is bounded.
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]  # Returns the results of `sums` and `clipped`.
   arguments: tuple[str, ...]  # Names of all arguments.
@@ -133,7 +133,7 @@ def policy_loss(
 def _with_forms(
   function: Callable[Arguments, Sums], names: tuple[str, ...]
 ) -> PolicyLoss[Arguments]:
-  """Returns the scalar form of a loss, with its other forms."""
+  """Returns the scalar form of a loss, with the other forms as attributes."""
 
   @functools.wraps(function)
   def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
@@ -338,8 +338,9 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
 
   `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
   with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
-  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). This metric
-  ignores log-ratios as small as rounding errors, which depend on the layout of the batch.
+  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). It treats
+  log-ratios as small as rounding errors as 0, since these depend on the layout of the batch, and
+  excludes responses whose log-ratios are all 0.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
