@@ -14,7 +14,7 @@ from gspo_jax.objectives import adapted_factor
 from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainState
 
-METRIC = "clip_fraction/token"  # Share of clipped tokens in all updates of an iteration.
+METRIC = "clip_fraction/token"  # Share of tokens that an iteration's updates clip.
 RANGES = ("clip_low", "clip_high", "clip_range")  # Hyperparameters scaled by the factor.
 
 
@@ -35,9 +35,9 @@ def adapted(
 ) -> TrainState:
   """Adapts `clip_factor` to an iteration's metrics.
 
-  The factor is unchanged if the iteration's gradients are all 0 or the metric is not finite. With
-  on_nonfinite="stop" it is also unchanged once an update was skipped. The computation runs on the
-  devices, and no value is fetched to the host.
+  The factor is unchanged if the iteration's gradients are all 0 or the metric is not finite. If
+  on_nonfinite="stop", the factor is also unchanged once an update was skipped. The computation runs
+  on the devices, and no value is fetched to the host.
 
   Args:
     row: metrics of the iteration, on the devices.

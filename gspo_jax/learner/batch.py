@@ -79,12 +79,12 @@ def shares_prompts(c: RunConfig, rollout: Rollout, older: bool) -> bool:
   In conversations (`environment.name`) the first tokens may differ. In other runs, only the
   sampler's experts may differ, if the responses of a group prefilled the prompt under different
   weights. A resumed partial rollout prefills again. If there is a lag, servers may load new weights
-  between two responses. The engine has no influence, so a replayed run makes the same updates.
+  between two responses. The engine does not matter, so a replayed run makes the same updates.
 
   Args:
     older: result of `has_older`.
   """
-  # If there is a lag but no R3, `sampler_experts` has no experts of older tokens.
+  # If there is a lag but no R3, `sampler_experts` excludes the experts of older tokens.
   may_differ = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   return not c.environment.name and not (may_differ and rollout.routing is not None)
 
@@ -105,7 +105,7 @@ def optional_fields(c: RunConfig, scored: Scored, rollout: Rollout) -> dict[str,
 
 
 def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
-  """Whether any advantage in each response's group is nonzero, bool [B].
+  """Whether the group of each response has a nonzero advantage, bool [B].
 
   Args:
     by_token: whether the loss reads advantages of tokens.
@@ -119,8 +119,8 @@ def in_teaching_group(scored: Scored, by_token: bool) -> np.ndarray:
 def has_older(rollout: Rollout, version: int) -> bool:
   """Whether weights of another version than `version` sampled some of the tokens.
 
-  If `rl.lag` is 0, such tokens may be in resumed partial rollouts, in replayed batches, and in the
-  first iteration of a run that had a lag before it was resumed.
+  If `rl.lag` is 0, such tokens may be in resumed partial rollouts, in replayed batches, and in
+  batches from a checkpoint of a run that had a lag.
   """
   return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
@@ -137,7 +137,7 @@ def with_verdict(rollout: Rollout, known_B: np.ndarray) -> Rollout:
 def token_rewards(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
   """Returns rewards by token, float32 [B, L]; 0 for untrained responses.
 
-  in_parts: whether turns or lines have rewards, which are in `rollout.rewards`. If not, a response
+  in_parts: whether to return the rewards of turns or lines, `rollout.rewards`. If not, a response
     has one reward, at its last trained token.
   """
   live_B = (rollout.mask > 0).any(axis=1)
@@ -157,7 +157,7 @@ def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
 def make_segments(objective: ObjectiveConfig, tokenizer: Tokenizer) -> Segments | None:
   """Builds a function (rollout) -> segment number of each token, int32 [B, L].
 
-  Each segment has its own importance ratio. None means a loss without segments.
+  Each segment has its own importance ratio. Returns None for a loss without segments.
   """
   unit = objective.segment_unit
   if unit is None:
@@ -246,8 +246,8 @@ def sampler_experts(
 ) -> np.ndarray | None:
   """Returns the sampler's experts, with NO_EXPERT for padding.
 
-  If `version` is set and updates do not replay the experts, tokens read by other weights have
-  NO_EXPERT, too. The result is None if the sampler recorded no experts.
+  If `version` is set and updates do not replay the experts, tokens first read by other weights
+  have NO_EXPERT, too. The result is None if the sampler recorded no experts.
   """
   experts_BTlk = rollout.routing
   if experts_BTlk is None:
@@ -266,8 +266,8 @@ def current_tokens(
   if version is None:
     return None
   current_BT = rollout.version == version
-  # A row with an older token replays experts of older weights. They change the log-probs of all
-  # later tokens, so no token of the row is compared.
+  # A row with an older token replays experts of older weights. These experts change the log-probs
+  # of all later tokens, so no token of the row is compared.
   if replays_sampler:
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)

@@ -1,10 +1,10 @@
 """The critic: its values, its loss and its update. GAE from the values is in advantages.py.
 
-V_t is the value of the state before token t, which is the prompt and the tokens before t. It is
+The state before token t is the prompt and all tokens before t. V_t is the value of this state,
 computed from the hidden state that predicts token t. In an array [B, T], V_t is at position t.
 
 Values, advantages and returns are computed once before the updates of an iteration, and stay fixed
-during the updates. Keys of section `critic` change them as follows:
+during the updates. Keys of section `critic`:
 
 - `name`: a critic is a head on the policy's hidden states ("head"), or a model with its own trunk
   of layers ("model").
@@ -43,7 +43,7 @@ class Critic(NamedTuple):
 
   config: CriticConfig  # Section `critic`.
   tx: Optimizer
-  hyperparameters: Mapping[str, float]  # From the section; `tx` has those of the optimizer.
+  hyperparameters: Mapping[str, float]  # Except the optimizer's, which `tx` has.
 
 
 def values(
@@ -119,7 +119,7 @@ def make_values(
   """
 
   def values_of(policy: Any, critic: head.Critic, inputs: ModelInputs) -> Any:
-    # Without prompt lengths, rows are plain. Trees would exclude the longest responses' last token.
+    # Rows are plain if `prompt_B` is None. Trees exclude the last token of the longest responses.
     if config.bootstrap and inputs.places is None:
       inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None

@@ -207,7 +207,7 @@ def packed(
     trunk_B1, shared_B1 = trunk_B[:, None], jnp.maximum(prompt_B[:, None] - 1, 0)
     in_trunk_BT = time_1T < shared_B1
     place_BT = places(jnp.where(in_trunk_BT, trunk_B1, start_B1 - shared_B1), T)
-    # The sequence directly after a trunk writes it; other sequences have the same prompt.
+    # The sequences of a trunk have the same prompt. The one directly after the trunk writes it.
     writes_B1 = trunk_B1 + shared_B1 == start_B1
     written_BT = jnp.where(in_trunk_BT & ~writes_B1, rows * T, place_BT)
     F = packing.with_prompts(T, response_tokens)

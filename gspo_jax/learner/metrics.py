@@ -65,9 +65,11 @@ def lag_metrics(
 def age_metrics(
   logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array, classes: int
 ) -> Metrics:
-  """Returns metrics of the responses of each age; 0 for an empty class.
+  """Returns metrics of the responses of each age.
 
-  - `by_age/responses`: share of the trained responses that have an age.
+  For an age without responses, all means but `by_age/responses` are empty (`Mean.empty`).
+
+  - `by_age/responses`: share of this age in the trained responses with a version.
   - `by_age/ratio_deviation`: mean of |s_i - 1|, with s_i = exp(1/|y_i| Σ_t log w_it), GSPO's ratio,
     even if the loss has another ratio.
   - `by_age/clip_fraction`: share of clipped tokens.
@@ -108,9 +110,9 @@ def length_limits(longest: int) -> list[int]:
 def reward_metrics(
   reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
 ) -> dict[str, float]:
-  """Returns share and mean reward of each length class, on the host.
+  """Returns the share of responses and the mean reward of each length class, on the host.
 
-  The mean is over the responses with a verdict; 0 for a class without such responses.
+  The mean is over the responses with a verdict. It is 0 for a class without such responses.
 
   Args:
     known_B: bool: the reward function returned a verdict on the response.
@@ -207,7 +209,7 @@ def segment_metrics(
   z_ik is segment k of the K_i segments of response i. The metrics are the mean number of segments
   per response, the mean number of tokens per segment, and for the segments of each class:
 
-  - `clip_fraction`: mean share of clipped tokens.
+  - `clip_fraction`: mean over segments of the share of clipped tokens.
   - `gradient`: mean of Σ_t |∂L/∂ log π_θ(y_t)|, with the loss L before the division by its
     denominator. For `segment_loss`, aggregated by sequence, the sum is |s_ik Â_i| / K_i for an
     unclipped segment, and 0 for a clipped one.
@@ -268,7 +270,8 @@ def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
   """Compares sampler and trainer by the version of the sampling weights.
 
   `mismatch/current/...` is about tokens sampled by the current weights, and `mismatch/older/...`
-  about the other trained tokens. `mismatch/older/tokens` is the share of the latter.
+  about all other trained tokens. `mismatch/older/tokens` is the share of these in all trained
+  tokens.
 
   Args:
     current_BT: 1 on trained tokens that the current weights sampled.
@@ -300,11 +303,11 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
   """Measures the share of changed experts since the rollout, by layer.
 
-  Without replay, the experts of this forward pass are compared with those of the pass that
-  recomputed old log-probs, or else with the sampler's. With replay, the router's own choice is
-  compared with the replayed experts. The router's inputs then result from experts replayed in
-  earlier layers, since a pass without replay would have a cost. If no experts are recorded, there
-  is no metric.
+  If there is no replay, the experts of this forward pass are compared with those of the pass that
+  recomputed old log-probs. If there was no such pass, they are compared with the sampler's experts.
+  If there is replay, the router's own choice is compared with the replayed experts, although the
+  router's inputs depend on experts replayed in earlier layers: a further pass would cost time. If
+  no experts are recorded, there is no metric.
 
   `router/volatility/sampler` is the comparison with the sampler's experts, over all layers.
   """

@@ -4,10 +4,10 @@ A sequence is a prompt and its response. Response lengths are heavy-tailed: if e
 row of maximum length, most of a row would be padding, which costs as much as tokens. So the host
 plans a place for each sequence (`plan`), and the model reads packed rows (`layout.packed`).
 
-An update reads its rows in micro-batches of R rows. Their shapes never change, so no program is
-compiled again. Only the number of micro-batches depends on the number of tokens (`count`). All
-devices have the same number of micro-batches. A sequence and its row are on the same device, so
-packing needs no communication.
+An update reads its rows in micro-batches of R rows. The shapes of micro-batches never change, so no
+program is compiled again. Only the number of micro-batches depends on the number of tokens
+(`count`). All devices have the same number of micro-batches. A sequence and its row are on the same
+device, so packing needs no communication.
 
 The sequences of a group share one copy of their prompt in a row, if the maximum prompt length is a
 third of a row or more (`shares`). For attention alone, such rows are expanded to longer ones, with
@@ -178,7 +178,8 @@ def first_fit_with_prompts(
   Returns (row, start, trunk, path), the fields of `Places`. Groups are placed in descending number
   of tokens, and the sequences of a group in descending length. A sequence goes into the first row
   that has its group's prompt already, and enough free positions for the response. If there is none,
-  the sequence goes into the first row with enough free positions for prompt and response.
+  the sequence goes into the first row with enough free positions for prompt and response. Positions
+  must be free in attention's row, too.
 
   Args:
     length_B: number of tokens of each sequence, prompt included.
@@ -189,7 +190,7 @@ def first_fit_with_prompts(
   """
   B = len(length_B)
   row_B, (start_B, trunk_B, path_B) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
-  # Positions used in each row and in each of attention's rows, and start of the newest trunk.
+  # For each row: positions used in it and in attention's row, and start of its newest trunk.
   used_R, used_by_attention_R, trunk_R = np.zeros((3, B), np.int32)
   numbers, index_B = np.unique(group_B, return_inverse=True)
   tokens_P = np.bincount(index_B, length_B, len(numbers))
@@ -212,7 +213,7 @@ def first_fit_with_prompts(
 
 
 def count(inputs: ModelInputs, R: int) -> jax.Array:
-  """Returns the number of micro-batches of R rows with tokens, at least 1."""
+  """Returns the number of micro-batches with tokens, at least 1; each has R rows."""
   return jnp.maximum(inputs.places.row_B.max() // sharding.rows_per_device(R) + 1, 1)
 
 

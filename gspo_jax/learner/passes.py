@@ -163,7 +163,8 @@ class OldPolicy(NamedTuple):
   """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  # Experts chosen by the trainer's router. None unless R2 or the volatility metric needs them.
+  # Experts chosen by the trainer's router. None unless R2 needs them, or the volatility metric does
+  # in a run without replay.
   old_experts_BTlk: jax.Array | None
 
 
@@ -196,17 +197,18 @@ def make_review(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Builds the pass for the samples log, after an iteration's updates.
 
-  It is a function of (params, batch, clip_factor), with the new parameters. `clip_factor` scales
-  the clip ranges; None means fixed ranges. It returns arrays [B, T]:
+  The pass is a function of (params, batch, clip_factor), with the new parameters. `clip_factor`
+  scales the clip ranges; None means fixed ranges. The pass returns a dict of arrays [B, T]:
 
   - `log_ratio_BT`: log-prob under the new parameters less the old policy's.
   - `clipped_BT`: mask of the tokens clipped by the loss at the new parameters.
-  - `gradient_BT`, only if importance ratios are per segment: derivative of the loss's numerator, a
-    sum, with respect to each token's log-prob (`token_gradient`).
+  - `gradient_BT`, only if importance ratios are per segment: derivative of the loss's numerator by
+    each token's log-prob (`token_gradient`).
 
   Args:
-    old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so no other
-      program is compiled. Only R2 needs another program, which replays the old policy's experts.
+    old_policy: pass of `make_old_policy`. The review calls it with the new parameters, so both
+      passes share one program. Only R2 needs another program, which replays the old policy's
+      experts.
   """
 
   def replay_pass(params: Any, old_experts_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
@@ -334,7 +336,7 @@ def accumulate(
     function: function of an index, which returns a tree of arrays.
     number: number of results to combine, at least 1. It may be a traced value.
     combine: function of the total so far and the next result, which returns the new total.
-    max_number: upper limit of `number`, static. With 1, `function` runs outside a loop.
+    max_number: upper limit of `number`, static. If it is 1, `function` runs outside a loop.
   """
   if max_number == 1:
     return function(0)

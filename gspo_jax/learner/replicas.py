@@ -15,9 +15,9 @@ from gspo_jax.sharding import P
 
 
 def apart(params: Any) -> Any:
-  """Marks parameters: their gradients are not yet summed over replicas.
+  """Marks parameters, so that gradients are not summed over replicas yet.
 
-  The gradient of a marked parameter stays separate on each replica until `summed`.
+  The gradient of a marked parameter stays separate on each replica until `summed` is called.
   """
   if sharding.axis_size("data") == 1:
     return params
@@ -27,7 +27,9 @@ def apart(params: Any) -> Any:
 
 
 def summed(grads: Any) -> Any:
-  """Sums gradients of marked parameters over replicas; all others are summed already.
+  """Sums gradients of marked parameters over replicas.
+
+  The gradients of all other parameters are summed already.
 
   Several devices of a replica may have the same shard of a weight. These devices divide the
   gradient. Each device sums one part over replicas, and the sums are gathered within the replica.
@@ -48,9 +50,9 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _divide(shape: tuple[int, ...], split: P) -> P:
-  """Adds the mesh axes unused by `split` to the largest dimension they divide.
+  """Adds the mesh axes unused by `split` to the largest dimension that they divide.
 
-  If they divide no dimension, `split` is returned unchanged. Axis `data` is not added.
+  If these axes divide no dimension, `split` is returned unchanged. Axis `data` is not added.
   """
   used = {axis for axes in split for axis in sharding.each(axes)}
   further = tuple(axis for axis in AXES if axis not in used | {"data"})

@@ -203,8 +203,8 @@ def with_own_logp(
   On the first mini-batch of an iteration the weights are those of the old policy. If
   `objective.old_logp=recompute`, another program computed the old log-probs from the same weights,
   so they differ from `logp_BT` by rounding errors Δ. After the replacement the importance ratio is
-  exactly 1. Other mini-batches keep the recomputed log-probs, so their ratios include Δ. For other
-  values of the key, the batch is unchanged.
+  exactly 1. Other mini-batches keep the recomputed log-probs, so their ratios include Δ. If the key
+  has another value, the batch is unchanged.
 
   The metric `mismatch/recomputed` is the mean over sequences of |mean over tokens of Δ|.
   `summarize` reports its value on the first mini-batch.
@@ -270,7 +270,7 @@ def _with_balance(
   """Adds the load-balance loss to `value`; returns the sum and metrics.
 
   Args:
-    value: numerator of the policy's loss, including the critic's if there is one.
+    value: numerator of the policy's loss, plus that of the critic's loss if there is a critic.
     total: undivided policy loss, which becomes the metric "loss". `_step` divides `value` by the
       denominator of `total`, so the load-balance loss is multiplied by this denominator first.
     stats: statistics of the routers. None for a model without experts; `value` is then unchanged.
@@ -302,8 +302,9 @@ def _step(
   Args:
     numerator: function of (parameters, i, **constants) -> (numerator of micro-batch i, metrics).
     apply, apply_to_critic: `Optimizer.update` of policy and critic. None means no critic.
-    relative_weight: function of (batch, hyperparameters) -> the policy's denominator over the
-      critic's. Times this factor, the critic's numerator has the policy's denominator.
+    relative_weight: function of (batch, hyperparameters) -> the denominator of the policy's loss,
+      divided by that of the critic's loss. The critic's numerator is multiplied by this ratio,
+      since the sum of both numerators is divided by the policy's denominator.
   """
   gradient = jax.grad(numerator, has_aux=True)
 

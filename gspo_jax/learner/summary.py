@@ -8,21 +8,21 @@ import jax
 from gspo_jax.learner.metrics import VOLATILITY
 from gspo_jax.objectives.reductions import compute, merge
 
-# Metrics reported for each mini-batch, too.
+# Metrics that are also reported for each mini-batch.
 BY_MINIBATCH = (
   *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
 # Prefixes of metrics that have no value if nothing can be compared: for example, if the current
-# weights have sampled no token, or if no response has some age.
+# weights have sampled no token, or if no response has a certain age.
 COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
 
 
 class Compared(NamedTuple):
   """The scalar of a comparison, which may be empty.
 
-  The value of an empty comparison is 0, but that would mean perfect agreement.
+  An empty comparison has the value 0, which would mean perfect agreement.
   """
 
   value: jax.Array
@@ -42,7 +42,7 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | 
 
   Metrics that compare sampler and trainer are those of the first mini-batch, before any update. The
   metrics of `version_metrics` are over all mini-batches, since a pass before the updates has
-  computed their log-probs.
+  computed the trainer's log-probs.
 
   Args:
     minibatches: metrics of each update, not yet divided.

@@ -338,9 +338,8 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
 
   `kl/k1` and `kl/k3` are estimates of KL(π_old‖π_θ) (kl.py). `ratio/tail` is the share of tokens
   with a ratio above 2 or below 1/2. `ratio/effective_length` is the mean number of tokens over
-  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). It treats
-  log-ratios as small as rounding errors as 0, since these depend on the layout of the batch, and
-  excludes responses whose log-ratios are all 0.
+  which the log-ratio of a response is distributed (`clip_ranges.effective_length`). This metric
+  ignores log-ratios as small as rounding errors, and responses without larger log-ratios.
   """
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
