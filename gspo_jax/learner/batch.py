@@ -266,8 +266,8 @@ def current_tokens(
   if version is None:
     return None
   current_BT = rollout.version == version
-  # A row with an older token replays experts of older weights. These experts change the log-probs
-  # of all later tokens, so no token of the row is compared.
+  # A row with an older token replays experts of older weights. These experts change log-probs of
+  # all later tokens, so no token of the row is compared.
   if replays_sampler:
     current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
   return current_BT.astype(rollout.mask.dtype)

@@ -163,8 +163,8 @@ class OldPolicy(NamedTuple):
   """Log-probs and experts of the old policy, the weights before an iteration's updates."""
 
   old_logp_BT: jax.Array
-  # Experts chosen by the trainer's router. None unless R2 needs them, or the volatility metric does
-  # in a run without replay.
+  # Experts chosen by the trainer's router. None unless they are needed by R2 or, if there is no
+  # replay, by the volatility metric.
   old_experts_BTlk: jax.Array | None
 
 

@@ -204,7 +204,7 @@ class Reduced(Protocol[Arguments]):
 
 
 def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
-  """Wraps a function that returns reductions, to return scalars."""
+  """Wraps a function to return scalars instead of reductions."""
 
   @functools.wraps(sums)
   def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
