@@ -72,7 +72,7 @@ def compute(scored: ScoredGroups) -> Advantages:
 
   Some advantages are then set to 0. If `extra_rounds` is set, these are the advantages of groups
   for which `costs.teaches` is False. If `rl.mask_truncated` is set, these are also the advantages
-  of truncated responses. Token advantages remain, since the loss masks these responses.
+  of truncated responses. The advantages of their tokens remain, since the loss masks the tokens.
   """
   c, rollout = scored.config, scored.rollout
   part = PARTS.get(c.estimator_of_rewards.name, group_advantages)

@@ -2,7 +2,8 @@
 
 A group is a prompt and its responses. A group is finished when all its responses are finished. One
 long response would delay an iteration. So if `rl.extra_prompts` is set, more groups may start than
-the iteration trains on, and sampling ends once enough groups are finished (`Collector._sample`).
+the iteration trains on, and sampling ends once enough groups are finished. If `rl.token_budget` is
+set, sampling may end once that number of tokens is sampled (`Collector._sample`).
 
 The next iteration continues the unfinished responses, called partial rollouts, with newer weights.
 Each token keeps its log-probability and the version of the weights that sampled it. So the
@@ -79,7 +80,7 @@ class Collector:
     environment: constructor of environments. None means single turns, scored by `score`.
     writer: writes the log of responses without a verdict. None if the verifier cannot fail.
     records: recorded responses for job=offline. None means that all responses are sampled.
-    signals: computes further rewards and costs (rewards/signals.py). None means none.
+    signals: computes further rewards and costs (rewards/signals.py). None means no such signals.
     shared_prompts: number of prompts in both training and held-out data, to log as a metric.
   """
 
@@ -115,7 +116,7 @@ class Collector:
     self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
     self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.enabled else None
-    # Objects with a state in the checkpoint, which also has the groups in flight.
+    # Objects whose state is in the checkpoint. The checkpoint also has the groups in flight.
     self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
     if records is not None:
       seed = config.seed_of("rl", "recorded")
@@ -248,8 +249,8 @@ class Collector:
     Surplus groups, finished in earlier iterations, are used first: at most max(1, N // 2) of them,
     the oldest first. The remaining surplus groups wait for later iterations. Let F groups be
     finished at the start, and G = `rl.group_size`. A new prompt starts only if at most G (N - F)
-    responses are then in flight. If all extra prompts started at once, more groups of short
-    responses would finish than needed, and these would become older while they wait.
+    responses are then in flight. If all extra prompts started at once, more groups would finish
+    than the iteration needs, and the surplus would become older while it waits.
     """
     c, engine, N, G = self._config, self._engine, self._num_sampled, self._config.rl.group_size
     driver = Driver(
@@ -386,7 +387,7 @@ class Collector:
     return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Restores a state of `position`; ignores objects that this job lacks.
+    """Restores a state of `position`; ignores the states of objects that this job lacks.
 
     Raises ValueError if a prompt is longer than `data.max_prompt_tokens`.
     """

@@ -33,8 +33,8 @@ def charge(
       its figure `correct` is 1 or more.
 
   Returns:
-    float32 [B]: total reward less costs of each conversation. It does not depend on how rewards,
-    tokens and calls are distributed over turns.
+    float32 [B]: total reward less costs of each conversation. The result does not depend on how
+    rewards, tokens and calls are distributed over turns.
   """
   if not config.costs:
     return totals(trajectories)

@@ -59,7 +59,7 @@ class Group:
 
   @property
   def known_G(self) -> np.ndarray:
-    """Mask of responses with a verdict, bool. Statistics exclude the others."""
+    """Mask of responses with a verdict, bool. Statistics exclude all other responses."""
     return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property

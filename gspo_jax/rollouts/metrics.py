@@ -15,7 +15,7 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   """Computes metrics of all sampled groups, including unselected ones.
 
   Metrics of rewards are over responses with a verdict. `groups_without_spread` is the share of
-  groups with equal rewards, among the groups with a verdict.
+  groups with equal rewards, among the groups with at least one verdict.
 
   Args:
     outcomes: number of responses by outcome of the verifier. Empty if it reports none.
@@ -127,9 +127,9 @@ def partial_metrics(
 ) -> dict[str, float]:
   """Computes metrics of partial rollouts.
 
-  The metrics are the ages of trained tokens relative to `version`, the number of groups finished in
-  this iteration, the number of finished groups carried over, and the tokens of all groups carried
-  over.
+  The metrics are the share of trained tokens sampled before `version`, their maximum age, the
+  number of groups finished in this iteration, the number of finished groups carried over, and the
+  number of sampled tokens in all groups carried over.
 
   Args:
     sampled: groups available to this iteration, all finished.

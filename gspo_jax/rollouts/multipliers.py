@@ -1,4 +1,4 @@
-"""Advantages from several rewards and costs; Lagrange multipliers keep the costs at limits.
+"""Advantages from several rewards and costs; Lagrange multipliers keep costs within limits.
 
 Rewards and costs are standardised within groups (Z) before they are added:
 
@@ -6,14 +6,14 @@ Rewards and costs are standardised within groups (Z) before they are added:
 
 R is the main reward, R_j are further rewards, and C_k costs; w and w_j are weights. The sign s_k is
 1 if the limit of a cost is an upper one, −1 if it is a lower one. After each iteration, the
-multiplier λ of each cost is updated from the mean cost of the trained responses. λ is the output of
-a PI controller:
+multiplier λ of each cost is updated from the mean cost of the compared responses. λ is the output
+of a PI controller:
 
   v = clip( s (mean C − limit) / σ(C), −1, 1 ),  I ← clip(I + rate · v, 0, most),
   λ ← clip(I + gain · v, 0, most)
 
-The violation v is in units of σ(C), the standard deviation within groups, because Z divides by it.
-`rate`, `gain` and `most` are keys of the cost.
+The violation v is in units of σ(C), the standard deviation within groups, because Z divides by a
+standard deviation. `rate`, `gain` and `most` are keys of the cost.
 
 The advantages are those of arXiv:2602.05863, which also lets a multiplier rise while the cost is
 above its limit. The unit of v, its bounds, and the term with `gain` (arXiv:2007.03964) are

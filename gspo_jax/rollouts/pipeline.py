@@ -4,8 +4,8 @@ Batch i is the training data of iteration i. Version i is the weights before the
 iteration i, and `first` is the version at the start of the run. With `rl.lag` = L, batch j is
 sampled with version max(first, j - L). Sampling of batch i + L may start at the beginning of
 iteration i, when version i is published. So the age of a batch is known in advance, and no batch is
-discarded as too old. Except in the third arrangement below, batches depend on iteration numbers and
-not on time: the same seed gives the same results.
+discarded as too old. In the first two arrangements below, batches do not depend on time, so the
+same seed gives the same results.
 
 There are three arrangements:
 
@@ -14,9 +14,9 @@ There are three arrangements:
 - Two meshes: a worker thread collects batch i + L on `rollout_mesh`, during the updates of
   iterations i, i + 1, and so on.
 - Servers, with a lag and one process: a worker thread sends requests to servers. New weights are
-  sent to the servers as soon as they are published, and responses in flight continue with these. So
-  batch j = i + L has tokens of versions i to j, and depends on the times at which weights arrive.
-  Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
+  sent to the servers as soon as they are published, and responses in flight continue with the new
+  weights. So batch j = i + L has tokens of versions i to j, and depends on the times at which
+  weights arrive. Such batches can be recorded (`rl.record`) and replayed (`rl.replay`).
 """
 
 import base64
@@ -133,9 +133,9 @@ class Pipeline:
       self._engine.release()
 
   def next(self, step: int) -> Collected:
-    """Returns the batch of the next iteration; starts batches up to `step + lag`.
+    """Returns the batch of iteration `step`; starts batches up to `step` + `rl.lag`.
 
-    With `rl.replay`, the batch is read from a file, and nothing is sampled.
+    If `rl.replay` is set, the batch is read from a file, and nothing is sampled.
     """
     if self._rl.replay:
       return read(Path(self._rl.replay), step, self._collector)

@@ -2,8 +2,8 @@
 
 `Group.correct_G` marks right responses. It follows from the verifier's scores, not from shaped
 rewards: with a bonus for short answers, rewards differ even if all responses of a group are right.
-A group is *all-right* if each response is right. It is *all-wrong* if no response is right and no
-two of them differ (`Group.mixed`).
+A group is *all-right* if each response is right. It is *all-wrong* if no response is right and all
+scores are equal (`Group.mixed`).
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from gspo_jax.structs import Prompt
 class PromptFilter:
   """Counts right responses per prompt, and drops prompts with constant outcomes.
 
-  A prompt is dropped after `drop_after` consecutive all-right groups, or as many all-wrong groups.
-  After `readmit_after` iterations it is readmitted, and its counts start at 0. The state is in the
-  checkpoint, so a resumed run drops the same prompts.
+  A prompt is dropped after `drop_after` consecutive all-right groups, or after `drop_after`
+  consecutive all-wrong groups. It is readmitted `readmit_after` iterations later, with counts of 0;
+  if `readmit_after` is 0, it is never readmitted. The state is in the checkpoint, so a resumed run
+  drops the same prompts.
 
   Args:
     config: section `data.query_set`.
@@ -59,8 +60,8 @@ class PromptFilter:
     A dropped prompt may have a further group that was in flight. If the streak is then shorter than
     `drop_after`, the prompt is readmitted.
 
-    Responses without a verdict are not counted. A group with one of these never extends a streak.
-    It ends a streak if its other responses have another outcome.
+    Responses without a verdict are not counted. A group with such a response never extends a
+    streak. The group ends a streak if its other responses have another outcome.
     """
     if not self._counts:
       return

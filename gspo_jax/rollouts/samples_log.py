@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts.collector import Collected
 from gspo_jax.sampling.transcript import transcripts
 
-TOKENS = 200_000  # Number of tokens of an iteration after which responses have no entries by token.
+TOKENS = 200_000  # After this number of tokens of an iteration, records have no values by token.
 
 
 def rollout_records(

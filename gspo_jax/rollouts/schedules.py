@@ -19,7 +19,7 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import ScheduleConfig
 
 SOLVED = 0.9  # Intended probability of at least one right response in a group.
-SHARES = (0.5, 0.9, 1.0)  # Share of iterations whose prompts all fit each bucket.
+SHARES = (0.5, 0.9, 1.0)  # For each bucket, the share of iterations whose prompts all fit it.
 MULTIPLE = 16  # Buckets are multiples of this number of tokens.
 WORTH = 1.25  # Minimum ratio of two buckets: a closer bucket is not worth compiling a program.
 

@@ -35,7 +35,7 @@ class Verdicts:
   rewards: Sequence[np.ndarray] | None = None
   # Metrics of each conversation, from its environment. None for single turns.
   figures: Sequence[Mapping[str, float]] | None = None
-  # Failure of each environment, "" without a failure. None for single turns.
+  # Failure of each environment, "" if there is none. None for single turns.
   failures: Sequence[str] | None = None
   # float32 [B]: scores before reward shaping. None if they equal `correct`.
   values: np.ndarray | None = None
@@ -92,7 +92,7 @@ def score_responses(
       response had a lower limit, its length is increased by the difference before the penalty is
       computed. 0 means that actual lengths are penalised.
     breaks_V: number of line breaks in each token's text, for rewards of lines.
-    signals: computes further rewards and costs. None means none.
+    signals: computes further rewards and costs. None means no such signals.
     discount: γ of the returns of lines. None if advantages compare whole responses.
   """
   trajectories = trajectories_of(groups)
