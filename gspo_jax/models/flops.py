@@ -111,7 +111,7 @@ def _rule_products(config: ModelConfig, queries):
 def _pairs(queries, keys, window: int | None = None):
   """Counts pairs of a query and a visible key, for the last queries."""
 
-  def up_to(n):  # Pairs of the first n queries; those after `window` see `window` keys each.
+  def up_to(n):  # Pairs of the first n queries. Queries after `window` see `window` keys each.
     near = n if window is None else np.minimum(n, window)
     return near * (near + 1) / 2 + (n - near) * near
 

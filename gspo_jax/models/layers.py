@@ -1,4 +1,4 @@
-"""Parts of a Transformer layer, shared by the families of models: norms, attention, SwiGLU."""
+"""Parts of a Transformer layer that families of models share: norms, attention, feed-forward."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · scale, with the mean in float32.
 
-  The normalised x is rounded to its own dtype before the product, as in Hugging Face.
+  The normalised x is rounded to x's dtype before it is scaled, as in Hugging Face.
   """
   normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
   return with_each_token(jnp.multiply, normalised, scale)
@@ -61,11 +61,11 @@ def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Computes combine(x, weight), a sum or product, with gradients in float32.
+  """Computes combine(x, weight), a sum or product, with gradients summed in float32.
 
-  The weight is common to all tokens, so its gradient is a sum over all tokens, which must not
-  be in bfloat16. The result is computed in float32, too, and rounded to x's dtype, which changes no
-  value.
+  The weight is common to all tokens, so its gradient is a sum over all tokens, too long for
+  bfloat16. The result is computed in float32, too, and rounded to x's dtype. It equals the result
+  of the operation in x's dtype.
   """
   x_float32 = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
   return x_float32.astype(x.dtype)
@@ -100,7 +100,7 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 
 
 def shared_experts(x_BTD: jax.Array, w: ExtendedMoe) -> jax.Array:
-  """Applies the shared experts to every token, times a sigmoid gate if there is one."""
+  """Returns the output of the shared experts, times a sigmoid gate if there is one."""
   y_BTD = feed_forward(x_BTD, w.shared, jax.nn.silu)
   if w.shared_gate is None:
     return y_BTD
@@ -112,7 +112,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
 
   Matrices stay split over heads and F ("tensor"); the small `wide` weights become whole on every
   device. The backward pass sums the gradients and scatters them over D again. Experts' weights are
-  cast only: `moe` gathers them. `InStack` and `Int8` weights are unchanged, since the sampler does
+  only cast: `moe` gathers them. `InStack` and `Int8` weights are unchanged, since the sampler does
   not split D.
 
   Args:
@@ -160,7 +160,7 @@ def attend(
     norm: norm of queries and keys, in models with `qk_norm`.
     kv: cache of the layer's block, from `cache.block(i)`. None if there is no cache.
     layer: index of the layer in its block, and in `kv`.
-    kind: whether the layer has a sliding window, and whether it has rotary positions.
+    kind: kind of the layer. Only `local` and `rotary` are read.
     positions_BT: positions for rotary embeddings. If there is a cache, also the slots to write.
     segments_BT: segment numbers, 0 for padding; unused if queries attend to a cache.
     tree: layout of sequences that share prefixes. None for plain rows.
@@ -196,8 +196,11 @@ def attend(
 
 
 def project_heads(y_BTNH: jax.Array, o_NHD: jax.Array | Int8) -> jax.Array:
-  """Projects outputs of all heads to [B, T, D]. An output may have more axes than N and H."""
-  # Heads are merged into one axis for the product. Otherwise XLA may transpose the weight at every
+  """Projects outputs of all heads to [B, T, D].
+
+  In linear attention, the outputs have the axes K, R, J in place of N, H.
+  """
+  # The axes of heads are merged for the product. Otherwise XLA may transpose the weight at every
   # step.
   B, T, *heads = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, math.prod(heads)), P(BATCH, None, "tensor"))
@@ -215,7 +218,7 @@ def _merge_heads(o_NHD: jax.Array | Int8) -> jax.Array | Int8:
 def norm_heads(norm: Norm, x_BTNH: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """Normalises each head, for a scale [H].
 
-  With a scale [N, H], normalises all heads of a token together.
+  If the scale is [N, H], normalises all heads of a token together.
   """
   if scale.ndim == 1:
     return norm(x_BTNH, scale, eps)
@@ -274,7 +277,7 @@ def _on_each_device(compute: ComputeConfig, declared: Scores, kv, tree, from_sta
   # The table of pages has two dimensions, other arrays of a cache have more.
   kv_specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv)
   # Pallas kernels do not support the check of `sharding.shard_map`. They may run in any pass on
-  # TPUs, and with a cache on GPUs.
+  # TPUs, and in passes with a cache on GPUs.
   kernels = dict(tpu=True, gpu=kv is not None).get(sharding.platform(), False)
   return sharding.shard_map(
     attend_and_write,

@@ -25,15 +25,15 @@ def with_adapters(
 ) -> Any:
   """Freezes the parameters and adds adapters, new or from `config.adapter`.
 
-  New adapters do not change the model's outputs. With rank 0 the parameters are returned unchanged.
+  New adapters do not change the model's outputs. If the rank is 0, parameters are unchanged.
 
   Args:
     params: plain parameters, on the trainer's mesh.
-    dtype: compute dtype, to which the frozen parameters are cast.
+    dtype: compute dtype. Frozen parameters are cast as in `transformer.dtypes`.
     seed: seed of new adapters.
 
   Raises:
-    FileNotFoundError, CheckpointError, ValueError: as `peft.check`.
+    FileNotFoundError, CheckpointError, ValueError: as `peft.load`.
   """
   if not config.rank:
     return params
@@ -42,7 +42,7 @@ def with_adapters(
 
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
-    fresh = weights.init(declared, key, jnp.float32)  # XLA computes only the adapters.
+    fresh = weights.init(declared, key, jnp.float32)  # Only its adapters are computed.
     return lora.adapt(as_read(params, model, dtype), fresh)
 
   params = adapt(params, jax.random.key(seed))
@@ -90,7 +90,7 @@ def abstract_table(
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Moves the ShapeDtypeStructs of `jax.eval_shape` to the devices of a mesh."""
+  """Places the ShapeDtypeStructs of `jax.eval_shape` on the devices of a mesh."""
 
   def concrete(x):
     pspec = getattr(x.sharding, "spec", jax.P())

@@ -30,8 +30,8 @@ from gspo_jax.models.attention.blocks import (
 from gspo_jax.system import accelerators
 
 FORMULATIONS = ("plain", "blockwise", "splash", "cudnn")
-PLAIN = 128  # Maximum queries for which "auto" chooses `plain`; twice as many if no kernel fits.
-CUDNN = "dot_product_attention_fwd_wrapper"  # Primitive of `cudnn`; `remat` may save its results.
+PLAIN = 128  # Maximum queries per row for `plain` under "auto"; twice as many if no kernel fits.
+CUDNN = "dot_product_attention_fwd_wrapper"  # Name of cuDNN's primitive, for `remat`.
 SLAB = 64  # Queries per product in `plain`. A product skips the keys after its last query.
 
 
@@ -114,8 +114,8 @@ def attend_self(
 ) -> jax.Array:
   """Causal attention of the last T of S tokens, [B, T, N, H].
 
-  softmax(q kᵀ / √H) v over the keys of the query's segment, up to its own. Softmax is in float32;
-  N/K query heads share a key head.
+  softmax(q kᵀ / √H) v over the keys of the query's segment, up to the query's position. Softmax is
+  in float32; N/K query heads share a key head.
 
   Args:
     segment_BS: segment numbers of all S tokens.
@@ -158,8 +158,8 @@ class Tree(NamedTuple):
   is one long sequence, stored as `branches` consecutive rows of equal length.
   """
 
-  trunk: int  # S, positions of the trunk; a multiple of `branches`.
-  branches: int  # Branches of a trunk, U positions each.
+  trunk: int  # S, number of positions of the trunk; a multiple of `branches`.
+  branches: int  # Number of branches of a trunk. Each branch has U positions.
 
   def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits rows [B, T, ...] into R trunks [R, S, ...] and branches [B, U, ...]."""
@@ -184,8 +184,8 @@ def attend_tree(
 ) -> jax.Array:
   """Attends within trunks, and from each branch to its trunk and itself.
 
-  A trunk's keys and values are repeated for each branch. A trunk may end with padding, so
-  `position_BT` measures the window. It may be None if scores have no window.
+  A trunk's keys and values are repeated for each branch. `position_BT` measures the window, since a
+  trunk may end with padding. It may be None if there is no window.
   """
 
   def path(x_RS, x_BU):
@@ -247,8 +247,8 @@ def attend_cache(
   S is the number of slots; slot s holds position s.
 
   implementation: value of `ComputeConfig.attention`. "auto" runs a Pallas kernel (`triton`) for one
-    query per row on GPU, if the kernel supports S and H. In any other case JAX's own
-    operations are used, in blocks if there are many queries.
+    query per row on GPU, if the kernel supports S and H. In any other case JAX's own operations are
+    used, in blocks if there are many queries.
   """
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
   scores = scores or Scores(H**-0.5)
@@ -307,7 +307,8 @@ def attend_splash(
 ) -> jax.Array:
   """Attends with JAX's Pallas kernel for TPU; see `attend_self`.
 
-  T and S are padded to whole blocks, in a separate segment, and H to multiples of 128 lanes.
+  T and S are padded to whole blocks; the padding is a separate segment. H is padded to a multiple
+  of 128 lanes.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Slow import.
 
@@ -349,7 +350,8 @@ def _splash_kernel(
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
   # Each block of queries reads all keys, and in the backward pass each block of keys reads all
   # queries. So the largest blocks that fit in the chip's vector memory have the least traffic. For
-  # 32 heads, 32,768 positions and v5p it is 22 GB a layer, and 36 GB with blocks of half the size.
+  # 32 heads and 32,768 positions on v5p, the traffic of a layer is 22 GB; blocks of half the size
+  # would make it 36 GB.
   (queries, keys), (q_block, k_block) = shape, blocks
   most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
@@ -378,8 +380,8 @@ def attend_cudnn(
   """Attends with cuDNN's flash attention, for unpacked rows.
 
   An unpacked row is one segment, then padding. It needs a causal mask only, since no token sees the
-  padding after it. Packed rows would need a mask of [T, T] values. If a device has a packed row, it
-  runs `blockwise` for all rows; this is decided at run time.
+  padding after it. Packed rows would need a mask of [T, T] values. A device with a packed row runs
+  `blockwise` for all its rows; this is decided at run time.
   """
   earlier = k_BSKH.shape[1] - q_BTNH.shape[1]  # Keys without a query.
 

@@ -15,7 +15,7 @@ from gspo_jax import sharding
 from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # Score of an invisible key; -inf would give NaN for a query without any key.
-BLOCK = 512  # Number of queries, and of keys, in a block of scores. On CPU the maximum.
+BLOCK = 512  # Approximate number of queries, and of keys, in a block of scores; less on CPU.
 RESIDUAL = "attention"  # Name of attention's outputs in rematerialisation policies.
 
 
@@ -47,16 +47,17 @@ def attend_blockwise(
 ) -> jax.Array:
   """Attention of query t to keys s <= order_t of its segment, [B, T, N, H].
 
-  In both passes, only the scores of one block of queries and one block of keys are in memory.
+  In forward and backward pass, only the scores of one block of queries and one block of keys are in
+  memory.
   Blocks before the first and after the last visible key are skipped. FlashAttention,
   arXiv:2205.14135, algorithms 1 and 4.
 
   Args:
     order_BT: int32, index on S of the last key each query may see.
     segments: segment numbers of queries [B, T] and of keys [B, S].
-    positions: positions of queries [B, T] and of keys [B, S], to measure `scores.window`. None
-      if there is no window. If there is one, the keys of a segment may have padding (segment 0)
-      between them, but no other segment.
+    positions: positions of queries [B, T] and of keys [B, S], to measure `scores.window`. May be
+      None if there is no window. If there is a window, padding (segment 0) may lie between the keys
+      of a segment, but no other segment may.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
@@ -85,7 +86,7 @@ class Queries(NamedTuple):
 
   last: jax.Array  # Index of the last key that the query may see; -1 for padding.
   segment: jax.Array
-  first: jax.Array | None = None  # At most the first visible key. None: no window.
+  first: jax.Array | None = None  # Lower bound of the first visible index. None: no window.
   position: jax.Array | None = None  # None: no window.
 
 
@@ -99,8 +100,8 @@ class Keys(NamedTuple):
 def block_size(rows: int) -> int:
   """Returns a block size, a power of two.
 
-  On CPU the scores of a block, rows · size² numbers, fit a core's cache of about a megabyte if
-  possible: blocks of 512 would take twice as long.
+  On CPU the scores of a block, rows · size² numbers, fit in a core's cache of about a megabyte,
+  unless the size would be below 64. Blocks of 512 would take twice as long.
 
   rows: number of rows times heads, B·N.
   """

@@ -35,7 +35,8 @@ def attend(
 
   Returns outputs [B, N, H], and the cache, updated in place. The pages up to a row's position, or
   those in its window, are copied to the vector memory once, each page during the computation of the
-  previous one. From the last page, only the hardware tile with the new position is written back.
+  previous one. Of the last page, only the hardware tile with the new position is written back, and
+  for int8 the page's scales.
   Keys and values in int8 are not scaled: their scales multiply scores and attention weights.
 
   Args:
@@ -232,8 +233,8 @@ def _insert(buffers, side, new, slot):
 def _attend_page(q_KnH, buffers, side, page, position, scores: Scores, largest):
   """Computes the step of an online softmax for one page of a row.
 
-  Returns the largest score so far, the factor that corrects the sums over earlier pages, the page's
-  unnormalised weights exp(score - largest), and the sum of values with these weights.
+  Returns the largest score m up to this page, the factor that corrects the sums over earlier pages,
+  the page's unnormalised weights exp(score - m), and the sum of values with these weights.
 
   Args:
     buffers: keys and values of the page at `side`; for int8, also their scales.

@@ -72,14 +72,14 @@ def _llama3(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
 def _yarn(wave_h: np.ndarray, theta: float, rope: RopeConfig) -> np.ndarray:
   """Divides low frequencies by `rope.factor`. YaRN, arXiv:2309.00071, eq. 23.
 
-  Frequencies fall with their index. Those up to index `low`, the highest, are unchanged. Those from
-  index `high` on, the lowest, are divided. Between these
-  indices, the divided and the unchanged frequency are interpolated linearly.
+  Frequencies fall with their index. Up to index `low` they are unchanged, and from index `high` on
+  they are divided. Between these indices, the divided and the unchanged frequency are interpolated
+  linearly.
   """
   half = len(wave_h)
 
   def index(turns: float) -> float:
-    """Returns the index, a fraction, of the wave with `turns` turns in the original length."""
+    """Returns the unrounded index of the wave with `turns` turns in the original length."""
     return half * math.log(rope.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
   low, high = index(rope.beta_fast), index(rope.beta_slow)
@@ -142,8 +142,9 @@ def _waves(angle: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
 def _swap_halves(x_BTNH: jax.Array) -> jax.Array:
   """Swaps the halves of H in float32: (x1, x2) -> (x2, x1).
 
-  It is a product with a permutation matrix: exact, and fused by XLA into the sum after it. On TPUs,
-  slicing the last axis into halves would cut through the 128 vector lanes, and write copies.
+  The swap is a product with a permutation matrix. The product is exact, and XLA fuses it into the
+  sum after it. On TPUs, slicing the last axis into halves would cut through the 128 vector lanes,
+  and write copies.
   """
   H = x_BTNH.shape[-1]
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)

@@ -1,6 +1,6 @@
 """Pallas kernel for NVIDIA GPUs: attention of one query per row to a dense cache.
 
-Keys and values beyond a row's position, or before its window, are not read. If there are too few
+Tiles of positions beyond a row's query, or before its window, are not read. If there are too few
 rows and heads to fill the GPU, several programs share the positions of a row, and their partial
 results are merged (FlashDecoding).
 """
@@ -21,7 +21,7 @@ PROGRAMS = 512  # Number of programs that fills a GPU.
 
 
 def supports(positions: int, width: int) -> bool:
-  """Whether the kernel supports so many positions, and such a width of heads.
+  """Whether the kernel supports a number of cache positions and a width of heads.
 
   A tile of at least `LEAST` positions must divide the positions. The width must be a power of two
   and at least `LEAST`.
