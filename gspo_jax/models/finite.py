@@ -1,4 +1,4 @@
-"""Search for NaN and infinity in parameters, on the devices, in one pass over their memory."""
+"""Counts of NaN and infinite values in parameters, on the devices, in one pass over memory."""
 
 import functools
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 def nonfinite(arrays: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[int]:
   """Counts the NaN and infinite values of each array.
 
-  It is collective: all processes must call it with the same arrays.
+  All processes must call this function with the same arrays.
 
   Args:
     arrays: parameters.
-    dtypes: dtypes to which values are cast first, those of files to be written. None means the
+    dtypes: dtypes to which values are cast before counting, such as those of files. None means the
       arrays' own.
   """
   kinds = [array.dtype for array in arrays] if dtypes is None else dtypes

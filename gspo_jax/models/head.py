@@ -1,4 +1,4 @@
-"""Both ends of the model: tokens to vectors, and vectors to logits and log-probabilities."""
+"""Both ends of the model: tokens to vectors, and vectors to logits, log-probs and values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -88,15 +88,15 @@ def token_logp(
 ) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature) of targets, and entropy in nats, [B, T].
 
-  A support S is the tokens left by the sampler's top-k, top-p and min-p. With a support, both
-  results describe the distribution over its tokens alone, renormalised:
+  A support S is the set of tokens left by the sampler's top-k, top-p and min-p. If there is a
+  support, log-prob and entropy are those of the distribution renormalised over S:
 
   log π(y | S) = z_y − log Σ_{v∈S} exp z_v, with z = logits / temperature.
 
-  Only the logits of S and y have a gradient then. If y is outside of S, the result is no
+  Only the logits of S and y then have a gradient. If y is outside of S, the result is no
   log-probability, and may be positive.
 
-  To save memory, logits are held for `compute.logits_chunk` time steps at once. The target's
+  To save memory, only the logits of `compute.logits_chunk` time steps exist at once. The target's
   logit is a masked sum over V, so a V split over the mesh is not gathered. The head's gradient is
   summed over chunks on each device, in float32, and then once over devices.
 
@@ -198,8 +198,8 @@ def _over_support(
   most_Bt = jax.lax.stop_gradient(jnp.where(local_BtX, logit_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
-  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. It is set to
-  # 0: else exp may overflow, and infinity times the 0 of `over_support` is a gradient of NaN.
+  # Tokens of other devices have an arbitrary logit here, which may exceed the maximum. 0 replaces
+  # this logit: otherwise exp may overflow, and infinity times 0 is NaN in the gradient.
   shifted_BtX = jnp.where(local_BtX, logit_BtX - most_Bt[..., None], 0)
   mass_Bt = over_support(jnp.exp(shifted_BtX))
   lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
@@ -212,7 +212,7 @@ def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Arr
   """Computes float32 logits [B, t, V].
 
   The backward pass gives the head's gradient to `sink_DV`, a float32 array whose values are not
-  read. A gradient has the dtype of its input, so this gradient is summed in float32.
+  read. In JAX a gradient has the dtype of its input, and sums over chunks need float32.
   """
   return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
 

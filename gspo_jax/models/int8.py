@@ -1,6 +1,6 @@
 """Matrices in eight bits, with a scale per output channel: W ≈ values · scale.
 
-The sampler's matrices have this form with `engine.weights_dtype=int8`. Products multiply by the
+The sampler's matrices have this form if `engine.weights_dtype` is int8. Products multiply by the
 integers, which bfloat16 represents exactly, and scale the sums. So no matrix is written to memory
 in a wider dtype, except those of experts in passes with many tokens.
 """
@@ -48,7 +48,7 @@ def quantise(w: jax.Array, inputs: tuple[int, ...]) -> Int8:
 
 
 def matrix(w: jax.Array | Int8) -> jax.Array:
-  """Returns an array of the matrix's shape and layout: its integers, or itself."""
+  """Returns the integers of an `Int8`, and a plain matrix unchanged."""
   return w.values if is_int8(w) else w
 
 

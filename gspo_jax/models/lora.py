@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as leaves of the parameter tree.
 
-With adapters, a layer uses W + alpha / rank · A B in place of its matrix W. A has the inputs of W,
+A layer with adapters uses W + alpha / rank · A B in place of its matrix W. A has the inputs of W,
 B the outputs. Only A and B are trained; all other parameters are frozen, in the dtype in which
 passes use them. The sum is computed for one layer at a time, just before use. So adapters work in
 every family, on every mesh and for experts. The sampler receives the same sums.
@@ -22,7 +22,7 @@ from gspo_jax.settings.training import LoraConfig
 # Odd numbers near 2^16 / g, 2^16 / g², 2^16 / g³, where g⁴ = g + 1, and near 2^16 (√2 - 1).
 _STEPS = (53_685, 43_977, 36_025, 27_145)
 
-_WITH = dict(q_gate="q", z="q")  # Gates of attention: files of Qwen3-Next have them in q's matrix.
+_WITH = dict(q_gate="q", z="q")  # A gate has an adapter if q has one: Qwen3-Next's files join them.
 
 
 @flax.struct.dataclass
@@ -49,7 +49,7 @@ def table(plain: Params, config: LoraConfig) -> Params:
     return Adapted(
       frozen=w,
       a=Weight(f"{stacked}{w.inputs}r", sizes, fan_in=w.inputs, wide=True),
-      b=Weight(f"{stacked}r{outputs}", sizes, wide=True),  # 0, so the first model is the plain one.
+      b=Weight(f"{stacked}r{outputs}", sizes, wide=True),  # B is 0, so the first sum is W.
       scale=config.alpha / config.rank,
     )
 
@@ -73,7 +73,7 @@ def merged(params: Any, dtype: Any = None) -> Any:
 
   Parameters without adapters are unchanged.
 
-  dtype: dtype of the merged matrices. None means that of the frozen matrices.
+  dtype: dtype of the merged matrices. None means the dtype of the frozen matrices.
   """
 
   def rounded(x: Any) -> Any:
@@ -92,10 +92,10 @@ def dithered(params: Any) -> Any:
   f >= 1 - u, else to a. The numbers u are evenly distributed, so the mean of many weights is right.
   A sum equal to a number of bfloat16 is unchanged.
 
-  u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n for the weight [i, j, k, n] of a
-  layer (the sequence R3 of M. Roberts, and √2 - 1 for a fourth axis), evenly distributed along each
-  axis. Indices of missing axes are 0. All updates have the same u.
-  The gradient is that of the exact sum.
+  For the element [i, j, k, n] of W, u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n
+  (the sequence R3 of M. Roberts, and √2 - 1 for a fourth axis). u is evenly distributed along each
+  axis. Indices of missing axes are 0. All updates have the same u. The gradient is that of the
+  exact sum.
   """
 
   def rounded(x: Any) -> Any:

@@ -52,9 +52,9 @@ STATE = 16  # Bytes per parameter: the value, its gradient and Adam's two moment
 def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters: float) -> str:
   """Returns the policy for `compute.remat` on the mesh in use.
 
-  For "auto" this is the first of "both" and "attention" for which three terms take at most `ROOM`
-  of a device's memory: the training state, the prefetched weights of experts, and the layers'
-  inputs with the saved activations. It is "full" if neither fits, or if the memory is unknown.
+  "auto" means the first of "both" and "attention" for which three terms take at most `ROOM` of a
+  device's memory: the training state, the prefetched weights of experts, and the layers' inputs
+  with the saved activations. If neither fits, or if the memory is unknown, "auto" means "full".
 
   tokens: number of tokens of a pass on each device.
   parameters: number of parameters on each device.
@@ -78,13 +78,13 @@ def saved_bytes(config: ModelConfig, policy: str, itemsize: int) -> float:
 
   The inputs of layers do not count.
   """
-  heads = config.num_heads * config.head_dim  # Numbers of a token's queries.
+  heads = config.num_heads * config.head_dim  # Elements of a token's queries.
   keys_values = 2 * config.num_kv_heads * config.head_dim
-  gate = heads if config.linear.pattern > 1 else 0  # Families with linear layers gate the others.
+  gate = heads if config.linear.pattern > 1 else 0  # Full attention beside linear layers is gated.
   linear_layers = sum(config.is_linear(layer) for layer in range(config.num_layers))
   full_layers = config.num_layers - linear_layers
   c = config.linear
-  values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim  # Of linear layers.
+  values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim  # In linear layers.
   moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
   bytes_ = 0.0
   if policy in ("attention", "both"):

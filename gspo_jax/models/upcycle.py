@@ -28,8 +28,8 @@ def upcycle(
   weights. If there is noise, each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:
-    params, config: a dense model with full attention in all layers. They normalise the inputs of
-      attention and feed-forward layer, but not their outputs, as in Llama, Qwen2 and Qwen3.
+    params, config: a dense model without linear attention. Its layers normalise the inputs of
+      attention and feed-forward layer, but not the outputs, as in Llama, Qwen2 and Qwen3.
     key: random key of the router and the noise.
     experts, per_token: E and k.
     noise: relative standard deviation of the noise.

@@ -42,17 +42,17 @@ class Params:
 
 @flax.struct.dataclass
 class Attention:
-  """Weights of grouped-query attention; norms and biases are None if the model has none."""
+  """Weights of grouped-query attention; norms and biases are None if their option is off."""
 
   q: Any  # l D N H
   k: Any  # l D K H
   v: Any  # l D K H
   o: Any  # l N H D
-  q_norm: Any  # l H for each head, or l N H for all heads together; with `qk_norm`
-  k_norm: Any  # l H for each head, or l K H for all heads together; with `qk_norm`
-  q_bias: Any  # l N H, with `attention_bias`
-  k_bias: Any  # l K H, with `attention_bias`
-  v_bias: Any  # l K H, with `attention_bias`
+  q_norm: Any  # l H for each head, or l N H for all heads together; option `qk_norm`
+  k_norm: Any  # l H for each head, or l K H for all heads together; option `qk_norm`
+  q_bias: Any  # l N H; option `attention_bias`
+  k_bias: Any  # l K H; option `attention_bias`
+  v_bias: Any  # l K H; option `attention_bias`
 
 
 @flax.struct.dataclass
@@ -60,7 +60,7 @@ class ExtendedAttention(Attention):
   """Attention with an output bias or sinks; either may be None."""
 
   o_bias: Any  # l D
-  sink: Any  # l N, a further logit in each head's softmax; with `scores.sinks`
+  sink: Any  # l N, a further logit in each head's softmax; option `scores.sinks`
 
 
 @flax.struct.dataclass
@@ -128,9 +128,9 @@ class ExtendedMoe(Moe):
   A missing part is None.
   """
 
-  choice_bias: Any  # l E, with `router.choice_bias`
-  shared: Dense | None  # Shared experts, for all tokens, with `router.shared_width`
-  shared_gate: Any  # l D O, with `router.shared_gate`
+  choice_bias: Any  # l E; option `router.choice_bias`
+  shared: Dense | None  # Shared experts, for all tokens; option `router.shared_width`
+  shared_gate: Any  # l D O; option `router.shared_gate`
 
 
 class InStack(NamedTuple):
@@ -155,12 +155,12 @@ class Weight:
   """Declaration of one weight.
 
   letters: axes, one letter each, such as "lDNH".
-  sizes: size of each letter's axis.
+  sizes: dict, letter -> size of its axis.
   fan_in: letters of the input axes. "" for a weight initialised to `constant`.
   constant: initial value, such as 1 for a norm's scale, or an array that is broadcast.
   wide: whether computations use the weight in float32 for any compute dtype; for small, sensitive
     weights.
-  whole: whether a mesh may split the axis D alone.
+  whole: whether a mesh may split only the axis D.
   dtype: dtype in computations. None means float32 if `wide`, else the compute dtype.
   """
 
@@ -259,8 +259,9 @@ def attention_table(
 def gated_delta_table(c: ModelConfig, number: int) -> GatedDelta:
   """Declares the weights of linear attention in `number` stacked layers.
 
-  Convolutions, decays and write strengths are computed in float32. The first decays per position
-  are spread from exp(-0.001) to exp(-0.1) over the heads, as in Mamba 2 (arXiv:2405.21060).
+  Convolutions, decays and write strengths are computed in float32. For a = 0, the initial decays
+  per position are spread from exp(-0.001) to exp(-0.1) over the heads, as in Mamba 2
+  (arXiv:2405.21060).
   """
   s = c.linear
   K, R = s.key_heads, s.value_heads // s.key_heads

@@ -33,8 +33,8 @@ class ExpertWeights:
   gate: Any  # [E, D, F]
   up: Any  # [E, D, F]
   down: Any  # [E, F, D]
-  gate_bias: Any = None  # [E, F]. None without biases.
-  up_bias: Any = None  # [E, F]. None without biases.
+  gate_bias: Any = None  # [E, F]. None if there is no bias.
+  up_bias: Any = None  # [E, F]. None if there is no bias.
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
   def layout(self, gate: Any, down: Any, bias: Any) -> "ExpertWeights":
@@ -68,8 +68,8 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
   Index `num_experts` means an expert of another device.
 
   The number of slots must be known while tracing. An expert's last block may have a single row, so
-  there are at most A/R + E blocks. With C ≥ R there are at most A/R, since an expert with blocks
-  has C ≥ R further assignments outside them.
+  there are at most A/R + E blocks. If C ≥ R, there are at most A/R blocks, since an expert with
+  blocks has C further assignments outside its blocks.
   """
   A, E = experts_Xk.size, num_experts
   chosen_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
@@ -107,8 +107,8 @@ def apply_blocks(
 ) -> jax.Array:
   """Applies the experts in turn, each to its blocks.
 
-  `sink` has the weights' shapes; its values are not read. Its gradient is that of the weights, in
-  the dtype of `sink`.
+  `sink` has the weights' shapes. Its values are not read, and its gradient is that of the weights,
+  in the dtype of `sink`.
   """
   return _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
@@ -242,8 +242,8 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
   """Returns C, and R ≤ C, the rows of a block.
 
-  C is slightly above the mean load. R is at most 64 on CPU and 256 elsewhere: larger blocks keep a
-  GPU busy.
+  C is about 1.2 times the mean load, at least 8 and at most X. R is at most 64 on CPU and 256
+  elsewhere: larger blocks keep a GPU busy.
   """
   most = 6 if sharding.platform() == "cpu" else 8  # Exponents of 2.
   C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * mean_load(experts_Xk, w)) // 8) * 8))

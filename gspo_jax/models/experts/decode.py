@@ -18,8 +18,8 @@ from gspo_jax.models.weights import InStack
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.sharding import BATCH, P
 
-# An expert's rows are a multiple of this number: a TPU takes as long for fewer. If there are fewer
-# tokens, the rows are a multiple of 8.
+# An expert's rows are a multiple of this number: a TPU takes as long for fewer rows. If there are
+# fewer tokens, the rows are a multiple of 8.
 ROWS = 64
 
 
@@ -33,8 +33,8 @@ def experts_of_few(
 ) -> jax.Array:
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], for few tokens.
 
-  Gathers the tokens of all chips that share the experts, applies each chip's local experts, and
-  scatters the sums back.
+  Gathers the tokens of all chips over which the experts are split, applies each chip's local
+  experts, and scatters the sums back.
 
   Args:
     weights: each is an `InStack`, not split over D.
@@ -80,7 +80,7 @@ def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> E
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """Returns the mesh axes of the weight's axis of experts."""
+  """Returns the mesh axes over which the experts are split."""
   return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 

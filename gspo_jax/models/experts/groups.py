@@ -41,7 +41,7 @@ class GroupedWeights:
 
   gate_up: tuple[Any, ...]  # (gate, up), each [E, D, F], or (both side by side,) [E, D, 2F].
   down: Any  # [E, F, D]
-  biases: tuple[Any, ...]  # Biases of gate and up, in the same form; () without biases.
+  biases: tuple[Any, ...]  # Biases of gate and up, in the form of `gate_up`; () if none.
   activation: Activation = flax.struct.field(pytree_node=False, default=swiglu)
 
 

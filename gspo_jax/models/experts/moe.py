@@ -8,15 +8,15 @@ buffers several times, so no assignment is dropped. The experts' matrix products
 `IMPLEMENTATIONS`:
 
   blocks    a loop over blocks of rows, each block for one expert: for many tokens on CPU
-  batched   one batched product, with equally many rows for each expert: for few tokens on CPU, GPU
+  batched   one batched product of equally many rows per expert: for few tokens, on CPU and GPU
   triton    Pallas kernels for NVIDIA GPUs, on rows sorted by expert (interpreted elsewhere)
   ragged    `lax.ragged_dot` on rows sorted by expert; on GPU XLA multiplies all rows by all experts
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-Their arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the weights of n
-local experts, and `sink`. The values of `sink` are not read. Its gradient is that of the weights,
-in the dtype of `sink`. Index n means an expert of another device. The result is the sum over local
-experts, Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
+An implementation's arguments are x [X, D] of X tokens, gate weights and expert indices [X, k], the
+weights of n local experts, and `sink`. Index n means an expert of another device. The values of
+`sink` are not read; its gradient is that of the weights, in the dtype of `sink`. The result is the
+sum over local experts, Σ_k gate_k · expert_{index_k}(x), [X, D] in x's dtype.
 """
 
 import functools
@@ -73,7 +73,7 @@ class RouterStats:
   z: jax.Array  # (log Σ_e exp logit_e)²; ST-MoE, arXiv:2202.08906, eq. 5.
   tokens: jax.Array  # Number of tokens.
   dropped: jax.Array  # Number of assignments to an index without an expert: always 0.
-  # Share of the router's k choices for a token that replay replaces. None if there is no replay.
+  # Share of a token's k chosen experts that replay replaces. None if there is no replay.
   overridden: jax.Array | None = None
   replayed_tokens: jax.Array | None = None  # Number of tokens with replayed experts, or None.
 
@@ -94,7 +94,7 @@ def route(
   of the chosen logits alone (Granite, GPT-OSS) equals a renormalised softmax over all.
 
   valid_BT: whether tokens count in the statistics; padding does not.
-  replayed_experts_BTk: indices in place of the router's choice; -1 keeps that choice. Gate weights
+  replayed_experts_BTk: indices in place of the router's choice; -1 keeps the choice. Gate weights
     are still the current router's scores, with a gradient: Routing Replay (arXiv:2507.18071, §5.3;
     R2 and R3 of arXiv:2512.01374). None means no replay.
   choice_bias_E: bias on the scores, for the choice alone. bias_E: bias on the logits. None means 0.
@@ -148,7 +148,7 @@ def choose_experts(
 ) -> jax.Array:
   """Returns the k experts with the highest scores, int32 [B, T, k].
 
-  With `router.groups_per_token` < `router.groups`, only experts of the best groups are candidates.
+  If `router.groups_per_token` < `router.groups`, only experts of the best groups are candidates.
   A group's score is the sum of its two highest biased scores. Axes: g groups, e experts of a group,
   j chosen groups.
 

@@ -56,13 +56,13 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
 
   v_l = 1 − 1/(T·k) Σ_t |A_lt ∩ B_lt|
 
-  for T tokens, and the experts A_lt and B_lt chosen by two policies for token t in layer l. It is 0
-  if all choices are equal, and 1 if none has an expert in common. Two independent uniform choices
-  of k out of E experts differ by 1 - k/E. GSPO (arXiv:2507.18071, §5.3) reports about 0.10 after
-  one gradient update of a 48-layer model. The paper gives no formula; this one is
-  an interpretation.
+  for T tokens, and the experts A_lt and B_lt chosen by two policies for token t in layer l. If
+  A_lt = B_lt for all tokens, v_l is 0. If A_lt and B_lt are disjoint for all tokens, v_l is 1. Two
+  independent uniform choices of k out of E experts differ by 1 - k/E on average. GSPO
+  (arXiv:2507.18071, §5.3) reports about 0.10 after one gradient update of a 48-layer model. The
+  paper gives no formula; this one is an interpretation.
 
-  Tokens count if the experts of both policies are recorded and `where_BT` is not 0. If `where_BT`
+  Tokens count if the experts of both policies are recorded and `where_BT` is above 0. If `where_BT`
   is None, all tokens with recorded experts count. A layer in which no token counts has 0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-COPY = 1.25  # Number of tiles of the left factor that the compiler copies; at most 1.2 observed.
+COPY = 1.25  # Further tiles of the left factor in the compiler's copies; at most 1.2 observed.
 Tiles = tuple[int, int, int]
 
 
@@ -31,7 +31,7 @@ def product_tiles(
 
   Args:
     groups: number of groups.
-    size, out_size: bytes of a number of the factors, and of the result.
+    size, out_size: bytes per element of the factors, and of the result.
     memory: vector memory of a kernel in bytes.
   """
 
@@ -67,7 +67,7 @@ def outer_tiles(
   A sum is [inner, rows of a group] @ [rows of a group, outer], one for each group. The tiles are
   those with the fewest bytes.
 
-  out_size: bytes written per number of a sum, and bytes read if it is added to a total.
+  out_size: bytes written per element of a sum, plus those read if the sum is added to a total.
   """
 
   def traffic(tm, tk, tn):
@@ -105,10 +105,7 @@ def _best(rows, inner, outer, groups, traffic, footprint, memory) -> tuple[Tiles
 
 
 def _visits(rows: int, groups: int, tm: int) -> int:
-  """Returns the maximum number of tiles of groups.
-
-  A tile of rows with two groups counts twice.
-  """
+  """Returns the maximum number of visits to tiles of rows, one for each group in a tile."""
   return -(-rows // tm) + groups - 1
 
 
