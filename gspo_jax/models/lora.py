@@ -92,7 +92,7 @@ def dithered(params: Any) -> Any:
   f >= 1 - u, else to a. The numbers u are evenly distributed, so the mean of many weights is right.
   A sum equal to a number of bfloat16 is unchanged.
 
-  For the element [i, j, k, n] of W, u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n
+  For element [i, j, k, n] of W, u is the fractional part of 0.819 i + 0.671 j + 0.550 k + 0.414 n
   (the sequence R3 of M. Roberts, and √2 - 1 for a fourth axis). u is evenly distributed along each
   axis. Indices of missing axes are 0. All updates have the same u. The gradient is that of the
   exact sum.

@@ -80,7 +80,7 @@ def map_in_stack(f: Callable[[InStack], jax.Array], weights: ExpertWeights) -> E
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
-  """Returns the mesh axes over which the experts are split."""
+  """Returns the mesh axes with shards of the experts."""
   return sharding.each(sharding.spec_of(matrix(weight.stack))[1]) or ("expert",)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gspo_jax.system.accelerators import Chip
 
-COPY = 1.25  # Further tiles of the left factor in the compiler's copies; at most 1.2 observed.
+COPY = 1.25  # Copies of the left factor's tile beside its two buffers; at most 1.2 observed.
 Tiles = tuple[int, int, int]
 
 

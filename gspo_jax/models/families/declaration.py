@@ -25,7 +25,7 @@ class Architecture:
   fixed: dict, key -> its only supported value.
   defaults: dict, key -> its value if missing, from transformers' configuration class.
   pattern: n if every n-th layer is global and all other layers have the sliding window. 0 if all
-    layers have the window, None if no layer may have it. Unless it is None,
+    layers have the window, None if no layer may have it. Unless `pattern` is None,
     `sliding_window_pattern` and `layer_types` of config.json take precedence.
   ropes_by_kind: whether global and local layers have separate rotary parameters.
   quantised: quant_method of quantised files that can be read; "" for none.
@@ -59,7 +59,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A family of models, by its differences from a Llama; `transformer` has the rest.
+  """A family of models, as differences from a Llama; `transformer` has the rest.
 
   architectures: dict, model_type in config.json -> architecture.
   names: dict of the entries of NAMES that are different in the family's files.
@@ -70,7 +70,7 @@ class Family:
   norm_heads: whether q/k norms are over all heads together.
   biases: whether experts have biases. If so, `attention_bias` includes the output projection.
   attention_gate: whether outputs of full attention are multiplied by a gate.
-  experts: layers that may have experts: "any", "none" or "all".
+  experts: "any" if each layer may have experts, "none" if no layer may, "all" if every layer must.
   dense_activation: activation of dense layers, a function of x gate.
   activation: activation of experts, a function of x gate and x up.
   embed_scale: (config) -> factor on rows of the embedding.
@@ -123,11 +123,11 @@ class Family:
   def layer(
     self, x_BTD: jax.Array, block: Any, config: ModelConfig, attend: Callable, experts: Callable
   ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
-    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), with the norms of `block`.
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), with only the norms in `block`.
 
     Args:
       block: weights of one layer.
-      attend: (y_BTD, attention weights, norm) -> (y_BTD, cache), with positions and precision.
+      attend: (y_BTD, attention weights, norm) -> (y_BTD, cache).
       experts: (y_BTD, weights of a MoE layer) -> (y_BTD, chosen experts, router statistics).
 
     Returns:

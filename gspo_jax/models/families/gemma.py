@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each part, GeGLU, scaled embedding.
+"""Gemma 2 and 3: norms before and after attention and feed-forward layer, GeGLU, scaled embedding.
 
 https://arxiv.org/abs/2503.19786
 """

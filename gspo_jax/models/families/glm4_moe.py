@@ -1,4 +1,4 @@
-"""GLM-4 MoE (GLM-4.5-Air): sigmoid scores with a bias, shared experts, dense first layers.
+"""GLM-4 MoE (GLM-4.5-Air): biased sigmoid scores of experts, shared experts, dense first layers.
 
 https://arxiv.org/abs/2508.06471
 """
@@ -18,7 +18,7 @@ def read_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_layers(config: ModelConfig) -> dict[str, Any]:
-  """Returns the keys of `read_layers`; {} if the width is not one of whole experts."""
+  """Returns the keys of `read_layers`; {} if the width is not a multiple of an expert's."""
   shared, rest = divmod(config.router.shared_width, config.moe_intermediate_size or 1)
   if rest:
     return {}

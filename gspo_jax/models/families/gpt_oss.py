@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, windows, biases, a clamped gate in experts.
+"""GPT-OSS: attention sinks, sliding windows, biases, a clamped activation in experts.
 
 https://arxiv.org/abs/2508.10925
 """
@@ -25,7 +25,7 @@ FAMILY = base.Family(
     gpt_oss=base.Architecture(
       "GptOssForCausalLM",
       WINDOWED | base.LOCAL_EXPERTS | base.keys("attention_bias"),
-      # A softmax over the chosen experts' logits is a renormalised one over all experts'.
+      # A softmax over the chosen experts' logits is a renormalised softmax over all experts.
       implied={"norm_topk_prob": True, "scores.sinks": True, "rope.local": True},
       fixed=dict(swiglu_alpha=ALPHA, swiglu_limit=LIMIT),
       defaults=dict(num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128)

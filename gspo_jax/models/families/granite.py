@@ -1,4 +1,4 @@
-"""Granite 3 and Granite-MoE: four multipliers. https://huggingface.co/ibm-granite"""
+"""Granite 3 and Granite-MoE: four factors on activations. https://huggingface.co/ibm-granite"""
 
 from gspo_jax.models.families import declaration as base
 
@@ -22,7 +22,7 @@ FAMILY = base.Family(
     granitemoe=base.Architecture(
       "GraniteMoeForCausalLM",
       MULTIPLIED | base.LOCAL_EXPERTS,
-      # A softmax over the chosen experts' logits is a renormalised one over all experts'.
+      # A softmax over the chosen experts' logits is a renormalised softmax over all experts.
       implied=dict(norm_topk_prob=True),
       fixed=base.NO_BIAS,
       defaults=DEFAULTS | dict(rope_theta=1e4, num_local_experts=8, num_experts_per_tok=2),

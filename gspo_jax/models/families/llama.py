@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, SmolLM2 and others of this form: scaled positions from 3.1 on.
+"""Llama 2 to 3.3, SmolLM2 and others of this form; Llama 3.1 and later scale rotary positions.
 
 https://arxiv.org/abs/2407.21783
 """
@@ -10,7 +10,7 @@ FAMILY = base.Family(
     llama=base.Architecture(
       "LlamaForCausalLM",
       base.FIELDS,
-      # With attention_bias=true, the output projection would have a bias too.
+      # If attention_bias were true, the output projection would have a bias, too.
       fixed=base.NO_BIAS | dict(mlp_bias=False),
       defaults=dict(rope_theta=1e4),  # Missing in Llama 1 and 2.
     )

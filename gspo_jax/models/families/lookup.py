@@ -51,7 +51,7 @@ def differences(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-  """Returns the values of a section by name, "group.field" in a group. Lists become tuples."""
+  """Returns a dict of a section's values by name, "group.field" in a group. Lists become tuples."""
   values = {}
   for key, value in section.items():
     value = tuple(value) if isinstance(value, list) else value

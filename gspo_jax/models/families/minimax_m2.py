@@ -1,4 +1,4 @@
-"""MiniMax-M2: sigmoid scores with a bias, q/k norms over the width, half-rotated heads.
+"""MiniMax-M2: biased sigmoid scores of experts, q/k norms over all heads, half-rotated heads.
 
 https://huggingface.co/MiniMaxAI/MiniMax-M2
 """
@@ -12,14 +12,14 @@ from gspo_jax.settings.model import ModelConfig
 
 
 def read_share(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the rotated share of a head from `rotary_dim`, unless `partial_rotary_factor` has it."""
+  """Reads the rotated share of a head from `rotary_dim`, if `partial_rotary_factor` is 1."""
   if "rotary_dim" not in raw or raw["partial_rotary_factor"] != 1:
     return {}
   return {"rope.share": raw["rotary_dim"] / raw["head_dim"]}
 
 
 def write_share(config: ModelConfig) -> dict[str, Any]:
-  """Returns `rotary_dim`, the number of rotated places."""
+  """Returns `rotary_dim`, the number of rotated dimensions of a head."""
   return dict(rotary_dim=int(config.head_dim * config.rope.share))
 
 

@@ -1,4 +1,7 @@
-"""Mistral and Ministral 3: windows, queries scaled by position. https://arxiv.org/abs/2310.06825"""
+"""Mistral (sliding windows) and Ministral 3 (queries scaled by position).
+
+https://arxiv.org/abs/2310.06825
+"""
 
 from gspo_jax.models.families import declaration as base
 

@@ -1,4 +1,4 @@
-"""Mixtral: experts. https://arxiv.org/abs/2401.04088"""
+"""Mixtral: experts in every layer. https://arxiv.org/abs/2401.04088"""
 
 from gspo_jax.models.families import declaration as base
 

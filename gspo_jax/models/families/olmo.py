@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after each part, q/k norms over the width.
+"""OLMo 2 and 3: norms after attention and feed-forward layer, q/k norms over all heads.
 
 https://arxiv.org/abs/2501.00656
 """

@@ -1,4 +1,4 @@
-"""OLMoE: q/k norms over the width. https://arxiv.org/abs/2409.02060"""
+"""OLMoE: experts, q/k norms over all heads. https://arxiv.org/abs/2409.02060"""
 
 from gspo_jax.models.families import declaration as base
 

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen2-MoE: biases, shared experts with a gate.
+"""Qwen2, Qwen2.5 and Qwen2-MoE: biases of queries, keys and values, shared experts with a gate.
 
 https://arxiv.org/abs/2412.15115
 """

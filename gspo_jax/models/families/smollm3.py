@@ -1,4 +1,4 @@
-"""SmolLM3: layers without positions. https://huggingface.co/blog/smollm3"""
+"""SmolLM3: layers without rotary positions. https://huggingface.co/blog/smollm3"""
 
 from collections.abc import Mapping
 from typing import Any

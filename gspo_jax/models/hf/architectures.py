@@ -15,7 +15,8 @@ OUTER = {a.outer: key for key, a in reversed(ARCHITECTURES.items()) if a.outer}
 # model_type -> name of the family.
 FAMILY_OF = {key: name for name, f in FAMILIES.items() for key in f.architectures}
 
-# Keys of any architecture with a single supported value. Other values would change logits.
+# Keys with one supported value, unless the architecture reads them. Other values would change
+# logits.
 FIXED = dict(
   hidden_act="silu",
   use_sliding_window=False,
@@ -39,7 +40,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the language model's part of a config.json, perhaps all."""
+  """Returns the language model's part of a config.json, perhaps all of it."""
   if raw.get("model_type") not in OUTER:
     return dict(raw)
   text = raw.get("text_config")

@@ -131,7 +131,7 @@ def _unsupported(raw: Mapping[str, Any], architecture: Architecture) -> dict[str
 def _nearest(raw: Mapping[str, Any]) -> str:
   """Returns advice for an unknown model_type.
 
-  It names the nearest architecture: the one that supports all but the fewest keys of `raw`.
+  The advice names the nearest architecture, which lacks the fewest keys and values of `raw`.
   """
   wrong, near = str(raw.get("model_type")), []
   close = difflib.get_close_matches(wrong, ARCHITECTURES, n=1, cutoff=0.7)
@@ -261,7 +261,7 @@ def published(config: ModelConfig) -> ModelConfig:
 
 
 def _candidates(config: ModelConfig, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields (model_type, config.json) for architectures of the family with all features."""
+  """Yields (model_type, config.json) of the family's architectures with the model's features."""
   for model_type, architecture in ARCHITECTURES.items():
     if FAMILY_OF[model_type] != config.family:
       continue

@@ -1,8 +1,8 @@
 """Loads and saves Hugging Face directories: config.json and safetensors.
 
 One table has the layout of each parameter in the files, for both `load` and `save`. Both functions
-stream. `load` copies slices of memory-mapped files to the devices, one shard of one parameter after
-the other. `save` writes one tensor after the other.
+stream: `load` copies one shard of one parameter after the other to the devices, and `save` writes
+one tensor after the other.
 
 Architectures are those of `models/families`, as published and as written by transformers 5. A box
 is a part of a parameter: a range of indices for each letter of its axes.
@@ -181,10 +181,10 @@ def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarra
 def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns a sharding for reading a remote parameter.
 
-  Hosts read different bytes, and the devices exchange these afterwards, over links faster than a
+  Hosts read different bytes. Afterwards the devices exchange the values, over links faster than a
   bucket's. Only the stacked axes and the first axis of tensors are split, so that each shard of a
-  tensor is one range of a file. If these axes give too few shards, several devices have
-  the same shard.
+  tensor is one range of a file. If these axes give too few shards, several devices have the same
+  shard.
   """
   parts, remaining = {}, mesh.devices.size
   for letter in (*leaf.stacked, leaf.parts[0].outer[0]):
@@ -292,7 +292,7 @@ def save(
 
   Args:
     dtype: dtype of the tensors, float32, bfloat16 or float16. None keeps each parameter's dtype.
-    shard_size_bytes: maximum size of a file.
+    shard_size_bytes: maximum size of a file with several tensors.
     more: further keys of config.json, without effect on the model. None adds none.
     like: directory with this language model and other parts, such as a vision encoder (`nested`).
       The other parts are copied. "" copies none.

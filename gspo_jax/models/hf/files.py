@@ -42,8 +42,8 @@ class Files:
   def __init__(self, name: str, single: str = SINGLE):
     """Finds the files of all tensors.
 
-    If the file `single` exists, it has all tensors. Otherwise model.safetensors.index.json names
-    the files, as for transformers. If there is no index, all *.safetensors files are opened.
+    If the file `single` exists, all tensors are in it. Otherwise model.safetensors.index.json names
+    the file of each tensor. If there is no index, all *.safetensors files are opened.
 
     Args:
       name: directory, bucket path or repository.
@@ -105,7 +105,7 @@ class Files:
   def fetch(self, needed: Mapping[str, int]) -> None:
     """Downloads the files of a repository with 90 % or more of their elements in `needed`.
 
-    needed: number of elements to read, by tensor.
+    needed: dict, tensor -> number of elements to read.
 
     Raises ValueError as `hub.Repository.download`.
     """
@@ -131,7 +131,7 @@ class Files:
   def size_of(self, needed: Mapping[str, int]) -> int:
     """Returns the total bytes of elements to read.
 
-    needed: number of elements to read, by tensor in the files.
+    needed: dict, tensor in the files -> number of elements to read.
     """
     return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
 

@@ -1,7 +1,8 @@
 """Parameters, and the tensors of Hugging Face's files from which they are stacked.
 
 A leaf is an array of the parameter tree, such as the query projections [l, D, N, H] of a block of
-layers. Files have a tensor [N·H, D] for each layer, and for each expert.
+layers. For this leaf, files have a tensor [N·H, D] for each layer. For a leaf of experts, most
+files have a tensor for each layer and expert.
 """
 
 import collections
@@ -24,8 +25,8 @@ from gspo_jax.models.weights import Dense, GatedDelta, Params
 class Part(NamedTuple):
   """One parameter's part of one axis of a tensor, by letters.
 
-  The part begins at `offset`. It has `total` elements for each index of the outer letters. The
-  inner letters are those from element `start` on.
+  From `offset` on, the axis has `total` elements for each index of the outer letters. The
+  parameter's elements, by inner letters, begin at `start` among these `total` elements.
   """
 
   outer: str
@@ -39,9 +40,10 @@ class Part(NamedTuple):
 class Leaf:
   """One parameter and its tensors in the files.
 
-  Several parameters of a block may share a tensor, such as gate and up. One axis then has a "+":
-  for each index of the letters before it, the axis has the letters after it of every parameter, one
-  parameter after the other. A tensor may have an axis O of size 1 that the parameter lacks.
+  Several parameters of a block may share a tensor, such as gate and up. Then an axis has a "+". For
+  each index of the letters before the "+", the axis has one parameter after the other. The letters
+  after the "+" index the elements of each parameter. A tensor may have an axis O of size 1 that the
+  parameter lacks.
   """
 
   key: str  # Key of `architectures.names`, such as "attention.q".
@@ -49,7 +51,7 @@ class Leaf:
   shape: tuple[int, ...]  # Shape of the parameter.
   name: str  # Name of its tensors, such as "model.layers.{l}.self_attn.q_proj.weight".
   axes: tuple[str, ...]  # Axes of each tensor; letters of merged axes together: ("NH", "D").
-  first_layer: int  # First layer of the block; -1 for the embedding, l for final norm and head.
+  first_layer: int  # First layer of the block. -1: embedding. Number of layers: final norm, head.
   start: int = 0  # Start of the parameter behind the "+" of a shared axis.
   total: int = 1  # Elements of all parameters behind the "+".
 
@@ -83,7 +85,10 @@ class Leaf:
 
   @property
   def parts(self) -> list[Part]:
-    """Parts of the tensor's axes; a part without outer letters has its letters as outer ones."""
+    """Parts of the tensor's axes.
+
+    If an axis has no letters before the "+", the letters after the "+" are the outer ones.
+    """
     parts = []
     for axis in self.axes:
       outer, plus, inner = axis.partition("+")
@@ -121,9 +126,9 @@ class Leaf:
 
 
 def leaves_of(table: Params, names: dict[str, tuple[str, str]]) -> list[Leaf]:
-  """Returns the leaves of a table, in its order.
+  """Returns the leaves of a table, in the table's order.
 
-  names: name and axes of tensors by key, as from `architectures.names`.
+  names: dict, key -> (name, axes) of its tensors, as from `architectures.names`.
   """
   starts = list(itertools.accumulate(table.depths, initial=0))
   leaves = []
@@ -171,7 +176,7 @@ def joined(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> np.ndarray:
 def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
   """Returns (layer, index of leaf, position) of tensors, by layer.
 
-  With this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor
+  In this order, the tensors of a layer are in one file or in neighbouring files. A shared tensor
   is listed once, for its first parameter.
   """
   groups = sharing(leaves)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 BLOCK = 32
-# Suffixes of the two tensors, and numbers of NAME per element of each.
+# Suffix of each of the two tensors -> number of NAME's elements per element of this tensor.
 PARTS = {"_blocks": 2, "_scales": BLOCK}
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
@@ -20,9 +20,9 @@ Names = Mapping[str, tuple[str, str]]
 
 
 def names_in(tensors: Mapping[str, object], names: Names) -> dict[str, tuple[str, str]]:
-  """Returns `names` with the axes of tensors in MXFP4: inputs come last.
+  """Returns `names`; axes of tensors in MXFP4 are reordered, with inputs last.
 
-  The blocks of 32 numbers are along the last axis.
+  The blocks of 32 numbers are along the axis of inputs.
 
   tensors: names of the tensors in the files.
   """

@@ -48,7 +48,7 @@ _WRITTEN = dict(
   fan_in_fan_out=False, use_rslora=False, use_dora=False, lora_bias=False, modules_to_save=None,
   rank_pattern={}, alpha_pattern={}, megatron_config=None, lora_dropout=0.0, inference_mode=True,
 )  # fmt: skip
-_MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # Its group is the module: q_proj.
+_MODULE = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")  # The group is a module, such as q_proj.
 
 
 def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: LoraConfig) -> Any:

@@ -87,7 +87,7 @@ class Tensor:
   read: Read
   dtype: str
   shape: tuple[int, ...]
-  start: int  # Offset of its bytes in the file.
+  start: int  # Offset of the tensor's bytes in the file.
 
   def get_shape(self) -> tuple[int, ...]:
     return self.shape

@@ -16,7 +16,7 @@ from gspo_jax.system import jsons
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BETA = "llama_4_scaling_beta"
-# Keys with other names than their fields in RopeConfig.
+# Fields of RopeConfig -> keys with other names.
 _KEYS = dict(original_length="original_max_position_embeddings", query_beta=BETA)
 # Keys of every rule. Those of mrope are without effect for text: its positions have one dimension.
 _SHARED = """rope_type type rope_theta partial_rotary_factor max_position_embeddings
@@ -34,7 +34,7 @@ RULES = dict(
 
 
 def read(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-  """Returns rotary parameters under one spelling.
+  """Reads rotary parameters from `rope_parameters`, `rope_scaling`, and keys beside these.
 
   Raises ValueError for an unknown rule or key, for a missing key of a rule, and for two different
   values of a parameter.
@@ -90,7 +90,7 @@ def _rule(
     if rope.get(keys[field]) is None:
       raise ValueError(f"{place}.{keys[field]} is missing, and rope_type={rule!r} needs it")
   values = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
-  if "original_length" in keys:  # Its default is that of transformers.
+  if "original_length" in keys:  # The default of transformers.
     values.setdefault("original_length", raw.get("max_position_embeddings"))
   kinds = {field.name: type(field.default) for field in dataclasses.fields(RopeConfig)}
   values = {
@@ -106,7 +106,7 @@ def _rule(
 def one_of(key: str, *places: Mapping[str, Any]) -> Any:
   """Returns a key's value in one of several places.
 
-  Returns None if it is missing. Raises ValueError if two places have different values.
+  Returns None if the key is missing. Raises ValueError if two places have different values.
   """
   values = {place[key] for place in places if place.get(key) is not None}
   if len(values) > 1:
@@ -128,7 +128,7 @@ def write(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
   scaling = dict(rope_type=rope.rule) | values if rope.rule != "default" else None
   content = dict(rope_scaling=scaling)
   if architecture.ropes_by_kind and "local_rope_theta" not in architecture.fields:
-    plain = dict(rope_type="default")  # Else transformers 5 sets a default theta locally.
+    plain = dict(rope_type="default")  # Else transformers 5 takes its default theta.
     content["rope_parameters"] = {
       LOCAL: plain | dict(rope_theta=config.local_rope_theta),
       GLOBAL: (scaling or plain) | dict(rope_theta=config.rope_theta),
