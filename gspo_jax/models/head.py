@@ -93,7 +93,7 @@ def token_logp(
 
   log π(y | S) = z_y − log Σ_{v∈S} exp z_v, with z = logits / temperature.
 
-  Only the logits of S and y then have a gradient. If y is outside of S, the result is no
+  In this case only the logits of S and y have a gradient. If y is outside of S, the result is no
   log-probability, and may be positive.
 
   To save memory, only the logits of `compute.logits_chunk` time steps exist at once. The target's

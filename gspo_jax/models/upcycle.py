@@ -23,8 +23,8 @@ def upcycle(
 ) -> tuple[Params, ModelConfig]:
   """Copies every feed-forward layer to `experts` experts and adds a random router.
 
-  The gate weights of a token's experts sum to 1, so without noise the model's outputs are
-  unchanged, for any choice of experts. But equal experts have equal gradients, up to their gate
+  The gate weights of a token's experts sum to 1, so the model's outputs are unchanged if there is
+  no noise, for any choice of experts. But equal experts have equal gradients, up to their gate
   weights. If there is noise, each weight w of each copy becomes w (1 + noise · ε), ε ~ N(0, 1).
 
   Args:

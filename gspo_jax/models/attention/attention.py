@@ -2,7 +2,7 @@
 
 Four implementations, chosen by `ComputeConfig.attention`:
 
-  plain      stores the [T, S] scores: for short sequences, and single queries to a cache
+  plain      stores the [T, S] scores: for short sequences, and few queries to a cache
   blockwise  online softmax over blocks of keys, without a [T, S] array: for any device and length
   splash     JAX's Pallas kernel for TPU (interpreted elsewhere)
   cudnn      cuDNN's flash attention (jax.nn.dot_product_attention): for NVIDIA GPUs, 16-bit types
