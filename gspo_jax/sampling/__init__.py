@@ -1,7 +1,7 @@
 """Sampling from a policy.
 
 Use `generate` for single turns, and `Driver` with an `Engine` for several turns and partial
-rollouts. Module `sampler` implements the distribution.
+rollouts. Module `sampler` draws tokens from logits.
 """
 
 from gspo_jax.sampling.driver import Driver

@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """Checked result of an environment's step. The defaults fit a single turn.
+  """Checked result of an environment's step. The defaults are those of a single turn.
 
   Attributes:
     observation: token ids between this turn and the next; () after the last turn.
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
       observation that is too long.
     calls: number of tool calls of the turn.
     figures: figures of the conversation after its last turn; {} after other turns.
-    failure: description of a failure; "" without one.
+    failure: description of a failure; "" if there is none.
   """
 
   observation: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ def resume(trajectory: Trajectory, make: Make, prompt: Prompt) -> str:
   """Creates an environment for a restored trajectory, and repeats its past turns.
 
   Returns:
-    A description of the failure; "" without one.
+    A description of the failure; "" if there is none.
   """
 
   def repeat() -> Environment:
@@ -126,7 +126,7 @@ def step(environment: Environment, turn: Turn) -> Answer:
 
   Raises:
     Unusable: the environment returned an unusable value.
-    BaseException: the environment raised it.
+    BaseException: the environment raised this exception.
   """
   result = environment.step(turn.tokens)
   if not isinstance(result, tuple | list) or len(result) != 3:
@@ -147,7 +147,13 @@ def step(environment: Environment, turn: Turn) -> Answer:
 def try_turn(
   make: Make, environment: Environment, tokens: Sequence[int], remaining: int, vocab_size: int
 ) -> Answer:
-  """Steps a new environment, created by `make`, with a turn. Arguments are those of `Turn`."""
+  """Steps a new environment with a turn.
+
+  Args:
+    make: constructor of the environment; only its time limit is used.
+    environment: environment after `reset`.
+    tokens, remaining, vocab_size: fields of `Turn`.
+  """
   turn = Turn([*tokens], last=False, remaining=remaining, vocab_size=vocab_size, calls=0)
   return answer(workers.shared(1).run(step, environment, turn, limit_s=time_limit(make)))
 
@@ -230,7 +236,7 @@ def _prompt(
 
 
 def _observation(observation: Any, turn: Turn) -> tuple[int, ...]:
-  """Checks an observation; returns its first `turn.remaining` token ids, but at least one."""
+  """Checks an observation; returns its first token ids, at most `max(turn.remaining, 1)`."""
   advice = "encode it, since an observation is a list of token ids"
   if observation is None or isinstance(observation, str | bytes | bytearray | Mapping):
     raise Unusable(f"answered with {_repr(observation)}: {advice}")

@@ -63,7 +63,7 @@ def step_ends(
   """Marks the sampled tokens at the end of a delimiter, bool [B, T].
 
   A delimiter must lie within one turn. Delimiters may overlap. A token directly before a stop token
-  is not marked, so that the stop token belongs to the same step.
+  is not marked. So the stop token is not a separate step.
 
   Args:
     delimiters: delimiters and tables of the tokenizer.

@@ -1,8 +1,8 @@
 """Host loop of sampling: runs trajectories turn by turn through an engine and environments.
 
-Environments run on the first host only; `conversations` checks their answers, and the driver
-broadcasts them to the other hosts. Each finished turn goes to its environment at once, and the next
-turn is submitted as soon as the environment has answered. If `workers` is not 0, other
+Environments run on the first host only. `conversations` checks their answers, and the driver
+broadcasts the answers to the other hosts. Each finished turn goes to its environment at once, and
+the next turn is submitted as soon as the environment has answered. If `workers` is not 0, other
 trajectories are sampled while an environment steps.
 """
 
@@ -36,8 +36,8 @@ class Driver:
     workload: limits and sampling settings of all requests.
     vocab_size: exclusive upper bound on token ids of observations.
     max_turns: number of policy turns after which a trajectory is truncated.
-    workers: number of threads for the environments' steps. With 0, each step ends before the next
-      one begins, in a fixed order.
+    workers: number of threads for the environments' steps. If 0, each step ends before the next
+      step begins, in a fixed order.
     time_limit_s: time limit of an environment's step, in seconds.
     limit: maximum number of tokens after a prompt, observations included; 0 means the workload's
       `max_new_tokens`. A resumed trajectory that has already reached the limit samples one more
@@ -69,7 +69,7 @@ class Driver:
     """Submits a group's unfinished trajectories.
 
     A new group with one common prompt is submitted as one request, so the prompt is prefilled only
-    once. `run` also yields the trajectories that failed before the end of a turn.
+    once. `run` also yields the group's trajectories that failed before they sampled a token.
     """
     prompt = group[0].prompt
     same_prompt = all(x.prompt is prompt or x.prompt == prompt for x in group)
@@ -84,7 +84,8 @@ class Driver:
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they finish, until all have finished or `enough()` returns True.
 
-    After `enough()` it submits nothing more, and yields what running steps of environments finish.
+    Once `enough()` is True, the driver submits no more requests. It waits for the running steps of
+    environments, and yields the trajectories that finish with these steps.
 
     If an environment or a response fails, its trajectory finishes with `failure` set. A driver runs
     once. Unfinished trajectories keep their tokens; to resume them, pass them to `begin` of a new
@@ -110,9 +111,9 @@ class Driver:
         call.cancel()
 
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
-    """Submits one request: new trajectories of one prompt, or one trajectory with tokens.
+    """Submits one request, for one trajectory or for new trajectories of one prompt.
 
-    New trajectories must have consecutive sample numbers, in this order.
+    The trajectories must be in the order of their sample numbers, without gaps.
     """
     first, workload = trajectories[0], self._workload
     for trajectory in trajectories:
@@ -190,7 +191,7 @@ class Driver:
     yield from self._pop_failed()
     self._workers.expire()
     completed, pending = [], []
-    for turn in self._environment_calls:  # Only one `done()` each: it may change.
+    for turn in self._environment_calls:  # Calls `done()` once: the result may change.
       (completed if turn[-1].done() else pending).append(turn)
     self._environment_calls = pending
     answers = [conversations.answer(call) for *_, call in completed]

@@ -11,7 +11,7 @@ from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 
 
 class ServersGone(Exception):
-  """No server is usable, or weights cannot be published to the servers."""
+  """No server is usable, or weights for the servers cannot be written."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""Segments of trajectories, on the host: turns, steps, lines, or token runs of a fixed size.
+"""Segments of trajectories, on the host: turns, steps, lines, or blocks of equal size.
 
 Each segment can have its own importance ratio and reward. Suffixes of arrays: X, sampled tokens; U,
 lines of a response; V, token ids.
@@ -47,7 +47,7 @@ def segment_ids(
 
 
 def _at_last_mark(x_X: np.ndarray, mark_X: np.ndarray) -> np.ndarray:
-  """Returns x at the latest marked position up to and including each position.
+  """Returns, for each position, x at the latest mark up to this position.
 
   Position 0 must be marked in `mark_X`.
   """

@@ -9,8 +9,8 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST_PREFILL, EngineConfig, SamplingConfig
 
-# Minimum of `Workload.piece`. Shorter pieces would waste work, since each call prefills its whole
-# prefix again.
+# Smallest `Workload.piece` above 0. Shorter pieces would waste work, since each call prefills its
+# whole prefix again.
 LEAST_PIECE = 64
 
 
@@ -63,12 +63,12 @@ class Sizes:
   window: int  # Positions of a slot in the cache.
   rows: int  # Maximum number of prefixes in one prefill, per shard.
   entries: int  # Number of prefixes in the queue, per shard.
-  longest: int  # Maximum number of tokens of a prefix, also when a response restarts (refill.py).
-  prompt: int  # Padded length of the longest prefix, except those of responses that restart.
+  longest: int  # Maximum number of tokens of a prefix, also of a restarted response (refill.py).
+  prompt: int  # Padded length of the longest prefix, restarted responses excluded.
   prefix: int  # Padded length of `longest`; positions of a queue entry.
   pages: int  # Number of pages for slots and queue, per shard; 0 for a dense cache.
   page: int  # Positions of a page.
-  piece: int  # Maximum number of a prefix's tokens in one forward pass of prefill.
+  piece: int  # Maximum number of tokens in one forward pass of prefill, per shard.
 
   def at_once(self, length: int) -> int:
     """Returns how many prefixes of a padded length one prefill takes, per shard."""
@@ -93,7 +93,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if paged(config):
-    window = workload.window  # Without the padding of `prefix`, which takes no pages.
+    window = workload.window  # The padding of `prefix` takes no pages.
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
     least = -(-window // S) + 1  # A slot copies a prefix's last page, so this page exists twice.
@@ -142,7 +142,7 @@ class Request:
   prompt: tuple[int, ...]  # Token ids.
   max_new_tokens: int  # Maximum number of new tokens of each response; `prior` is not counted.
   samples: int = 1  # Number of responses.
-  first_sample: int = 0  # Sample number of the first response; the next ones follow.
+  first_sample: int = 0  # Sample number of the first response; the others count up.
   seed: int = 0
   stop_ids: tuple[int, ...] = ()  # Token ids that end a response. The stop token belongs to it.
   stop_strings: tuple[str, ...] = ()  # A response ends at the token that completes one.
@@ -220,12 +220,12 @@ class Usage:
   prefilled: int = 0  # Tokens computed in prefill.
   padded: int = 0  # Tokens computed in prefill, padding included; 0 for servers.
   steps: int = 0  # Decode steps; 0 for servers.
-  slot_steps: int = 0  # Decode steps times slots. A free slot samples no token in a step.
+  slot_steps: int = 0  # Decode steps times slots, free slots included.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
   put_aside: int = 0  # Responses displaced because no page was free, and restarted (refill.py).
   cache_bytes: int = 0  # Size of the cache, summed over devices; the maximum over workloads.
-  # Metrics of servers, the newest by name; {} for a local engine.
+  # Newest metrics of servers, by name; {} for a local engine, and on all hosts but the first.
   servers: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def add(self, other: "Usage") -> None:

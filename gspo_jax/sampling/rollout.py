@@ -52,8 +52,8 @@ def generate(
 
   Raises:
     TypeError: a prompt is not a list of token ids, for example a string.
-    ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, or a row
-      has more positions than the model allows.
+    ValueError: there are no prompts, a prompt is empty or has ids outside the vocabulary, a row has
+      more positions than the model allows, or a setting is out of range.
   """
   arrays = [np.asarray(prompt) for prompt in prompts]
   for prompt, array in zip(prompts, arrays):

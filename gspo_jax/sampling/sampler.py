@@ -29,7 +29,7 @@ def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def mask_beyond(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
-  """Sets logits of token ids from `vocabulary` on to -inf; `vocabulary=0` changes none.
+  """Sets logits of token ids above `vocabulary - 1` to -inf; `vocabulary=0` changes none.
 
   Models often have more embeddings than the tokenizer has tokens.
   """
@@ -113,8 +113,7 @@ def sample(
 
   Returns:
     The token, int32 [B]; its log-prob after temperature and truncation, float32 [B]; and its
-    log-prob after temperature alone, float32 [B]. Without truncation, the two
-    log-probs are equal.
+    log-prob after temperature alone, float32 [B]. Without truncation, the two log-probs are equal.
   """
   tempered_BV = temper(logits_BV, config)
   if support_BX is None:
@@ -146,7 +145,7 @@ def sample(
 def _blocks(x_BV: jax.Array) -> jax.Array:
   """Reshapes [B, V] to J blocks of W tokens, [B, J, W], padded with -inf.
 
-  W is a power of two near √V.
+  W is the smallest power of two above √V.
   """
   V = x_BV.shape[-1]
   W = 1 << math.isqrt(V).bit_length()

@@ -21,7 +21,7 @@ def end(
     request: request with the stop strings. A stop string may begin in the turn's `unfinished` part.
     tail: `tail` from the previous call for this response; None at the first call.
     new: new tokens of the response.
-    detokenize: function from token ids to text; None without stop strings.
+    detokenize: function from token ids to text; None if there are no stop strings.
 
   Returns:
     The number of `new` tokens up to and including the token that completes a stop string, None if

@@ -52,9 +52,10 @@ class Environment(Protocol):
     """Returns metrics of a finished trajectory, by name (optional method).
 
     The metrics' means over trajectories are logged. A trajectory is right if `correct` is 1 or
-    more (see `right`). By default, `correct` is 1 if the rewards sum to more than 0, else 0. The
-    sampler adds `tokens`, `tool_calls` and `overlong_observation` (1 if an observation was dropped
-    because it was too long, else 0), unless the environment returns metrics of these names.
+    more, unless reward.right_from is set (see `right`). By default, `correct` is 1 if the rewards
+    sum to more than 0, else 0. The sampler adds `tokens`, `tool_calls` and `overlong_observation`
+    (1 if an observation was dropped because it was too long, else 0), unless the environment
+    returns metrics of these names.
     """
     return {}
 
@@ -77,7 +78,7 @@ COLUMNS = dict(
   tokens=np.int32,
   turns=np.int32,  # Turn 0, 1, ... of a sampled token; -1 on observations.
   logp=np.float32,  # Log-prob under the sampling distribution; 0 on observations.
-  full_logp=np.float32,  # Log-prob without top-k, top-p and min-p; 0 on observations.
+  full_logp=np.float32,  # Log-prob without top-k, top-p and min-p, or NaN; 0 on observations.
   version=np.int32,  # Weight version of a sampled token; -1 on observations.
   rewards=np.float32,  # A turn's reward at the turn's last token; 0 elsewhere.
 )
@@ -99,7 +100,7 @@ class Trajectory:
       length or number of turns, or it failed.
     stopped: whether the last turn ended with a stop token or stop string, and the environment was
       done. After a single turn, the environment is always done.
-    limit: maximum number of tokens after the prompt, set by the latest driver; 0 without a driver.
+    limit: maximum number of tokens after the prompt, set by the latest driver; 0 before.
     experts: experts chosen in the first forward pass of each token except the last token, int8 or
       int16 [prompt + n - 1, l, k]; None if not recorded.
     support: token ids in each token's sampling distribution, int32 [n, X], padded with NO_TOKEN; a
@@ -147,7 +148,7 @@ class Trajectory:
   def add(self, response: Response) -> None:
     """Appends a response's tokens to the current turn."""
     n = len(response.tokens)
-    if not n:  # The experts of the prefix come with the next response, too.
+    if not n:  # The next response has the experts of the prefix too.
       return
     self._extend_support(n, response.support)
     self._extend(

@@ -13,10 +13,10 @@ POLICY, ENVIRONMENT = "policy", "environment"  # Roles.
 
 
 def transcripts(trajectories: Sequence[Trajectory], tok: Tokenizer) -> list[dict[str, Any]]:
-  """Returns `rendered_prompt` and `turns` for each trajectory's record, as far as needed.
+  """Returns `rendered_prompt` and `turns` for each trajectory's record, if the record needs them.
 
-  The record of the group's first sampled trajectory has `rendered_prompt`, and so has every record
-  with another prompt. Conversations with observations have `turns`.
+  The record of the group's first sampled trajectory has `rendered_prompt`, and so has every later
+  record with another prompt. Conversations with observations have `turns`.
 
   Args:
     trajectories: trajectories of one group.

@@ -22,7 +22,7 @@ class LocalEngine:
     config: section `engine` of the configuration.
     compute: the trainer's compute settings; `config.dtype` overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None without stop strings.
+    detokenize: function from token ids to text, for stop strings; None if there are none.
     stepped: function to call after each `step`, with the number of decode steps per call
       (`config.steps`); None for no call.
   """

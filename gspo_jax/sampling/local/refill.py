@@ -124,8 +124,8 @@ def _allocate_pages(state):
     page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
     place = (slot, s.position_B[slot] // S)
     table_Bn = owners.table_Bn.at[place].set(jnp.where(any_free, page, owners.table_Bn[place]))
-    # Without a free page, displaces the newest prefix in the queue. If the queue is empty too,
-    # displaces the response with the fewest sampled tokens, the newest of several.
+    # If no page is free, the newest prefix in the queue is displaced. If the queue is empty too,
+    # the response with the fewest sampled tokens is displaced, and among equals the newest.
     waits = (owners.waiting_R > 0).any()
     entry = jnp.argmax(jnp.where(owners.waiting_R > 0, state.queue.id_B, -1))
     least = jnp.where(owners.remaining_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()

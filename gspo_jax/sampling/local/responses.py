@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
   call: int  # Index of the first `decode` call after the prefill.
   waiting: int  # Number of responses still to start, after the last collected call.
-  end: int  # Exclusive upper bound on ids of the prefix's responses, started in order of their ids.
+  end: int  # Exclusive upper bound on ids of the prefix's responses, which start in order of ids.
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ class LiveResponse:
 
   request: Request
   sample: int  # Sample number.
-  shard: int  # Index of the part of slots and queue with the response.
+  shard: int  # Index of the response's shard (scheduler.py).
   # Experts of the prefix, in a list shared by all responses to the prefix; [] until the experts are
   # fetched, or if they are not recorded.
   experts: list[np.ndarray]

@@ -45,7 +45,7 @@ class Scheduler:
     workload: limits of the requests.
     config: section `engine` of the configuration.
     compute: compute settings.
-    detokenize: function from token ids to text; None without stop strings.
+    detokenize: function from token ids to text; None if there are no stop strings.
 
   Raises:
     ValueError: the workload's window exceeds the model's positions or the pages of a shard.
@@ -109,7 +109,7 @@ class Scheduler:
     self._queued: dict[int, Entry] = {}
     self._calls = 0  # Number of calls so far.
     self._in_flight = collections.deque()  # Dispatched calls with results not yet fetched.
-    self._prefills = []  # Since the last call: (experts, [(row, length, list for its experts)]).
+    self._prefills = []  # Prefills since the last call: (experts, [(row, length, row's experts)]).
     self._clock = 0.0  # Time of the last `_lap`, by `time.perf_counter`.
 
   def submit(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class Scheduler:
   def _fill_queue(self) -> None:
     """Prefills waiting requests in batches of one padded length.
 
-    While the responses waiting in the queue outnumber half of the slots, a prefill is delayed until
+    If more responses wait in the queue than half the number of slots, a prefill is delayed until
     the queue has free entries for a full batch.
     """
     while self._requests:
@@ -192,9 +192,9 @@ class Scheduler:
   def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[LiveResponse]]]:
     """Assigns requests to the least loaded shards, at most `rows` to each.
 
-    If `engine.cache_tokens` is set, a shard with unfinished responses takes a prefix only if one
-    free page for each of its slots remains. Stops at the first request that fits no shard, so that
-    requests keep their order.
+    If `engine.cache_tokens` is set, a shard with unfinished responses takes a prefix only if at
+    least one free page per slot remains afterwards. Stops at the first request that fits no shard,
+    so that requests keep their order.
     """
     used, placed = [0] * self._shards, []
     for request, lives in fitting:

@@ -65,7 +65,7 @@ class State:
   key_W2: Any  # Key data of the responses' PRNG keys, uint32.
   cache: Cache | Pages  # Keys and values of W windows.
   queue: Rows  # R prefixes; `sample_B` and `id_B` belong to the next response.
-  staged: Any  # Dense cache: that of R prefixes. Paged cache: the prefixes' page table.
+  staged: Any  # Dense cache of the R prefixes, or their page table if the cache is paged.
   staged_states: Any  # States of R prefixes in linear layers, if the cache is paged; else ().
   waiting_R: Any  # Number of each prefix's responses still to start, int32; 0 for a free entry.
 
@@ -83,7 +83,7 @@ class Sampled:
   full_logp_nW: Any  # Log-prob without top-k, top-p and min-p, float32.
   experts_nWlk: Any  # Experts chosen for the step's input token; None if not recorded.
   support_nWX: Any = None  # Tokens in the sampling distribution, int32; None if not recorded.
-  steps: Any = None  # Number of steps run, int32 []; fewer than n once nothing is left to sample.
+  steps: Any = None  # Number of steps run, int32 []; below n if all responses ended.
   waiting_R: Any = None  # `State.waiting_R`.
   # Ids of the unfinished responses in slots, int32, -1 for a free slot; None for a dense cache.
   live_W: Any = None
@@ -204,7 +204,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
     missing = state.staged.shape[1] - table_rn.shape[1]
     table_rn = jnp.pad(table_rn, ((0, 0), (0, missing)), constant_values=pages.NONE)
-    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits the remaining prefixes again.
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # The host submits prefixes without pages again.
     states = kv_cache.insert(state.staged_states, pages.states_of(cache.blocks), entry_r)
     state = state.replace(cache=pool, staged=set_rows(state.staged, table_rn), staged_states=states)
   else:
@@ -340,7 +340,7 @@ def _report(state: State) -> dict[str, Any]:
 
 
 def specs(tree: Any) -> Any:
-  """Returns PartitionSpecs of arrays. Only those of a cache have more than four axes."""
+  """Returns PartitionSpecs. Only arrays of a cache have more than four axes."""
   return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 

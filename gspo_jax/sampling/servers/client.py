@@ -31,7 +31,8 @@ from gspo_jax.settings.sampling import ServerConfig
 MAX_FAILURES = 3  # Consecutive failed calls or health checks before a server is excluded.
 HEALTH_S = 5.0  # Pause between two health checks of a server with calls.
 CONNECT_S = 10.0  # Time limit to connect, and for short requests.
-IDLE_S = 2.0  # Time to close an idle connection. Servers close it after 5 s, and drop its requests.
+# Idle time before a connection is closed. Servers close it after 5 s, and drop its requests.
+IDLE_S = 2.0
 OTHER_CONNECTIONS = 16  # Connections per server for requests other than calls.
 SPARE_DESCRIPTORS = 1024  # File descriptors for the rest of the process.
 TOKEN = "GSPO_ENGINE_TOKEN"  # Environment variable with the servers' bearer token.
@@ -150,7 +151,8 @@ class ServerPool:
       seconds: time limit; None means CONNECT_S.
 
     Raises:
-      Failed: no answer arrives in time, or the answer is no JSON or reports an error.
+      Failed: the connection fails, no answer arrives in time, or the answer is no JSON or reports
+        an error.
     """
     seconds = seconds or CONNECT_S
     try:
@@ -177,10 +179,12 @@ class ServerPool:
   def submit(self, call: Call, avoid: Collection[str] = ()) -> None:
     """Sends a call once, to the usable server with the fewest calls.
 
-    Does not block: the call may wait for a server. Its answer or exception is put on `answers`.
+    Returns at once, even if the call has to wait for a server. The call's answer or exception is
+    put on `answers`.
 
     Args:
-      avoid: URLs of servers at which the response's last calls failed; chosen as a last resort.
+      avoid: URLs of servers at which the response's last calls failed. Such a server is chosen only
+        if no other server is usable.
     """
     asyncio.run_coroutine_threadsafe(self._handle(call, avoid), self._loop)
 
@@ -270,7 +274,7 @@ class ServerPool:
   ) -> list[list[Part] | None]:
     """Loads weights on all servers, and samples a probe on each.
 
-    Servers are unusable until `end_publication`.
+    Each server is unusable until its `end_publication`.
 
     Returns:
       For each server the parts of its probe; None for a failed server, which is excluded.

@@ -49,7 +49,7 @@ class ServerEngine:
     config: section `engine` of the configuration.
     compute: the trainer's compute settings; `config.dtype` overrides their dtype.
     publish: function from the trainer's parameters to parameters in the sampler's layout and dtype.
-    detokenize: function from token ids to text, for stop strings; None without stop strings.
+    detokenize: function from token ids to text, for stop strings; None if there are none.
     workdir: directory for published weights, unless `engine.server.directory` is set.
     window: maximum number of tokens of a prompt with its response.
     temperature: temperature of the run's sampling.
@@ -73,7 +73,7 @@ class ServerEngine:
   ):
     from gspo_jax.models.hf.config import to_hf  # Only servers need safetensors.
 
-    to_hf(model, "float32")  # Raises ValueError for a model without a published form.
+    to_hf(model, "float32")  # Raises ValueError if no Hugging Face model fits.
     self._model, self._server = model, config.server
     self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
     self._directory = Path(self._server.directory or workdir.absolute() / "published")
@@ -131,11 +131,14 @@ class ServerEngine:
 
   @property
   def loads_beside_steps(self) -> bool:
-    """Whether the run has one process. In several, two threads would broadcast out of order."""
+    """Whether the run has one process.
+
+    With several processes, two threads of each could broadcast in different orders.
+    """
     return jax.process_count() == 1
 
   def revive(self) -> None:
-    """Publishes the newest weights again if no server is usable. Raises ServersGone as `load`."""
+    """Publishes the newest weights again if no server is usable. Raises ServersGone like `load`."""
     if not (self._pool.usable or self._loading):
       self._find_servers(probe.read_weights(self._weights))
 
@@ -227,7 +230,7 @@ class ServerEngine:
   def step(self) -> list[Response]:
     """Waits at most half a second, and returns the responses finished by then.
 
-    If no server is usable then, a call in the loading thread also publishes the weights again.
+    If no server is usable, the loading thread also publishes the weights again.
 
     Raises:
       Preempted: the run was asked to stop (system/preemption.py).
@@ -270,7 +273,10 @@ class ServerEngine:
     return answers
 
   def _receive(self, seconds: float) -> list[tuple[int, Response]]:
-    """Returns finished responses with their requests' numbers; sends the next calls of the rest."""
+    """Returns finished responses with their requests' numbers.
+
+    Sends the next calls of unfinished responses.
+    """
     answers = []
     while True:
       try:
