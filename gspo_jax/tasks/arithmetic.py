@@ -80,7 +80,7 @@ def demonstration(
 
 @contextlib.contextmanager
 def open_verifier() -> Iterator[Callable]:
-  """Opens the verifier (`rewards.scorer`): `verify` for batches."""
+  """Opens the verifier for `rewards.scorer`, which applies `verify` to a batch."""
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]

@@ -3,11 +3,12 @@
 A problem is `37*58+46=`. A turn that begins with a bracket asks the calculator, one operation at a
 time: the answer to `[37*58]` is `2146;`, and the answer to `[2146+46]` is `2192;`. A malformed
 question has the answer `?;` and the reward -0.1. A turn without a bracket at its start is the final
-answer, and ends the conversation. The reward is 1 if its text after
-the last colon is the exact number, else 0.
+answer, and ends the conversation. Its reward is 1 if the text after the last colon is the exact
+number, else 0.
 
-In demonstrations some operations are computed without the calculator. These operations forget
-carries. If `data.checks` is above 0, some questions are needlessly asked twice.
+In demonstrations some operations are computed without the calculator. Such an operation forgets
+each carry with probability `data.carry_errors`. If `data.checks` is above 0, some questions are
+needlessly asked twice.
 """
 
 import operator
@@ -68,8 +69,8 @@ def demonstration(
 
   Args:
     problem: the problem.
-    carry_errors: probability of forgetting each carry of operations without the calculator.
-    seed: seed of the forgotten carries, and of the operations that use the calculator.
+    carry_errors: probability of forgetting a carry, for each carry without the calculator.
+    seed: seed of all random choices.
     checks: probability of asking a question twice, for each question.
   """
   rng = random.Random(f"{seed}/{problem['id']}")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-HELD_OUT = 0.02  # Share of problems in the held-out split.
+HELD_OUT = 0.02  # Share of problems that `held_out` selects.
 Problem = dict[str, str]  # Fields id, question and answer; a task may add others.
 
 
@@ -37,8 +37,8 @@ class Problems:
 def held_out(keys: np.ndarray) -> np.ndarray:
   """Selects the problems of the held-out split, bool [problems].
 
-  A problem is selected if a hash of its key (the finaliser of SplitMix64) is in the lowest 2 %. So
-  problems with equal keys are in the same split.
+  A problem is selected if a hash of its key (the finaliser of SplitMix64) is in the lowest 2 % of
+  all hashes. So problems with equal keys are in the same split.
 
   Args:
     keys: a key for each problem, uint64.

@@ -7,7 +7,7 @@ letters, so the label 100 is `A0`. A response has n lines, down to the label `00
 a tokenizer of bytes a response has exactly 6 n tokens, the end token included.
 
 A response is right if its last line is right. `right_lines` compares all lines. In demonstrations
-carries are forgotten, and the lines after an error continue with the wrong number.
+some carries are forgotten, and the lines after an error continue with the wrong number.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _TENS = "0123456789ABCDEFGHIJ"  # Tens of a label.
 
 
 def problems(split: str, lines: Sequence[int]) -> Problems:
-  """Returns the problems of a split, with all pairs of numbers below 100.
+  """Returns the problems of a split, from all pairs of numbers below 100.
 
   Problems with the same two numbers are in the same split. Problems are in the order of `lines`, so
   an evenly spaced sample has all lengths equally often.
