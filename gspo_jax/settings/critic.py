@@ -50,7 +50,7 @@ class CriticConfig:
   def hyperparameters(self, updates: int) -> dict[str, float]:
     """Returns arguments of compiled programs.
 
-    Options of 0 are excluded, since the programs omit their terms.
+    `clip`, `trunk_coef` and `kl_coef` are excluded if they are 0: the programs omit their terms.
 
     Args:
       updates: number of updates per iteration.
@@ -77,7 +77,7 @@ class DistillationConfig:
     "", 'Hugging Face directory or repository | run or its checkpoint, as weights; "": none'
   )
   coef: PositiveFloat = key(1.0, "factor of log π_teacher/π_old in a token's advantage")
-  discount: Fraction = key(0.0, "discount of later tokens' log-ratios in an advantage; 0: none")
+  discount: Fraction = key(0.0, "discount of later tokens' log-ratios in an advantage; 0: excluded")
   reward_weight: NonNegativeFloat = key(
     1.0, "weight of the advantage from rewards; 0: the teacher alone"
   )

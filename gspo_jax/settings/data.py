@@ -32,7 +32,7 @@ class Format:
   """
 
   question: str
-  answer: str  # Field, or `json:tests,metadata`.
+  answer: str  # Field; `json:tests,metadata` means a JSON object of several fields.
   answer_pattern: str = ""  # Regex with the answer as group 1; `boxed`; "": the whole field.
   demonstration: str = ""  # Target of supervised fine-tuning; "": the answer field.
   template: str = ""  # Template of the prompt with {question}; "": data.prompt_template.
@@ -45,7 +45,7 @@ class Format:
   adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
   def key(self, name: str) -> str:
-    """Returns the instruction for choosing another field, for error messages."""
+    """Returns how to choose another field, for error messages."""
     return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):

@@ -107,7 +107,7 @@ def find_loss(name: str) -> O.PolicyLoss:
   If the function lacks the decorator `objectives.policy_loss`, the decorator is applied to it.
 
   Raises:
-    ValueError: the function cannot be imported, or takes an argument unknown to the update.
+    ValueError: the function cannot be imported, or its arguments are invalid.
   """
   if name in O.POLICY_LOSSES:
     return O.POLICY_LOSSES[name]
@@ -161,7 +161,7 @@ def find_estimator(name: str) -> O.Estimator:
 
 
 def estimator_options(name: str | None) -> dict[str, Any]:
-  """Options of a user's estimator with defaults; {} for others."""
+  """Returns options of a user's estimator with their defaults; {} for built-in estimators."""
   if name is None or name in O.ESTIMATORS or name not in ESTIMATOR_NAMES:
     return {}
   parameters = inspect.signature(find_estimator(name).of_group).parameters

@@ -21,13 +21,13 @@ class Pass:
   name: str
   reads: tuple[str, ...]  # Names of parameters.
   fills: tuple[str, ...]  # Fields of TrainBatch.
-  model: str = "policy"  # Model of its operations: "policy" or "teacher".
+  model: str = "policy"  # Model that the pass runs: "policy" or "teacher".
 
 
 def iteration_passes(c: RunConfig) -> tuple[Pass, ...]:
   """Returns the passes of an iteration, in their order."""
   passes = []
-  # Without a pass, the old policy is the sampler's.
+  # If neither pass runs, the old log-probs are the sampler's.
   if c.objective.old_logp == "recompute":
     passes.append(Pass("old_policy", ("policy",), ("old_logp_BT", "old_experts_BTlk")))
   if c.objective.old_logp == "behaviour":

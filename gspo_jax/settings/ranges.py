@@ -47,8 +47,8 @@ def required(meaning: str) -> Any:
 class Range:
   """Numbers from `low` to `high`, without `excluded`. `also` is one more permitted number.
 
-  A float must be in the range before and after rounding to float32, its dtype on devices. `reason`
-  is added to error messages.
+  A float must be in the range before and after rounding to float32, its dtype on devices. A number
+  between -TINY and TINY must be 0. `reason` is added to error messages.
   """
 
   low: float
@@ -180,7 +180,7 @@ def _listed(value: Any) -> str:
 
 
 def look_up(section: Any, key: str) -> Any:
-  """Value of a dotted key."""
+  """Returns the value of a dotted key."""
   for part in key.split("."):
     section = section[part] if isinstance(section, Mapping) else getattr(section, part)
   return section
@@ -206,7 +206,7 @@ def describe(kind: Any) -> str:
 
 @functools.cache
 def kinds(section: type) -> dict[str, Any]:
-  """Types of a dataclass's fields by name, with their ranges.
+  """Returns types of a dataclass's fields by name, with their ranges.
 
   Raises:
     TypeError: a number has no range.
@@ -242,7 +242,7 @@ def _optional(origin: Any) -> bool:
 
 
 def _float32(value: float) -> float:
-  """Rounds a float to float32; returns whole numbers unchanged."""
+  """Rounds a float to float32; returns an int unchanged."""
   if isinstance(value, int):
     return value
   try:

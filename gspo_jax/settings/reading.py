@@ -138,9 +138,9 @@ def unknown_key_message(path: str, key: str, keys: Iterable[str]) -> str:
   """Returns the error message for an unknown key, with suggestions.
 
   If TRL or verl has a key of this name, the message suggests the nearest key here. Else it suggests
-  a similar key or section within `path`, or keys of this name in other sections. For a key of an
-  unknown section, keys of this name come first at the top level, and are not suggested within
-  `path`.
+  a similar key or section within `path`, or keys of this name in other sections. A dotted `key`
+  has an unknown section: keys of this name are suggested first at the top level, and not at all
+  within a section.
 
   Args:
     path: path of the key's section, with a dot at the end; "" for the top level.

@@ -89,12 +89,12 @@ class RewardConfig:
 
   @property
   def threshold(self) -> float:
-    """Smallest reward of a right response."""
+    """Smallest reward of a right response, if there is no environment."""
     return 1.0 if self.right_from is None else self.right_from
 
   @property
   def buffer_error(self) -> str:
-    """Describes an invalid overlong buffer, "" if it is valid."""
+    """Description of an invalid overlong buffer; "" if the buffer is valid."""
     if 0 < self.overlong_buffer <= (self.overlong_max or self.overlong_buffer):
       return ""
     return (
@@ -103,9 +103,9 @@ class RewardConfig:
     )
 
 
-# Signals that need no verifier. The value of "length" is the response's number of tokens, that of
-# "overlong" its position in the overlong buffer, from 0 to 1. Any other value is 1 if the response
-# is truncated, or has the required format, the text or the token; else 0.
+# Signals that need no verifier. "length" is the response's number of tokens. "overlong" is the
+# response's position in the overlong buffer, from 0 to 1. Any other signal is 1 if the response is
+# truncated, or has the required format, the text or the token; else 0.
 RESPONSE_SIGNALS = ("length", "truncated", "overlong", "format", "text", "token")
 
 

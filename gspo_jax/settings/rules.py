@@ -40,14 +40,15 @@ TASK_VERIFIERS = {  # Verifiers of this package that can accept responses to an 
 class DataFacts:
   """Facts about data and machine, for rules of INVALID_DATA and DATA_WARNINGS."""
 
-  prompts: int = 0  # Number of prompts to sample responses to; 0 if nothing is sampled.
+  prompts: int = 0  # Number of prompts of data.train; 0 if the job does not read data.train.
   recorded: int = 0  # Groups of recorded responses, for job=offline.
   demonstrations: int = 0  # Demonstrations of the cold start; 0 without a cold start.
   # Share of gold answers that fit into a response, by the key of their data, e.g. data.train.
   answers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Frequent gold words.
+  # Most frequent gold answer, if it is a word, by the key of the data.
+  words: Mapping[str, str] = dataclasses.field(default_factory=dict)
   format_tokens: int = 0  # Tokens of the tags of reward.format.
-  shared: str = ""  # Numbers of held-out problems in training data, by benchmark; "" for none.
+  shared: str = ""  # Counts of held-out problems in training data, as text; "" if there are none.
   memory_mb: int = 2**30  # Memory of this machine.
   processes: int = 1  # Processes of JAX.
   has_tokenizer: bool = False  # Whether the weights include a tokenizer.
@@ -104,7 +105,7 @@ def _sources(c: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _is_never_right(c: RunConfig, source: tuple[str, str]) -> bool:
-  """Whether the verifier can accept no response to some task of the source."""
+  """Whether the verifier rejects all responses to some task of the source."""
   spec, verifier = source
   if verifier == "calculator":
     return "recurrence" in tasks(spec)
@@ -120,7 +121,7 @@ def _lengths(c: RunConfig) -> dict[str, int]:
 
 
 def _closest_metric(c: RunConfig) -> dict[str, str]:
-  """Maps the metric with the most similar name to `checkpoint.best`."""
+  """Returns {metric: `checkpoint.best`}, for the metric with the most similar name."""
   best, metrics = c.checkpoint.best, c.eval.figures()
   return {(difflib.get_close_matches(best, metrics, n=1) or metrics)[0]: best}
 
@@ -177,7 +178,7 @@ def _clip_ranges(c: RunConfig) -> tuple[float | None, float | None]:
 
 
 def _mixes_up_clip_ranges(c: RunConfig) -> bool:
-  """Whether ratios of responses have a clip range of tokens, or the reverse."""
+  """Whether ratios of responses have a clip range for ratios of tokens, or the reverse."""
   widest, name = max(side or 0 for side in _clip_ranges(c)), c.objective.name
   if name in ("gspo", "gspo_token", "luspo") and c.objective.length_exponent in (None, 1):
     return widest >= 0.15
@@ -365,7 +366,7 @@ INVALID: tuple[Rule | EntryRule, ...] = (
     lambda c, x: needs_workers(x.signal) and not c.reward.workers, "test_multipliers"),
 )
 
-INVALID_RL: tuple[Rule | EntryRule, ...] = (  # Of jobs with RL or recorded responses.
+INVALID_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
   Rule("{profile.iteration} is no iteration: {job} has {rl.iterations:} of them; set it to 0",
     lambda c: c.profile.iteration > c.rl.iterations, "docs/running.md: a run without profile"),
   Rule("{critic.warmup_iterations}, {rl.lag}, {rl.iterations}: all responses would be samples of "
@@ -427,7 +428,7 @@ WARNINGS: tuple[Rule | EntryRule, ...] = (
     lambda c, x: not 1e-9 <= x.learning_rate <= 0.1, "CHANGELOG: a sign of an exponent forgotten"),
 )
 
-WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # With iterations of RL.
+WARNINGS_RL: tuple[Rule | EntryRule, ...] = (  # For jobs with RL or recorded responses.
   Rule("{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes more "
     "iterations than max_age allows, and is restarted before it finishes", _never_finishes,
     "test_partial_rollouts: long responses begun again"),

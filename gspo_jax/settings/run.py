@@ -94,7 +94,7 @@ class RunConfig:
   def shares_prompts(self) -> bool:
     """Whether a group's rows may share their padded prompt in a pass.
 
-    Conversations may not, since their first observations may differ within a group.
+    Conversations may not, since environments may give the rows of a group different prompts.
     """
     grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
     return self.has_iterations and grouped
@@ -126,7 +126,7 @@ class RunConfig:
 
   @property
   def overlong_at_limit(self) -> bool:
-    """Whether the overlong penalty ends at the length limit of responses."""
+    """Whether the overlong penalty is largest at the length limit of responses."""
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
   @property
@@ -151,9 +151,10 @@ class RunConfig:
   def estimator(self) -> O.Estimator:
     """Estimator of advantages.
 
-    If `objective.advantage` names an estimator that does not use a group's rewards alone, returns
-    this estimator. Otherwise returns the first estimator whose needs `advantage_sources` meets. If
-    there is none, returns the estimator from a group's rewards, `objective.advantage_kind`.
+    If `objective.advantage` names an estimator that needs more than a group's rewards, returns this
+    estimator. Otherwise returns the first of ESTIMATORS with needs that `advantage_sources` meets,
+    and with `objective.advantage_kind` among its kinds. If there is none, returns the estimator
+    `objective.advantage_kind`, from a group's rewards.
     """
     name = self.objective.advantage
     named = find_estimator(name) if name else None

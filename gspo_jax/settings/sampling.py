@@ -21,14 +21,14 @@ from gspo_jax.settings.ranges import (
 )
 from gspo_jax.tasks.environments import ENVIRONMENTS
 
-MAX_CANDIDATES = 1024  # Recorded candidates of a sampled token: 4 KiB.
+MAX_CANDIDATES = 1024  # Maximum number of recorded candidates of a sampled token (4 KiB).
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
   """Distribution of the tokens to train on, and ends of responses. docs/objectives.md"""
 
-  temperature: Temperature = key(1.0, "0: greedy, for evaluation only")
+  temperature: Temperature = key(1.0, "0: greedy, refused by RL")
   top_k: NonNegativeInt = key(
     0, f"keep the k likeliest tokens, recorded for updates, k at most {MAX_CANDIDATES:,}; 0: all"
   )
@@ -78,8 +78,8 @@ class ServerConfig:
   wait_s: Seconds = key(300.0, "time without any usable server before the run ends")
   tolerance: Annotated[float, Range(0, 100)] = key(
     0.0,
-    "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 if "
-    "both compute in float32, else 0.1",
+    "largest mean |difference| of log-probs between a server and the trainer, in nats; 0: 0.005 "
+    "for a sampler in float32, else 0.1",
   )
 
   def __post_init__(self):
@@ -89,7 +89,7 @@ class ServerConfig:
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   """Engine of rollouts and evaluations. Its keys change results by round-off alone, which is large
-  for a dtype or a cache_dtype of 16 bits or less. docs/sampling.md"""
+  for types of 16 bits or less. docs/sampling.md"""
 
   slots: NonNegativeInt = key(0, "concurrent responses over all devices; 0: all of a batch")
   steps: PositiveInt = key(16, "decoding steps between two host transfers")
@@ -148,7 +148,7 @@ class EngineConfig:
     ranges.refuse(self, "engine", wrong)
 
   def compute(self, trainer: ComputeConfig) -> ComputeConfig:
-    """Sampler's precision and formulations: the trainer's, with the engine's `dtype`."""
+    """Returns the trainer's compute settings, with the engine's `dtype` if it is set."""
     return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
   def slots_for(self, trajectories: int) -> int:
@@ -168,7 +168,9 @@ class EnvironmentConfig:
   )
   max_turns: PositiveInt = key(1, "turns of the policy; longer conversations are truncated")
   discount: Fraction = key(1.0, "discount of the rewards of later turns or lines")
-  workers: Workers = key(0, "threads of environments; 0: none, for environments without waiting")
+  workers: Workers = key(
+    0, "threads of environments; 0: one step at a time, for environments without waiting"
+  )
   token_cost: NonNegativeFloat = key(
     0.0, "cost of a sampled token, subtracted from the reward of its turn"
   )
