@@ -161,7 +161,7 @@ def find_estimator(name: str) -> O.Estimator:
 
 
 def estimator_options(name: str | None) -> dict[str, Any]:
-  """Returns options of a user's estimator with their defaults; {} for built-in estimators."""
+  """Returns options of a user's estimator, with defaults. Built-in estimators have {}."""
   if name is None or name in O.ESTIMATORS or name not in ESTIMATOR_NAMES:
     return {}
   parameters = inspect.signature(find_estimator(name).of_group).parameters

@@ -195,7 +195,7 @@ class ObjectiveConfig:
     return bool(self.kl_coef or self.reward_kl_coef) or by_loss
 
   def options(self) -> dict[str, Any]:
-    """Returns options that are set; raises ValueError for options of other losses."""
+    """Returns the configured options; raises ValueError for options of other losses."""
     declared = options_of(self.name, self.advantage)
     names = dict.fromkeys((*every_option(), *declared))
     values = {key: getattr(self, key) for key in names if getattr(self, key) is not None}

@@ -89,7 +89,7 @@ class RewardConfig:
 
   @property
   def threshold(self) -> float:
-    """Smallest reward of a right response, if there is no environment."""
+    """Smallest reward of a right response. Conversations do not use this value."""
     return 1.0 if self.right_from is None else self.right_from
 
   @property

@@ -181,7 +181,7 @@ PUBLISHED = _published()
 
 
 def tiny_moe(vocab_size: int) -> ModelConfig:
-  """Qwen3-MoE at laptop size: about 3.4 M parameters, 1.1 M active, for vocab_size=264."""
+  """Qwen3-MoE at laptop size. For vocab_size=264, it has 3.4 M parameters, 1.1 M active."""
   return _model(
     width=128,
     layers=4,
@@ -198,7 +198,7 @@ def tiny_moe(vocab_size: int) -> ModelConfig:
 
 
 def tiny_dense(vocab_size: int) -> ModelConfig:
-  """Qwen3 (dense) at laptop size: about 1.1 M parameters, for vocab_size=264."""
+  """Qwen3 (dense) at laptop size. For vocab_size=264, it has 1.1 M parameters."""
   return dataclasses.replace(
     tiny_moe(vocab_size), num_experts=0, experts_per_token=0, moe_intermediate_size=0
   )
