@@ -2,11 +2,11 @@
 
 The module of the verifier needs a function `right_lines(response, answer)`. The function returns n
 bools, one for each line of the expected response: whether the response's line at the same index is
-right. Its time must be linear in the length of the response.
+right. The function's time must be linear in the length of the response.
 
 Let p be `reward.partial`, or 1 if `reward.partial` is 0. A right line has the reward p/n. The last
-line of the response also has 1 − p if the verifier accepts the response, and the rewards for format
-and length. The sum over the lines is the reward of the response.
+line of the response also has 1 − p if the verifier accepts the response, and the additions for
+format and length (shaping.py). The sum over the lines is the reward of the response.
 """
 
 import hashlib

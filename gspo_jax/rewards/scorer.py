@@ -1,12 +1,13 @@
 """Scorers: rewards from a verifier's verdicts, with noise and additions (shaping.py).
 
-A verifier is a module. `settings.rewards.VERIFIERS` lists those of this package; a user's function
-has the module `user_function`. Members of the module:
+A verifier is a module. `settings.rewards.VERIFIERS` lists those of this package; `user_function` is
+the verifier that calls a user's function. Members of the module:
 
 - `OUTCOMES`: names of all outcomes of a response, such as "right", "wrong" and "timeout".
 - `UNKNOWN`, optional: outcomes without a verdict on the response, besides "crash".
-- `open_verifier`: context manager of a `Verify` function. Its parameters are named like keys of
-  section `reward`. The function may have an attribute `notes`, constant metrics of the run.
+- `open_verifier`: context manager that yields a `Verify` function. The parameters of this context
+  manager are keys of section `reward`. The function may have an attribute `notes`, a dict of
+  constant metrics of the run.
 - `check_answer(text)`, optional: raises ValueError for an unreadable gold answer.
 - `word(text)`, optional: returns the gold answer in normalised form if it is a word, else None. A
   run warns of a frequent word, since such a word may mean that the answer is missing.
@@ -46,10 +47,10 @@ class Prompt(Protocol):
 
 
 # Function from B responses, their prompts, and whether each response stopped (was not truncated).
-# It returns B outcomes and B values. If None replaces the values, a response's value is 1 if its
-# outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or its
-# value is at least `reward.right_from`. An outcome without a verdict may be a `pool.Failure`, which
-# has a reason.
+# It returns B outcomes, and either B values or None. None means that a response's value is 1 if its
+# outcome is "right", else 0. A response with a verdict is right if its outcome is "right", or if
+# the function returned a value of at least `reward.right_from`. An outcome without a verdict may be
+# a `pool.Failure`, which has a reason.
 Verify = Callable[
   [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
 ]
@@ -60,8 +61,8 @@ class Scores:
   """Rewards of B responses, with the verifier's outcomes."""
 
   reward: np.ndarray  # Reward for training, float32 [B]; 0 without a verdict.
-  # Counts of responses by outcome (right, wrong, timeout, ...). If noise or a format is configured,
-  # the counts of flipped verdicts and of responses in the format are included.
+  # Counts of responses by outcome (right, wrong, timeout, ...). If noise is configured, counts of
+  # flipped verdicts are included; if the format is rewarded, the count of responses that have it.
   outcomes: Mapping[str, int]
   correct: np.ndarray  # 1 for responses right without noise and additions, else 0, float32 [B].
   # Outcome and reason of each response without a verdict, by index in the batch. Such a response is
@@ -94,7 +95,7 @@ class Scorer(Protocol):
   ) -> Scores:
     """Scores B responses.
 
-    If the verifier fails on a response, that response has no verdict. No exception is raised.
+    If the verifier fails on a response, that response has no verdict, and no exception is raised.
 
     Args:
       responses: texts of the responses; `pool.Failure` for a response that could not be sampled.
@@ -219,7 +220,7 @@ def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dic
     key: key of the configuration that names the verifiers, for messages.
 
   Raises:
-    ValueError: a verifier cannot be started, or a reason of `open_scorer`.
+    ValueError: a verifier cannot be started, or `open_scorer` raises ValueError.
   """
   with contextlib.ExitStack() as stack:
     scorers = {}

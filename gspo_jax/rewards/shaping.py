@@ -4,10 +4,10 @@ The reward of a response is
 
   r = v + format_weight · F + overlong_weight · L
 
-with v the verifier's value after noise, F whether the response has the required format (0 or 1),
-and L the penalty for overlong responses (-1 to 0). Noise makes verdicts wrong at a configured rate,
-as if the verifier were unreliable. A response is right if the verifier's outcome is "right", or if
-its value without noise and additions is at least `reward.right_from`.
+where v is the verifier's value after noise. F is 1 if the response has the required format, else 0.
+L is the penalty for overlong responses, from -1 to 0. Noise makes verdicts wrong at a configured
+rate, as if the verifier were unreliable. A response is right if the verifier's outcome is "right",
+or if the verifier's value before noise is at least `reward.right_from`.
 """
 
 import hashlib
@@ -25,9 +25,10 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 def keeps_format(response: str, name: str) -> bool:
   """Whether a response has the required tags at their places.
 
-  Format "think" is a thought, `</think>`, and then any text. Format "think_answer" is a thought,
-  `</think>`, and then exactly `<answer>any text</answer>`. Thought and text may not be empty. The
-  opening `<think>` is optional, since chat templates of reasoning models end the prompt with it.
+  Format "think" is a thought, `</think>`, and then text. Format "think_answer" is a thought,
+  `</think>`, and then exactly `<answer>text</answer>`. Neither thought nor text may be empty, or
+  contain further tags. The opening `<think>` is optional, since chat templates of reasoning models
+  end the prompt with it.
 
   Reference: arXiv:2501.12948 (format rewards).
 
@@ -73,8 +74,8 @@ def flipped(
 ) -> np.ndarray:
   """Chooses verdicts to flip, bool [B].
 
-  The choice depends only on the answer and the response's text. So the same response gets the same
-  wrong verdict every time, as from a real but unreliable verifier.
+  The choice depends only on the gold answer and the response's text. So equal responses to a prompt
+  have equal verdicts, as from a real but unreliable verifier.
 
   Args:
     correct_B: whether each response is right.
@@ -96,12 +97,11 @@ def reaches(value_B: np.ndarray, right_from: float) -> np.ndarray:
 def extremes(value_B: np.ndarray, right_from: float) -> tuple[float, float]:
   """Returns the values of flipped right and flipped wrong responses.
 
-  A flipped right response takes the smallest value of the batch and 0. If this value is not below
-  `right_from`, it takes `right_from - 1`. A flipped wrong response takes the largest value of the
-  batch and `right_from`.
+  The first is the minimum of all values and 0, or `right_from - 1` if this minimum is not below
+  `right_from`. The second is the maximum of all values and `right_from`.
 
   Args:
-    value_B: values of the batch.
+    value_B: values of the batch's responses with a verdict.
     right_from: smallest value of a right response.
   """
   low = float(np.min(value_B, initial=0.0))

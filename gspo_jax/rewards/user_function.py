@@ -2,11 +2,12 @@
 
 The function takes the text of a response and the record of its prompt: a dict of texts with `id`,
 `question`, `answer`, and the other fields of the data row. The function returns the reward, a bool
-or a finite number. A response is right if its reward is at least `reward.right_from`.
+or a number of absolute value up to `LARGEST_REWARD`. A response is right if its reward is at least
+`reward.right_from`.
 
 A call over the time limit is a timeout. An exception or another return value is a crash. After a
 timeout or a crash the response has no verdict: it is neither right nor wrong. The function's memory
-is not limited, since it may load a model, for example.
+is not limited, since the function may load a model, for example.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def call(item: list[Any]) -> float:
     item: `[name, response, record]`. `[name]` alone only imports the function, and returns 0.
 
   Raises:
-    ValueError: the function returns no finite number within the limits of rewards.
+    ValueError: the function returns no number, or one beyond `LARGEST_REWARD`.
   """
   name, *arguments = item
   function = _load(name, name)

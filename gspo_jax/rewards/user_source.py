@@ -10,11 +10,11 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def checksum(name: str) -> str:
-  """Returns a checksum of a module and its local imports.
+  """Returns a checksum of a module and of its local imports, direct and indirect.
 
   Local imports are modules of the same top-level package. If this package is not in site-packages,
-  all modules in its parent directory are local, except `gspo_jax`. Their sources are read; only the
-  parent packages of `name` are imported.
+  all modules in its parent directory are local, except `gspo_jax`. Local modules are read, not
+  imported; only the parent packages of the module in `name` are imported.
 
   Args:
     name: `package.module:function`.
