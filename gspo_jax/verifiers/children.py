@@ -1,5 +1,6 @@
 """Process groups of workers and sandboxes, to be killed with this process."""
 
 # Ids of running groups. Code that ends this process by os._exit, without Python's clean-up, kills
-# them first. After any other end they notice by themselves, for example by a closed pipe.
+# these groups first. If this process ends in another way, the groups end by themselves, for example
+# since their pipe to this process is closed.
 process_groups: set[int] = set()

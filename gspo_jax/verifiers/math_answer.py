@@ -83,8 +83,8 @@ def verify(
     time_limit_s: limit of one comparison, in seconds.
 
   Returns:
-    "right", "wrong" or "unparsable" as a verdict on the response. If the verifier failed there is
-    no verdict, but a `pool.Failure`: "timeout" or "crash", with its `reason`.
+    A verdict on the response: "right", "wrong" or "unparsable". If the verifier failed, or cannot
+    read the gold answer, a `pool.Failure` instead: "timeout" or "crash", with its `reason`.
 
   Raises:
     RuntimeError: the child process cannot be started, e.g. without SymPy.
@@ -137,8 +137,8 @@ class MathVerifier(contextlib.AbstractContextManager):
   ) -> list[Outcome | pool.Failure]:
     """Returns one outcome per response.
 
-    Gold answers are not checked here. If one cannot be parsed, its responses are right, unparsable
-    or a crash. `check` returns a crash for all of them that are not right.
+    If a gold answer cannot be parsed, a response is right (the same text), unparsable or a crash.
+    `check` then returns a crash for every response that is not right.
 
     Args:
       responses: texts of the responses.
@@ -180,7 +180,7 @@ class MathVerifier(contextlib.AbstractContextManager):
     ]
 
   def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
-    """Returns a dict of failures by unparsable gold answer, and caches which can be parsed."""
+    """Returns a dict from unparsable gold answers to failures, and caches the results."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
     # If `quick_judge` can judge the candidate "0", the gold answer needs no parsing.
     slow = [answer for answer in new if quick_judge("0", answer) is None]
@@ -202,7 +202,7 @@ def boxed(solution: str) -> str | None:
 def _gold(answer: str) -> str:
   """Returns the answer within a gold solution: the boxed one, else the whole text.
 
-  A text without a box that is longer than `MAX_ANSWER` is read like a response.
+  A text without a box is read like a response if it is longer than `MAX_ANSWER`.
   """
   if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer

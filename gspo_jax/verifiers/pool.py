@@ -4,9 +4,9 @@ A worker is a new Python interpreter, `python -m gspo_jax.verifiers.pool`. The a
 beside a trainer: a forked process would inherit JAX's locks, possibly locked forever, and
 multiprocessing's "spawn" would import the trainer's main module and JAX with it.
 
-The pool kills a worker by SIGKILL if an item takes too long. The time counts from the item's start
-in the worker, without queueing. Limits within the worker would not suffice: a signal handler or
-another thread cannot interrupt a computation that holds the interpreter's lock.
+The pool kills a worker by SIGKILL if an item takes too long. The time counts from the moment when
+the pool sends the item to an idle worker. Limits within the worker would not suffice: a signal
+handler or another thread cannot interrupt a computation that holds the interpreter's lock.
 """
 
 import collections
@@ -55,9 +55,9 @@ class Pool(contextlib.AbstractContextManager):
     function: "package.module:name" of a function from one JSON value to another.
     workers: number of processes.
     time_limit_s: limit of one item in wall-clock seconds, without queueing.
-    warm_up: first item of every new worker, which thereby imports modules and fills caches. The
-      limit of this item is `START_LIMIT_S`.
-    memory_bytes: limit of a worker's address space. An item that exceeds it is a crash
+    warm_up: first item of every new worker, which thereby imports modules and fills caches.
+      `START_LIMIT_S` limits the worker's start and this item together.
+    memory_bytes: limit of a worker's address space. An item that needs more is a crash
       (MemoryError). None sets no limit.
 
   Raises:
@@ -170,7 +170,7 @@ class Pool(contextlib.AbstractContextManager):
         elif message or index in died:
           text = message.get("error", "its process died twice")
           results[index] = Failure("crash", last_line(text))
-        else:  # The system may have killed the worker for lack of memory: a second attempt.
+        else:  # The system may have killed the worker for lack of memory, so the item runs again.
           died.add(index)
           waiting.appendleft(index)
         if not message or message.get("last"):
@@ -197,7 +197,7 @@ class _Worker:
     return self.process is not None
 
   def start(self) -> None:
-    """Starts the process and sends the warm-up item; counts a failure."""
+    """Starts the process and sends the warm-up item, or counts a failed start."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # With a fixed hash seed, SymPy's results are the same in all workers and runs. BLAS, unused
@@ -223,7 +223,7 @@ class _Worker:
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
 
   def started(self, message: dict[str, Any] | None) -> None:
-    """Handles the result of the warm-up item; kills the worker if it failed.
+    """Handles the result of the warm-up item; kills the process if the item failed.
 
     message: a message of `_serve`; None if no result came in time; {} if the process died.
     """
@@ -285,8 +285,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
       # If the pool's process died, it cannot kill this one. SIGALRM then kills this process, since
-      # the signal has no handler. RLIMIT_CPU would not do: it adds the seconds of all threads, and
-      # an item's child processes inherit it, even those for later items, such as a prover.
+      # the signal has no handler. RLIMIT_CPU would not do: it counts the seconds of all threads. A
+      # child process inherits it, even a prover that an item starts for later items too.
       signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}

@@ -34,7 +34,7 @@ def open_verifier() -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str, finished: bool = True) -> str:
-  """Returns "right", "wrong", or "unparsable" for a response without an answer.
+  """Returns "right" or "wrong"; "unparsable" for a response without an answer.
 
   Args:
     response: text of the response, thought included.
@@ -64,9 +64,9 @@ def check_answer(text: str) -> None:
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
   """Returns the answer in a response. Returns None if there is none.
 
-  The answer is the content of the last `<answer>`, else the last line. If "the answer is" occurs,
-  the answer is the text after these words. The thought does not count (`thought.after`). An answer
-  has at most `longest` characters, and is not empty after `normalise`.
+  The answer is the content of the last `<answer>`, else the last line. If "the answer is" occurs in
+  this text, only the text after these words is the answer. The thought does not count
+  (`thought.after`). An answer has at most `longest` characters, and is not empty after `normalise`.
 
   Args:
     response: text of the response.

@@ -54,8 +54,9 @@ def compute_score(
     **kwargs: unused.
 
   Returns:
-    "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 if there is no gold
-    answer or the verifier failed, else 0. If it is 1, the score is 0, since verl needs a number.
+    A dict. "score" and "acc" are 1 for a right answer, else 0. "unknown" is 1 if there is no gold
+    answer or the verifier failed, else 0. An unknown response has the score 0, since verl needs a
+    number.
   """
   reward = None
   if _has_answer(ground_truth):

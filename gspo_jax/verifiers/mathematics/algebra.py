@@ -1,7 +1,7 @@
 """Decides whether two SymPy expressions are equal.
 
-The proof is exact if that is fast. Otherwise the expressions are compared at some points in many
-digits, so a wrong answer could pass by accident, with a negligible probability.
+Equality is proved exactly if that is fast. Otherwise the expressions are compared at some points in
+many digits. Then a wrong answer could pass by accident, with a negligible probability.
 """
 
 import contextlib
@@ -227,7 +227,8 @@ def constant_ratio(a, b):
 def rounds_to(rounded, places: int, value) -> bool:
   """Whether a decimal is the correct rounding of an irrational number.
 
-  The decimal must have at least `PRINTED` digits after the point, and as many significant ones.
+  The decimal must have at least `PRINTED` digits after the point, and at least `PRINTED`
+  significant digits.
   """
   if value.free_symbols or not value.is_real or value.is_Rational:
     return False

@@ -299,7 +299,7 @@ def _percent(unit: Unit | None) -> bool:
 
 
 def _same_region(gold, ours) -> bool:
-  """Compares sets of real numbers. A tuple of two numbers may be an open interval."""
+  """Compares sets of real numbers. A tuple of two numbers may be an interval."""
   variables = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
   if len(variables) > 1:
     return False

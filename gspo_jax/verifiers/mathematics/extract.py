@@ -81,14 +81,14 @@ _TRAILER = re.compile(
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
-# Such text after the result of a calculation.
+# Text after the result of a calculation that does not change the result.
 _TRAILER_OF_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
 _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
 # Characters that are in no calculation with counts such as "9 eggs * $2/egg": unusual signs, and
-# single letters except a, I, and the x of a product.
+# single letters except a, A, I, and the x of a product.
 _NOT_IN_SUM = re.compile(
   r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
   r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
@@ -96,7 +96,7 @@ _NOT_IN_SUM = re.compile(
 _OPERATOR = re.compile(
   r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
 )
-_UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # A lone x before an equals sign.
+_UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # At most a lone x before "=".
 # A unit of one letter after a formula, as in "$5\\sqrt{2}$ m".
 _UNIT_AFTER_FORMULA = re.compile(
   r"((?<!\\)\$|\\\)|π(?= \w[²³/])) ([msghJNVWKL](?:[²³]|/[smh][²³]?)?)(?=[\s.,;]|$)"
@@ -108,7 +108,7 @@ _MARKDOWN = re.compile(
 _DISPLAY = re.compile(
   r"\\begin\{([a-zA-Z]+\*?)\}.*?\\end\{\1\}|\$\$[^$]+\$\$|\\\[(?:[^\\]|\\[^\[\]])+\\\]", re.DOTALL
 )
-# Words of a formula.
+# Words that a formula may contain.
 _FUNCTIONS = re.compile(
   r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and|to)|[A-Z]{2,4}"
 )
@@ -122,7 +122,8 @@ def extract(response: str, finished: bool = True) -> str | None:
   answer if all boxes are empty or incomplete. If "the final answer is" follows the last box, the
   answer is the value after these words. If there is no box, the answer is the first of these:
 
-  1. the value after the last "####" or "answer is/:/="; if there is an `<answer>`, within the last;
+  1. the value after the last "####", "answer is", "answer:" or "answer ="; if there is an
+     `<answer>`, the words must be within the last one;
   2. the whole content of the last `<answer>`;
   3. the value stated by the last sentence with a number, if there is no `<answer>`.
 
@@ -181,7 +182,7 @@ def _statement(line: str) -> str:
 
 
 def _last_statement(text: str) -> str:
-  """Returns the statement of the last sentence with a number or formula."""
+  """Returns the value stated by the last sentence with a number or formula."""
   text = text.strip()
   if FORMULA.fullmatch(text):
     return trim(text)
@@ -198,7 +199,7 @@ def _last_statement(text: str) -> str:
 
 
 def _stated_value(sentence: str) -> str:
-  """Returns a sentence's stated value, or the sentence without a lead.
+  """Returns a sentence's stated value, or the sentence without words such as "so" before it.
 
   The value is usually after a verb. Returns "" if the clause before the verb denies the value.
   """
@@ -334,8 +335,8 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 def _after_box(text: str) -> str | None:
   """Returns the value after "the final answer is" in a text.
 
-  Returns None if there is no such sentence, or if it has more than a value and its unit: the box is
-  then more certain.
+  Returns None if there is no such sentence. Returns None too if the sentence has more than a value
+  and its unit: the box is then more certain.
 
   text: text after the last box.
   """

@@ -100,7 +100,7 @@ def _integrand(reader) -> tuple[list, str]:
 def vector(reader):
   """Reads the argument of a bold or arrowed command.
 
-  A letter is a variable different from the plain letter; a number is itself.
+  A bold or arrowed letter is another variable than the plain letter. A number is unchanged.
   """
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):

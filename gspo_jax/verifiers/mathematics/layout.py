@@ -2,7 +2,7 @@ r"""Simplifies the environments of LaTeX in an answer, as tokens.
 
 An environment of lines, such as align, is replaced by its equations with commas between them. A
 function by cases becomes a `\begin{cases}`; `pieces` returns its values and conditions. Matrices
-stay.
+are unchanged.
 """
 
 import re
@@ -27,7 +27,7 @@ _OTHERWISE = re.compile(
 
 
 def unwrap(tokens: list[Token]) -> list[Token]:
-  """Replaces environments of lines by their content, and worded cases by an environment."""
+  """Replaces environments of lines by their content, and cases in words by `cases`."""
   result = _replace_lines(tokens)
   if any(map(_is_begin, result)):
     return result
@@ -50,7 +50,7 @@ def _replace_lines(tokens: list[Token]) -> list[Token]:
     inside = _replace_lines(
       inside[cuts.match(inside) + 1 :] if _has_argument(name, inside) else inside
     )
-    # An array after an opening brace, but before no closing one, is a function by cases.
+    # An array after an opening brace, without a closing brace behind, is a function by cases.
     closed = end < len(tokens) and tokens[end].text == "\\}"
     if result and result[-1].text == "\\{" and not closed:
       result.pop()

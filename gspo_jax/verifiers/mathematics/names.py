@@ -17,7 +17,7 @@ _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
 # Letters of functions. Other letters are not included: x(y+z) is a product, and n(3) may be one.
 _FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
-# Functions of which a value may be the question, unlike a sine.
+# Functions whose value a question may ask for. A sine is not among them.
 _MEASURE = (
   r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
 )
@@ -64,7 +64,7 @@ _SERIES = frozenset("lim sum prod max min sup inf limsup liminf".split())
 def series(tokens: list[Token]) -> str | None:
   """Returns "series" for an integral, sum or limit. Returns None for other tokens.
 
-  The tokens must be a single one, with an unknown function: the value of the series is the answer.
+  The tokens must be one integral, sum or limit of an unknown function: its value is the answer.
   """
   if not tokens or tokens[0].kind != "command":
     return None

@@ -75,7 +75,7 @@ class Word:
 
 
 def as_region(node) -> Region | None:
-  """Converts a node to a set of real numbers. Returns None for other nodes.
+  """Converts a node to a set of real numbers. Returns None if this is impossible.
 
   A number becomes a set of one number. A tuple such as (1, 2) or (1, 2] becomes an interval.
   """

@@ -31,7 +31,7 @@ class Quantity:
   value: fractions.Fraction  # Exact value.
   places: int | None = None  # Number of digits after the point of a decimal, else None.
   unit: units.Unit | None = None
-  count: fractions.Fraction | None = None  # Number before a multiplier, 7 of "7 dozen".
+  count: fractions.Fraction | None = None  # Number before one of `units.COUNTED`: 7 of "7 dozen".
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -77,10 +77,10 @@ def read(text: str, letters: bool = False) -> Quantity | None:
 def same(gold: Quantity, ours: Quantity) -> bool | None:
   r"""Compares quantities. Returns None if SymPy must decide.
 
-  Two units must agree; a missing unit is taken to be in the question. So 50\% agrees with 0.5, and
-  with 50 as the answer to "how many percent"; but 0.5\% does not agree with 0.5. 7 dozen agree with
-  84, and with 7 as the answer to "how many dozen". SymPy must decide for degrees against
-  radians, and for degrees against another number without a unit.
+  Two units must agree; a missing unit is taken to be in the question. 50\% agrees with 0.5, and
+  with 50 as the answer to "how many percent". But 0.5\% does not agree with 0.5. 7 dozen agree with
+  the gold answer 84, and with 7 as the answer to "how many dozen". SymPy must decide for degrees
+  against radians, and for degrees against a different number without a unit.
   """
   if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
     return True

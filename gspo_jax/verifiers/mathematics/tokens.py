@@ -54,7 +54,7 @@ _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼ
 _BARRED = re.compile("(?:\\d\u0305)+")  # Digits with Unicode's combining overline.
 _SUPERSCRIPTS = re.compile(f"[{''.join(_SUPER)}]+")
 _SUBSCRIPTS = re.compile(f"[{''.join(_SUB)}]+")
-# Commands by another name of the same command.
+# Names of commands, by their other names.
 _ALIASES = _by_spelling("""
   le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
   frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;

@@ -1,7 +1,7 @@
 """Parses the words after a number: units, counted things and multipliers.
 
 Examples are "cm", "apples" and "thousand". The time is linear in the text, except for long runs of
-spaces: `math_answer.MAX_ANSWER` limits the length of an answer.
+spaces. `spelling.MAX_ANSWER` limits the length of an answer, and thereby this time.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
-_TYPESET_ONLY = frozenset("ACFHT")  # Units in \text only. Else options (A to D) or points.
+_TYPESET_ONLY = frozenset("ACFHT")  # Units in \text only; elsewhere choices or points.
 CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}  # Power of the unit after each word.
 _COMPOUND = {  # Abbreviations of several units.
@@ -87,7 +87,7 @@ _ILLIONS = "m b tr quadr quint sext sept oct non dec".split()
 MULTIPLIERS |= {f"{word}illion": F(1000**n) for n, word in enumerate(_ILLIONS, 2)}
 _LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
 _LETTERS["bn"] = F(10**9)
-# Multipliers that may also be the thing counted: "7 dozen" is right if the answer is 7 (of dozens).
+# Multipliers that may be the thing counted: "7 dozen" is right if the gold answer is 7 (dozens).
 COUNTED = ("dozen", "quarter", "half", "halve")
 
 # Plurals without -s. A counted thing is a plural, possibly after adjectives; no word of _CLOSED may
@@ -158,7 +158,7 @@ def multiplier(word: str) -> F | None:
 
 
 def parse(text: str, currency: str = "", typeset: bool = False) -> tuple[F, Unit | None] | None:
-  """Parses the words after a number to (factor, unit). Returns None if it cannot.
+  """Parses the words after a number to (factor, unit). Returns None for other words.
 
   The unit is None if the words are multipliers alone. A counted thing is a plural after a space, or
   after "per" any word of three or more letters that `_CLOSED` and `_PART` allow.
@@ -250,7 +250,7 @@ def _unit_name(word: str) -> str | None:
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """Returns (dimension, power, scale) of each unit. Returns None if it cannot.
+  """Returns (dimension, power, scale) of each unit. Returns None for other words.
 
   per: whether the group is after "per".
   """

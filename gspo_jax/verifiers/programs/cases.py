@@ -118,7 +118,7 @@ def _parse_code(code: str, name: str) -> ast.Module:
 
 
 def standalone(preamble: str) -> str:
-  """Completes a preamble with an unfinished function by the body `pass`."""
+  """Adds the body `pass` to a preamble that ends with a function's head."""
   try:
     ast.parse(preamble)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -268,7 +268,7 @@ def completes(program: str, tests: Tests) -> str:
 
 
 def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
-  """Whether printed outputs are equal by LiveCodeBench's rule.
+  """Whether printed outputs are equal by LiveCodeBench's rule, within `tolerance`.
 
   Spaces around the texts and their lines do not count. Both texts must have equally many lines, and
   each line must be the same text or the same sequence of decimal numbers. A number of `expected`
@@ -316,7 +316,7 @@ def _same_word(ours: str, gold: str, tolerance: decimal.Decimal) -> bool:
 
 
 def most_bytes(expected: Any) -> int:
-  """Returns a bound on the bytes of an equal output, also if its spelling is longer."""
+  """Returns the maximum bytes of an output that may equal `expected`, in any spelling."""
   text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 

@@ -1,8 +1,8 @@
-"""Runs programs that read and write files like programs with standard input and output.
+"""Adapts programs with input and output files to tests of standard input and output.
 
 Code before the program copies the standard input to the input files. At the program's end, this
 code copies the output files to the standard output, each after a mark. The code runs in the
-program's process, so a program can forge nothing but its own output.
+program's process, so the program can interfere with it, but only changes its own output thereby.
 """
 
 from collections.abc import Sequence

@@ -57,8 +57,8 @@ class Sandbox(contextlib.AbstractContextManager):
     Args:
       isolation: "namespaces" or "none".
       limits: resources of each test.
-      channel: socket for the process of the test; the sandbox then runs a single test. None if
-        tests need no socket; the sandbox then runs any number of them.
+      channel: socket for the test's process. A sandbox with a channel runs a single test. None
+        means no socket, and any number of tests.
 
     Raises:
       SandboxError: the sandbox does not start, e.g. since the kernel denies a step.
@@ -116,8 +116,8 @@ class Sandbox(contextlib.AbstractContextManager):
     """Starts a test.
 
     Args:
-      request: the test. The program's process has a copy, so it must not depend on the expected
-        output.
+      request: the test. The program's process has a copy, so the request must not depend on the
+        expected output.
       most: maximum bytes of a reported output; None for no maximum. It may depend on the expected
         output, since the sandbox reads it only after the program's end.
 
@@ -243,7 +243,7 @@ def describe(setting: str, isolation: str) -> str:
 
 _PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
 
-# Trial program: prints "confined", or finds a network or an unlimited number of threads. (The
+# Trial program: prints "confined", or its findings: a network, or threads without a bound. (The
 # kernel does not limit the threads of the root user.)
 _PROBE = """
 import _thread, socket, statistics

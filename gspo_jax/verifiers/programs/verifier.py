@@ -3,7 +3,8 @@
 Each candidate program has its own sandbox (sandbox/isolation.py confines it), and each test its own
 process there. The sandbox sends the printed text, or the returned value as JSON. This process
 compares it with the expected output, in linear time and memory (cases.py). So the sandbox never has
-the expected output; it only reads a maximum length derived from it, after the program's end.
+the expected output. After the program's end, the sandbox reads a maximum length derived from that
+output.
 
 Assertions in Python (HumanEval's `check(candidate)`) run in a second sandbox. There `candidate` is
 a stub, which sends its arguments to the first sandbox and receives the value. So no code of the

@@ -1,9 +1,9 @@
 """Runs assertions in Python (HumanEval) on a function in another sandbox.
 
 No code of the candidate program is in this process. The assertions call a stub, which sends its
-arguments over a channel, and receives a value or the name of an exception. So all that a candidate
-can do is to return or raise. Some answers end the assertions at once, even inside `except`, since
-such an answer might pass the assertions by accident or design:
+arguments over a channel, and receives a value or the name of an exception. So a candidate can only
+return or raise. Some answers might pass the assertions by accident or design. They end the
+assertions at once, and no `except` of the tests prevents it:
 
 - StopIteration: `all(map(candidate, cases))` would take it for the end of the cases.
 - NaN and infinity, unless the tests mention them: NaN passes `not abs(x - y) > 1e-6`, and infinity

@@ -1,8 +1,9 @@
 """List of the system calls allowed to a program on x86-64 and AArch64. All others are refused.
 
-Since the list names the allowed calls, calls of future kernels are refused too. It omits all calls
-that affect other processes, the network, or files visible to other processes: sockets, signals,
-priorities, locks, leases, watches on files, attributes of files, and starting processes.
+Since the list names the allowed calls, calls of future kernels are refused too. The list omits all
+calls that affect other processes, the network, or files visible to other processes. These calls
+start processes, open sockets, send signals, or set priorities, locks, leases, watches on files or
+extended attributes of files.
 
 A seccomp filter applies the list. The filter is a program of the kernel's virtual machine (classic
 BPF), which the kernel runs at each system call.
@@ -71,7 +72,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_THREAD = 0x00010000  # Flag of `clone` for a thread.
 _CLONE_NEW = 0x7E020080  # Flags of `clone` for new namespaces.
 _X32 = 0x40000000  # Lowest number of a call in the x32 mode of x86-64, which is refused.
-# Calls from this number on are reported as absent, so that the C library tries older ones.
+# Refused calls from this number on are reported as absent, so that the C library tries older ones.
 _NEWEST = 424
 _EPERM, _ENOSYS = 1, 38
 _PR_SET_SECCOMP = 22

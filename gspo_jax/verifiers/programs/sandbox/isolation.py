@@ -1,10 +1,10 @@
 """Confines a candidate program by means of the Linux kernel, on x86-64 and AArch64.
 
-A program runs in separate mount, process, network, IPC and host-name namespaces, within a user
-namespace if the trainer lacks the right to create them. The root directory has Python, NumPy and
-the system's libraries, read-only. The working directory is an empty file system in memory. Resource
-limits and a list of allowed system calls (`calls.py`) confine the program further. With isolation
-"none", only the resource limits apply.
+A program runs in separate mount, process, network, IPC and host-name namespaces. These are within a
+user namespace if the trainer lacks the right to create them. The root directory has Python, NumPy
+and the system's libraries, read-only. The working directory is an empty file system in memory.
+Resource limits and a list of allowed system calls (`calls.py`) confine the program further. With
+isolation "none", only the resource limits apply.
 """
 
 import contextlib
@@ -36,10 +36,12 @@ _ROOT = "/dev"  # Mount point of the new root, visible to the sandbox alone.
 def enter_namespaces(identity: int) -> bool:
   """Moves this process to new namespaces; its next child is process 1 there.
 
-  Returns whether this process is still the machine's root user, so that a program can become
-  another user later. In a container, root may lack the right to create namespaces. If so, this
-  process becomes the user `identity` and enters a user namespace: the kernel limits no threads of
-  root.
+  A process without the right to create namespaces enters a user namespace, too. A container's root
+  may lack this right. It first becomes the user `identity`, since the kernel does not limit the
+  threads of root.
+
+  Returns whether this process is still the machine's root user. If it is, each program later
+  becomes another user.
 
   Raises:
     OSError: the kernel or a container's policy denies a step.

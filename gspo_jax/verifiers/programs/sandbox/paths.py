@@ -1,9 +1,9 @@
 """Paths inside a sandbox: Python and NumPy have fixed paths there, independent of the host.
 
-The host's interpreter may be in a home directory or a checkout. At the same path inside, it would
-reveal the names of all directories above it. System directories, which every machine has, keep
-their paths. Texts in memory, such as the file name of a code object, may still have a path of the
-host. But no file can be opened or examined by such a path.
+The host's interpreter may be in a home directory or a checkout. The same path inside would reveal
+the names of the directories above the interpreter. System directories, which every machine has,
+keep their paths. Texts in memory, such as the file name of a code object, may still have a path of
+the host. But no file can be opened or examined by such a path.
 """
 
 import os
@@ -16,11 +16,11 @@ SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/e
 
 
 def plan(packages: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-  """Plans the paths of this interpreter inside.
+  """Plans the paths of this interpreter inside the sandbox.
 
   Args:
-    packages: directories of installed packages on the host. Only their NumPy is made readable. A
-      directory within a readable one is readable as a whole.
+    packages: directories of installed packages on the host. Only NumPy is made readable, unless the
+      directory is within a readable one: then all its packages are readable.
 
   Returns:
     mounts: a dict from paths of the host to paths inside.

@@ -1,6 +1,7 @@
 """Runs candidate programs within a sandbox, one process per test, and reports how each ended.
 
-Each of these processes is the parent of the next. With isolation "none" there is no outer process.
+A sandbox has three kinds of processes, each the parent of the next. With isolation "none" there is
+no outer process.
 
   outer      Moves to new namespaces of the kernel, and waits.
   keeper     Process 1 of the new namespaces. It is trusted, and never runs code of a candidate. It
@@ -32,8 +33,9 @@ FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # Descriptors in the candidate's process.
 
-# The prelude: imports that LiveCodeBench prepends to every program
-# (lcb_runner/evaluation/testing_util.py), by `from NAME import *`, and most by `import NAME`.
+# The prelude: modules that LiveCodeBench imports before every program
+# (lcb_runner/evaluation/testing_util.py), all by `from NAME import *`, and most also by
+# `import NAME`.
 _STAR = (
   "string re datetime collections heapq bisect copy math random statistics itertools functools "
   "operator io sys json builtins typing"
@@ -115,8 +117,9 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
   """Runs one test in a new process, and returns the report.
 
   A second message of the verifier has the maximum bytes of a reported output; a longer output is
-  reported as None. This maximum depends on the expected output. The keeper reads it only after the
-  candidate's end, since a candidate has a copy of all messages that the keeper read before.
+  reported as None. This maximum depends on the expected output. The keeper reads the message only
+  after the candidate's end, since a candidate has a copy of all messages that the keeper read
+  before.
 
   Fields of the report: `stdout`, `result` (JSON of a call's value) and `stderr`; `reason` ("ended",
   "timeout", or "output" for too much output), `status` (exit status, or minus a signal's number),
@@ -275,7 +278,7 @@ def _candidate(
 
 
 def _finish() -> None:
-  """Runs Python's steps at the end of a program: `os._exit` omits them."""
+  """Runs Python's steps at the end of a program, since `os._exit` omits them."""
   threading._shutdown()  # Waits for the program's threads.
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):

@@ -63,9 +63,9 @@ def _read(descriptor: int, size: int) -> bytes:
 def encode(value: Any) -> Any:
   """Encodes a value as JSON, for `decode`.
 
-  None, bools, floats, strings, lists and integers up to `_INT_BITS` are unchanged. Other values
-  become dicts {kind: content}. Subclasses of builtin types become the builtin type, and NumPy
-  scalars those of Python.
+  None, bools, floats, strings and integers of up to `_INT_BITS` bits are unchanged. A list becomes
+  the list of its encoded items. Other values become dicts {kind: content}. Subclasses of builtin
+  types become the builtin type, and NumPy scalars become Python's.
 
   Raises:
     TypeError: a part is not None, a number, a string, bytes or a builtin container.
